@@ -1,0 +1,71 @@
+"""samo trains pruned neural networks with a fraction of the memory.
+
+Example:
+    >>> import torch, samo
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    >>> masks = samo.prune(model, sparsity=0.9)
+    >>> model = samo.compress_(model, masks)
+    >>> opt = samo.AdamW(samo.parameters(model), lr=1e-3)
+    >>> model(torch.randn(4, 64)).square().mean().backward()
+    >>> opt.step()
+    >>> opt.zero_grad()
+
+Names are loaded on first use, so that ``import samo`` costs nothing and the parts that only count
+bytes never load torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from samo.candidates import prunable as prunable
+    from samo.compression import compress_ as compress_
+    from samo.errors import (
+        CompressionError as CompressionError,
+        MaskError as MaskError,
+        SamoError as SamoError,
+    )
+    from samo.leaves import (
+        named_parameters as named_parameters,
+        param_groups as param_groups,
+        parameters as parameters,
+    )
+    from samo.masks import Mask as Mask, Masks as Masks
+    from samo.memory.ledger import Ledger as Ledger, ledger as ledger
+    from samo.optim import AdamW as AdamW
+    from samo.pruning import prune as prune
+    from samo.scaling import LossScaler as LossScaler
+
+__version__: Final = "0.1.0"
+
+_MODULES: Final = {
+    "AdamW": "samo.optim",
+    "CompressionError": "samo.errors",
+    "Ledger": "samo.memory.ledger",
+    "LossScaler": "samo.scaling",
+    "Mask": "samo.masks",
+    "MaskError": "samo.errors",
+    "Masks": "samo.masks",
+    "SamoError": "samo.errors",
+    "compress_": "samo.compression",
+    "ledger": "samo.memory.ledger",
+    "named_parameters": "samo.leaves",
+    "param_groups": "samo.leaves",
+    "parameters": "samo.leaves",
+    "prunable": "samo.candidates",
+    "prune": "samo.pruning",
+}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'samo' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

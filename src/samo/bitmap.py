@@ -1,0 +1,105 @@
+"""Packed bits: 32 to a word, with a running count for each block of words.
+
+Bit ``i`` of a mask is bit ``i % 32`` of word ``i // 32``; the bits past the last weight are 0. A
+block is 64 words, 2,048 weights, and ``offsets[b]`` counts the bits set before block ``b``, so a
+kernel finds the place of any block's values without looking at another block:
+
+    weights   0 1 2 3 ... 2047 | 2048 ...          kept entries before block 1: 205
+    words     [0b...1001, ...] | [0b...0010, ...]  offsets [0, 205, ...]
+
+One bit a weight and 8 bytes a block are 0.129 bytes a weight. The counts follow from the words and
+are never written to a file. Words are int32 because torch has few operations on uint32, and come in
+pairs so that a CPU can read 64 bits at once.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = []
+
+WORD_BITS: Final = 32
+BLOCK_WORDS: Final = 64
+BLOCK_BITS: Final = WORD_BITS * BLOCK_WORDS
+
+_CHUNK_BLOCKS: Final = 512
+"""Blocks a plain torch operation takes at once (2**20 weights): no temporary grows with a tensor."""
+
+
+def num_words(numel: int) -> int:
+    """Return how many words hold ``numel`` bits."""
+    return 2 * -(-numel // (2 * WORD_BITS))
+
+
+def num_blocks(numel: int) -> int:
+    """Return how many blocks hold ``numel`` bits."""
+    return -(-numel // BLOCK_BITS)
+
+
+def num_bytes(numel: int) -> int:
+    """Return the bytes of the words and block counts of ``numel`` bits."""
+    return 4 * num_words(numel) + 8 * num_blocks(numel)
+
+
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
+    """Cut ``numel`` bits into ranges that start on a block and hold at most 2**20 bits."""
+    size = _CHUNK_BLOCKS * BLOCK_BITS
+    for start in range(0, numel, size):
+        yield start, min(start + size, numel)
+
+
+def pack(bits: Tensor, out: Tensor, start: int = 0) -> None:
+    """Write the 1-D boolean ``bits`` into the words ``out`` from bit ``start``, a multiple of 64."""
+    for begin, end in chunks(bits.numel()):
+        part = bits[begin:end]
+        if part.numel() % (2 * WORD_BITS):
+            part = torch.nn.functional.pad(part, (0, -part.numel() % (2 * WORD_BITS)))
+        # Bytes first: a sum over 8 shifted bytes needs a temporary of 1 byte a weight.
+        octets = (part.view(-1, 8).to(torch.uint8) << _arange8(bits.device)).sum(
+            1, dtype=torch.uint8
+        )
+        first = (start + begin) // WORD_BITS
+        words = octets.view(torch.int32)
+        out[first : first + words.numel()] = words
+
+
+def unpack(words: Tensor, start: int, stop: int) -> Tensor:
+    """Return bits ``start`` to ``stop`` as booleans; ``start`` is a multiple of 32."""
+    part = words[start // WORD_BITS : num_words(stop)].view(torch.uint8)
+    bits = (part[:, None] >> _arange8(words.device)) & 1
+    return bits.view(-1)[: stop - start].to(torch.bool)
+
+
+def popcount(words: Tensor) -> Tensor:
+    """Count the set bits of each word."""
+    x = words.view(torch.uint8).to(torch.int32)
+    x = x - ((x >> 1) & 0x55)
+    x = (x & 0x33) + ((x >> 2) & 0x33)
+    x = (x + (x >> 4)) & 0x0F
+    return x.view(-1, 4).sum(1)
+
+
+def count(words: Tensor) -> int:
+    """Count all set bits."""
+    return sum(int(popcount(part).sum()) for part in words.split(_CHUNK_BLOCKS * BLOCK_WORDS))
+
+
+def block_offsets(words: Tensor, numel: int) -> tuple[Tensor, int]:
+    """Return the int64 running count at the start of each block, and the count of all set bits."""
+    counts = torch.empty(num_blocks(numel), dtype=torch.int64, device=words.device)
+    step = _CHUNK_BLOCKS * BLOCK_WORDS
+    for first in range(0, words.numel(), step):
+        ones = popcount(words[first : first + step])
+        ones = torch.nn.functional.pad(ones, (0, -ones.numel() % BLOCK_WORDS))
+        per_block = ones.view(-1, BLOCK_WORDS).sum(1)
+        begin = first // BLOCK_WORDS
+        counts[begin : begin + per_block.numel()] = per_block
+    ends = counts.cumsum(0)
+    total = int(ends[-1]) if ends.numel() else 0
+    return ends - counts, total
+
+
+def _arange8(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -1,0 +1,58 @@
+"""The exceptions a caller may want to tell apart.
+
+    SamoError
+     +- MaskError (ValueError)      masks that do not fit the model, or a mask file that is damaged
+     +- CompressionError (RuntimeError)   a compressed model was used in a way that would corrupt it
+
+Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is wrong,
+the values in hand, the rule and the next step.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["CompressionError", "MaskError", "SamoError"]
+
+
+class SamoError(Exception):
+    """Base of the errors that samo itself defines.
+
+    Example:
+        >>> import samo
+        >>> issubclass(samo.MaskError, samo.SamoError)
+        True
+    """
+
+
+class MaskError(SamoError, ValueError):
+    """Masks that do not fit a model, or a mask file that cannot be trusted.
+
+    Example:
+        >>> import samo
+        >>> try:
+        ...     samo.Masks.load("no-such-file.safetensors")
+        ... except samo.MaskError as error:
+        ...     print(error)
+        mask file 'no-such-file.safetensors' does not exist; write one with Masks.save(path)
+    """
+
+
+class CompressionError(SamoError, RuntimeError):
+    """A compressed model was used in a way that would corrupt or ignore its state.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> model = samo.compress_(model, samo.prune(model, 0.5))
+        >>> try:
+        ...     model.half()
+        ... except samo.CompressionError as error:
+        ...     print(str(error)[:60])
+        '0.weight' is compressed as float32 and cannot become float1
+    """
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or ``""``."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,0 +1,571 @@
+"""Which weights are kept: `Mask` for one tensor, `Masks` for a model.
+
+A mask is stored as bits, never as booleans and never as "the weight is not zero": a kept weight may
+be exactly 0 and must stay trainable. ``bitmap.py`` has the layout.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from samo import bitmap
+from samo.candidates import matching, prunable
+from samo.errors import MaskError, nearest
+
+__all__ = ["Mask", "Masks"]
+
+_FILE_FORMAT: Final = "samo-masks"
+_FILE_VERSION: Final = "1"
+
+
+class Mask:
+    """The kept entries of one tensor, one bit each.
+
+    Example:
+        >>> import torch, samo
+        >>> mask = samo.Mask.from_bool(torch.tensor([[True, False, False], [False, True, True]]))
+        >>> mask
+        Mask(2x3, 3 of 6 kept, sparsity 0.500)
+        >>> mask.to_bool()
+        tensor([[ True, False, False],
+                [False,  True,  True]])
+
+    Args:
+        shape: Shape of the dense tensor.
+        words: Its bits in flat (row-major) order, int32, as ``bitmap.py`` describes.
+
+    Raises:
+        ValueError: ``shape`` is negative, or ``words`` has the wrong type or size, or bits set past
+            the last weight.
+    """
+
+    __slots__ = ("kept", "numel", "offsets", "shape", "words")
+
+    def __init__(self, shape: Iterable[int], words: Tensor) -> None:
+        self.shape: Final = tuple(shape)
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"a mask cannot have shape {self.shape}; sizes are 0 or more")
+        self.numel: Final = math.prod(self.shape)
+        expected = bitmap.num_words(self.numel)
+        if words.dtype != torch.int32 or words.shape != (expected,):
+            raise ValueError(
+                f"a mask of {self.numel:,} weights needs {expected:,} int32 words, got "
+                f"{tuple(words.shape)} of {words.dtype}; build masks with Mask.from_bool(tensor)"
+            )
+        if self.numel % (2 * bitmap.WORD_BITS) and bool(
+            bitmap.unpack(words, self.numel // 32 * 32, expected * 32)[self.numel % 32 :].any()
+        ):
+            raise ValueError(
+                f"a mask of {self.numel:,} weights has bits set past its last weight; "
+                "build masks with Mask.from_bool(tensor)"
+            )
+        self.words: Final = words.contiguous()
+        self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
+
+    @classmethod
+    def from_bool(cls, keep: Tensor) -> "Mask":
+        """Build a mask from a boolean tensor, True where the weight is kept.
+
+        Example:
+            >>> import torch, samo
+            >>> samo.Mask.from_bool(torch.eye(4, dtype=torch.bool)).kept
+            4
+
+        Raises:
+            TypeError: ``keep`` is not boolean (a tensor of 0 and 1 is easily taken for weights).
+        """
+        if keep.dtype != torch.bool:
+            raise TypeError(
+                f"Mask.from_bool takes a boolean tensor, got {keep.dtype}; "
+                "say which entries are kept, for example `scores > threshold`"
+            )
+        words = torch.empty(bitmap.num_words(keep.numel()), dtype=torch.int32, device=keep.device)
+        bitmap.pack(keep.reshape(-1), words)
+        return cls(keep.shape, words)
+
+    def to_bool(self) -> Tensor:
+        """Return the mask as a boolean tensor of its shape: 1 byte a weight, for looking at.
+
+        Example:
+            >>> import torch, samo
+            >>> samo.Mask.from_bool(torch.tensor([True, False])).to_bool()
+            tensor([ True, False])
+        """
+        return bitmap.unpack(self.words, 0, self.numel).view(self.shape)
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the entries that are pruned."""
+        return 1.0 - self.kept / self.numel if self.numel else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: words and block counts."""
+        return self.words.nbytes + self.offsets.nbytes
+
+    def to(self, device: torch.device | str) -> "Mask":
+        """Return this mask on another device (itself if it is there already).
+
+        Example:
+            >>> import torch, samo
+            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
+            >>> mask.to("cpu") is mask
+            True
+        """
+        words = self.words.to(device)
+        return self if words is self.words else Mask(self.shape, words)
+
+    def zero_(self, dense: Tensor) -> Tensor:
+        """Set the pruned entries of ``dense`` to exactly 0, in place.
+
+        Example:
+            >>> import torch, samo
+            >>> mask = samo.Mask.from_bool(torch.tensor([True, False, True]))
+            >>> mask.zero_(torch.tensor([1.0, float("nan"), 3.0]))
+            tensor([1., 0., 3.])
+
+        Raises:
+            MaskError: ``dense`` has another shape.
+        """
+        self._check_shape(tuple(dense.shape))
+        flat = dense.detach().reshape(-1)  # a view, or a copy where the strides allow none
+        for start, stop in bitmap.chunks(self.numel):
+            flat[start:stop].masked_fill_(~bitmap.unpack(self.words, start, stop), 0)
+        if not dense.is_contiguous():
+            dense.detach().copy_(flat.view(self.shape))
+        return dense
+
+    def hamming(self, other: "Mask") -> float:
+        """Return the fraction of entries on which two masks differ.
+
+        Example:
+            >>> import torch, samo
+            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
+            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
+            >>> a.hamming(b)
+            0.5
+        """
+        return bitmap.count((self ^ other).words) / self.numel if self.numel else 0.0
+
+    def distance(self, other: "Mask") -> float:
+        """Return the share of the kept entries that two masks do not have in common.
+
+        This is ``1 - |A and B| / kept``. Unlike `hamming` it means the same at any sparsity: two
+        random masks at sparsity 0.9 differ in only 18 % of their bits but in 90 % of what they keep.
+
+        Example:
+            >>> import torch, samo
+            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
+            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
+            >>> a.distance(b)
+            0.5
+        """
+        return _distance(bitmap.count((self & other).words), max(self.kept, other.kept))
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of shape and bits: equal masks, and only those, have equal ones.
+
+        Example:
+            >>> import torch, samo
+            >>> samo.Mask.from_bool(torch.tensor([True, False])).fingerprint()[:12]
+            'dad49eb0cd94'
+        """
+        digest = hashlib.sha256(repr(self.shape).encode())
+        digest.update(self.words.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return Mask(self.shape, self.words & self._words_of(other))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Mask(self.shape, self.words | self._words_of(other))
+
+    def __xor__(self, other: "Mask") -> "Mask":
+        return Mask(self.shape, self.words ^ self._words_of(other))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return self.shape == other.shape and torch.equal(
+            self.words, other.words.to(self.words.device)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"Mask({shape}, {self.kept:,} of {self.numel:,} kept, sparsity {self.sparsity:.3f})"
+
+    def _words_of(self, other: "Mask") -> Tensor:
+        self._check_shape(other.shape)
+        return other.words.to(self.words.device)
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if shape != self.shape:
+            raise MaskError(
+                f"mask has shape {self.shape} but the other side has {shape}; "
+                "build both from the same model"
+            )
+
+
+class Masks(Mapping[str, Mask]):
+    """The masks of a model: parameter name to `Mask`, for the pruned parameters only.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> masks = samo.prune(model, sparsity=0.75)
+        >>> masks
+        Masks(2 tensors, 2,048 of 8,192 weights kept, sparsity 0.750)
+        >>> masks["0.weight"].kept
+        1024
+    """
+
+    def __init__(self, masks: Mapping[str, Mask]) -> None:
+        self._masks: Final = dict(masks)
+
+    def __getitem__(self, name: str) -> Mask:
+        try:
+            return self._masks[name]
+        except KeyError:
+            raise KeyError(f"no mask for '{name}'{nearest(name, self._masks)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._masks  # Mapping's own asks __getitem__, which looks for near names
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def __repr__(self) -> str:
+        return (
+            f"Masks({len(self)} tensors, {self.kept:,} of {self.numel:,} weights kept, "
+            f"sparsity {self.sparsity:.3f})"
+        )
+
+    @classmethod
+    def from_zeros(
+        cls, model: nn.Module, *, skip: Iterable[str] = (), min_sparsity: float = 0.05
+    ) -> "Masks":
+        """Read the masks off a model that somebody else pruned: what is exactly 0 is pruned.
+
+        Only the weights that `samo.prune` would prune are looked at. A tensor with fewer zeros than
+        ``min_sparsity`` counts as unpruned: its few zeros are chance.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+            >>> with torch.no_grad():
+            ...     _ = model[0].weight.copy_(torch.eye(4))
+            >>> samo.Masks.from_zeros(model)
+            Masks(1 tensors, 4 of 16 weights kept, sparsity 0.750)
+
+        Raises:
+            MaskError: No tensor has enough zeros, or one is zero altogether.
+            ValueError: A pattern of ``skip`` matches no parameter.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        skipped = matching(skip, parameters, "skip")
+        masks: dict[str, Mask] = {}
+        most = ("", -1.0)
+        for name in prunable(model):
+            if name in skipped:
+                continue
+            mask = _nonzero(parameters[name])
+            if mask.kept == 0:
+                raise MaskError(
+                    f"all {mask.numel:,} weights of '{name}' are 0, so nothing of it could be "
+                    f"trained; leave it out with skip=['{name}']"
+                )
+            most = max(most, (name, mask.sparsity), key=lambda entry: entry[1])
+            if mask.sparsity >= min_sparsity:
+                masks[name] = mask
+        if not masks:
+            if not most[0]:
+                raise MaskError(
+                    "no weight was looked for zeros: the model has none that is pruned by default, "
+                    "or skip= names them all; samo.prunable(model) lists them"
+                )
+            raise MaskError(
+                f"the model is not pruned: its sparsest weight '{most[0]}' has {most[1]:.1%} zeros, "
+                f"under min_sparsity={min_sparsity}; prune it with samo.prune(model, sparsity)"
+            )
+        return cls(masks)
+
+    @classmethod
+    def from_torch_prune(cls, model: nn.Module) -> "Masks":
+        """Take the masks of a model pruned with ``torch.nn.utils.prune``.
+
+        The masks are named as the weights will be after ``torch.nn.utils.prune.remove``, which has to
+        be called before `samo.compress_`.
+
+        Example:
+            >>> import torch, samo
+            >>> from torch.nn.utils import prune
+            >>> layer = prune.l1_unstructured(torch.nn.Linear(8, 8), "weight", amount=0.5)
+            >>> masks = samo.Masks.from_torch_prune(layer)
+            >>> masks["weight"].sparsity
+            0.5
+            >>> _ = samo.compress_(prune.remove(layer, "weight"), masks)
+
+        Raises:
+            MaskError: No parameter of the model was pruned that way.
+        """
+        masks = {
+            name.removesuffix("_mask"): Mask.from_bool(buffer != 0)
+            for name, buffer in model.named_buffers()
+            if name.endswith("_mask")
+            and f"{name.removesuffix('_mask')}_orig" in dict(model.named_parameters())
+        }
+        if not masks:
+            raise MaskError(
+                "no parameter was pruned with torch.nn.utils.prune (no 'weight_orig' beside a "
+                "'weight_mask'); use samo.prune(model, sparsity) or Masks.from_zeros(model)"
+            )
+        return cls(masks)
+
+    @property
+    def numel(self) -> int:
+        """Number of weights in the masked tensors."""
+        return sum(mask.numel for mask in self._masks.values())
+
+    @property
+    def kept(self) -> int:
+        """Number of weights kept."""
+        return sum(mask.kept for mask in self._masks.values())
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the masked tensors' weights that are pruned."""
+        return 1.0 - self.kept / self.numel if self.numel else 0.0
+
+    def to(self, device: torch.device | str) -> "Masks":
+        """Return these masks on another device.
+
+        Example:
+            >>> import torch, samo
+            >>> masks = samo.Masks({"w": samo.Mask.from_bool(torch.tensor([True, False]))})
+            >>> masks.to("cpu") == masks
+            True
+        """
+        return Masks({name: mask.to(device) for name, mask in self.items()})
+
+    def apply_(self, model: nn.Module) -> None:
+        """Set the pruned weights of a dense model to exactly 0, in place.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Linear(10, 10)
+            >>> samo.prune(model, sparsity=0.9).apply_(model)
+            >>> int((model.weight != 0).sum())
+            10
+
+        Raises:
+            MaskError: The masks belong to another model.
+        """
+        parameters = self.parameters_of(model)
+        for name, mask in self.items():
+            mask.to(parameters[name].device).zero_(parameters[name].detach())
+
+    def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters of ``model`` that these masks are for, by name.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> list(samo.prune(model, sparsity=0.5).parameters_of(model))
+            ['0.weight']
+
+        Raises:
+            MaskError: A name is unknown or a shape differs.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, mask in self.items():
+            if name not in parameters:
+                unknown = [other for other in self if other not in parameters]
+                raise MaskError(
+                    f"{len(unknown)} of {len(self)} masks name no parameter of this model, the first "
+                    f"is '{name}'{nearest(name, parameters)}; build the masks from the model you "
+                    "train (samo.prune)"
+                )
+            if tuple(parameters[name].shape) != mask.shape:
+                raise MaskError(
+                    f"mask for '{name}' has shape {mask.shape} but the parameter has "
+                    f"{tuple(parameters[name].shape)}; build the masks from the model you train "
+                    "(samo.prune)"
+                )
+        return {name: parameters[name] for name in self}
+
+    def hamming(self, other: "Masks") -> float:
+        """Return the fraction of all entries on which two sets of masks differ.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(100, 100))
+            >>> a, b = (samo.prune(model, 0.9, method="random", seed=s) for s in (0, 1))
+            >>> 0.16 < a.hamming(b) < 0.20
+            True
+        """
+        self._check_same(other)
+        differ = sum(bitmap.count((mask ^ other[name]).words) for name, mask in self.items())
+        return differ / self.numel if self.numel else 0.0
+
+    def distance(self, other: "Masks") -> float:
+        """Return the share of the kept entries that two sets of masks do not have in common.
+
+        See `Mask.distance`; 0 for equal masks, 1 for masks that share nothing.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(100, 100))
+            >>> a, b = (samo.prune(model, 0.9, method="random", seed=s) for s in (0, 1))
+            >>> 0.86 < a.distance(b) < 0.94
+            True
+        """
+        self._check_same(other)
+        common = sum(bitmap.count((mask & other[name]).words) for name, mask in self.items())
+        return _distance(common, max(self.kept, other.kept))
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of all names, shapes and bits, whatever their order.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> a, b = samo.prune(model, 0.5), samo.prune(model, 0.5)
+            >>> a.fingerprint() == b.fingerprint()
+            True
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self):
+            digest.update(f"{name}\0{self[name].fingerprint()}\0".encode())
+        return digest.hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the masks to a safetensors file: complete, or not at all.
+
+        Example:
+            >>> import tempfile, torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> masks = samo.prune(model, 0.5)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     masks.save(f"{folder}/masks.safetensors")
+            ...     samo.Masks.load(f"{folder}/masks.safetensors") == masks
+            True
+        """
+        from safetensors.torch import save
+
+        metadata = {
+            "format": _FILE_FORMAT,
+            "version": _FILE_VERSION,
+            "shapes": json.dumps({name: mask.shape for name, mask in self.items()}),
+            "fingerprint": self.fingerprint(),
+        }
+        words = {name: mask.words.cpu().clone() for name, mask in self.items()}
+        _write_whole(Path(path), save(words, metadata))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Masks":
+        """Read masks written by `save`, onto the CPU, and check every bit of them.
+
+        Example:
+            >>> import samo
+            >>> samo.Masks.load("README.md")
+            Traceback (most recent call last):
+            samo.errors.MaskError: 'README.md' is not a mask file: ...
+
+        Raises:
+            MaskError: The file is missing, damaged, of another kind or of another version.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(path)
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise MaskError(f"mask file '{path}' {what}; write one with Masks.save(path)")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                words = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise MaskError(
+                f"'{path}' is not a mask file: {error}; it is damaged or of another kind, "
+                "write it again with Masks.save(path)"
+            ) from None
+        if metadata.get("format") != _FILE_FORMAT:
+            raise MaskError(
+                f"'{path}' is not a mask file: its format is {metadata.get('format')!r}, not "
+                f"{_FILE_FORMAT!r}; for the weights of a pruned model use Masks.from_zeros(model)"
+            )
+        if metadata.get("version") != _FILE_VERSION:
+            raise MaskError(
+                f"mask file '{path}' has version {metadata.get('version')!r}, this samo reads "
+                f"version {_FILE_VERSION!r}; update samo (pip install -U torch-samo)"
+            )
+        try:
+            shapes: dict[str, list[int]] = json.loads(metadata["shapes"])
+            masks = cls({name: Mask(shapes[name], words[name]) for name in shapes})
+            damaged = set(shapes) != set(words) or masks.fingerprint() != metadata["fingerprint"]
+        except (KeyError, TypeError, ValueError):
+            damaged = True
+        if damaged:
+            raise MaskError(
+                f"mask file '{path}' is damaged: its contents do not match its fingerprint; "
+                "take another copy of it"
+            )
+        return masks
+
+    def __and__(self, other: "Masks") -> "Masks":
+        """Keep what both keep."""
+        self._check_same(other)
+        return Masks({name: mask & other[name] for name, mask in self.items()})
+
+    def __or__(self, other: "Masks") -> "Masks":
+        """Keep what either keeps."""
+        self._check_same(other)
+        return Masks({name: mask | other[name] for name, mask in self.items()})
+
+    def _check_same(self, other: "Masks") -> None:
+        if set(self) != set(other):
+            name = sorted(set(self) ^ set(other))[0]
+            raise MaskError(
+                f"the masks are for different tensors: '{name}' is in only one of them; "
+                "compare masks of one model"
+            )
+
+
+def _distance(common: int, kept: int) -> float:
+    return 1.0 - common / kept if kept else 0.0
+
+
+def _nonzero(dense: Tensor) -> Mask:
+    """Build the mask of the entries of ``dense`` that are not exactly 0."""
+    words = torch.empty(bitmap.num_words(dense.numel()), dtype=torch.int32, device=dense.device)
+    flat = dense.detach().reshape(-1)
+    for start, stop in bitmap.chunks(flat.numel()):
+        bitmap.pack(flat[start:stop] != 0, words, start)
+    return Mask(dense.shape, words)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a crash leaves the old one or the new one, never half of either."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,26 @@
+"""What holds for every test: one seed, one thread, no deadlines, GPU tests only on a GPU."""
+
+import hypothesis
+import pytest
+import torch
+
+# Whether an example takes longer than 200 ms says more about the machine's load than about samo.
+hypothesis.settings.register_profile("samo", deadline=None)
+hypothesis.settings.load_profile("samo")
+
+
+# Small tensors gain nothing from a second thread, and two that share a busy machine wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

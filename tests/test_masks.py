@@ -1,0 +1,630 @@
+"""Masks against plain boolean tensors, and mask files against damage."""
+
+import os
+import random
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import prune as torch_prune
+
+from samo.errors import MaskError
+from samo.masks import Mask, Masks
+
+shapes = st.lists(st.integers(0, 20), max_size=3).map(tuple)
+seeds = st.integers(0, 2**32)
+densities = st.sampled_from([0.0, 0.1, 0.5, 1.0])
+
+
+def random_bool(shape: tuple[int, ...], seed: int = 0, density: float = 0.5) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < density
+
+
+def two_masks() -> Masks:
+    return Masks(
+        {
+            "layers.0.weight": Mask.from_bool(random_bool((30, 50), seed=1)),
+            "layers.1.weight": Mask.from_bool(random_bool((7, 11), seed=2, density=0.1)),
+        }
+    )
+
+
+# One mask
+
+
+@given(shapes, seeds, densities)
+def test_a_mask_gives_back_the_booleans_it_was_built_from(
+    shape: tuple[int, ...], seed: int, density: float
+) -> None:
+    keep = random_bool(shape, seed, density)
+    mask = Mask.from_bool(keep)
+    assert torch.equal(mask.to_bool(), keep)
+    assert mask.shape == shape
+    assert (mask.numel, mask.kept) == (keep.numel(), int(keep.sum()))
+    assert mask.sparsity == (1 - mask.kept / mask.numel if mask.numel else 0)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [random_bool((40, 30)).t(), random_bool((40, 30))[:, ::3], torch.tensor(True).expand(5, 7)],
+    ids=["transposed", "every third column", "expanded"],
+)
+def test_a_mask_takes_booleans_of_any_stride(keep: Tensor) -> None:
+    assert torch.equal(Mask.from_bool(keep).to_bool(), keep)
+
+
+@given(shapes, seeds, densities, densities)
+def test_set_operations_are_those_of_booleans(
+    shape: tuple[int, ...], seed: int, density_a: float, density_b: float
+) -> None:
+    a, b = random_bool(shape, seed, density_a), random_bool(shape, seed + 1, density_b)
+    mask_a, mask_b = Mask.from_bool(a), Mask.from_bool(b)
+    for result, expected in [
+        (mask_a & mask_b, a & b),
+        (mask_a | mask_b, a | b),
+        (mask_a ^ mask_b, a ^ b),
+    ]:
+        assert result == Mask.from_bool(expected)
+        assert result.kept == expected.sum()
+
+
+@given(shapes, seeds, densities, densities)
+def test_hamming_and_distance_are_those_of_booleans(
+    shape: tuple[int, ...], seed: int, density_a: float, density_b: float
+) -> None:
+    a, b = random_bool(shape, seed, density_a), random_bool(shape, seed + 1, density_b)
+    mask_a, mask_b = Mask.from_bool(a), Mask.from_bool(b)
+    most = max(int(a.sum()), int(b.sum()))
+    assert mask_a.hamming(mask_b) == (int((a ^ b).sum()) / a.numel() if a.numel() else 0)
+    assert mask_a.distance(mask_b) == (1 - int((a & b).sum()) / most if most else 0)
+    assert mask_a.distance(mask_b) == mask_b.distance(mask_a)
+
+
+@given(shapes, seeds)
+def test_a_mask_differs_from_itself_in_nothing(shape: tuple[int, ...], seed: int) -> None:
+    mask = Mask.from_bool(random_bool(shape, seed))
+    assert mask.hamming(mask) == mask.distance(mask) == 0
+
+
+@given(shapes, seeds, seeds)
+def test_equal_masks_and_only_those_have_equal_fingerprints_and_hashes(
+    shape: tuple[int, ...], seed_a: int, seed_b: int
+) -> None:
+    a, b = random_bool(shape, seed_a), random_bool(shape, seed_b)
+    mask_a, mask_b = Mask.from_bool(a), Mask.from_bool(b)
+    equal = torch.equal(a, b)
+    assert (mask_a == mask_b) is equal
+    assert (mask_a.fingerprint() == mask_b.fingerprint()) is equal
+    assert len({mask_a, mask_b}) == 2 - equal
+
+
+def test_masks_of_other_shapes_are_not_equal() -> None:
+    mask = Mask.from_bool(random_bool((4, 6)))
+    assert mask != Mask.from_bool(random_bool((4, 6)).view(6, 4))
+    assert mask != "a mask"
+    assert mask.fingerprint() != Mask(mask.shape[::-1], mask.words).fingerprint()
+
+
+@given(shapes, seeds)
+def test_zero_clears_the_pruned_entries_and_touches_no_other(
+    shape: tuple[int, ...], seed: int
+) -> None:
+    keep = random_bool(shape, seed)
+    dense = torch.randn(shape)
+    expected = torch.where(keep, dense, 0)
+    assert Mask.from_bool(keep).zero_(dense) is dense
+    assert torch.equal(dense, expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0])
+def test_zero_writes_plus_zero_over_anything(value: float) -> None:
+    dense = Mask.from_bool(torch.tensor([True, False])).zero_(torch.tensor([value, value]))
+    assert dense[1] == 0
+    assert not dense[1].signbit()
+    assert str(dense[0].item()) == str(value)
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [
+        torch.randn(30, 40).t(),
+        torch.randn(40, 60)[:, ::2],
+        torch.randn(40, 2, 30)[:, 1],
+        torch.randn(30, 40, dtype=torch.float64).t(),
+    ],
+    ids=["transposed", "every other column", "slice", "transposed float64"],
+)
+def test_zero_works_in_place_on_any_stride(dense: Tensor) -> None:
+    keep = random_bool((40, 30))
+    expected = torch.where(keep, dense, 0)
+    Mask.from_bool(keep).zero_(dense)
+    assert torch.equal(dense, expected)
+
+
+def test_zero_reaches_the_entries_past_the_first_chunk() -> None:
+    keep = random_bool((2**20 + 77,))
+    dense = torch.ones(keep.shape, dtype=torch.int8)
+    assert torch.equal(Mask.from_bool(keep).zero_(dense), keep.to(torch.int8))
+
+
+def test_a_mask_counts_its_bytes() -> None:
+    mask = Mask.from_bool(random_bool((100, 100)))
+    assert mask.nbytes == 2 * 157 * 4 + 5 * 8  # 157 pairs of words, 5 blocks
+
+
+def test_a_mask_is_shown_with_shape_and_counts() -> None:
+    mask = Mask.from_bool(torch.arange(5000).view(50, 100) < 1250)
+    assert repr(mask) == "Mask(50x100, 1,250 of 5,000 kept, sparsity 0.750)"
+    assert repr(Mask.from_bool(torch.tensor(True))).startswith("Mask(scalar, 1 of 1")
+
+
+def test_moving_a_mask_to_where_it_is_gives_the_mask() -> None:
+    mask = Mask.from_bool(random_bool((5, 5)))
+    assert mask.to("cpu") is mask
+    assert two_masks().to("cpu") == two_masks()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
+def test_a_mask_of_something_else_than_booleans_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"boolean tensor, got {dtype}.*scores > threshold"):
+        Mask.from_bool(torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("words", "got"),
+    [
+        (torch.zeros(2, dtype=torch.int32), r"\(2,\) of torch.int32"),
+        (torch.zeros(4, dtype=torch.int64), r"\(4,\) of torch.int64"),
+        (torch.zeros(2, 2, dtype=torch.int32), r"\(2, 2\) of torch.int32"),
+    ],
+    ids=["too few", "another dtype", "another shape"],
+)
+def test_words_of_the_wrong_type_or_size_are_refused(words: Tensor, got: str) -> None:
+    message = rf"a mask of 100 weights needs 4 int32 words, got {got}; .*from_bool"
+    with pytest.raises(ValueError, match=message):
+        Mask((10, 10), words)
+
+
+@pytest.mark.parametrize("numel", [1, 31, 32, 33, 63, 65, 100])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_bits_past_the_last_weight_are_refused(numel: int, place: str) -> None:
+    mask = Mask.from_bool(torch.ones(numel, dtype=torch.bool))
+    bit = numel if place == "first" else 32 * mask.words.numel() - 1
+    words = mask.words.clone().view(torch.uint8)
+    words[bit // 8] |= 1 << bit % 8
+    message = rf"a mask of {numel} weights has bits set past its last weight; .*from_bool"
+    with pytest.raises(ValueError, match=message):
+        Mask((numel,), words.view(torch.int32))
+
+
+@pytest.mark.parametrize("operation", ["__and__", "__or__", "__xor__", "hamming", "distance"])
+def test_masks_of_other_shapes_do_not_mix(operation: str) -> None:
+    a, b = Mask.from_bool(random_bool((4, 6))), Mask.from_bool(random_bool((6, 4)))
+    with pytest.raises(MaskError, match=r"shape \(4, 6\) but the other side has \(6, 4\); build"):
+        getattr(a, operation)(b)
+
+
+def test_zero_refuses_a_tensor_of_another_shape() -> None:
+    with pytest.raises(MaskError, match=r"shape \(4, 6\) but the other side has \(24,\)"):
+        Mask.from_bool(random_bool((4, 6))).zero_(torch.ones(24))
+
+
+# The masks of a model
+
+
+def test_masks_are_a_mapping_in_the_order_given() -> None:
+    masks = two_masks()
+    assert list(masks) == ["layers.0.weight", "layers.1.weight"]
+    assert len(masks) == 2
+    assert "layers.0.weight" in masks
+    assert "layers.0.bias" not in masks
+    assert masks.get("layers.0.bias") is None
+
+
+def test_masks_add_up_their_counts() -> None:
+    masks = two_masks()
+    kept = sum(mask.kept for mask in masks.values())
+    assert (masks.numel, masks.kept) == (1577, kept)
+    assert masks.sparsity == 1 - kept / 1577
+    assert repr(masks).startswith(f"Masks(2 tensors, {kept} of 1,577 weights kept, sparsity 0.")
+
+
+def test_no_masks_at_all_are_fine() -> None:
+    none = Masks({})
+    assert (none.numel, none.kept, none.sparsity) == (0, 0, 0)
+    assert none.hamming(none) == none.distance(none) == 0
+
+
+def test_an_unknown_name_is_a_key_error_with_the_nearest_name() -> None:
+    with pytest.raises(KeyError, match=r"no mask for 'layer.0.weight' \(did you mean 'layers.0"):
+        two_masks()["layer.0.weight"]
+
+
+@given(seeds, seeds)
+def test_masks_compare_as_one_long_mask(seed_a: int, seed_b: int) -> None:
+    def build(seed: int) -> tuple[Masks, Mask]:
+        parts = [random_bool((n,), seed + n, 0.3) for n in (70, 130)]
+        masks = Masks({str(i): Mask.from_bool(part) for i, part in enumerate(parts)})
+        return masks, Mask.from_bool(torch.cat(parts))
+
+    (a, long_a), (b, long_b) = build(seed_a), build(seed_b)
+    assert a.hamming(b) == long_a.hamming(long_b)
+    assert a.distance(b) == long_a.distance(long_b)
+    assert (a & b).kept == (long_a & long_b).kept
+    assert (a | b).kept == (long_a | long_b).kept
+
+
+@pytest.mark.parametrize("operation", ["__and__", "__or__", "hamming", "distance"])
+def test_masks_for_other_tensors_do_not_mix(operation: str) -> None:
+    one = Masks({"layers.0.weight": two_masks()["layers.0.weight"]})
+    with pytest.raises(MaskError, match=r"different tensors: 'layers\.1\.weight' is in only one"):
+        getattr(two_masks(), operation)(one)
+
+
+def test_the_fingerprint_depends_on_names_and_bits_but_not_on_order() -> None:
+    masks = two_masks()
+    backwards = Masks({name: masks[name] for name in reversed(list(masks))})
+    renamed = Masks({f"{name}s": mask for name, mask in masks.items()})
+    swapped = Masks(dict(zip(masks, reversed(list(masks.values())))))
+    assert masks.fingerprint() == backwards.fingerprint()
+    assert len({masks.fingerprint(), renamed.fingerprint(), swapped.fingerprint()}) == 3
+
+
+def test_apply_clears_the_pruned_weights_of_a_model_and_no_others() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    keep = random_bool((8, 8))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Masks({"1.weight": Mask.from_bool(keep)}).apply_(model)
+    before["1.weight"] = torch.where(keep, before["1.weight"], 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_apply_clears_a_tied_weight_under_either_name() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model["b"].weight = model["a"].weight
+    Masks({"b.weight": Mask.from_bool(torch.eye(4, dtype=torch.bool))}).apply_(model)
+    assert model.get_parameter("a.weight").count_nonzero() == 4
+
+
+def test_masks_that_name_no_parameter_are_refused() -> None:
+    masks = Masks({"0.wieght": two_masks()["layers.1.weight"], **two_masks()})
+    message = r"3 of 3 masks name no parameter of this model, the first is '0.wieght'.*'0\.weight'"
+    with pytest.raises(MaskError, match=message):
+        masks.apply_(nn.Sequential(nn.Linear(11, 7)))
+
+
+def test_masks_of_the_wrong_shape_are_refused() -> None:
+    masks = Masks({"weight": two_masks()["layers.1.weight"]})
+    message = r"mask for 'weight' has shape \(7, 11\) but the parameter has \(11, 7\); build"
+    with pytest.raises(MaskError, match=message):
+        masks.apply_(nn.Linear(7, 11))
+
+
+# Masks read off a model
+
+
+def model_with_zeros(*keep: Tensor) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(part.shape[1], part.shape[0]) for part in keep))
+    for layer, part in zip(model, keep):
+        layer.weight.data = torch.where(part, 1.0, 0.0)
+    return model
+
+
+def test_from_zeros_reads_off_what_is_not_zero() -> None:
+    keep = [random_bool((30, 50)), random_bool((20, 30), density=0.2)]
+    masks = Masks.from_zeros(model_with_zeros(*keep))
+    assert [masks[f"{i}.weight"].to_bool().equal(keep[i]) for i in range(2)] == [True, True]
+
+
+def test_from_zeros_takes_minus_zero_as_pruned_and_nan_as_kept() -> None:
+    model = model_with_zeros(torch.ones(1, 4, dtype=torch.bool))
+    model[0].weight.data = torch.tensor([[0.0, -0.0, float("nan"), 1e-45]])
+    expected = torch.tensor([[False, False, True, True]])
+    assert Masks.from_zeros(model)["0.weight"] == Mask.from_bool(expected)
+
+
+def test_from_zeros_leaves_out_tensors_with_few_zeros_and_what_is_skipped() -> None:
+    keep = [random_bool((100, 100), density=density) for density in (0.98, 0.5, 0.5)]
+    model = model_with_zeros(*keep)
+    assert list(Masks.from_zeros(model, skip=["2.*"])) == ["1.weight"]
+    assert list(Masks.from_zeros(model, min_sparsity=0.01)) == ["0.weight", "1.weight", "2.weight"]
+
+
+@pytest.mark.parametrize(("zeros", "found"), [(4, False), (5, True), (6, True)])
+def test_from_zeros_takes_a_tensor_from_min_sparsity_on(zeros: int, found: bool) -> None:
+    keep = [torch.arange(100).view(10, 10) >= count for count in (zeros, 50)]
+    assert ("0.weight" in Masks.from_zeros(model_with_zeros(*keep))) is found
+
+
+def test_from_zeros_refuses_a_dense_model_and_names_its_sparsest_weight() -> None:
+    keep = [torch.arange(100).view(10, 10) >= zeros for zeros in (1, 4)]
+    message = r"not pruned: its sparsest weight '1.weight' has 4.0% zeros, under min_sparsity=0.05"
+    with pytest.raises(MaskError, match=message):
+        Masks.from_zeros(model_with_zeros(*keep))
+
+
+def test_from_zeros_refuses_a_tensor_that_is_all_zero() -> None:
+    keep = [random_bool((10, 10)), torch.zeros(10, 10, dtype=torch.bool)]
+    message = r"all 100 weights of '1.weight' are 0, .* skip=\['1.weight'\]"
+    with pytest.raises(MaskError, match=message):
+        Masks.from_zeros(model_with_zeros(*keep))
+
+
+def test_from_zeros_refuses_a_skip_that_matches_nothing() -> None:
+    with pytest.raises(ValueError, match=r"skip pattern '9\.\*' matches no parameter"):
+        Masks.from_zeros(model_with_zeros(random_bool((4, 4))), skip=["9.*"])
+
+
+def test_from_zeros_finds_a_matrix_that_has_another_name_first() -> None:
+    model = nn.Module()
+    model.table = nn.Parameter(torch.eye(4))
+    model.layer = nn.Linear(4, 4)
+    model.layer.weight = model.table
+    assert Masks.from_zeros(model)["layer.weight"].kept == 4
+
+
+def test_from_torch_prune_takes_the_masks_under_the_names_they_will_have() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    torch_prune.random_unstructured(model[1], "weight", amount=0.5)
+    expected = model.get_buffer("1.weight_mask") != 0
+    masks = Masks.from_torch_prune(model)
+    assert dict(masks) == {"1.weight": Mask.from_bool(expected)}
+    torch_prune.remove(model[1], "weight")
+    assert list(masks.parameters_of(model)) == ["1.weight"]
+
+
+def test_from_torch_prune_ignores_masks_of_something_else() -> None:
+    layer = torch_prune.random_unstructured(nn.Linear(8, 8), "weight", amount=0.5)
+    layer.register_buffer("attention_mask", torch.ones(3))
+    assert list(Masks.from_torch_prune(layer)) == ["weight"]
+
+
+def test_from_torch_prune_refuses_a_model_without_masks() -> None:
+    message = r"no parameter was pruned with torch.nn.utils.prune .*'weight_mask'.*samo.prune"
+    with pytest.raises(MaskError, match=message):
+        Masks.from_torch_prune(nn.Linear(4, 4))
+
+
+# Mask files
+
+
+@given(
+    st.dictionaries(st.text(st.characters(codec="utf-8"), min_size=1), shapes, max_size=4), seeds
+)
+def test_a_file_gives_back_what_was_saved(named: dict[str, tuple[int, ...]], seed: int) -> None:
+    named.pop("__metadata__", None)  # taken by the file format
+    masks = Masks(
+        {
+            name: Mask.from_bool(random_bool(shape, seed + i))
+            for i, (name, shape) in enumerate(named.items())
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "masks.safetensors"
+        masks.save(path)
+        loaded = Masks.load(path)
+        assert [path.name] == os.listdir(folder)
+    assert loaded == masks
+    assert loaded.fingerprint() == masks.fingerprint()
+
+
+def test_a_file_may_hold_one_mask_under_two_names(tmp_path: Path) -> None:
+    mask = two_masks()["layers.0.weight"]
+    masks = Masks({"a": mask, "b": mask})
+    masks.save(tmp_path / "masks")
+    assert Masks.load(tmp_path / "masks") == masks
+
+
+def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "masks"
+    Masks({}).save(path)
+    two_masks().save(str(path))
+    assert Masks.load(str(path)) == two_masks()
+    assert os.listdir(tmp_path) == ["masks"]
+
+
+def saved(folder: Path) -> tuple[Path, bytes]:
+    path = folder / "masks.safetensors"
+    two_masks().save(path)
+    return path, path.read_bytes()
+
+
+def assert_refused(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    with pytest.raises(MaskError) as caught:
+        Masks.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["length", "header", "bits", "anywhere"])
+def test_a_flipped_bit_is_refused(part: str, tmp_path: Path) -> None:
+    path, data = saved(tmp_path)
+    header = 8 + int.from_bytes(data[:8], "little")
+    begin, end = {
+        "length": (0, 8),
+        "header": (8, header),
+        "bits": (header, len(data)),
+        "anywhere": (0, len(data)),
+    }[part]
+    chance = random.Random(part)
+    for _ in range(40):
+        place, bit = chance.randrange(begin, end), chance.randrange(8)
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << bit
+        assert_refused(path, bytes(damaged))
+
+
+def test_every_bit_of_the_masks_themselves_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "masks"
+    Masks({"w": Mask.from_bool(random_bool((61,)))}).save(path)
+    data = path.read_bytes()
+    for bit in range(64):
+        damaged = bytearray(data)
+        damaged[len(data) - 8 + bit // 8] ^= 1 << bit % 8
+        assert_refused(path, bytes(damaged))
+
+
+def test_a_file_cut_short_or_grown_is_refused(tmp_path: Path) -> None:
+    path, data = saved(tmp_path)
+    chance = random.Random(0)
+    for length in [0, 1, 7, 8, len(data) - 1, *(chance.randrange(len(data)) for _ in range(30))]:
+        assert_refused(path, data[:length])
+    assert_refused(path, data + b"\0")
+
+
+def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MaskError, match=r"mask file '.*none' does not exist; write one with Masks"):
+        Masks.load(tmp_path / "none")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a mask file, but long enough to hold a header\n" * 5)
+    message = r"'.*notes\.txt' is not a mask file: .*; it is damaged or of another kind, write"
+    with pytest.raises(MaskError, match=message):
+        Masks.load(path)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}], ids=["none", "pt"])
+def test_the_weights_of_a_model_are_no_mask_file(
+    metadata: dict[str, str] | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(4)}, path, metadata)
+    expected = f"its format is {metadata and 'pt'!r}, not 'samo-masks'; .*from_zeros"
+    with pytest.raises(MaskError, match=expected):
+        Masks.load(path)
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    path, data = saved(tmp_path)
+    path.write_bytes(data.replace(b'"version":"1"', b'"version":"2"'))
+    message = r"mask file '.*' has version '2', this samo reads version '1'; update"
+    with pytest.raises(MaskError, match=message):
+        Masks.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shapes": "[]"},
+        {"shapes": "{}"},
+        {"shapes": "not json"},
+        {"shapes": '{"w": [8]}'},
+        {"shapes": '{"w": "8, 8"}'},
+        {"shapes": '{"w": [8, 8], "v": [0]}'},
+        {"shapes": '{"v": [8, 8]}'},
+        {"shapes": None},
+        {"fingerprint": "00"},
+        {"fingerprint": None},
+    ],
+    ids=str,
+)
+def test_a_file_whose_parts_do_not_agree_is_refused(
+    change: dict[str, str | None], tmp_path: Path
+) -> None:
+    mask = Mask.from_bool(random_bool((8, 8)))
+    metadata = {
+        "format": "samo-masks",
+        "version": "1",
+        "shapes": '{"w": [8, 8]}',
+        "fingerprint": Masks({"w": mask}).fingerprint(),
+    }
+    path = tmp_path / "masks"
+    save_file({"w": mask.words}, path, metadata)
+    assert Masks.load(path) == Masks({"w": mask})
+    changed = {**metadata, **change}
+    save_file(
+        {"w": mask.words}, path, {key: value for key, value in changed.items() if value is not None}
+    )
+    message = "mask file '.*' is damaged: its contents do not match its fingerprint; take another"
+    with pytest.raises(MaskError, match=message):
+        Masks.load(path)
+
+
+def test_a_file_with_a_tensor_too_many_is_refused(tmp_path: Path) -> None:
+    mask = Mask.from_bool(random_bool((8, 8)))
+    metadata = {
+        "format": "samo-masks",
+        "version": "1",
+        "shapes": '{"w": [8, 8]}',
+        "fingerprint": Masks({"w": mask}).fingerprint(),
+    }
+    save_file({"w": mask.words, "v": torch.zeros(2)}, tmp_path / "masks", metadata)
+    with pytest.raises(MaskError, match=r"mask file '.*masks' is damaged"):
+        Masks.load(tmp_path / "masks")
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, data = saved(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        with pytest.raises(OSError, match="disk full"):
+            Masks({}).save(path)
+    assert os.listdir(tmp_path) == [path.name]
+    assert path.read_bytes() == data
+
+
+def test_a_save_that_is_interrupted_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            two_masks().save(tmp_path / "masks")
+    assert os.listdir(tmp_path) == []
+
+
+def test_saving_over_a_folder_fails_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "masks").mkdir()
+    with pytest.raises(OSError, match="masks"):
+        two_masks().save(tmp_path / "masks")
+    assert os.listdir(tmp_path) == ["masks"]
+
+
+def test_saving_into_a_folder_that_does_not_exist_fails(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        two_masks().save(tmp_path / "nowhere" / "masks")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs file modes")
+def test_a_file_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    two_masks().save(tmp_path / "masks")
+    modes = [(tmp_path / name).stat().st_mode for name in ("plain", "masks")]
+    assert modes[0] == modes[1]
+
+
+def test_from_zeros_needs_something_to_look_at() -> None:
+    with pytest.raises(MaskError, match="no weight was looked for zeros"):
+        Masks.from_zeros(nn.Embedding(4, 4))
+
+
+def test_a_mask_file_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MaskError, match="is a folder; write one with"):
+        Masks.load(tmp_path)
+
+
+def test_a_mask_cannot_have_a_negative_size() -> None:
+    with pytest.raises(ValueError, match=r"a mask cannot have shape \(-1,\)"):
+        Mask((-1,), torch.empty(0, dtype=torch.int32))
+
+
+def test_looking_for_a_name_that_is_not_there_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = Masks({"w": Mask.from_bool(torch.tensor([True]))})
+    monkeypatch.setattr("samo.masks.nearest", None)
+    assert "v" not in masks

@@ -1,0 +1,636 @@
+"""Pruning against a plain sort of (magnitude, hash, place), on one tensor and over a model."""
+
+import math
+import weakref
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from samo import bitmap
+from samo.errors import MaskError
+from samo.masks import Masks
+from samo.pruning import prune
+from samo.selection import Entries, flat_slice
+
+Scope = Literal["tensor", "global"]
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def model_of(*weights: Tensor) -> nn.Sequential:
+    """Return a model whose parameters '0.weight', '1.weight', ... are ``weights``."""
+    layers = [nn.Linear(1, 1, bias=False) for _ in weights]
+    for layer, weight in zip(layers, weights):
+        layer.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+    return nn.Sequential(*layers)
+
+
+def reference_hashes(name: str, numel: int, seed: int) -> np.ndarray:
+    """Compute the hashes with numpy's unsigned integers, which need no masks to shift."""
+
+    def mix(z: np.ndarray) -> np.ndarray:
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+    salt = mix(np.array([seed % 2**63], np.uint64)) ^ np.uint64(zlib.crc32(name.encode()))
+    index = np.arange(numel, dtype=np.uint64)
+    return mix(index * np.uint64(0x9E3779B97F4A7C15) + salt) >> np.uint64(33)
+
+
+def reference(
+    weights: Mapping[str, Tensor], sparsity: float, seed: int = 0, method: str = "magnitude"
+) -> dict[str, Tensor]:
+    """Keep the largest of all ``weights`` together, by sorting them."""
+    hashes = [reference_hashes(name, weight.numel(), seed) for name, weight in weights.items()]
+    hash_of = np.concatenate(hashes).astype(np.int64)
+    flat = torch.cat([weight.reshape(-1).float() for weight in weights.values()])
+    magnitude = flat.abs().numpy() if method == "magnitude" else np.zeros(len(flat))
+    place = np.arange(len(flat))
+    order = np.lexsort((place, -hash_of, -magnitude))
+    keep = torch.zeros(len(flat), dtype=torch.bool)
+    keep[torch.from_numpy(order[: len(flat) - round(len(flat) * sparsity)])] = True
+    parts = keep.split([weight.numel() for weight in weights.values()])
+    return {name: part.view(weights[name].shape) for name, part in zip(weights, parts)}
+
+
+def assert_masks(masks: Masks, expected: Mapping[str, Tensor]) -> None:
+    assert list(masks) == list(expected)
+    for name, keep in expected.items():
+        assert torch.equal(masks[name].to_bool(), keep), name
+
+
+def expected_masks(
+    model: nn.Module, sparsity: float, scope: Scope, **settings: Any
+) -> dict[str, Tensor]:
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if scope == "global":
+        return reference(weights, sparsity, **settings)
+    expected = {}
+    for name, weight in weights.items():
+        expected.update(reference({name: weight}, sparsity, **settings))
+    return expected
+
+
+@st.composite
+def models(draw: st.DrawFn) -> nn.Sequential:
+    """Draw models of one dtype or of several, many of them with few distinct magnitudes."""
+    dtypes = draw(st.sampled_from([[dtype] for dtype in FLOATS] + [FLOATS[:2], FLOATS[1:]]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    distinct = draw(st.sampled_from([1, 2, 5, 10**6]))
+    weights = []
+    for index in range(draw(st.integers(1, 4))):
+        shape = draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
+        values = torch.randn(distinct, generator=generator)
+        if distinct < 10:
+            values[0] = 0.0
+        chosen = torch.randint(distinct, shape, generator=generator)
+        signs = torch.randint(2, shape, generator=generator) * 2 - 1
+        weights.append((values[chosen] * signs).to(dtypes[index % len(dtypes)]))
+    return model_of(*weights)
+
+
+# What is kept
+
+
+@settings(max_examples=200)
+@given(models(), st.floats(0.01, 0.99), st.sampled_from(["tensor", "global"]), st.integers(0, 9))
+def test_magnitude_keeps_what_a_sort_keeps(
+    model: nn.Sequential, sparsity: float, scope: Scope, seed: int
+) -> None:
+    expected = expected_masks(model, sparsity, scope, seed=seed)
+    if all(keep.any() for keep in expected.values()):
+        assert_masks(prune(model, sparsity, scope=scope, seed=seed), expected)
+    else:
+        with pytest.raises(MaskError, match="would keep none"):
+            prune(model, sparsity, scope=scope, seed=seed)
+
+
+@given(models(), st.floats(0.01, 0.6), st.sampled_from(["tensor", "global"]), st.integers())
+def test_random_keeps_what_a_sort_of_the_hashes_keeps(
+    model: nn.Sequential, sparsity: float, scope: Scope, seed: int
+) -> None:
+    expected = expected_masks(model, sparsity, scope, seed=seed, method="random")
+    if all(keep.any() for keep in expected.values()):
+        assert_masks(prune(model, sparsity, scope=scope, seed=seed, method="random"), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_distinct_magnitudes_are_kept_as_topk_keeps_them(dtype: torch.dtype) -> None:
+    weight = (torch.randperm(1000) + 1).to(dtype).view(20, 50) * (-1) ** torch.arange(50)
+    kept = weight.abs().flatten().unique().topk(100).values.min()
+    expected = weight.abs() >= kept
+    mask = prune(model_of(weight), 1 - int(expected.sum()) / 1000)["0.weight"]
+    assert torch.equal(mask.to_bool(), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+def test_selection_goes_on_over_the_ends_of_chunks(
+    dtype: torch.dtype, scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", 1)
+    weights = [torch.randn(61, 101).to(dtype), torch.randn(2049).round().to(dtype)]
+    weights.append(torch.ones(3, 2048, dtype=dtype))
+    model = model_of(*weights)
+    assert_masks(prune(model, 0.7, scope=scope), expected_masks(model, 0.7, scope))
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+@pytest.mark.parametrize("numel", [2**20, 2**20 + 1, 2**21 + 12345])
+def test_large_tensors_are_counted_exactly(numel: int, scope: Scope) -> None:
+    masks = prune(model_of(torch.randn(numel), torch.randn(100)), 0.9, scope=scope)
+    counts = [n - round(n * 0.9) for n in ([numel, 100] if scope == "tensor" else [numel + 100])]
+    assert masks.kept == sum(counts)
+
+
+@given(st.integers(1, 3000), st.floats(0, 1, exclude_max=True))
+def test_the_number_pruned_is_the_rounded_product(numel: int, sparsity: float) -> None:
+    kept = numel - round(numel * sparsity)
+    if kept and sparsity:
+        assert prune(model_of(torch.randn(numel)), sparsity)["0.weight"].kept == kept
+
+
+def test_all_kinds_of_numbers_are_in_order() -> None:
+    values = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-10, 0.5, 0.75, 1.0, 1.0000001, 65504.0, 3.4e38]
+    weight = torch.tensor(values)[torch.randperm(11)] * (-1) ** torch.arange(11)
+    for kept in range(1, 11):
+        keep = prune(model_of(weight), 1 - kept / 11)["0.weight"].to_bool()
+        assert sorted(weight[keep].abs().tolist()) == torch.tensor(values[11 - kept :]).tolist()
+
+
+def test_float64_is_compared_after_rounding_to_float32() -> None:
+    weight = torch.full((1000,), 1.0, dtype=torch.float64)
+    weight[:500] += 1e-12
+    keep = prune(model_of(weight), 0.5)["0.weight"].to_bool()
+    assert 200 < keep[:500].sum() < 300
+
+
+def test_global_scope_compares_tensors_and_tensor_scope_does_not() -> None:
+    model = model_of(torch.linspace(1, 2, 100), torch.linspace(1, 20, 100))
+    kept = [mask.kept for mask in prune(model, 0.5, scope="global").values()]
+    assert sum(kept) == 100
+    assert kept[0] < 10
+    assert [mask.kept for mask in prune(model, 0.5).values()] == [50, 50]
+
+
+def test_global_scope_compares_values_not_bit_patterns_of_other_dtypes() -> None:
+    half, brain = torch.full((50,), 2.0).half(), torch.full((50,), 1.0).bfloat16()
+    masks = prune(model_of(half, brain), 0.49, scope="global")
+    assert [mask.kept for mask in masks.values()] == [50, 1]
+
+
+def test_global_scope_loses_neither_the_range_of_bfloat16_nor_the_precision_of_float16() -> None:
+    half = torch.tensor([1.0, 1.0009765625]).half()
+    brain = torch.tensor([1.0, 1e30]).bfloat16()
+    masks = prune(model_of(half, brain), 0.5, scope="global")
+    assert [mask.to_bool().tolist() for mask in masks.values()] == [[False, True]] * 2
+
+
+# Ties
+
+
+def test_zero_and_minus_zero_are_equal() -> None:
+    weight = torch.cat([torch.zeros(500), -torch.zeros(500)])
+    keep = prune(model_of(weight), 0.5)["0.weight"].to_bool()
+    assert keep.sum() == 500
+    assert 200 < keep[:500].sum() < 300
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_ties_are_spread_over_rows_columns_and_tensors(dtype: torch.dtype) -> None:
+    masks = prune(model_of(*torch.ones(2, 100, 100, dtype=dtype)), 0.8, scope="global")
+    assert masks.kept == 4000
+    for mask in masks.values():
+        keep = mask.to_bool()
+        assert 1800 < mask.kept < 2200
+        assert 35 < keep[:, :50].sum(1).float().mean() * 4 < 45
+        assert 100 * 5 < keep.sum(0).min() * 100 < keep.sum(0).max() * 100 < 100 * 40
+
+
+def test_the_seed_chooses_between_equals_only() -> None:
+    weight = torch.cat([torch.full((100,), 2.0), torch.ones(1000)])
+    a, b = (prune(model_of(weight), 0.6, seed=seed)["0.weight"] for seed in (0, 1))
+    assert a != b
+    assert a.to_bool()[:100].all()
+    assert b.to_bool()[:100].all()
+    assert a.kept == b.kept == 440
+
+
+def test_entries_whose_hashes_collide_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", 1)
+
+    def few_hashes(self: Entries, index: Tensor) -> Tensor:
+        return (index % 2).to(torch.int32)
+
+    monkeypatch.setattr(Entries, "hashes", few_hashes)
+    masks = prune(model_of(*torch.ones(2, 5000)), 0.3, scope="global")
+    odd = torch.arange(5000) % 2 == 1
+    first, second = (mask.to_bool() for mask in masks.values())
+    assert masks.kept == 7000
+    assert first[odd].all()
+    assert second[odd].all()
+    assert first.logical_not().nonzero().min() == 4000  # 2,000 even places were left
+    assert not second[~odd].any()
+
+
+def test_the_hash_is_the_same_for_ever() -> None:
+    weight = torch.zeros(1)
+    entries = Entries("h.0.mlp.weight", weight, "random", torch.float32, seed=7)
+    places = torch.tensor([0, 1, 2**31, 2**40])
+    assert entries.hashes(places).tolist() == [732548127, 71850239, 1720293096, 300027857]
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, 2**63, 2**100])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    expected = reference_hashes("w", 1000, seed)
+    entries = Entries("w", torch.zeros(1000), "random", torch.float32, seed)
+    assert np.array_equal(entries.hashes(torch.arange(1000)).numpy(), expected)
+
+
+def test_random_masks_of_two_seeds_and_of_two_tensors_are_independent() -> None:
+    model = model_of(*torch.ones(2, 300, 300))
+    a, b = (prune(model, 0.9, method="random", seed=seed) for seed in (0, 1))
+    assert 0.88 < a.distance(b) < 0.92
+    assert 0.88 < a["0.weight"].distance(a["1.weight"]) < 0.92
+    assert a == prune(model, 0.9, method="random", seed=0)
+
+
+def test_random_does_not_look_at_the_weights() -> None:
+    a = prune(model_of(torch.full((50, 50), float("nan"))), 0.5, method="random")
+    b = prune(model_of(torch.randn(50, 50).half()), 0.5, method="random")
+    assert a == b
+
+
+# What the tensors look like
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(60, 50, 2).permute(2, 0, 1),
+        lambda x: x.view(60, 100).t(),
+        lambda x: x.view(60, 100)[:, ::3],
+        lambda x: x.view(60, 100)[::2, 5:],
+        lambda x: x.view(1, 6000)[:, ::2],
+        lambda x: x.view(6000, 1)[::2],
+        lambda x: x.view(10, 6, 10, 10).to(memory_format=torch.channels_last),
+        lambda x: x[:1].expand(50, 60),
+        lambda x: x[0],
+    ],
+    ids=[
+        "permuted",
+        "transposed",
+        "every third column",
+        "every other row",
+        "one long row",
+        "one long column",
+        "channels last",
+        "expanded",
+        "scalar",
+    ],
+)
+@pytest.mark.parametrize("blocks", [1, 512], ids=["small chunks", "one chunk"])
+def test_strides_make_no_difference(
+    view: Any, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", blocks)
+    weight = view(torch.randn(6000).round(decimals=1))
+    expected = weight.clone(memory_format=torch.contiguous_format)
+    assert prune(model_of(weight), 0.4) == prune(model_of(expected), 0.4)
+    for start, stop in [(0, weight.numel()), *bitmap.chunks(weight.numel())]:
+        assert torch.equal(flat_slice(weight, start, stop), expected.view(-1)[start:stop])
+
+
+def test_prune_does_not_change_the_model() -> None:
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    versions = [parameter._version for parameter in model.parameters()]
+    prune(model, 0.9, scope="global")
+    prune(model, 0.9, method="random")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [parameter._version for parameter in model.parameters()] == versions
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_default_device_and_dtype_make_no_difference() -> None:
+    model = model_of(torch.randn(40, 40), torch.randn(40, 40).half())
+    expected = prune(model, 0.5, scope="global")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert prune(model, 0.5, scope="global") == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of the storages that operations allocate, as long as these live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.add(tensor.untyped_storage(), before)
+        return result
+
+    def add(self, storage: torch.UntypedStorage, before: set[int]) -> None:
+        key = storage._cdata
+        if key in before or key in self.known:
+            return
+        self.known.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self.remove, key, storage.nbytes())
+
+    def remove(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def transient_bytes(weight: Tensor, **settings: Any) -> int:
+    model = model_of(weight)
+    with LiveBytes() as live:
+        masks = prune(model, 0.9, **settings)
+    assert live.now == sum(mask.nbytes for mask in masks.values())
+    return live.peak - live.now
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (torch.randn, {}),
+        (lambda n: torch.randn(n).bfloat16(), {"scope": "global"}),
+        (lambda n: torch.randn(n).double(), {}),
+        (torch.ones, {}),
+        (torch.ones, {"method": "random"}),
+        (lambda n: torch.randn(n // 512, 512).t(), {}),
+    ],
+    ids=["float32", "bfloat16", "float64", "all ties", "random", "transposed"],
+)
+def test_transient_memory_does_not_grow_with_the_tensor(
+    make: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = 2**17  # an eighth of the true one, for the time's sake
+    monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", chunk // bitmap.BLOCK_BITS)
+    small, large = (transient_bytes(make(numel), **settings) for numel in (3 * chunk, 12 * chunk))
+    tables = 5 * 8 * 2**16
+    assert small <= 48 * chunk + tables
+    assert large <= small + 5 * 8 * (12 * chunk // bitmap.BLOCK_BITS)  # a few counts a block
+
+
+# Which tensors
+
+
+def names_model() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "embed": nn.Embedding(20, 10),
+            "layers": nn.Sequential(*(nn.Linear(10, 10) for _ in range(3))),
+            "norm": nn.LayerNorm(10),
+            "lm_head": nn.Linear(10, 20),
+        }
+    )
+
+
+def sparsities(masks: Masks) -> dict[str, float]:
+    return {name: round(mask.sparsity, 6) for name, mask in masks.items()}
+
+
+LAYERS = [f"layers.{i}.weight" for i in range(3)]
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+@pytest.mark.parametrize(
+    ("skip", "rules", "expected"),
+    [
+        ((), None, {}),
+        (["layers.1.*"], None, {LAYERS[1]: None}),
+        ("layers.[01].weight", {}, {LAYERS[0]: None, LAYERS[1]: None}),
+        ((), {LAYERS[1]: 0.9}, {LAYERS[1]: 0.9}),
+        ((), {LAYERS[1]: 0}, {LAYERS[1]: None}),
+        ((), {"layers.*": 0.9, "layers.2.*": 0.2}, dict(zip(LAYERS, [0.9, 0.9, 0.2]))),
+        ((), {"layers.2.*": 0.2, "layers.*": 0.9}, dict.fromkeys(LAYERS, 0.9)),
+        ((), {"lm_head.weight": 0.3}, {"lm_head.weight": 0.3}),
+        ((), {"embed.*": 0.3}, {"embed.weight": 0.3}),
+        ((), {"*": 0.9}, dict.fromkeys(LAYERS, 0.9)),
+        (["layers.0.*"], {"layers.*": 0.9}, dict(zip(LAYERS, [None, 0.9, 0.9]))),
+    ],
+    ids=[
+        "default",
+        "skip",
+        "skip one string",
+        "rule",
+        "rule of 0",
+        "last rule wins",
+        "last rule wins backwards",
+        "rule for a head",
+        "rule for a table",
+        "rule for all that is pruned",
+        "skip beats rule",
+    ],
+)
+def test_skip_and_rules_choose_the_tensors(
+    skip: Any, rules: Any, expected: dict[str, float | None], scope: Scope
+) -> None:
+    masks = prune(names_model(), 0.5, scope=scope, skip=skip, rules=rules)
+    ruled = {name: value for name, value in expected.items() if value is not None}
+    others = [name for name in LAYERS if name not in expected]
+    assert list(masks) == sorted({*others, *ruled})
+    assert {name: round(masks[name].sparsity, 6) for name in ruled} == ruled
+    assert sum(masks[name].kept for name in others) == 50 * len(others)
+    if scope == "tensor":
+        assert all(masks[name].kept == 50 for name in others)
+
+
+def test_a_rule_sets_its_tensor_apart_from_the_global_threshold() -> None:
+    model = model_of(torch.randn(100), torch.randn(200), 10 * torch.randn(300))
+    masks = prune(model, 0.5, scope="global", rules={"2.weight": 0.9})
+    others = prune(
+        model_of(*(model.get_parameter(f"{i}.weight").detach() for i in range(2))),
+        0.5,
+        scope="global",
+    )
+    assert masks["2.weight"].kept == 30
+    assert masks["0.weight"] == others["0.weight"]
+    assert masks["1.weight"] == others["1.weight"]
+
+
+def test_sparsity_0_prunes_only_what_rules_say() -> None:
+    assert dict(prune(names_model(), 0.0)) == {}
+    assert dict(prune(names_model(), 0, scope="global")) == {}
+    masks = prune(names_model(), 0, scope="global", rules={LAYERS[2]: 0.5})
+    assert sparsities(masks) == {LAYERS[2]: 0.5}
+
+
+def test_a_sparsity_too_small_for_one_weight_keeps_all_in_a_mask() -> None:
+    mask = prune(model_of(torch.randn(10)), 0.01)["0.weight"]
+    assert (mask.kept, mask.sparsity) == (10, 0)
+
+
+def test_a_tied_weight_gets_one_mask_under_its_first_name() -> None:
+    model = names_model()
+    model["lm_head"].weight = model["embed"].weight
+    assert list(prune(model, 0.5, rules={"lm_head.weight": 0.5})) == ["embed.weight", *LAYERS]
+    rules = {"embed.weight": 0.1, "lm_head.weight": 0.5}
+    assert sparsities(prune(model, 0, rules=rules)) == {"embed.weight": 0.5}
+
+
+def test_a_weight_tied_to_a_plain_parameter_is_named_as_the_matrix() -> None:
+    model = nn.Module()
+    model.table = nn.Parameter(torch.randn(4, 4))
+    model.layer = nn.Linear(4, 4)
+    model.layer.weight = model.table
+    assert list(prune(model, 0.5)) == ["layer.weight"]
+    with pytest.raises(ValueError, match="none of the 3 parameters"):
+        prune(model, 0.5, skip=["table"])
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("value", [1, 1.0, -0.1, 90, math.nan, math.inf])
+def test_a_sparsity_out_of_range_is_refused(value: float) -> None:
+    rule = rf"is {value}, but sparsity is the fraction pruned: at least 0 and less than 1, .*90 %"
+    with pytest.raises(ValueError, match=f"^sparsity {rule}"):
+        prune(names_model(), value)
+    with pytest.raises(ValueError, match=rf"^rules\['layers\.\*'\] {rule}"):
+        prune(names_model(), 0.5, rules={"layers.*": value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "l1"}, "method='l1' is unknown; it is one of magnitude, random"),
+        ({"scope": "layer"}, "scope='layer' is unknown; it is one of tensor, global"),
+    ],
+    ids=["method", "scope"],
+)
+def test_an_unknown_choice_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prune(names_model(), 0.5, **settings)
+
+
+@pytest.mark.parametrize("argument", ["skip", "rules"])
+def test_a_pattern_that_matches_nothing_is_refused(argument: str) -> None:
+    settings: Any = {argument: {"layer.0.*": 0.5}}
+    with pytest.raises(ValueError, match=rf"{argument} pattern 'layer\.0\.\*' matches no param"):
+        prune(names_model(), 0.5, **settings)
+
+
+def test_a_rule_for_skipped_tensors_only_is_refused() -> None:
+    message = r"rules pattern 'layers\.0\.\*' matches only parameters that skip=\['layers\.\*'\]"
+    with pytest.raises(ValueError, match=message):
+        prune(names_model(), 0.5, skip=["layers.*"], rules={"layers.0.*": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("model", "skip", "message"),
+    [
+        (nn.Embedding(4, 4), (), r"none of the 1 parameters .*skip=\[\].*samo\.prunable"),
+        (names_model(), ["layers.*"], r"none of the 11 parameters .*skip=\['layers\.\*'\]"),
+        (nn.Identity(), (), r"none of the 0 parameters"),
+    ],
+    ids=["no matrix", "all skipped", "no parameter"],
+)
+def test_a_model_with_nothing_to_prune_is_refused(
+    model: nn.Module, skip: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prune(model, 0.5, skip=skip)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "random"])
+@pytest.mark.parametrize(
+    ("weight", "what"),
+    [
+        (torch.ones(9, dtype=torch.int8), r"torch\.int8 on device 'cpu'"),
+        (torch.ones(9, dtype=torch.complex64), r"torch\.complex64 on device 'cpu'"),
+        (torch.ones(9, device="meta"), r"torch\.float32 on device 'meta'"),
+    ],
+    ids=["int8", "complex", "meta"],
+)
+def test_weights_without_real_values_are_refused(weight: Tensor, what: str, method: Any) -> None:
+    model = model_of(torch.randn(9), weight)
+    message = rf"'1\.weight' is {what}, but only floating-point .* skip=\['1\.weight'\]"
+    with pytest.raises(ValueError, match=message):
+        prune(model, 0.5, method=method)
+    assert list(prune(model, 0.5, method=method, skip=["1.*"])) == ["0.weight"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+def test_weights_that_are_not_finite_are_counted_and_refused(
+    dtype: torch.dtype, scope: Scope
+) -> None:
+    bad = torch.randn(2000).to(dtype)
+    bad[[3, 5, 7]] = torch.tensor([math.nan, math.inf, -math.inf]).to(dtype)
+    message = r"3 of the 2,000 weights of '1\.weight' are NaN or infinite .*skip=\['1\.weight'\]"
+    with pytest.raises(ValueError, match=message):
+        prune(model_of(torch.randn(50).to(dtype), bad), 0.5, scope=scope)
+
+
+def test_a_float64_beyond_float32_is_refused() -> None:
+    weight = torch.tensor([1.0, 1e300], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"1 of the 2 weights .*\(as torch.float32\)"):
+        prune(model_of(weight), 0.5)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+def test_a_sparsity_that_keeps_nothing_is_refused(scope: Scope) -> None:
+    message = (
+        r"sparsity 0\.95 would keep none of the weights of '0\.weight' .*0 of 4 weights kept in all"
+        r".*rules=\{'0\.weight': 0\.5\} or not with skip=\['0\.weight'\]"
+    )
+    with pytest.raises(MaskError, match=message):
+        prune(model_of(torch.randn(4)), 0.95, scope=scope)
+
+
+def test_a_global_threshold_that_empties_a_tensor_is_refused() -> None:
+    model = model_of(torch.randn(100) + 100, torch.randn(100), torch.zeros(10))
+    message = (
+        r"sparsity 0\.9 would keep none of the weights of '1\.weight' .*2 of 3 tensors; 21 of 210"
+    )
+    with pytest.raises(MaskError, match=message):
+        prune(model, 0.9, scope="global")
+    masks = prune(model, 0.9, scope="global", rules={"1.weight": 0.5}, skip=["2.*"])
+    assert [mask.kept for mask in masks.values()] == [10, 50]
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, *FLOATS], ids=str)
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+@pytest.mark.parametrize("method", ["magnitude", "random"])
+def test_a_gpu_keeps_what_a_cpu_keeps(dtype: torch.dtype | None, scope: Any, method: Any) -> None:
+    weights = [torch.randn(1500, 1000), torch.randn(1000, 300).t(), torch.ones(500, 500)]
+    dtypes = [dtype] * 3 if dtype else [torch.float32, torch.bfloat16, torch.float16]
+    model = model_of(*(weight.to(kind) for weight, kind in zip(weights, dtypes)))
+    expected = prune(model, 0.7, scope=scope, method=method)
+    found = prune(model.cuda(), 0.7, scope=scope, method=method)
+    assert {mask.words.device.type for mask in found.values()} == {"cuda"}
+    assert found == expected.to("cuda")
+
+
+@pytest.mark.gpu
+def test_a_model_on_two_devices_has_one_threshold() -> None:
+    model = model_of(torch.randn(1000, 500), torch.ones(500, 500), torch.randn(500, 500).round())
+    expected = prune(model, 0.7, scope="global")
+    model[1].cuda()
+    found = prune(model, 0.7, scope="global")
+    assert found.to("cpu") == expected
