@@ -1,0 +1,346 @@
+"""`compress_`: put a model's gradients and optimizer state in compressed form, in place.
+
+The model stays the module it was. Each submodule that owns parameters gets an `Owner`, which hands
+the weights out for the time of a forward pass and takes their gradients in; the root module gets a
+class of the same name with three methods more, so that what would silently go wrong works or raises.
+"""
+
+import types
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from torch.nn.utils import prune as torch_prune
+
+from samo import kernels as _kernels, stepping
+from samo.errors import CompressionError, MaskError
+from samo.kernels.rounding import rest_dtype
+from samo.masks import Mask, Masks
+from samo.weights import Weight, weight_of
+
+__all__ = ["compress_"]
+
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ATTRIBUTE: Final = "_samo_owner"
+_HOOK: Any = "samo"
+
+
+def compress_(
+    model: nn.Module,
+    masks: Masks,
+    *,
+    weights: Literal["resident"] = "resident",
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    kernels: _kernels.Path = "auto",
+) -> nn.Module:
+    """Prune a model for good and train it on compressed state from here on, in place.
+
+    Pruned weights become exactly 0 and stay so. Each gradient is compressed to its kept entries the
+    moment backward has it, and the dense one is freed. Build the optimizer on
+    ``samo.parameters(model)`` afterwards; everything else stays as it was.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.Linear(50, 10))
+        >>> model = samo.compress_(model, samo.prune(model, sparsity=0.9), dtype=torch.bfloat16)
+        >>> model(torch.randn(3, 100, dtype=torch.bfloat16)).float().sum().backward()
+        >>> gradients = {name: leaf.grad for name, leaf in samo.named_parameters(model)}
+        >>> gradients["0.weight"].shape, gradients["0.bias"].shape
+        (torch.Size([500]), torch.Size([50]))
+
+    Args:
+        model: Any module on one device; its parameters are changed in place.
+        masks: Which weights are kept, by parameter name. Parameters without a mask are kept whole.
+        weights: ``"resident"`` holds the weights dense all the time, for dense kernels.
+        dtype: Type of the weights: bfloat16 (with a 16-bit remainder, together an exact fp32
+            master), float16 (with an fp32 master; use `samo.LossScaler`), float32 or float64. By
+            default each keeps its own. Buffers, and the scale and shift of batch norms, which torch
+            computes beside fp32 statistics, keep theirs.
+        grad_dtype: Type in which compressed gradients are held and accumulated. By default that of
+            the weights, bfloat16 for float16 weights; ``torch.float32`` adds up many micro-batches
+            without loss.
+        kernels: ``"auto"`` takes the fastest for the model's device, ``"reference"`` plain torch.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: ``model`` is not a module whose parameters can be replaced.
+        ValueError: A type or option is not supported, or weights are not finite.
+        MaskError: The masks do not fit the model.
+        CompressionError: The model is compressed already.
+    """
+    _check_arguments(model, weights, dtype, grad_dtype, kernels)
+    mask_of = _masks_by_parameter(model, masks)
+    plans = _plan(model, mask_of, dtype, grad_dtype)  # everything that can be wrong is found here
+
+    made: dict[int, Weight] = {}
+    for name, param, weight_dtype, weight_grad_dtype in plans:
+        mask = mask_of.get(id(param))
+        made[id(param)] = Weight(
+            name,
+            param,
+            None if mask is None else mask.to(param.device),
+            dtype=weight_dtype,
+            grad_dtype=weight_grad_dtype,
+            kernels=_kernels.choose(param.device, kernels),
+        )
+    for module in model.modules():
+        owned = {
+            name: made[id(param)]
+            for name, param in module._parameters.items()
+            if param is not None and id(param) in made
+        }
+        if owned:
+            Owner(owned).attach(module)
+    model.__class__ = _compressed_class(type(model))
+    stepping.watch_optimizers()
+    return model
+
+
+def owned_weights(model: nn.Module) -> dict[str, Weight]:
+    """Return the compressed weights under ``model`` by name, each once, as ``named_parameters`` would."""
+    found: dict[str, Weight] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        owner: Owner | None = module.__dict__.get(_ATTRIBUTE)
+        for name, weight in owner.weights.items() if owner is not None else ():
+            if id(weight) not in seen:
+                seen.add(id(weight))
+                found[f"{path}.{name}" if path else name] = weight
+    return found
+
+
+class Owner:
+    """The compressed weights of one module."""
+
+    def __init__(self, weights: dict[str, Weight]) -> None:
+        self.weights: Final = weights
+        self.taps: Final[dict[str, torch.Tensor]] = {}
+
+    def attach(self, module: nn.Module) -> None:
+        """Hang the hooks on ``module``, which does not become part of this object."""
+        module.__dict__[_ATTRIBUTE] = self
+        # Not by register_forward_hook, which numbers the hooks: torch.compile would see another
+        # number in every block and compile each anew instead of reusing the first one's code.
+        module._forward_pre_hooks[_HOOK] = _before_forward
+        module._forward_hooks[_HOOK] = _after_forward
+        # Also when forward raises: the early stop of a recomputation is an exception.
+        module._forward_hooks_always_called[_HOOK] = True
+        module.register_load_state_dict_post_hook(_after_load)
+
+
+def _before_forward(module: nn.Module, args: object) -> None:
+    """Put a tap in the place of each parameter."""
+    if torch.compiler.is_compiling():
+        return  # a compiled region computes with the parameters and their own hooks
+    owner: Owner = module.__dict__[_ATTRIBUTE]
+    for name, weight in owner.weights.items():
+        current = module._parameters.get(name)
+        if current is not weight.param and current is not owner.taps.get(name, weight.param):
+            raise CompressionError(
+                f"parameter '{weight.name}' was replaced after compress_ (by FSDP, a "
+                "parametrization or an assignment?); change it in place, or compress the model "
+                "after the change"
+            )
+        weight.check()
+    if not torch.is_grad_enabled():
+        return
+    for name, weight in owner.weights.items():
+        if weight.param.requires_grad:
+            owner.taps[name] = weight.tap()
+    module._parameters.update(owner.taps)  # type: ignore[arg-type]
+
+
+def _after_forward(module: nn.Module, args: object, output: object) -> None:
+    """Put the parameters back."""
+    if torch.compiler.is_compiling():
+        return
+    owner: Owner = module.__dict__[_ATTRIBUTE]
+    for name in owner.taps:
+        module._parameters[name] = owner.weights[name].param
+    owner.taps.clear()
+
+
+def _after_load(module: nn.Module, incompatible_keys: object) -> None:
+    """Take over what ``load_state_dict`` brought, also where it assigned new parameters."""
+    owner: Owner = module.__dict__[_ATTRIBUTE]
+    for name, weight in owner.weights.items():
+        loaded = module._parameters.get(name)
+        if loaded is not None and loaded is not weight.param:
+            weight.param.detach().copy_(loaded.detach())
+            module._parameters[name] = weight.param
+        weight.check()
+
+
+class _Compressed(nn.Module):
+    """What the root of a compressed model does otherwise than the module it was."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the compressed gradients."""
+        super().zero_grad(set_to_none)
+        for weight in owned_weights(self).values():
+            if set_to_none:
+                weight.leaf.grad = None
+            elif weight.leaf.grad is not None:
+                weight.leaf.grad.zero_()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move the compressed state along with the model; refuse another type."""
+        weights = owned_weights(self).values()
+        for weight in weights:
+            probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.param.device))
+            if probe.dtype != weight.dtype:
+                raise CompressionError(
+                    f"'{weight.name}' is compressed as {_name(weight.dtype)} and cannot become "
+                    f"{_name(probe.dtype)}; give the type to samo.compress_(model, masks, "
+                    f"dtype=torch.{_name(probe.dtype)}) instead"
+                )
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for weight in weights:
+            weight.move()
+        return result
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel asks for this first of all. It would wait for gradients that never
+        # arrive, since ours leave the graph compressed.
+        raise CompressionError(
+            "DistributedDataParallel cannot wrap a compressed model: its gradients are compressed "
+            "before DDP would see them. Train on one process, or wrap first and do not compress"
+        )
+
+
+def _compressed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of the same name that inherits from `_Compressed` first."""
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    made = types.new_class(
+        cls.__name__, (_Compressed, cls), exec_body=lambda body: body.update(namespace)
+    )
+    made.__doc__ = cls.__doc__
+    return made
+
+
+def _check_arguments(
+    model: nn.Module,
+    weights: str,
+    dtype: torch.dtype | None,
+    grad_dtype: torch.dtype | None,
+    kernels: str,
+) -> None:
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"compress_ takes a torch.nn.Module whose parameters it can replace, got "
+            f"{type(model).__name__}; compress the module before scripting it"
+        )
+    if owned_weights(model):
+        name = next(iter(owned_weights(model)))
+        raise CompressionError(
+            f"the model is compressed already (its parameter '{name}' is); load the weights into a "
+            "new model to compress it with other masks"
+        )
+    if weights != "resident":
+        raise ValueError(f"weights must be 'resident', got {weights!r}")
+    if kernels not in _kernels.PATHS:
+        raise ValueError(f"kernels must be one of {_kernels.PATHS}, got {kernels!r}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(
+            f"dtype must be one of {', '.join(map(_name, _DTYPES))}, got {_name(dtype)}"
+        )
+    if grad_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(
+            f"grad_dtype must be bfloat16, float32 or float64, got {grad_dtype}; gradients are held "
+            "without a loss scale, too small for float16"
+        )
+
+
+def _masks_by_parameter(model: nn.Module, masks: Masks) -> dict[int, Mask]:
+    if not isinstance(masks, Masks):
+        raise TypeError(
+            f"masks must be samo.Masks, got {type(masks).__name__}; build them with "
+            "samo.prune(model, sparsity) or samo.Masks.from_zeros(model)"
+        )
+    if torch_prune.is_pruned(model):
+        raise MaskError(
+            "the model still carries masks of torch.nn.utils.prune, which multiply in every forward "
+            "pass; call torch.nn.utils.prune.remove(module, name) for each pruned parameter first"
+        )
+    by_parameter: dict[int, tuple[str, Mask]] = {}
+    for name, param in masks.parameters_of(model).items():
+        other, mask = by_parameter.setdefault(id(param), (name, masks[name]))
+        if mask != masks[name]:
+            raise MaskError(
+                f"'{other}' and '{name}' are one tied parameter but have different masks; "
+                "give a mask to one of the names"
+            )
+    return {key: mask for key, (_, mask) in by_parameter.items()}
+
+
+Plan = tuple[str, nn.Parameter, torch.dtype, torch.dtype]
+
+
+def _plan(
+    model: nn.Module,
+    mask_of: dict[int, Mask],
+    dtype: torch.dtype | None,
+    grad_dtype: torch.dtype | None,
+) -> list[Plan]:
+    """Decide the types of each parameter, and refuse what cannot be compressed before any change."""
+    batch_norms = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for param in module.parameters(recurse=False)
+    }
+    plans: list[Plan] = []
+    for name, param in model.named_parameters():
+        if weight_of(param) is not None:
+            raise CompressionError(
+                f"parameter '{name}' belongs to another compressed model; build the two models from "
+                "parameters of their own"
+            )
+        if nn.parameter.is_lazy(param) or param.is_meta:
+            raise ValueError(
+                f"parameter '{name}' has no values yet; run a batch through the model, or load its "
+                "weights, before compress_"
+            )
+        if not param.is_floating_point():
+            if id(param) in mask_of or param.requires_grad:
+                raise ValueError(
+                    f"parameter '{name}' is {_name(param.dtype)}; only floating-point weights can "
+                    "be compressed"
+                )
+            continue
+        chosen = param.dtype if dtype is None or id(param) in batch_norms else dtype
+        if chosen not in _DTYPES:
+            raise ValueError(
+                f"parameter '{name}' is {_name(chosen)}; pass dtype=torch.bfloat16 to compress_"
+            )
+        _check_values(name, param, mask_of.get(id(param)), chosen)
+        default = torch.bfloat16 if chosen == torch.float16 else chosen
+        # fp32 sums for 16-bit weights are the only choice that changes something.
+        held = grad_dtype if grad_dtype is not None and rest_dtype(chosen) is not None else default
+        plans.append((name, param, chosen, held))
+    return plans
+
+
+def _check_values(name: str, param: nn.Parameter, mask: Mask | None, dtype: torch.dtype) -> None:
+    values = param.detach()
+    if mask is not None and mask.kept == 0:
+        raise MaskError(
+            f"the mask of '{name}' keeps none of its {mask.numel:,} weights, so it could never be "
+            "trained; leave its name out of the masks"
+        )
+    largest = values.abs().amax() if values.numel() else torch.zeros(())
+    if not bool(largest <= torch.finfo(dtype).max):
+        bad = int((~values.isfinite()).sum())
+        what = f"{bad:,} weights that are NaN or infinite" if bad else f"a weight of {largest:.3g}"
+        raise ValueError(
+            f"parameter '{name}' has {what}, which {_name(dtype)} cannot hold; load a sound "
+            "checkpoint, or choose another dtype"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

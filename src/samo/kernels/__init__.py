@@ -1,0 +1,92 @@
+"""The operations on compressed tensors, and which implementation runs them.
+
+Three operations carry everything else; each reads the mask's bits block by block:
+
+    compress_   dense tensor -> vector of its kept entries, written or added
+    expand_     vector of kept entries -> dense tensor with exact zeros
+    adamw_      one AdamW update of dense weights from compressed gradients and moments
+
+``reference`` does them in plain torch operations on any device and is what "right" means here;
+``cpu`` is the fast path for a laptop. An implementation for another device is one more module with
+these three functions and one more line in `choose`.
+
+Shape suffixes below: N = entries of the dense tensor, Z = kept entries.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from samo.masks import Mask
+
+__all__ = []
+
+Path = Literal["auto", "reference"]
+
+PATHS: Final = ("auto", "reference")
+
+
+class AdamWUpdate(NamedTuple):
+    """One weight's part of an AdamW step."""
+
+    dense: Tensor
+    """The weight, in its own shape; pruned entries are 0 and are not touched."""
+    mask: Mask | None
+    """Its kept entries; None for an unpruned weight."""
+    rest_Z: Tensor | None
+    """What rounding to the weight's type left over: see `samo.kernels.rounding`."""
+    grad_Z: Tensor
+    exp_avg_Z: Tensor
+    exp_avg_sq_Z: Tensor
+    step_size: float | Tensor
+    """Learning rate over the first moment's bias correction."""
+    denominator: float | Tensor
+    """Square root of the second moment's bias correction."""
+
+
+class AdamWSettings(NamedTuple):
+    """What all weights of one parameter group share in an AdamW step."""
+
+    decay: float | Tensor
+    """Factor on the weight: 1 - learning rate * weight decay."""
+    beta1: float
+    beta2: float
+    eps: float
+
+
+class Kernels(Protocol):
+    """What an implementation provides."""
+
+    def compress_(
+        self,
+        dense: Tensor,
+        mask: Mask | None,
+        out_Z: Tensor,
+        *,
+        add: bool = False,
+        factor: Tensor | None = None,
+    ) -> None:
+        """Write the kept entries of ``dense``, times ``factor``, to ``out_Z``, or add them to it."""
+
+    def expand_(self, values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
+        """Write ``values_Z`` to the kept entries of ``dense`` and 0 to all others."""
+
+    def adamw_(
+        self, updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None
+    ) -> None:
+        """Update weights, remainders and moments in place; nothing changes where ``skip`` is true."""
+
+
+def choose(device: torch.device, path: Path = "auto") -> Kernels:
+    """Return the fastest implementation for ``device``, or the reference if ``path`` asks for it."""
+    from samo.kernels import reference
+
+    if path == "reference" or device.type != "cpu":
+        return reference
+    try:
+        from samo.kernels import cpu
+    except ImportError:  # no numba on this machine: right, only slower
+        return reference
+    return cpu

@@ -1,0 +1,57 @@
+"""How a 16-bit weight and what its rounding left over make up one fp32 master value.
+
+    dtype     rest_Z                master
+    float32   none                  the weight itself
+    float64   none                  the weight itself
+    bfloat16  int16 remainder       bits(weight) * 2**16 + remainder
+    float16   float32 master        the rest; the weight is its rounded copy
+
+For bfloat16 the weight is the upper half of its master, rounded half away from zero, and the
+remainder is the signed distance, so both halves together are the master exactly:
+
+    master    0x3F80C000  1.005859375
+    weight        0x3F81  1.0078125       (0x3F80C000 + 0x8000) >> 16
+    remainder    -0x4000                  0x3F80C000 - 0x3F810000
+
+Rounding half to even, torch's way, has no such inverse: 0x3F7F8000 and 0x3F808000 would both become
+weight 0x3F80 with remainder of size 0x8000. The two ways differ only at exact ties.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = []
+
+
+def rest_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the type of what is stored beside weights of ``dtype``, or None if nothing is."""
+    return {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dtype)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which weights of ``dtype`` are updated."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def join(values: Tensor, rest: Tensor | None) -> Tensor:
+    """Return the master values of weights and their rest; a new tensor."""
+    if values.dtype == torch.bfloat16:
+        bits = values.view(torch.int16).to(torch.int32) << 16
+        if rest is not None:
+            bits += rest
+        return bits.view(torch.float32)
+    if rest is not None:
+        return rest.clone()
+    return values.to(master_dtype(values.dtype), copy=True)
+
+
+def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return master values as weights of ``dtype`` and their rest."""
+    if dtype == torch.bfloat16:
+        bits = master.to(torch.float32).view(torch.int32)
+        upper = (bits + 0x8000) >> 16
+        rest = (bits - (upper << 16)).to(torch.int16)
+        return upper.to(torch.int16).view(torch.bfloat16), rest
+    if dtype == torch.float16:
+        return master.to(torch.float16), master.to(torch.float32)
+    return master.to(dtype), None

@@ -1,0 +1,121 @@
+"""What a compressed model will hold, by arithmetic alone: imports no torch.
+
+Bytes for each dense parameter at density f (fraction kept), AdamW, no activations:
+
+    kind        bfloat16  float16   float32       what it is
+    weights     2         2         4             dense, the model computes with them
+    bitmap      0.129     0.129     0.129         the mask; unpruned tensors have none
+    gradients   2f        2f        4f            compressed; 4f with fp32 accumulation
+    rest        2f        4f        0             remainder (bfloat16) or fp32 master (float16)
+    moments     8f        8f        8f            both of AdamW's, fp32
+
+GB is 10**9 bytes everywhere.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = []
+
+Kind = Literal["weights", "bitmap", "gradients", "rest", "moments"]
+
+KINDS: Final[tuple[Kind, ...]] = ("weights", "bitmap", "gradients", "rest", "moments")
+
+_BITS_A_PAIR: Final = 64
+_BITS_A_BLOCK: Final = 2048
+
+_SIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_REST_SIZES: Final = {"bfloat16": 2, "float16": 4, "float32": 0, "float64": 0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One parameter, as far as its bytes go."""
+
+    numel: int
+    """Entries of the dense tensor."""
+    kept: int | None
+    """Entries kept by its mask; None for an unpruned tensor, which has no bitmap."""
+    dtype: str = "bfloat16"
+    """Type of the weights: bfloat16, float16, float32 or float64."""
+    grad_dtype: str = "bfloat16"
+    """Type of the compressed gradient."""
+    is_trained: bool = True
+    """False for a frozen parameter, which holds its weights and its bitmap and nothing else."""
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the tensor has a mask."""
+        return self.kept is not None
+
+
+def predict(tensor: TensorSpec, *, moments: int = 2) -> dict[Kind, int]:
+    """Return the bytes of one parameter by kind, with ``moments`` optimizer vectors.
+
+    Example:
+        >>> from samo.memory.predict import TensorSpec, predict
+        >>> predict(TensorSpec(numel=1_000_000, kept=100_000))
+        {'weights': 2000000, 'bitmap': 128912, 'gradients': 200000, 'rest': 200000, 'moments': 800000}
+    """
+    kept = tensor.numel if tensor.kept is None else tensor.kept
+    trained = kept if tensor.is_trained else 0
+    bitmap = 0
+    if tensor.is_pruned:
+        bitmap = 8 * -(-tensor.numel // _BITS_A_PAIR) + 8 * -(-tensor.numel // _BITS_A_BLOCK)
+    moment_size = max(4, _SIZES[tensor.dtype])
+    return {
+        "weights": _SIZES[tensor.dtype] * tensor.numel,
+        "bitmap": bitmap,
+        "gradients": _SIZES[tensor.grad_dtype] * trained,
+        "rest": _REST_SIZES[tensor.dtype] * trained,
+        "moments": moments * moment_size * trained,
+    }
+
+
+def total(tensors: Iterable[TensorSpec], *, moments: int = 2) -> dict[Kind, int]:
+    """Return the bytes of many parameters by kind.
+
+    Example:
+        >>> from samo.memory.predict import TensorSpec, total
+        >>> sum(total([TensorSpec(numel=2048, kept=205), TensorSpec(numel=64, kept=None)]).values())
+        7716
+    """
+    sums: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    for tensor in tensors:
+        for kind, size in predict(tensor, moments=moments).items():
+            sums[kind] += size
+    return sums
+
+
+def dense_bytes(tensor: TensorSpec) -> int:
+    """Return what dense training with Adam holds for a parameter.
+
+    16-bit weights: 20 bytes, weights and gradients in 16 and in 32 bit and two fp32 moments, the
+    SAMO paper's baseline. Wider weights: weights, gradients and two moments of their own type.
+
+    Example:
+        >>> from samo.memory.predict import TensorSpec, dense_bytes
+        >>> dense_bytes(TensorSpec(numel=10, kept=1))
+        200
+    """
+    size = _SIZES[tensor.dtype]
+    if not tensor.is_trained:
+        return size * tensor.numel
+    return (20 if size == 2 else 4 * size) * tensor.numel
+
+
+def paper_bytes(tensor: TensorSpec) -> int:
+    """Return what the SAMO paper's formula gives: 2 + 24 f bytes for each pruned parameter.
+
+    Unpruned tensors are trained densely there. The formula is for 16-bit weights, and is given for
+    those whatever the weights' type here.
+
+    Example:
+        >>> from samo.memory.predict import TensorSpec, paper_bytes
+        >>> paper_bytes(TensorSpec(numel=10, kept=1))
+        44
+    """
+    if tensor.kept is None or not tensor.is_trained:
+        return (20 if tensor.is_trained else 2) * tensor.numel
+    return 2 * tensor.numel + 24 * tensor.kept

@@ -1,0 +1,128 @@
+"""A small GPT in plain torch, for examples, tests and benchmarks. Nothing in samo depends on it.
+
+Shape suffixes: B = batch, T = tokens, D = model width, V = vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["GPT", "GPTConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTConfig:
+    """The shape of a `GPT`.
+
+    Example:
+        >>> from samo.models import GPTConfig
+        >>> GPTConfig(num_layers=2, width=64, num_heads=2).vocab_size
+        256
+    """
+
+    num_layers: int = 4
+    """Transformer blocks."""
+    width: int = 128
+    """Model width D."""
+    num_heads: int = 4
+    """Attention heads; they divide the width."""
+    context: int = 256
+    """Longest sequence, in tokens."""
+    vocab_size: int = 256
+    """Tokens; 256 reads bytes."""
+    is_tied: bool = False
+    """Whether the head shares the embedding's weight."""
+    is_checkpointed: bool = False
+    """Whether each block's activations are computed again in backward instead of stored."""
+
+    def __post_init__(self) -> None:
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide width, got {self.num_heads} heads and width {self.width}"
+            )
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with learned positions and pre-norm blocks, as GPT-2 and GPT-3.
+
+    Example:
+        >>> import torch
+        >>> from samo.models import GPT, GPTConfig
+        >>> model = GPT(GPTConfig(num_layers=2, width=64, num_heads=2))
+        >>> tokens_BT = torch.randint(0, 256, (2, 16))
+        >>> model(tokens_BT).shape
+        torch.Size([2, 16, 256])
+        >>> model(tokens_BT, tokens_BT).shape
+        torch.Size([])
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.apply(_init)
+        for block in self.blocks:  # the residual stream grows with depth; GPT-2's remedy
+            for layer in (block.attention.out, block.mlp[2]):  # type: ignore[index,union-attr]
+                nn.init.normal_(layer.weight, std=0.02 / (2 * config.num_layers) ** 0.5)  # type: ignore[arg-type,union-attr]
+        if config.is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return logits, or the mean cross-entropy if targets are given."""
+        places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = self.embed(tokens_BT) + self.position(places_T)
+        for block in self.blocks:
+            if self.config.is_checkpointed and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD)
+        logits_BTV = self.head(self.norm(x_BTD))
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width)
+        self.attention = _Attention(config)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(config.width, 4 * config.width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * config.width, config.width),
+        )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
+        return x_BTD + self.mlp(self.norm2(x_BTD))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        batch, tokens, width = x_BTD.shape
+        heads = self.qkv(x_BTD).view(batch, tokens, 3, self.num_heads, width // self.num_heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def _init(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

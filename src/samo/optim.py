@@ -1,0 +1,293 @@
+"""`AdamW` on compressed state: fp32 semantics without an fp32 copy of weights or gradients."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samo.errors import CompressionError, MaskError
+from samo.kernels import AdamWSettings, AdamWUpdate
+from samo.kernels.rounding import master_dtype
+from samo.stepping import found_nonfinite, tell_scalers
+from samo.weights import Weight, weight_of
+
+__all__ = ["AdamW"]
+
+_REST_KEYS = {torch.bfloat16: "remainder", torch.float16: "master"}
+"""Name, in the optimizer's state, of what is stored beside weights of a type."""
+
+
+class AdamW(Optimizer):
+    """AdamW that updates a compressed model in place, with exact fp32 semantics.
+
+    State for each kept weight: two fp32 moments and, for bfloat16 weights, the 16-bit remainder that
+    completes the weight to its fp32 master. With float32 weights a step equals one of
+    ``torch.optim.AdamW`` on the masked dense model.
+
+    A gradient with a NaN or an infinity anywhere makes the whole step do nothing, moments and step
+    counts included, without waiting for the device; ``skipped_steps`` counts them.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5), dtype=torch.bfloat16)
+        >>> opt = samo.AdamW(samo.parameters(model), lr=3e-4, weight_decay=0.1)
+        >>> model(torch.randn(4, 16, dtype=torch.bfloat16)).float().square().mean().backward()
+        >>> opt.step()
+        >>> opt.zero_grad()
+        >>> opt.skipped_steps
+        0
+
+    Args:
+        params: ``samo.parameters(model)``, or groups as from ``samo.param_groups``.
+        lr: Learning rate, a number or a scalar tensor.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+
+    Raises:
+        ValueError: A setting is out of range.
+        CompressionError: A parameter is not a leaf of a compressed model.
+    """
+
+    updates_compressed_state = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._skipped: Tensor | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add leaves, for example of a part of the model that was frozen so far.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
+            >>> opt = samo.AdamW(samo.parameters(model[1]), lr=1e-3)
+            >>> opt.add_param_group({"params": samo.parameters(model[0]), "lr": 1e-4})
+            >>> [group["lr"] for group in opt.param_groups]
+            [0.001, 0.0001]
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _check_settings(group)
+        for tensor in group["params"]:
+            weight = weight_of(tensor)
+            if weight is None or tensor is not weight.leaf:
+                raise CompressionError(
+                    f"samo.AdamW updates the leaves of a compressed model, got a tensor of shape "
+                    f"{tuple(tensor.shape)} that is none; build it on samo.parameters(model), and "
+                    "give other parameters to an optimizer of their own"
+                )
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped because a gradient was not finite; waits for the device."""
+        return 0 if self._skipped is None else int(self._skipped)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the model from its compressed gradients.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
+            >>> opt = samo.AdamW(samo.parameters(model), lr=0.1)
+            >>> def closure():
+            ...     opt.zero_grad()
+            ...     loss = model(torch.ones(1, 8)).square().sum()
+            ...     loss.backward()
+            ...     return loss
+            >>> before = opt.step(closure)
+            >>> bool(model(torch.ones(1, 8)).square().sum() < before)
+            True
+
+        Args:
+            closure: Computes loss and gradients once more and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, _with_gradient(group)) for group in self.param_groups]
+        weights = [weight for _, members in groups for weight in members]
+        if not weights:
+            return loss
+        for weight in weights:
+            weight.check()
+        nonfinite = found_nonfinite(weight.leaf.grad for weight in weights)  # type: ignore[misc]
+        if self._skipped is None:
+            self._skipped = torch.zeros((), dtype=torch.int64, device=nonfinite.device)
+        self._skipped += nonfinite
+        tell_scalers(weights, nonfinite)
+        # A CPU's result is here already; another device's is used there, without waiting for it.
+        if nonfinite.device.type == "cpu" and bool(nonfinite):
+            return loss
+        skip = None if nonfinite.device.type == "cpu" else nonfinite
+        for group, members in groups:
+            self._update(group, members, skip)
+        return loss
+
+    def _update(self, group: dict[str, Any], weights: list[Weight], skip: Tensor | None) -> None:
+        if not weights:
+            return
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and skip is None:
+            lr = float(lr)
+        updates = []
+        for weight in weights:
+            state = self._state_of(weight)
+            step: Any = state["step"]
+            step += 1 if skip is None else ~skip
+            # Doubles on the host, or a double on the device: bias corrections need the digits.
+            step = step.double() if skip is not None else step.item()
+            updates.append(
+                AdamWUpdate(
+                    weight.param,
+                    weight.mask,
+                    weight.ensure_rest(),
+                    weight.leaf.grad,  # type: ignore[arg-type]
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    step_size=lr / (1 - beta1**step),
+                    denominator=(1 - beta2**step) ** 0.5,
+                )
+            )
+        settings = AdamWSettings(1 - lr * group["weight_decay"], beta1, beta2, group["eps"])
+        weights[0].kernels.adamw_(updates, settings, skip)
+        for weight in weights:
+            weight.changed()
+
+    def _state_of(self, weight: Weight) -> dict[str, Any]:
+        state = self.state[weight.leaf]
+        if not state:
+            grad = weight.leaf.grad
+            assert grad is not None
+            if weight.dtype == torch.float16 and weight.scaler is None:
+                warnings.warn(
+                    f"'{weight.name}' is float16 and trained without a loss scaler, so small "
+                    "gradients vanish; use scaler = samo.LossScaler(model) and "
+                    "scaler.scale(loss).backward()",
+                    stacklevel=4,
+                )
+            moments = master_dtype(weight.dtype)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=grad.device)
+            state["exp_avg"] = torch.zeros_like(grad, dtype=moments)
+            state["exp_avg_sq"] = torch.zeros_like(grad, dtype=moments)
+            if weight.ensure_rest() is not None:
+                state[_REST_KEYS[weight.dtype]] = weight.rest
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's optimizers do, and the fingerprints of the masks it belongs to.
+
+        The tensors are the live ones; nothing is copied.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> model = samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16)
+            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> model(torch.randn(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+            >>> opt.step()
+            >>> sorted(opt.state_dict()["state"][0])
+            ['exp_avg', 'exp_avg_sq', 'remainder', 'step']
+        """
+        packed = super().state_dict()
+        packed["masks"] = {
+            index: None if weight.mask is None else weight.mask.fingerprint()
+            for index, weight in enumerate(self._all_weights())
+        }
+        packed["skipped_steps"] = self.skipped_steps
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state; load the model's own state first.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> model = samo.compress_(model, samo.prune(model, 0.5))
+            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt.load_state_dict(opt.state_dict())
+
+        Raises:
+            ValueError: The groups do not match.
+            MaskError: The state belongs to other masks, or to weights of another type.
+        """
+        saved = state_dict["state"]
+        weights = self._all_weights()
+        for index, weight in enumerate(weights):
+            mask = None if weight.mask is None else weight.mask.fingerprint()
+            if index in saved and state_dict.get("masks", {}).get(index) != mask:
+                raise MaskError(
+                    f"the saved optimizer state of '{weight.name}' belongs to another mask; load it "
+                    "into a model compressed with the masks it was trained with"
+                )
+            key = _REST_KEYS.get(weight.dtype)
+            if index in saved and {k for k in _REST_KEYS.values() if k in saved[index]} != (
+                {key} if key else set()
+            ):
+                raise MaskError(
+                    f"the saved optimizer state of '{weight.name}' is not one of "
+                    f"{weight.dtype} weights; compress the model with the dtype it was trained with"
+                )
+        super().load_state_dict({**state_dict, "state": {}})  # groups; torch would cast the state
+        for index, weight in enumerate(weights):
+            if index not in saved:
+                continue
+            device = weight.param.device
+            state = {
+                key: value.to(device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in saved[index].items()
+            }
+            rest_key = _REST_KEYS.get(weight.dtype)
+            rest = weight.ensure_rest()
+            if rest_key is not None and rest is not None:
+                state[rest_key] = rest.copy_(state[rest_key])
+            self.state[weight.leaf] = state
+        device = weights[0].param.device
+        self._skipped = torch.tensor(state_dict.get("skipped_steps", 0), device=device)
+
+    def _all_weights(self) -> list[Weight]:
+        leaves = [leaf for group in self.param_groups for leaf in group["params"]]
+        weights = [weight_of(leaf) for leaf in leaves]
+        found = [weight for weight in weights if weight is not None]
+        if len(found) < len(leaves):
+            raise CompressionError(
+                "the compressed model of this optimizer no longer exists; keep a reference to it"
+            )
+        return found
+
+
+def _with_gradient(group: dict[str, Any]) -> list[Weight]:
+    weights = (weight_of(leaf) for leaf in group["params"] if leaf.grad is not None)
+    return [weight for weight in weights if weight is not None]
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    if not isinstance(lr, Tensor) and not lr >= 0:
+        raise ValueError(f"lr must be 0 or more, got {lr}")
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
+    if not group["eps"] >= 0:
+        raise ValueError(f"eps must be 0 or more, got {group['eps']}")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"weight_decay must be 0 or more, got {group['weight_decay']}")

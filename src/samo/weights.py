@@ -1,0 +1,293 @@
+"""One parameter of a compressed model: its dense weight and everything stored compressed beside it.
+
+    param      dense tensor the model computes with, pruned entries exactly 0
+    mask       which entries are kept (None: all of them)
+    leaf       1-D tensor the optimizer sees; its .grad is the compressed gradient
+    gradient   buffer behind leaf.grad, kept from step to step
+    rest       what rounding to the weight's type left over (see kernels.rounding), or None
+
+The leaf holds no values of its own between steps: it is one NaN, repeated. Values exist twice
+nowhere. An optimizer of torch gets them for the time of its step (`lend` and `take_back`), in fp32
+for a 16-bit weight, so that any optimizer updates a master copy and none has to know.
+"""
+
+import copy
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from samo.errors import CompressionError
+from samo.kernels import Kernels
+from samo.kernels.rounding import join, master_dtype, rest_dtype, split
+from samo.masks import Mask
+
+__all__ = []
+
+_TAG: Final = "_samo_weight"
+
+
+class Scaler(Protocol):
+    """What a weight and an optimizer need of a loss scaler."""
+
+    inverse: Tensor
+    """One over the loss scale: a factor on every gradient as it is compressed."""
+
+    def update(self, nonfinite: Tensor) -> None:
+        """Adjust the scale after a step."""
+
+
+class Weight:
+    """A parameter, its mask and its compressed state."""
+
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        mask: Mask | None,
+        *,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> None:
+        self.name: Final = name
+        self.param: Final = param
+        self.mask = mask
+        self.kernels: Final = kernels
+        self.dtype: Final = dtype
+        self.grad_dtype: Final = grad_dtype
+        self.shape: Final = tuple(param.shape)
+        self.gradient: Tensor | None = None
+        self.rest: Tensor | None = None
+        self.scaler: Scaler | None = None
+        self.is_lent = False
+        self._lent_version = 0
+        self._set_dense()
+        self.leaf: Final = nn.Parameter(self._placeholder(), requires_grad=param.requires_grad)
+        self._tag()
+
+    @property
+    def kept(self) -> int:
+        """Number of kept entries."""
+        return self.param.numel() if self.mask is None else self.mask.kept
+
+    # From the model's side: hand out the weight, take in its gradients ---------------------------
+
+    def tap(self) -> Tensor:
+        """Return the weight for one use in a forward pass, with an autograd leaf of its own.
+
+        A parameter's own hook runs after its last use: the gradient of a tied head would stay dense
+        through the whole backward pass. A leaf for each use hands over each contribution at once.
+        """
+        use = self.param.detach().requires_grad_()
+        use.register_post_accumulate_grad_hook(self._take_gradient)
+        return use
+
+    def accumulate(self, grad: Tensor) -> None:
+        """Add a dense gradient to the compressed one."""
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
+        factor = None if self.scaler is None else self.scaler.inverse
+        if self.leaf.grad is not None:
+            self.kernels.compress_(grad, self.mask, self.leaf.grad, add=True, factor=factor)
+            return
+        held = torch.empty_like(self.leaf) if self.is_lent else self._gradient_buffer()
+        self.kernels.compress_(grad, self.mask, held, factor=factor)
+        self.leaf.grad = held
+
+    def check(self) -> None:
+        """Follow what was done to the parameter since the last use, or refuse it.
+
+        Raises:
+            CompressionError: The parameter changed its type, shape or device.
+        """
+        param = self.param
+        if param.dtype != self.dtype or param.shape != self.shape:
+            raise CompressionError(
+                f"'{self.name}' was compressed as {_of(self.shape, self.dtype)} and is now "
+                f"{_of(tuple(param.shape), param.dtype)}; its compressed state cannot follow. Give "
+                "samo.compress_ the type you want, or compress a new model"
+            )
+        if self.mask is not None and param.device != self.mask.words.device:
+            raise CompressionError(
+                f"'{self.name}' is on {param.device} but its compressed state on "
+                f"{self.mask.words.device}; move the whole model with model.to(device)"
+            )
+        if self.is_lent and self.leaf._version != self._lent_version:
+            self._write_lent()
+        elif param._version != self._version:
+            self.adopt()
+
+    def adopt(self) -> None:
+        """Take the parameter's present values, written by somebody else, as the new weights."""
+        values = self._compressed()
+        if self.mask is not None:
+            written = int(self.param.count_nonzero()) - int(values.count_nonzero())
+            if written:
+                warnings.warn(
+                    f"{written:,} values other than 0 were written to pruned entries of "
+                    f"'{self.name}' and are set back to 0: the mask stays as it is. To train them, "
+                    "compress a new model with other masks",
+                    stacklevel=3,
+                )
+                self.mask.zero_(self.param)
+        if self.rest is not None:
+            if self.dtype == torch.bfloat16:
+                self.rest.zero_()
+            else:
+                self.rest.copy_(values)
+        self.changed()
+
+    def move(self) -> None:
+        """Bring the compressed state to the device the parameter is on now."""
+        device = self.param.device
+        if self.mask is not None:
+            self.mask = self.mask.to(device)
+        self.rest = None if self.rest is None else self.rest.to(device)
+        grad = self.leaf.grad
+        self.leaf.grad = None
+        self.leaf.data = self._placeholder()
+        self.gradient = None if self.gradient is None else self.gradient.to(device)
+        self.leaf.grad = None if grad is None else self._gradient_buffer()
+        self._version = self.param._version
+
+    # From the optimizer's side: read and write the kept values -----------------------------------
+
+    def ensure_rest(self) -> Tensor | None:
+        """Return the rest, made now if the weight was frozen when it was compressed."""
+        if self.rest is None and rest_dtype(self.dtype) is not None:
+            self.rest = split(join(self._compressed(), None), self.dtype)[1]
+        return self.rest
+
+    def lend(self) -> None:
+        """Put the master values, and a gradient of their type, into the leaf for an optimizer."""
+        self.check()
+        if self.is_lent:
+            return
+        grad, self.leaf.grad = self.leaf.grad, None
+        self.leaf.data = join(self._compressed(), self.ensure_rest())
+        self.leaf.grad = None if grad is None else grad.to(self.leaf.dtype)
+        self.is_lent = True
+        self._lent_version = self.leaf._version
+
+    def take_back(self) -> None:
+        """Write the leaf's values to the model and empty the leaf again."""
+        if not self.is_lent:
+            return
+        self._write_lent()
+        grad, self.leaf.grad = self.leaf.grad, None
+        self.leaf.data = self._placeholder()
+        self.is_lent = False
+        if grad is not None:
+            buffer = self._gradient_buffer()
+            self.leaf.grad = grad if grad is buffer else buffer.copy_(grad)
+
+    def changed(self) -> None:
+        """Note that a kernel wrote to the parameter.
+
+        Kernels write behind autograd's back, and a backward pass over older values must be refused.
+        """
+        torch.autograd.graph.increment_version(self.param)
+        self._version = self.param._version
+
+    def _write_lent(self) -> None:
+        """Let the model compute with what an optimizer has written to the leaf so far."""
+        values, rest = split(self.leaf.detach(), self.dtype)
+        self.kernels.expand_(values, self.mask, self.param)
+        if self.rest is not None and rest is not None:
+            self.rest.copy_(rest)
+        self._lent_version = self.leaf._version
+        self.changed()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
+        new = object.__new__(Weight)
+        memo[id(self)] = new
+        for name, value in vars(self).items():
+            if name not in ("param", "leaf", "gradient", "rest"):
+                new.__dict__[name] = value  # masks, kernels and the scaler are shared
+        new.__dict__["param"] = copy.deepcopy(self.param, memo)
+        new.__dict__["leaf"] = nn.Parameter(new._placeholder(), self.leaf.requires_grad)
+        memo[id(self.leaf)] = new.leaf
+        new.rest = None if self.rest is None else self.rest.clone()
+        new.gradient = None if self.gradient is None else self.gradient.clone()
+        if self.leaf.grad is not None:
+            new.leaf.grad = new.gradient
+        new.is_lent = False
+        new._version = new.param._version
+        new._tag()
+        return new
+
+    def _set_dense(self) -> None:
+        """Round the parameter to its type, set pruned entries to 0 and keep what is left over."""
+        param, source = self.param, self.param.detach()
+        kept = torch.empty(self.kept, dtype=source.dtype, device=source.device)
+        self.kernels.compress_(source, self.mask, kept)
+        values, rest = split(kept.to(master_dtype(self.dtype)), self.dtype)
+        if source.dtype != self.dtype:
+            param.data = torch.empty_like(source, dtype=self.dtype)
+        self.kernels.expand_(values, self.mask, param)
+        self.rest = rest if param.requires_grad else None
+        param.grad = None
+        self.changed()
+
+    def _compressed(self) -> Tensor:
+        values = torch.empty(self.kept, dtype=self.dtype, device=self.param.device)
+        self.kernels.compress_(self.param, self.mask, values)
+        return values
+
+    def _gradient_buffer(self) -> Tensor:
+        if self.gradient is None:
+            self.gradient = torch.empty(self.kept, dtype=self.grad_dtype, device=self.param.device)
+        return self.gradient
+
+    def _placeholder(self) -> Tensor:
+        """Return the leaf's values between steps: NaN, so that whoever reads them notices."""
+        nan = torch.full((1,), torch.nan, dtype=self.grad_dtype, device=self.param.device)
+        return nan.expand(self.kept)
+
+    def _take_gradient(self, use: Tensor) -> None:
+        grad, use.grad = use.grad, None
+        if grad is not None:
+            self.accumulate(grad)
+
+    def _tag(self) -> None:
+        """Let `weight_of` find this object, without a cycle that would delay freeing memory."""
+        me = _Link(self)
+        setattr(self.leaf, _TAG, me)
+        setattr(self.param, _TAG, me)
+        is_trained = self.param.requires_grad
+        self.param.requires_grad_()  # a frozen parameter takes no hook, and may be unfrozen later
+        self.param.register_post_accumulate_grad_hook(_gradient_hook(me))
+        self.param.requires_grad_(is_trained)
+
+
+class _Link(weakref.ref[Weight]):
+    """The way from a tensor to its `Weight`."""
+
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
+        raise CompressionError(
+            "a compressed model cannot be pickled; save model.state_dict() and opt.state_dict(), "
+            "and the masks with Masks.save(path)"
+        )
+
+
+def weight_of(tensor: Tensor) -> Weight | None:
+    """Return the `Weight` that a dense parameter or a leaf belongs to, if any."""
+    reference = getattr(tensor, _TAG, None)
+    return None if reference is None else reference()
+
+
+def _gradient_hook(reference: _Link) -> Callable[[Tensor], None]:
+    def take(param: Tensor) -> None:
+        weight = reference()
+        if weight is not None:
+            weight._take_gradient(param)
+
+    return take
+
+
+def _of(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,124 @@
+"""Meters and small models that several test files share."""
+
+import gc
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from samo.models import GPT, GPTConfig
+
+
+def small_gpt(**changes: Any) -> GPT:
+    """A GPT whose largest tensor is its embedding and whose widths equal no batch or length."""
+    shape = {"num_layers": 3, "width": 48, "num_heads": 4, "context": 20, "vocab_size": 331}
+    return GPT(GPTConfig(**(shape | changes)))
+
+
+def tokens(batch: int = 5, length: int = 19, vocab_size: int = 331) -> Tensor:
+    return torch.randint(0, vocab_size, (batch, length))
+
+
+class DenseGradients(TorchDispatchMode):
+    """Counts the bytes of new tensors in the shape of a weight that are alive at the same time."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        weights = list(weights)
+        shapes = {tuple(weight.shape) for weight in weights if weight.dim() > 1}
+        self.shapes = shapes | {shape[::-1] for shape in shapes}
+        self.known = {weight.untyped_storage().data_ptr() for weight in weights}
+        self.live: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tuple(tensor.shape) in self.shapes:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage.data_ptr()
+        if key in self.live or key in self.known:
+            return
+        self.live[key] = storage.nbytes()
+        weakref.finalize(storage, self.live.pop, key, None)
+        self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
+
+
+def live_storages() -> dict[int, int]:
+    """Return address and bytes of every storage that a live tensor of this process refers to."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        # Not isinstance(), which asks some lazy modules for their class, and those then warn.
+        if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+            if thing.grad is not None:
+                storage = thing.grad.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+class Experts(nn.Module):
+    """Stacked experts, top-1 routed."""
+
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = StackedExperts(experts, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        best, choice = scores.max(-1)
+        return x + best[:, None] * self.experts(x, choice)
+
+
+class StackedExperts(nn.Module):
+    def __init__(self, experts: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.1)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.1)
+
+    def forward(self, x: Tensor, choice: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.up.shape[0]):
+            mine = choice == expert
+            out[mine] = torch.relu(x[mine] @ self.up[expert]) @ self.down[expert]
+        return out
+
+
+class SmallResNet(nn.Module):
+    """Convolutions, batch norms, a skip connection and a head called fc, as torchvision's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.conv2 = nn.Conv2d(16, 16, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(16)
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = torch.relu(self.bn2(self.conv2(x)) + x)
+        return self.fc(x.mean((2, 3)))
+
+
+def assert_ulps(ours: Tensor, theirs: Tensor, before: Tensor, *, at_most: int) -> None:
+    """Compare one step's weights in units of the last place of the largest term of their sum.
+
+    A weight may come out near 0, where its own unit would be far below what was added up.
+    """
+    largest = torch.stack([theirs, before, theirs - before]).abs().amax(0)
+    ulp = torch.nextafter(largest, torch.full_like(largest, float("inf"))) - largest
+    worst = ((ours - theirs).abs() / ulp).max() if ours.numel() else torch.zeros(())
+    assert worst <= at_most, f"{worst} ulp apart"
