@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.rounding import master_dtype
-from samo.stepping import found_nonfinite, tell_scalers
+from samo.stepping import tell_scalers
 from samo.weights import Weight, weight_of
 
 __all__ = ["AdamW"]
@@ -130,7 +130,8 @@ class AdamW(Optimizer):
             return loss
         for weight in weights:
             weight.check()
-        nonfinite = found_nonfinite(weight.leaf.grad for weight in weights)  # type: ignore[misc]
+        gradients = [weight.leaf.grad for weight in weights if weight.leaf.grad is not None]
+        nonfinite = weights[0].kernels.find_nonfinite(gradients)
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=nonfinite.device)
         self._skipped += nonfinite
@@ -150,13 +151,12 @@ class AdamW(Optimizer):
         lr = group["lr"]
         if isinstance(lr, Tensor) and skip is None:
             lr = float(lr)
+        states = [self._state_of(weight) for weight in weights]
+        torch._foreach_add_([state["step"] for state in states], 1 if skip is None else ~skip)
         updates = []
-        for weight in weights:
-            state = self._state_of(weight)
-            step: Any = state["step"]
-            step += 1 if skip is None else ~skip
+        for weight, state in zip(weights, states):
             # Doubles on the host, or a double on the device: bias corrections need the digits.
-            step = step.double() if skip is not None else step.item()
+            step = state["step"].item() if skip is None else state["step"].double()
             updates.append(
                 AdamWUpdate(
                     weight.param,
@@ -165,8 +165,8 @@ class AdamW(Optimizer):
                     weight.leaf.grad,  # type: ignore[arg-type]
                     state["exp_avg"],
                     state["exp_avg_sq"],
-                    step_size=lr / (1 - beta1**step),
-                    denominator=(1 - beta2**step) ** 0.5,
+                    lr / (1 - beta1**step),
+                    (1 - beta2**step) ** 0.5,
                 )
             )
         settings = AdamWSettings(1 - lr * group["weight_decay"], beta1, beta2, group["eps"])

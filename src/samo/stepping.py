@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -29,13 +28,6 @@ def watch_optimizers() -> None:
     """Make torch's optimizers follow compressed models."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-
-
-def found_nonfinite(gradients: Iterable[Tensor]) -> Tensor:
-    """Return a boolean scalar on the gradients' device: is any entry NaN or infinite?"""
-    # The largest magnitude is NaN or infinite exactly if an entry is; a sum could overflow.
-    norms = torch._foreach_norm([g for g in gradients if g.numel()], float("inf"))
-    return ~torch.stack([norm.to(torch.float32) for norm in norms]).isfinite().all()
 
 
 def tell_scalers(weights: Iterable[Weight], nonfinite: Tensor) -> None:
@@ -61,8 +53,10 @@ def _compressed_weights(optimizer: Optimizer) -> list[Weight]:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if getattr(optimizer, "updates_compressed_state", False):
+        return
     weights = _compressed_weights(optimizer)
-    if not weights or getattr(optimizer, "updates_compressed_state", False):
+    if not weights:
         return
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
@@ -73,7 +67,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     gradients = [weight.leaf.grad for weight in weights if weight.leaf.grad is not None]
     if not gradients:
         return
-    nonfinite = found_nonfinite(gradients)
+    nonfinite = weights[0].kernels.find_nonfinite(gradients)
     tell_scalers(weights, nonfinite)
     if bool(nonfinite):
         for weight in weights:
@@ -84,5 +78,6 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for weight in _compressed_weights(optimizer):
-        weight.take_back()
+    if not getattr(optimizer, "updates_compressed_state", False):
+        for weight in _compressed_weights(optimizer):
+            weight.take_back()

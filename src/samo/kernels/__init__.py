@@ -1,14 +1,15 @@
 """The operations on compressed tensors, and which implementation runs them.
 
-Three operations carry everything else; each reads the mask's bits block by block:
+Four operations carry everything else; the first three read the mask's bits block by block:
 
-    compress_   dense tensor -> vector of its kept entries, written or added
-    expand_     vector of kept entries -> dense tensor with exact zeros
-    adamw_      one AdamW update of dense weights from compressed gradients and moments
+    compress_       dense tensor -> vector of its kept entries, written or added
+    expand_         vector of kept entries -> dense tensor with exact zeros
+    adamw_          one AdamW update of dense weights from compressed gradients and moments
+    find_nonfinite  is any entry of some vectors NaN or infinite?
 
 ``reference`` does them in plain torch operations on any device and is what "right" means here;
 ``cpu`` is the fast path for a laptop. An implementation for another device is one more module with
-these three functions and one more line in `choose`.
+these four functions and one more line in `choose`.
 
 Shape suffixes below: N = entries of the dense tensor, Z = kept entries.
 """
@@ -77,6 +78,9 @@ class Kernels(Protocol):
         self, updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None
     ) -> None:
         """Update weights, remainders and moments in place; nothing changes where ``skip`` is true."""
+
+    def find_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return whether any entry is NaN or infinite, as a boolean scalar on the tensors' device."""
 
 
 def choose(device: torch.device, path: Path = "auto") -> Kernels:

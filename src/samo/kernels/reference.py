@@ -14,7 +14,7 @@ from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.rounding import join, split
 from samo.masks import Mask
 
-__all__ = ["adamw_", "compress_", "expand_"]
+__all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 
 
 def compress_(
@@ -81,6 +81,15 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
             if rest is not None and new_rest is not None:
                 rest.copy_(new_rest)
         _write_back(flat_N, update.dense)
+
+
+def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether any entry of any tensor is NaN or infinite, as a boolean scalar on its device."""
+    # The largest magnitude is NaN or infinite exactly if an entry is; a sum could overflow.
+    norms = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], float("inf"))
+    if not norms:
+        return torch.zeros((), dtype=torch.bool, device=tensors[0].device if tensors else None)
+    return ~torch.stack([norm.to(torch.float32) for norm in norms]).isfinite().all()
 
 
 def _adamw(
