@@ -1,5 +1,10 @@
 """Every implementation of the kernels against plain dense torch, in one body."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -242,3 +247,57 @@ def test_the_fast_path_is_chosen_on_a_cpu_and_the_reference_elsewhere() -> None:
     assert choose(torch.device("cpu")) is cpu
     assert choose(torch.device("cpu"), "reference") is reference
     assert choose(torch.device("cuda")) is reference
+
+
+def test_a_cpu_without_avx512_and_a_forked_child_compute_the_same(tmp_path: Path) -> None:
+    """Both need a process of their own: the first to compile for another CPU, the second by nature."""
+    script = """
+import os, torch
+from samo.kernels import AdamWSettings, AdamWUpdate, cpu, loops, reference
+from samo.kernels.rounding import join
+from samo.masks import Mask
+
+assert not any(loops._LANES.values())
+torch.set_num_threads(2)
+keep = torch.rand(100_001) < 0.1
+mask, numel = Mask.from_bool(keep), keep.numel()
+
+def check():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        dense = torch.randn(numel).to(dtype) * keep
+        out, back = torch.ones(mask.kept, dtype=dtype), torch.ones(numel, dtype=dtype)
+        cpu.compress_(dense, mask, out)
+        assert torch.equal(out, dense[keep])
+        cpu.expand_(out, mask, back)
+        assert torch.equal(back, dense)
+        moment = torch.float64 if dtype == torch.float64 else torch.float32
+        rest = torch.zeros(mask.kept, dtype=torch.int16) if dtype == torch.bfloat16 else None
+        update = AdamWUpdate(
+            dense, mask, rest, out, torch.zeros(mask.kept, dtype=moment),
+            torch.zeros(mask.kept, dtype=moment), 0.1, 1.0,
+        )
+        expected = join(out, rest) * 0.5 - 0.1 * torch.sign(out.to(moment)) * 0.1 / 0.1**0.5
+        cpu.adamw_([update], AdamWSettings(0.5, 0.9, 0.9, 0.0), None)
+        torch.testing.assert_close(join(dense[keep], rest), expected, rtol=1e-5, atol=1e-6)
+    assert not cpu.find_nonfinite([dense, out])
+
+check()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # as a data loader's worker does: torch's own operations need it
+    check()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=True)
+
+
+def test_values_that_are_not_finite_are_found(kernels: Kernels) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        sound = torch.tensor([torch.finfo(dtype).max, -torch.finfo(dtype).max, 0.0], dtype=dtype)
+        assert not kernels.find_nonfinite([sound, sound])
+        assert not kernels.find_nonfinite([sound[::2], torch.empty(0, dtype=dtype)])
+        for bad in ("inf", "-inf", "nan"):
+            assert kernels.find_nonfinite([sound, torch.tensor([1.0, float(bad)], dtype=dtype)])
+            assert kernels.find_nonfinite([torch.tensor([float(bad), 1.0, 2.0], dtype=dtype)[::2]])

@@ -39,11 +39,16 @@ def compress_(
 
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
+    flat_N = dense.detach().reshape(-1)
     kernel = _compress_kernel(dense.dtype, out_Z.dtype, add)
-    if kernel is None or mask is None or factor is not None or not out_Z.is_contiguous():
-        reference.compress_(dense, mask, out_Z, add=add, factor=factor)
-        return
-    _run(kernel, mask, dense.detach().reshape(-1), out_Z.detach())
+    if factor is not None or not out_Z.is_contiguous():
+        reference.compress_(flat_N, mask, out_Z, add=add, factor=factor)
+    elif mask is None:
+        out_Z.add_(flat_N) if add else out_Z.copy_(flat_N)
+    elif kernel is None:
+        reference.compress_(flat_N, mask, out_Z, add=add)
+    else:
+        _run(kernel, mask, flat_N, out_Z.detach())
 
 
 def expand_(values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:

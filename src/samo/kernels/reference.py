@@ -89,7 +89,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     norms = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], float("inf"))
     if not norms:
         return torch.zeros((), dtype=torch.bool, device=tensors[0].device if tensors else None)
-    return ~torch.stack([norm.to(torch.float32) for norm in norms]).isfinite().all()
+    return ~torch.stack([norm.isfinite() for norm in norms]).all()
 
 
 def _adamw(

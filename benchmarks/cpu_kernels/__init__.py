@@ -1,0 +1,1 @@
+"""The CPU kernels beside other ways to do the same."""

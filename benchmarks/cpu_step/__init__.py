@@ -1,0 +1,1 @@
+"""A training step on a CPU, beside dense training and peers."""

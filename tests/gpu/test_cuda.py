@@ -1,0 +1,223 @@
+"""The same behaviour on a CUDA device, where the reference kernels run for now."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samo
+from samo.compression import owned_weights
+from samo.kernels import AdamWSettings, AdamWUpdate, choose, reference
+from samo.kernels.rounding import split
+from samo.masks import Mask
+from tests.meters import small_gpt, tokens
+
+pytestmark = pytest.mark.gpu
+
+
+def batch() -> Tensor:
+    return tokens().cuda()
+
+
+def compressed_gpt(dtype: torch.dtype, **changes: Any) -> tuple[nn.Module, samo.Masks]:
+    model = small_gpt(**changes).cuda()
+    masks = samo.prune(model, 0.9)
+    samo.compress_(model, masks, dtype=dtype)
+    return model, masks
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[float]:
+    ids = batch()
+    losses = []
+    for _ in range(steps):
+        loss = model(ids, ids)
+        loss.backward()
+        nn.utils.clip_grad_norm_(samo.parameters(model), 1.0)
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_on_the_device_equal_those_on_the_cpu(dtype: torch.dtype) -> None:
+    keep = torch.rand(70_001) < 0.1
+    mask = Mask.from_bool(keep)
+    dense = torch.randn(70_001).to(dtype) * keep
+    grad_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
+    results = []
+    for device in ("cpu", "cuda"):
+        weight, there = dense.to(device), mask.to(device)
+        out = torch.zeros(mask.kept, dtype=grad_dtype, device=device)
+        reference.compress_(weight, there, out)
+        reference.compress_(weight, there, out, add=True)
+        back = torch.ones_like(weight)
+        reference.expand_(out.to(dtype), there, back)
+        results.append((out.cpu(), back.cpu()))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert choose(torch.device("cuda")) is reference
+
+
+def test_bf16_rounds_half_away_from_zero_on_the_device() -> None:
+    master = torch.randn(100_000, device="cuda")
+    values, rest = split(master, torch.bfloat16)
+    cpu_values, cpu_rest = split(master.cpu(), torch.bfloat16)
+    assert torch.equal(values.cpu(), cpu_values)
+    assert rest is not None
+    assert cpu_rest is not None
+    assert torch.equal(rest.cpu(), cpu_rest)
+
+
+def test_bf16_steps_equal_an_fp32_master_bit_for_bit() -> None:
+    model, masks = compressed_gpt(torch.bfloat16)
+    torch.manual_seed(0)
+    dense = small_gpt().cuda()
+    masters = {name: param.detach().clone() for name, param in dense.named_parameters()}
+    for name, mask in masks.items():
+        mask.zero_(masters[name])
+    dense.to(torch.bfloat16)
+    ours = samo.AdamW(samo.parameters(model), lr=3e-3, weight_decay=0.1)
+    leaves = {name: nn.Parameter(master) for name, master in masters.items()}
+    # capturable: torch then computes its bias corrections on the device, as ours are.
+    theirs = torch.optim.AdamW(
+        leaves.values(), lr=3e-3, weight_decay=0.1, foreach=False, capturable=True
+    )
+    ids = batch()
+    for _ in range(100):
+        for name, param in dense.named_parameters():
+            param.data.copy_(split(leaves[name].detach(), torch.bfloat16)[0])
+            torch.testing.assert_close(model.get_parameter(name), param, rtol=0.02, atol=1e-3)
+        ours.zero_grad()
+        model(ids, ids).backward()
+        ours.step()
+        dense.zero_grad()
+        dense(ids, ids).backward()
+        for name, param in dense.named_parameters():
+            assert param.grad is not None
+            leaves[name].grad = param.grad.float()
+            if name in masks:
+                masks[name].zero_(leaves[name].grad)
+        theirs.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_learns_and_keeps_its_mask(dtype: torch.dtype) -> None:
+    model, masks = compressed_gpt(dtype, is_tied=True, is_checkpointed=True)
+    opt = samo.AdamW(samo.param_groups(model, 0.1), lr=1e-2)
+    ids = batch()
+    scaler = samo.LossScaler(model) if dtype == torch.float16 else None
+    losses = []
+    for _ in range(30):
+        loss = model(ids, ids)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    for name, mask in masks.items():
+        assert not model.get_parameter(name)[~mask.to_bool()].any()
+    account = samo.ledger(model, opt)
+    assert account.measured_bytes == account.predicted_bytes
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad: float) -> None:
+    """Unpruned weights only: the reference kernels wait for the device where they read a mask."""
+    model = small_gpt().cuda()
+    samo.compress_(model, samo.Masks({}), dtype=torch.bfloat16)
+    opt = samo.AdamW(samo.parameters(model), lr=0.1)
+    train(model, opt, 2)
+    before = copy.deepcopy(dict(model.state_dict()))
+    steps = [int(state["step"]) for state in opt.state.values()]
+    ids = batch()
+    model(ids, ids).backward()
+    leaf = next(samo.parameters(model))
+    assert leaf.grad is not None
+    leaf.grad[3] = bad
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert opt.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [int(state["step"]) for state in opt.state.values()] == steps
+    opt.zero_grad()
+    train(model, opt, 1)
+    assert opt.skipped_steps == 1
+
+
+def test_a_skip_leaves_pruned_weights_alone_too() -> None:
+    keep = torch.rand(5000, device="cuda") < 0.1
+    mask = Mask.from_bool(keep)
+    dense = torch.randn(5000, device="cuda") * keep
+    before = dense.clone()
+    grad = torch.full((mask.kept,), float("nan"), device="cuda")
+    zeros = [torch.zeros(mask.kept, device="cuda") for _ in range(2)]
+    update = AdamWUpdate(dense, mask, None, grad, *zeros, 0.1, 0.1)
+    settings = AdamWSettings(0.9, 0.9, 0.9, 1e-8)
+    reference.adamw_([update], settings, torch.tensor(True, device="cuda"))
+    assert torch.equal(dense, before)
+    assert not zeros[0].any()
+
+
+def test_a_compressed_model_moves_to_the_device_with_all_its_state() -> None:
+    model = small_gpt()
+    samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)
+    ids = tokens()
+    model(ids, ids).backward()
+    before = [leaf.grad.clone() for leaf in samo.parameters(model) if leaf.grad is not None]
+    model.cuda()
+    after = [leaf.grad for leaf in samo.parameters(model)]
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(before, after) if b is not None)
+    weights = owned_weights(model).values()
+    assert all(weight.mask is None or weight.mask.words.is_cuda for weight in weights)
+    losses = train(model, samo.AdamW(samo.parameters(model), lr=1e-2), 20)
+    assert losses[-1] < losses[0]
+
+
+def test_a_torch_optimizer_works_on_the_device() -> None:
+    model, _ = compressed_gpt(torch.bfloat16)
+    losses = train(model, torch.optim.AdamW(samo.parameters(model), lr=1e-2, fused=True), 20)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_backward_holds_no_more_than_one_dense_gradient() -> None:
+    layers = 12
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(layers))).cuda()
+    samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)
+    x = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)
+    model(x).float().sum().backward()
+    model.zero_grad()
+    one = 2048 * 2048 * 2
+    loss = model(x).float().sum()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    loss.backward()
+    # The reference unpacks and gathers piece by piece: some bytes for each of 2**20 weights.
+    assert torch.cuda.max_memory_allocated() - start < one + 2**20 * 24
+
+
+def test_compiled_blocks_train() -> None:
+    model, _ = compressed_gpt(torch.bfloat16)
+    for block in model.blocks:
+        block.compile()
+    losses = train(model, samo.AdamW(samo.parameters(model), lr=1e-2), 20)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_ledger_agrees_with_the_allocator() -> None:
+    torch.cuda.empty_cache()
+    start = torch.cuda.memory_allocated()
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
+    samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)
+    opt = samo.AdamW(samo.parameters(model))
+    x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
+    model(x).float().sum().backward()
+    opt.step()
+    del x
+    held = torch.cuda.memory_allocated() - start
+    told = samo.ledger(model, opt).measured_bytes
+    assert told <= held <= 1.01 * told  # the allocator rounds to 512 bytes
