@@ -306,8 +306,9 @@ def test_ddp_around_a_compressed_model_is_refused(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(compressed()))
         with pytest.raises(samo.CompressionError, match="DistributedDataParallel cannot wrap"):
-            nn.parallel.DistributedDataParallel(compressed())
+            wrapped(torch.randn(1, 12))
     finally:
         torch.distributed.destroy_process_group()
 
@@ -464,3 +465,124 @@ def test_leaves_read_nan_between_steps_and_refuse_to_be_written() -> None:
     assert leaf.isnan().all()
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
         leaf.detach().mul_(2)
+
+
+@pytest.mark.parametrize("view", ["chunks", "expanded"])
+def test_parameters_that_are_views_are_refused_before_any_change(view: str) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "q": nn.Linear(4, 4), "k": nn.Linear(4, 4)})
+    masks = samo.prune(model, 0.5)
+    if view == "chunks":
+        both = torch.randn(8, 4)
+        model["q"].weight, model["k"].weight = map(nn.Parameter, both.chunk(2))
+        message = r"'k.weight' is a view that shares its memory with 'q.weight'"
+    else:
+        model["q"].weight = nn.Parameter(torch.randn(1, 4).expand(4, 4))
+        message = r"'q.weight' is a view that repeats its entries"
+    before = model["a"].weight.clone()
+    with pytest.raises(ValueError, match=message):
+        samo.compress_(model, masks)
+    assert torch.equal(model["a"].weight, before)
+
+
+def test_parameters_made_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        model = small()
+    with pytest.raises(ValueError, match=r"'0.weight' was made under torch.inference_mode"):
+        samo.compress_(model, samo.Masks({}))
+
+
+def test_an_embedding_that_renormalises_itself_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"embedding '0' has max_norm=1.0, which rewrites weights"):
+        samo.compress_(model, samo.prune(model, 0.5))
+
+
+def test_hooks_on_a_parameter_see_its_gradient() -> None:
+    model = compressed()
+    model[0].weight.register_hook(torch.zeros_like)
+    model(torch.randn(3, 12)).sum().backward()
+    grads = {name: leaf.grad for name, leaf in samo.named_parameters(model)}
+    assert grads["0.weight"] is not None
+    assert not grads["0.weight"].any()
+    assert grads["2.weight"] is not None
+    assert grads["2.weight"].any()
+
+
+def test_a_gradient_somebody_holds_is_not_written_over() -> None:
+    model = compressed()
+    x = torch.randn(3, 12)
+    model(x).sum().backward()
+    first = [leaf.grad for leaf in samo.parameters(model)]
+    copies = [grad.clone() for grad in first if grad is not None]
+    model.zero_grad()
+    model(2 * x).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(first, copies))
+
+
+def test_a_gradient_set_by_hand_moves_and_is_copied_along() -> None:
+    model = compressed(torch.bfloat16)
+    model(torch.randn(3, 12, dtype=torch.bfloat16)).float().sum().backward()
+    for leaf in samo.parameters(model):
+        assert leaf.grad is not None
+        leaf.grad = leaf.grad * 10
+    expected = [leaf.grad.clone() for leaf in samo.parameters(model) if leaf.grad is not None]
+    twin = copy.deepcopy(model)
+    model.to("cpu")
+    for net in (model, twin):
+        assert all(
+            torch.equal(leaf.grad, grad) for leaf, grad in zip(samo.parameters(net), expected)
+        )
+
+
+def test_an_edit_before_a_move_and_one_by_assignment_of_data_are_followed() -> None:
+    model = compressed(torch.float16)
+    with torch.no_grad():
+        model[0].bias.fill_(3.0)
+    model.to("cpu")
+    model[2].bias.data = torch.full((12,), 5.0, dtype=torch.float16)
+    opt = torch.optim.SGD(samo.parameters(model), lr=0.0)
+    train(model, opt, steps=1)
+    assert (model[0].bias == 3).all()
+    assert (model[2].bias == 5).all()
+
+
+def test_an_interrupted_forward_pass_leaves_a_usable_model() -> None:
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    model = Interrupted()
+    samo.compress_(model, samo.Masks({}))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(1, 4))
+    assert [name for name, _ in samo.named_parameters(model)] == ["weight"]
+    assert isinstance(model.weight, nn.Parameter)
+
+
+def test_transforms_of_torch_func_run() -> None:
+    model = compressed()
+    x = torch.randn(5, 12)
+    assert torch.allclose(torch.func.vmap(model)(x), model(x), atol=1e-6)
+
+
+def test_a_gradient_type_without_effect_is_refused() -> None:
+    model = small()
+    with pytest.raises(
+        ValueError, match=r"grad_dtype=torch.bfloat16 has no effect on weights of flo"
+    ):
+        samo.compress_(model, samo.prune(model, 0.5), grad_dtype=torch.bfloat16)
+
+
+def test_parameters_that_are_no_plain_tensors_are_refused(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.distributed.fsdp.fully_shard(small())
+        with pytest.raises(ValueError, match=r"'0.weight' is a DTensor, not a plain tensor"):
+            samo.compress_(model, samo.Masks({}))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -301,3 +302,56 @@ def test_values_that_are_not_finite_are_found(kernels: Kernels) -> None:
         for bad in ("inf", "-inf", "nan"):
             assert kernels.find_nonfinite([sound, torch.tensor([1.0, float(bad)], dtype=dtype)])
             assert kernels.find_nonfinite([torch.tensor([float(bad), 1.0, 2.0], dtype=dtype)[::2]])
+
+
+def test_a_nan_stays_a_nan_whatever_its_bits() -> None:
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, -0x400000], dtype=torch.int32)
+    values, rest = split(bits.view(torch.float32), torch.bfloat16)
+    assert values.isnan().all()
+    assert join(values, rest).isnan().all()
+
+
+def test_numbas_number_of_threads_stays_as_it_was() -> None:
+    mask = Mask.from_bool(torch.ones(2048 * 100, dtype=torch.bool))
+    before, threads = numba.get_num_threads(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        cpu.compress_(torch.zeros(mask.numel), mask, torch.empty(mask.kept))
+    finally:
+        torch.set_num_threads(threads)
+    assert numba.get_num_threads() == before
+
+
+@pytest.mark.parametrize("trouble", ["compile", "cache"])
+def test_samo_works_where_numba_cannot(trouble: str) -> None:
+    script = """
+import torch, samo
+model = samo.compress_(torch.nn.Sequential(torch.nn.Linear(9, 9)), samo.Masks({}))
+model(torch.ones(1, 9)).sum().backward()
+samo.AdamW(samo.parameters(model)).step()
+"""
+    environment = dict(os.environ)
+    if trouble == "compile":
+        environment["NUMBA_DISABLE_JIT"] = "1"
+    else:  # as where neither the package nor the home folder can be written to
+        script = "import numba.core.caching as c; c.CacheImpl._locator_classes = []" + script
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=True)
+
+
+def test_compiled_code_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    script = """
+import torch, samo
+model = torch.nn.Sequential(torch.nn.Linear(300, 300))
+samo.compress_(model, samo.prune(model, 0.5))
+torch.set_num_threads(2)
+for _ in range(2):
+    model(torch.ones(1, 300)).sum().backward()
+samo.AdamW(samo.parameters(model)).step()
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    subprocess.run(command, env=environment, check=True)
+    kept = sorted(tmp_path.rglob("*.nb*"))
+    assert kept
+    subprocess.run(command, env=environment, check=True)
+    assert sorted(tmp_path.rglob("*.nb*")) == kept

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import save_file
@@ -628,3 +629,33 @@ def test_looking_for_a_name_that_is_not_there_is_cheap(monkeypatch: pytest.Monke
     masks = Masks({"w": Mask.from_bool(torch.tensor([True]))})
     monkeypatch.setattr("samo.masks.nearest", None)
     assert "v" not in masks
+
+
+def test_a_mask_owns_its_bits() -> None:
+    words = torch.zeros(2, dtype=torch.int32)
+    mask = Mask((64,), words)
+    words.fill_(-1)
+    assert not mask.to_bool().any()
+
+
+def test_saving_to_a_folder_that_does_not_exist_names_it(tmp_path: Path) -> None:
+    masks = Masks({"w": Mask.from_bool(torch.tensor([True]))})
+    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*missing'"):
+        masks.save(tmp_path / "missing" / "masks.safetensors")
+
+
+def test_saving_through_a_link_keeps_the_link(tmp_path: Path) -> None:
+    masks = Masks({"w": Mask.from_bool(torch.tensor([True]))})
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "masks")
+    masks.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert Masks.load(tmp_path / "real" / "masks") == masks
+
+
+def test_metadata_nested_beyond_measure_is_refused(tmp_path: Path) -> None:
+    metadata = {"format": "samo-masks", "version": "1", "shapes": "[" * 100_000, "fingerprint": ""}
+    path = tmp_path / "masks"
+    path.write_bytes(safetensors.torch.save({"w": torch.zeros(2, dtype=torch.int32)}, metadata))
+    with pytest.raises(MaskError, match="is damaged"):
+        Masks.load(path)

@@ -85,3 +85,22 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
 def test_a_scaler_needs_a_compressed_model() -> None:
     with pytest.raises(samo.CompressionError, match="the model is not compressed"):
         samo.LossScaler(nn.Linear(2, 2))
+
+
+def test_the_scale_never_sticks_at_zero_or_infinity() -> None:
+    model = compressed()
+    scaler = samo.LossScaler(model, growth_interval=1)
+    for is_bad in (True, False):
+        for _ in range(300):
+            scaler.update(torch.tensor(is_bad))
+        extreme = scaler.get_scale()
+        assert 0 < extreme < float("inf")
+        scaler.update(torch.tensor(not is_bad))
+        assert scaler.get_scale() != extreme
+
+
+def test_a_loaded_count_past_the_interval_lets_the_scale_grow() -> None:
+    scaler = samo.LossScaler(compressed(), growth_interval=10)
+    scaler.load_state_dict({"scale": 4.0, "good_steps": 100})
+    scaler.update(torch.tensor(False))
+    assert scaler.get_scale() == 8.0

@@ -2,7 +2,7 @@
 
 The model stays the module it was. Each submodule that owns parameters gets an `Owner`, which hands
 the weights out for the time of a forward pass and takes their gradients in; the root module gets a
-class of the same name with three methods more, so that what would silently go wrong works or raises.
+class of the same name with two methods more, so that what would silently go wrong works or raises.
 """
 
 import types
@@ -84,7 +84,7 @@ def compress_(
             None if mask is None else mask.to(param.device),
             dtype=weight_dtype,
             grad_dtype=weight_grad_dtype,
-            kernels=_kernels.choose(param.device, kernels),
+            path=kernels,
         )
     for module in model.modules():
         owned = {
@@ -112,6 +112,14 @@ def owned_weights(model: nn.Module) -> dict[str, Weight]:
     return found
 
 
+def put_back_taps(model: nn.Module) -> None:
+    """Put the parameters back in their places where a forward pass was interrupted (Ctrl-C)."""
+    for module in model.modules():
+        owner: Owner | None = module.__dict__.get(_ATTRIBUTE)
+        if owner is not None:
+            owner.put_back(module)
+
+
 class Owner:
     """The compressed weights of one module."""
 
@@ -130,11 +138,23 @@ class Owner:
         module._forward_hooks_always_called[_HOOK] = True
         module.register_load_state_dict_post_hook(_after_load)
 
+    def put_back(self, module: nn.Module) -> None:
+        """Put the parameters in the place of their taps."""
+        for name in self.taps:
+            module._parameters[name] = self.weights[name].param
+        self.taps.clear()
+
 
 def _before_forward(module: nn.Module, args: object) -> None:
     """Put a tap in the place of each parameter."""
     if torch.compiler.is_compiling():
         return  # a compiled region computes with the parameters and their own hooks
+    if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise CompressionError(
+            "DistributedDataParallel cannot wrap a compressed model: it waits for dense gradients, "
+            "and these are compressed before it would see them, so that replicas drift apart. "
+            "Train in one process"
+        )
     owner: Owner = module.__dict__[_ATTRIBUTE]
     for name, weight in owner.weights.items():
         current = module._parameters.get(name)
@@ -145,7 +165,8 @@ def _before_forward(module: nn.Module, args: object) -> None:
                 "after the change"
             )
         weight.check()
-    if not torch.is_grad_enabled():
+    # Transforms of torch.func differentiate the parameters they were given.
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     for name, weight in owner.weights.items():
         if weight.param.requires_grad:
@@ -154,13 +175,10 @@ def _before_forward(module: nn.Module, args: object) -> None:
 
 
 def _after_forward(module: nn.Module, args: object, output: object) -> None:
-    """Put the parameters back."""
+    """Put the parameters back in their places."""
     if torch.compiler.is_compiling():
         return
-    owner: Owner = module.__dict__[_ATTRIBUTE]
-    for name in owner.taps:
-        module._parameters[name] = owner.weights[name].param
-    owner.taps.clear()
+    module.__dict__[_ATTRIBUTE].put_back(module)
 
 
 def _after_load(module: nn.Module, incompatible_keys: object) -> None:
@@ -190,6 +208,7 @@ class _Compressed(nn.Module):
         """Move the compressed state along with the model; refuse another type."""
         weights = owned_weights(self).values()
         for weight in weights:
+            weight.check()
             probe = fn(torch.empty(0, dtype=weight.dtype, device=weight.param.device))
             if probe.dtype != weight.dtype:
                 raise CompressionError(
@@ -201,15 +220,6 @@ class _Compressed(nn.Module):
         for weight in weights:
             weight.move()
         return result
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        # DistributedDataParallel asks for this first of all. It would wait for gradients that never
-        # arrive, since ours leave the graph compressed.
-        raise CompressionError(
-            "DistributedDataParallel cannot wrap a compressed model: its gradients are compressed "
-            "before DDP would see them. Train on one process, or wrap first and do not compress"
-        )
 
 
 def _compressed_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -293,6 +303,7 @@ def _plan(
         if isinstance(module, nn.modules.batchnorm._NormBase)
         for param in module.parameters(recurse=False)
     }
+    _check_tensors(model)
     plans: list[Plan] = []
     for name, param in model.named_parameters():
         if weight_of(param) is not None:
@@ -322,7 +333,55 @@ def _plan(
         # fp32 sums for 16-bit weights are the only choice that changes something.
         held = grad_dtype if grad_dtype is not None and rest_dtype(chosen) is not None else default
         plans.append((name, param, chosen, held))
+    types = {chosen for _, _, chosen, _ in plans}
+    if grad_dtype not in {None, *types} and not any(map(rest_dtype, types)):
+        raise ValueError(
+            f"grad_dtype={grad_dtype} has no effect on weights of {', '.join(map(_name, types))}, "
+            "whose gradients have their own type; leave it out"
+        )
     return plans
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """Refuse parameters whose memory or device is not their own."""
+    seen: dict[int, str] = {}
+    devices: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if nn.parameter.is_lazy(param) or param.is_meta:
+            continue  # refused with a message of its own
+        if hasattr(param, "__tensor_flatten__"):
+            raise ValueError(
+                f"parameter '{name}' is a {type(param).__name__}, not a plain tensor; compress the "
+                "model before it is sharded or quantized"
+            )
+        if param.is_inference():
+            raise ValueError(
+                f"parameter '{name}' was made under torch.inference_mode and cannot be trained; build "
+                "the model outside of it"
+            )
+        address = param.untyped_storage().data_ptr()
+        other = seen.setdefault(address, name) if param.numel() else name
+        if other != name or torch._debug_has_internal_overlap(param) == 1:
+            with_whom = (
+                f"shares its memory with '{other}'" if other != name else "repeats its entries"
+            )
+            raise ValueError(
+                f"parameter '{name}' is a view that {with_whom}, so one update would change both; "
+                "give it a tensor of its own: "
+                "module.weight = torch.nn.Parameter(module.weight.detach().clone())"
+            )
+        devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        where = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"the model must be on one device, but has {where}; move it with model.to()"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                f"embedding '{path}' has max_norm={module.max_norm}, which rewrites weights in every "
+                "forward pass; set max_norm=None"
+            )
 
 
 def _check_values(name: str, param: nn.Parameter, mask: Mask | None, dtype: torch.dtype) -> None:

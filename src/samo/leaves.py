@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from samo.candidates import matching
-from samo.compression import owned_weights
+from samo.compression import owned_weights, put_back_taps
 from samo.errors import CompressionError
 from samo.weights import Weight, weight_of
 
@@ -47,9 +47,10 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     Raises:
         CompressionError: The model is not compressed, or has parameters that were added later.
     """
-    for name, weight in _weights(model).items():
+    weights = _weights(model)
+    for weight in weights.values():
         weight.leaf.requires_grad_(weight.param.requires_grad)
-        yield name, weight.leaf
+    return iter([(name, weight.leaf) for name, weight in weights.items()])
 
 
 def param_groups(
@@ -91,6 +92,7 @@ def _weights(model: nn.Module) -> dict[str, Weight]:
         raise CompressionError(
             "the model is not compressed; call samo.compress_(model, masks) first"
         )
+    put_back_taps(model)
     for name, param in model.named_parameters():
         if param.requires_grad and weight_of(param) is None:
             raise CompressionError(

@@ -66,7 +66,7 @@ class Mask:
                 f"a mask of {self.numel:,} weights has bits set past its last weight; "
                 "build masks with Mask.from_bool(tensor)"
             )
-        self.words: Final = words.contiguous()
+        self.words: Final = words.clone(memory_format=torch.contiguous_format)
         self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
 
     @classmethod
@@ -321,11 +321,11 @@ class Masks(Mapping[str, Mask]):
         Raises:
             MaskError: No parameter of the model was pruned that way.
         """
+        parameters = dict(model.named_parameters())
         masks = {
             name.removesuffix("_mask"): Mask.from_bool(buffer != 0)
             for name, buffer in model.named_buffers()
-            if name.endswith("_mask")
-            and f"{name.removesuffix('_mask')}_orig" in dict(model.named_parameters())
+            if name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in parameters
         }
         if not masks:
             raise MaskError(
@@ -462,6 +462,9 @@ class Masks(Mapping[str, Mask]):
             ...     masks.save(f"{folder}/masks.safetensors")
             ...     samo.Masks.load(f"{folder}/masks.safetensors") == masks
             True
+
+        Raises:
+            FileNotFoundError: The folder does not exist.
         """
         from safetensors.torch import save
 
@@ -472,7 +475,7 @@ class Masks(Mapping[str, Mask]):
             "fingerprint": self.fingerprint(),
         }
         words = {name: mask.words.cpu().clone() for name, mask in self.items()}
-        _write_whole(Path(path), save(words, metadata))
+        _write_whole(Path(os.path.realpath(path)), save(words, metadata))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Masks":
@@ -510,13 +513,13 @@ class Masks(Mapping[str, Mask]):
         if metadata.get("version") != _FILE_VERSION:
             raise MaskError(
                 f"mask file '{path}' has version {metadata.get('version')!r}, this samo reads "
-                f"version {_FILE_VERSION!r}; update samo (pip install -U torch-samo)"
+                f"version {_FILE_VERSION!r}; update samo"
             )
         try:
             shapes: dict[str, list[int]] = json.loads(metadata["shapes"])
             masks = cls({name: Mask(shapes[name], words[name]) for name in shapes})
             damaged = set(shapes) != set(words) or masks.fingerprint() != metadata["fingerprint"]
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             damaged = True
         if damaged:
             raise MaskError(
@@ -559,6 +562,8 @@ def _nonzero(dense: Tensor) -> Mask:
 
 def _write_whole(path: Path, data: bytes) -> None:
     """Write a file so that a crash leaves the old one or the new one, never half of either."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write '{path}': there is no folder '{path.parent}'")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:

@@ -6,7 +6,7 @@ true gradient and clipping needs no extra step. A step whose gradients overflowe
 factor halved; after enough good steps it is doubled. All of it stays on the device.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from samo.compression import owned_weights
 from samo.errors import CompressionError
 
 __all__ = ["LossScaler"]
+
+_SMALLEST: Final = 2.0**-32
+_LARGEST: Final = 2.0**32
 
 
 class LossScaler:
@@ -111,9 +114,9 @@ class LossScaler:
         """
         bad = nonfinite.to(self._scale.device)
         self._good_steps.copy_(torch.where(bad, 0, self._good_steps + 1))
-        grows = self._good_steps == self.growth_interval
+        grows = self._good_steps >= self.growth_interval
         factor = torch.where(bad, self.backoff_factor, torch.where(grows, self.growth_factor, 1.0))
-        self._scale.mul_(factor)
+        self._scale.mul_(factor).clamp_(_SMALLEST, _LARGEST)  # at 0 or infinity it would stay
         self._good_steps.mul_(~grows)
         torch.reciprocal(self._scale, out=self.inverse)
 

@@ -1,15 +1,16 @@
 """Any torch optimizer on the leaves of a compressed model.
 
 torch calls two hooks around every optimizer's ``step()``. Before it, the leaves borrow their values
-from the model; after it, the model takes the new ones. A gradient that is not finite makes the step
-do nothing, as with `samo.AdamW`; to know it costs one synchronisation with the device, which
-`samo.AdamW` does not need.
+from the model; after it, the model takes the new ones. A step that raises leaves the model as it was.
+A gradient that is not finite makes the step do nothing, as with `samo.AdamW`, unless gradients come
+from a closure; to know it costs one synchronisation with the device, which `samo.AdamW` does without.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -52,29 +53,43 @@ def _compressed_weights(optimizer: Optimizer) -> list[Weight]:
     return weights
 
 
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if getattr(optimizer, "updates_compressed_state", False):
-        return
+        return None
     weights = _compressed_weights(optimizer)
     if not weights:
-        return
+        return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
         for weight in weights:
             weight.lend()
-        return
+        return args[:1], {**kwargs, "closure": _following(closure, weights)}
     weights = [weight for weight in weights if weight.leaf.grad is not None]
     gradients = [weight.leaf.grad for weight in weights if weight.leaf.grad is not None]
     if not gradients:
-        return
+        return None
     nonfinite = weights[0].kernels.find_nonfinite(gradients)
     tell_scalers(weights, nonfinite)
-    if bool(nonfinite):
-        for weight in weights:
-            weight.leaf.grad = None  # torch's optimizers pass over such a parameter
-        return
     for weight in weights:
-        weight.lend()
+        if bool(nonfinite):
+            weight.leaf.grad = None  # torch's optimizers pass over such a parameter
+        else:
+            weight.lend()
+    return None
+
+
+def _following(closure: Callable[[], Any], weights: list[Weight]) -> Callable[[], Any]:
+    """Return a closure that computes with the weights its optimizer has stepped to."""
+
+    def follow() -> Any:
+        with torch.no_grad():
+            for weight in weights:
+                weight.write_lent()
+        return closure()
+
+    return follow
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

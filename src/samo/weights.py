@@ -3,7 +3,6 @@
     param      dense tensor the model computes with, pruned entries exactly 0
     mask       which entries are kept (None: all of them)
     leaf       1-D tensor the optimizer sees; its .grad is the compressed gradient
-    gradient   buffer behind leaf.grad, kept from step to step
     rest       what rounding to the weight's type left over (see kernels.rounding), or None
 
 The leaf holds no values of its own between steps: it is one NaN, repeated. Values exist twice
@@ -12,6 +11,7 @@ for a 16-bit weight, so that any optimizer updates a master copy and none has to
 """
 
 import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from samo import kernels as _kernels
 from samo.errors import CompressionError
-from samo.kernels import Kernels
 from samo.kernels.rounding import join, master_dtype, rest_dtype, split
 from samo.masks import Mask
 
@@ -51,28 +51,34 @@ class Weight:
         *,
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
-        kernels: Kernels,
+        path: _kernels.Path,
     ) -> None:
         self.name: Final = name
         self.param: Final = param
         self.mask = mask
-        self.kernels: Final = kernels
         self.dtype: Final = dtype
         self.grad_dtype: Final = grad_dtype
         self.shape: Final = tuple(param.shape)
-        self.gradient: Tensor | None = None
+        self.device = param.device
+        self.kernels = _kernels.choose(param.device, path)
         self.rest: Tensor | None = None
         self.scaler: Scaler | None = None
         self.is_lent = False
-        self._lent_version = 0
+        self._path: Final = path
+        self._buffer: Tensor | None = None
         self._set_dense()
-        self.leaf: Final = nn.Parameter(self._placeholder(), requires_grad=param.requires_grad)
+        self.leaf: Final = self._new_leaf()
         self._tag()
 
     @property
     def kept(self) -> int:
         """Number of kept entries."""
         return self.param.numel() if self.mask is None else self.mask.kept
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The tensor that holds the compressed gradient, or will hold the next one."""
+        return self._buffer if self.leaf.grad is None else self.leaf.grad
 
     # From the model's side: hand out the weight, take in its gradients ---------------------------
 
@@ -83,6 +89,8 @@ class Weight:
         through the whole backward pass. A leaf for each use hands over each contribution at once.
         """
         use = self.param.detach().requires_grad_()
+        for hook in (self.param._backward_hooks or {}).values():
+            use.register_hook(hook)  # what people hang on a parameter goes along
         use.register_post_accumulate_grad_hook(self._take_gradient)
         return use
 
@@ -94,7 +102,7 @@ class Weight:
         if self.leaf.grad is not None:
             self.kernels.compress_(grad, self.mask, self.leaf.grad, add=True, factor=factor)
             return
-        held = torch.empty_like(self.leaf) if self.is_lent else self._gradient_buffer()
+        held = torch.empty_like(self.leaf) if self.is_lent else self._free_buffer()
         self.kernels.compress_(grad, self.mask, held, factor=factor)
         self.leaf.grad = held
 
@@ -111,17 +119,86 @@ class Weight:
                 f"{_of(tuple(param.shape), param.dtype)}; its compressed state cannot follow. Give "
                 "samo.compress_ the type you want, or compress a new model"
             )
-        if self.mask is not None and param.device != self.mask.words.device:
+        if param.device != self.device:
             raise CompressionError(
-                f"'{self.name}' is on {param.device} but its compressed state on "
-                f"{self.mask.words.device}; move the whole model with model.to(device)"
+                f"'{self.name}' is on {param.device} but its compressed state on {self.device}; "
+                "move the whole model with model.to(device)"
             )
-        if self.is_lent and self.leaf._version != self._lent_version:
-            self._write_lent()
-        elif param._version != self._version:
-            self.adopt()
+        if param._version != self._version or param.data_ptr() != self._address:
+            self._adopt()
 
-    def adopt(self) -> None:
+    def move(self) -> None:
+        """Bring the compressed state to the device the parameter is on now."""
+        self.device = self.param.device
+        self.kernels = _kernels.choose(self.device, self._path)
+        self.mask = None if self.mask is None else self.mask.to(self.device)
+        self.rest = None if self.rest is None else self.rest.to(self.device)
+        grad, self._buffer = self.leaf.grad, None
+        self._empty_leaf()
+        self.leaf.grad = None if grad is None else grad.to(self.device, self.grad_dtype)
+        self._note_state()
+
+    # From the optimizer's side: read and write the kept values -----------------------------------
+
+    def ensure_rest(self) -> Tensor | None:
+        """Return the rest, made now if the weight was frozen when it was compressed."""
+        if self.rest is None and rest_dtype(self.dtype) is not None:
+            self.rest = split(join(self._compressed(), None), self.dtype)[1]
+        return self.rest
+
+    def lend(self) -> None:
+        """Put the master values, and a gradient of their type, into the leaf for an optimizer."""
+        self.check()
+        grad = self.leaf.grad
+        self._set_leaf(join(self._compressed(), self.ensure_rest()))
+        self.leaf.grad = None if grad is None else grad.to(self.leaf.dtype)
+        self.is_lent = True
+
+    def take_back(self) -> None:
+        """Write the leaf's values to the model and empty the leaf again."""
+        if self.is_lent:
+            self.write_lent()
+            self.reclaim()
+
+    def write_lent(self) -> None:
+        """Let the model compute with what an optimizer has written to the leaf so far."""
+        values, rest = split(self.leaf.detach(), self.dtype)
+        self.kernels.expand_(values, self.mask, self.param)
+        if self.rest is not None and rest is not None:
+            self.rest.copy_(rest)
+        self.changed()
+
+    def reclaim(self) -> None:
+        """Empty a lent leaf without a look at its values, as after a step that raised."""
+        if self.is_lent:
+            grad = self.leaf.grad
+            self._empty_leaf()
+            if grad is not None:
+                self.leaf.grad = self._free_buffer().copy_(grad)
+
+    def changed(self) -> None:
+        """Note that a kernel wrote to the parameter.
+
+        Kernels write behind autograd's back, and a backward pass over older values must be refused.
+        """
+        torch.autograd.graph.increment_version(self.param)
+        self._note_state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
+        new = object.__new__(Weight)
+        memo[id(self)] = new
+        new.__dict__.update(vars(self))  # masks, kernels and the scaler are shared
+        new.__dict__["param"] = copy.deepcopy(self.param, memo)
+        new.__dict__["leaf"] = memo[id(self.leaf)] = new._new_leaf()
+        new.rest = None if self.rest is None else self.rest.clone()
+        new._buffer, new.is_lent = None, False
+        if self.leaf.grad is not None:
+            new.leaf.grad = self.leaf.grad.to(self.grad_dtype, copy=True)
+        new._note_state()
+        new._tag()
+        return new
+
+    def _adopt(self) -> None:
         """Take the parameter's present values, written by somebody else, as the new weights."""
         values = self._compressed()
         if self.mask is not None:
@@ -139,86 +216,8 @@ class Weight:
                 self.rest.zero_()
             else:
                 self.rest.copy_(values)
+        self.reclaim()
         self.changed()
-
-    def move(self) -> None:
-        """Bring the compressed state to the device the parameter is on now."""
-        device = self.param.device
-        if self.mask is not None:
-            self.mask = self.mask.to(device)
-        self.rest = None if self.rest is None else self.rest.to(device)
-        grad = self.leaf.grad
-        self.leaf.grad = None
-        self.leaf.data = self._placeholder()
-        self.gradient = None if self.gradient is None else self.gradient.to(device)
-        self.leaf.grad = None if grad is None else self._gradient_buffer()
-        self._version = self.param._version
-
-    # From the optimizer's side: read and write the kept values -----------------------------------
-
-    def ensure_rest(self) -> Tensor | None:
-        """Return the rest, made now if the weight was frozen when it was compressed."""
-        if self.rest is None and rest_dtype(self.dtype) is not None:
-            self.rest = split(join(self._compressed(), None), self.dtype)[1]
-        return self.rest
-
-    def lend(self) -> None:
-        """Put the master values, and a gradient of their type, into the leaf for an optimizer."""
-        self.check()
-        if self.is_lent:
-            return
-        grad, self.leaf.grad = self.leaf.grad, None
-        self.leaf.data = join(self._compressed(), self.ensure_rest())
-        self.leaf.grad = None if grad is None else grad.to(self.leaf.dtype)
-        self.is_lent = True
-        self._lent_version = self.leaf._version
-
-    def take_back(self) -> None:
-        """Write the leaf's values to the model and empty the leaf again."""
-        if not self.is_lent:
-            return
-        self._write_lent()
-        grad, self.leaf.grad = self.leaf.grad, None
-        self.leaf.data = self._placeholder()
-        self.is_lent = False
-        if grad is not None:
-            buffer = self._gradient_buffer()
-            self.leaf.grad = grad if grad is buffer else buffer.copy_(grad)
-
-    def changed(self) -> None:
-        """Note that a kernel wrote to the parameter.
-
-        Kernels write behind autograd's back, and a backward pass over older values must be refused.
-        """
-        torch.autograd.graph.increment_version(self.param)
-        self._version = self.param._version
-
-    def _write_lent(self) -> None:
-        """Let the model compute with what an optimizer has written to the leaf so far."""
-        values, rest = split(self.leaf.detach(), self.dtype)
-        self.kernels.expand_(values, self.mask, self.param)
-        if self.rest is not None and rest is not None:
-            self.rest.copy_(rest)
-        self._lent_version = self.leaf._version
-        self.changed()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
-        new = object.__new__(Weight)
-        memo[id(self)] = new
-        for name, value in vars(self).items():
-            if name not in ("param", "leaf", "gradient", "rest"):
-                new.__dict__[name] = value  # masks, kernels and the scaler are shared
-        new.__dict__["param"] = copy.deepcopy(self.param, memo)
-        new.__dict__["leaf"] = nn.Parameter(new._placeholder(), self.leaf.requires_grad)
-        memo[id(self.leaf)] = new.leaf
-        new.rest = None if self.rest is None else self.rest.clone()
-        new.gradient = None if self.gradient is None else self.gradient.clone()
-        if self.leaf.grad is not None:
-            new.leaf.grad = new.gradient
-        new.is_lent = False
-        new._version = new.param._version
-        new._tag()
-        return new
 
     def _set_dense(self) -> None:
         """Round the parameter to its type, set pruned entries to 0 and keep what is left over."""
@@ -234,19 +233,42 @@ class Weight:
         self.changed()
 
     def _compressed(self) -> Tensor:
-        values = torch.empty(self.kept, dtype=self.dtype, device=self.param.device)
+        values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
         self.kernels.compress_(self.param, self.mask, values)
         return values
 
-    def _gradient_buffer(self) -> Tensor:
-        if self.gradient is None:
-            self.gradient = torch.empty(self.kept, dtype=self.grad_dtype, device=self.param.device)
-        return self.gradient
+    def _free_buffer(self) -> Tensor:
+        """Return the buffer of the last gradient, or a new one if somebody still looks at that."""
+        # Two references are ours: the attribute and getrefcount's own argument.
+        if self._buffer is None or sys.getrefcount(self._buffer) > 2:
+            self._buffer = torch.empty(self.kept, dtype=self.grad_dtype, device=self.device)
+        return self._buffer
+
+    def _new_leaf(self) -> nn.Parameter:
+        leaf = nn.Parameter(self._placeholder(), requires_grad=self.param.requires_grad)
+        leaf.grad_dtype = self.grad_dtype
+        return leaf
+
+    def _empty_leaf(self) -> None:
+        self._set_leaf(self._placeholder())
+        self.leaf.grad_dtype = self.grad_dtype
+        self.is_lent = False
+
+    def _set_leaf(self, values: Tensor) -> None:
+        self.leaf.grad = None  # torch compares its type with the values'
+        self.leaf.grad_dtype = values.dtype
+        self.leaf.data = values
 
     def _placeholder(self) -> Tensor:
-        """Return the leaf's values between steps: NaN, so that whoever reads them notices."""
-        nan = torch.full((1,), torch.nan, dtype=self.grad_dtype, device=self.param.device)
-        return nan.expand(self.kept)
+        """Return the leaf's values between steps: NaN, so that whoever reads them notices.
+
+        In the master's type, since torch's optimizers cast a loaded state to that of the leaf.
+        """
+        dtype = master_dtype(self.dtype)
+        return torch.full((1,), torch.nan, dtype=dtype, device=self.device).expand(self.kept)
+
+    def _note_state(self) -> None:
+        self._version, self._address = self.param._version, self.param.data_ptr()
 
     def _take_gradient(self, use: Tensor) -> None:
         grad, use.grad = use.grad, None

@@ -91,6 +91,6 @@ def choose(device: torch.device, path: Path = "auto") -> Kernels:
         return reference
     try:
         from samo.kernels import cpu
-    except ImportError:  # no numba on this machine: right, only slower
+    except ImportError:  # no numba on this machine, or switched off: right, only slower
         return reference
     return cpu

@@ -9,8 +9,9 @@ What the loops do not cover (float16, tensors with strides) falls back to ``refe
 
 import importlib.util
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import numba
 import numpy as np
@@ -20,6 +21,11 @@ from torch import Tensor
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, loops, reference
 from samo.masks import Mask
+
+if numba.config.DISABLE_JIT:
+    raise ImportError(
+        "numba is told not to compile (NUMBA_DISABLE_JIT), so the reference is faster"
+    )
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 
@@ -66,47 +72,72 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     """Do one AdamW step: gather each block's kept weights, update them, scatter them back."""
     if skip is not None and bool(skip):
         return
-    together: dict[tuple[str, str], list[AdamWUpdate]] = {}
+    together: dict[tuple[torch.dtype, torch.dtype], list[AdamWUpdate]] = {}
     for update in updates:
-        key = (_name(update.dense), _name(update.grad_Z))
-        if key in loops.ADAMW and _is_plain(update):
+        key = (update.dense.dtype, update.grad_Z.dtype)
+        if key in _ADAMW_TYPES and _is_plain(update):
             together.setdefault(key, []).append(update)
         else:
             reference.adamw_([update], settings, None)
-    decay, beta1, beta2, eps = settings
     for key, members in together.items():
-        rows = np.array([_row(update) for update in members], dtype=np.int64)
-        scalars = np.array(
-            [
-                (decay, 1 - beta1, beta2, 1 - beta2, eps, -update.step_size, update.denominator)
-                for update in members
-            ],
-            dtype=np.float64 if key[0] == "float64" else np.float32,
-        )
-        ends = np.cumsum([bitmap.num_blocks(update.dense.numel()) for update in members])
-        run, run_shared = loops.ADAMW[key]
-        parts = _num_threads(int(ends[-1]))
-        if parts == 1:
-            run(rows, scalars, ends, 0, int(ends[-1]))
-        else:
-            numba.set_num_threads(parts)
-            run_shared(rows, scalars, ends, parts)
+        _adamw_rows(members, settings, *_ADAMW_TYPES[key])
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether any entry of any tensor is NaN or infinite, as a boolean scalar."""
-    together: dict[str, list[tuple[int, int]]] = {}
+    together: dict[torch.dtype, list[tuple[int, int]]] = {}
     strided = []
     for tensor in tensors:
         if tensor.is_contiguous():
-            row = (tensor.data_ptr(), tensor.numel())
-            together.setdefault(_name(tensor), []).append(row)
+            together.setdefault(tensor.dtype, []).append((tensor.data_ptr(), tensor.numel()))
         else:
             strided.append(tensor)
-    found = any(
-        loops.FIND_NONFINITE[key](np.array(rows, dtype=np.int64)) for key, rows in together.items()
+    found = False
+    for dtype, rows in together.items():
+        exponent = _EXPONENTS[dtype]
+        like = np.empty(0, dtype=exponent.dtype)
+        found |= loops.find_exponent_rows(np.array(rows, dtype=np.int64), like, exponent)
+    here = torch.tensor(found, device="cpu")
+    return here | reference.find_nonfinite(strided) if strided else here
+
+
+_EXPONENTS: Final[dict[torch.dtype, Any]] = {
+    torch.bfloat16: np.uint16(0x7F80),
+    torch.float16: np.uint16(0x7C00),
+    torch.float32: np.uint32(0x7F800000),
+    torch.float64: np.uint64(0x7FF0000000000000),
+}
+"""Bits that are all set in infinities and NaNs and in no other number."""
+
+_ADAMW_TYPES: Final = {
+    (torch.float32, torch.float32): (np.float32, np.float32, np.float32),
+    (torch.float64, torch.float64): (np.float64, np.float64, np.float64),
+    (torch.bfloat16, torch.bfloat16): (np.uint16, np.uint16, np.float32),
+    (torch.bfloat16, torch.float32): (np.uint16, np.float32, np.float32),
+}
+"""For weights and gradients of these types, how the loops see them, and the moments."""
+
+
+def _adamw_rows(
+    updates: Sequence[AdamWUpdate], settings: AdamWSettings, dense: Any, grad: Any, moment: Any
+) -> None:
+    decay, beta1, beta2, eps = settings
+    rows = np.array([_row(update) for update in updates], dtype=np.int64)
+    scalars = np.array(
+        [
+            (decay, 1 - beta1, beta2, 1 - beta2, eps, -update.step_size, update.denominator)
+            for update in updates
+        ],
+        dtype=moment,
     )
-    return torch.tensor(found) if not strided else reference.find_nonfinite(strided) | found
+    ends = np.cumsum([bitmap.num_blocks(update.dense.numel()) for update in updates])
+    arrays = (rows, scalars, ends, np.empty(0, dense), np.empty(0, grad), np.empty(0, moment))
+    parts = _num_threads(int(ends[-1]))
+    if parts == 1:
+        loops.adamw_rows(*arrays, 0, int(ends[-1]))
+    else:
+        with _threads(parts):
+            loops.adamw_rows_shared(*arrays, parts)
 
 
 def _compress_kernel(source: torch.dtype, target: torch.dtype, add: bool) -> loops.Kernel | None:
@@ -135,8 +166,8 @@ def _run(kernel: loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> No
     if parts == 1:
         kernel(*arrays, 0, blocks)
     else:
-        numba.set_num_threads(parts)
-        loops.SHARED[kernel](*arrays, blocks, parts)
+        with _threads(parts):
+            loops.SHARED[kernel](*arrays, blocks, parts)
 
 
 def _array(tensor: Tensor) -> loops.Array:
@@ -167,28 +198,35 @@ def _is_plain(update: AdamWUpdate) -> bool:
     kept = update.dense.numel() if update.mask is None else update.mask.kept
     if update.dense.dtype == torch.bfloat16 and update.rest_Z is None:
         return False
-    vectors = (update.grad_Z, update.exp_avg_Z, update.exp_avg_sq_Z, update.rest_Z)
-    return update.dense.is_contiguous() and all(
-        vector is None or (vector.is_contiguous() and vector.numel() == kept) for vector in vectors
+    moment = torch.float64 if update.dense.dtype == torch.float64 else torch.float32
+    expected = (
+        (update.grad_Z, update.grad_Z.dtype),
+        (update.exp_avg_Z, moment),
+        (update.exp_avg_sq_Z, moment),
+        (update.rest_Z, torch.int16),
     )
-
-
-def _name(tensor: Tensor) -> str:
-    return _NAMES[tensor.dtype]
-
-
-_NAMES: Final = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
+    return update.dense.is_contiguous() and all(
+        vector is None
+        or (vector.is_contiguous() and vector.numel() == kept and vector.dtype == dtype)
+        for vector, dtype in expected
+    )
 
 
 def _num_threads(blocks: int) -> int:
     """Return how many threads so many blocks are worth."""
     most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if _has_openmp else 1
     return max(1, min(most, blocks // _BLOCKS_A_THREAD))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Let numba use so many threads, and leave its setting as it was."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(count)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
 
 
 # numba's other thread pools may not be entered by two threads at once.

@@ -25,9 +25,20 @@ BLOCK_BITS: Final = bitmap.BLOCK_BITS
 PAIR_BITS: Final = 2 * bitmap.WORD_BITS
 BLOCK_PAIRS: Final = BLOCK_BITS // PAIR_BITS
 
+
+def _can_cache() -> bool:
+    """Return whether compiled code can be kept for the next process, which needs a folder to write to."""
+    try:
+        njit(cache=True)(_can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
 # numpy's error model, since Python's check for a division by zero forbids vector instructions.
-_jit = njit(nogil=True, cache=True, error_model="numpy")
-_jit_parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
+_OPTIONS: Final = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
+_jit = njit(**_OPTIONS)
+_jit_parallel = njit(parallel=True, **_OPTIONS)
 
 
 @intrinsic
@@ -323,8 +334,34 @@ def _update(param, grad, exp_avg, exp_avg_sq, scalars):
         param[k] = param[k] * decay + m * step / (np.sqrt(v) / denominator + eps)
 
 
+def _adamw_blocks(
+    dense: Array,
+    pairs: Array,
+    offsets: Array,
+    rest: Array,
+    grad: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    scalars: Array,
+    first: int,
+    end: int,
+) -> None:
+    """Update the kept entries of some blocks; the overload picks by the type of the weights."""
+    raise AssertionError("only ever called from compiled code")
+
+
+@overload(_adamw_blocks)
+def _adamw_overload(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
+    kernel = _adamw_bf16_blocks if dense.dtype == types.uint16 else _adamw_wide_blocks
+
+    def run(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
+        kernel(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end)
+
+    return run
+
+
 @_jit
-def _adamw_blocks(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
+def _adamw_wide_blocks(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
     kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
     for block in range(first, end):
         part = _block(dense, block)
@@ -364,6 +401,8 @@ def _adamw_bf16_blocks(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, s
         _read_grad(grad[at:to], grad_bits, wide_grad)
         _update(param[:count], wide_grad[:count], exp_avg[at:to], exp_avg_sq[at:to], scalars)
         for k in range(count):
+            if np.isnan(param[k]):  # its bits may all be set, and rounding would carry over
+                param_bits[k] = np.int32(0x7FC00000)
             rounded = (param_bits[k] + np.int32(0x8000)) >> np.int32(16)
             rests[k] = np.int16(param_bits[k] - (rounded << np.int32(16)))
             kept[k] = np.uint16(rounded)
@@ -394,132 +433,131 @@ def _read_grad_overload(grad, bits, wide):
     return read_fp32
 
 
-# Many weights in one call: rows of addresses instead of arrays, which cost some 10 us a weight to
-# hand over. The columns of a row:
-DENSE, PAIRS, OFFSETS, REST, GRAD, EXP_AVG, EXP_AVG_SQ, NUMEL, KEPT = range(9)
+# The same kernels, their blocks shared among threads ---------------------------------------------
+#
+# One function each and no factory: numba keeps no compiled code of functions that close over others.
 
 
-def _pointer_to(element: Any) -> Any:
-    """Return a function that turns an address into a pointer to ``element``."""
-
-    @intrinsic
-    def pointer(typing_context, address):
-        kind = types.CPointer(element)
-
-        def codegen(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(kind))
-
-        return kind(types.int64), codegen
-
-    return pointer
+@_jit_parallel
+def _move_shared(dense, pairs, offsets, out, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        move_blocks(dense, pairs, offsets, out, first, end)
 
 
-_uint64_at, _int64_at = _pointer_to(types.uint64), _pointer_to(types.int64)
-_int16_at, _uint16_at = _pointer_to(types.int16), _pointer_to(types.uint16)
-_float32_at, _float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
+@_jit_parallel
+def _add_shared(dense, pairs, offsets, out, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        add_blocks(dense, pairs, offsets, out, first, end)
 
 
-def _over_rows(
-    kernel: Kernel, dense_at: Any, grad_at: Any, moment_at: Any
-) -> tuple[Kernel, Kernel]:
-    """Return an AdamW over rows of addresses of weights of one type, and the same shared.
-
-    Both take the rows, the scalars of each and the running count of their blocks. The first also
-    takes the range of blocks it is to run over, the second the number of threads.
-    """
-
-    @_jit
-    def run(rows, scalars, ends, first, end):
-        begin = 0
-        for index in range(ends.size):
-            low, high = max(first, begin) - begin, min(end, ends[index]) - begin
-            begin = ends[index]
-            if low >= high:
-                continue
-            row = rows[index]
-            numel, kept = row[NUMEL], row[KEPT]
-            is_pruned = row[PAIRS] != 0
-            kernel(
-                carray(dense_at(row[DENSE]), numel),
-                carray(_uint64_at(row[PAIRS]), -(-numel // PAIR_BITS) if is_pruned else 0),
-                carray(_int64_at(row[OFFSETS]), -(-numel // BLOCK_BITS) if is_pruned else 0),
-                carray(_int16_at(row[REST]), kept if row[REST] != 0 else 0),
-                carray(grad_at(row[GRAD]), kept),
-                carray(moment_at(row[EXP_AVG]), kept),
-                carray(moment_at(row[EXP_AVG_SQ]), kept),
-                scalars[index],
-                low,
-                high,
-            )
-
-    @_jit_parallel
-    def run_shared(rows, scalars, ends, parts):
-        blocks = ends[-1]
-        for part in prange(parts):
-            run(rows, scalars, ends, blocks * part // parts, blocks * (part + 1) // parts)
-
-    return run, run_shared
+@_jit_parallel
+def _move_wider_shared(dense, pairs, offsets, out, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        move_wider_blocks(dense, pairs, offsets, out, first, end)
 
 
-def _shared(kernel: Kernel) -> Kernel:
-    """Return ``kernel``, which takes four arrays, with its blocks shared among threads."""
-
-    @_jit_parallel
-    def run(a, b, c, d, blocks, parts):
-        for part in prange(parts):
-            kernel(a, b, c, d, blocks * part // parts, blocks * (part + 1) // parts)
-
-    return run
+@_jit_parallel
+def _add_wider_shared(dense, pairs, offsets, out, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        add_wider_blocks(dense, pairs, offsets, out, first, end)
 
 
-@_jit
-def _find_exponent(bits, exponent):
-    """Return whether all bits of ``exponent`` are set in some entry."""
-    found = False
-    for k in range(bits.size):
-        found |= (bits[k] & exponent) == exponent
-    return found
+@_jit_parallel
+def _add_bf16_shared(dense, pairs, offsets, out, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        add_bf16_blocks(dense, pairs, offsets, out, first, end)
 
 
-def _find_exponent_over_rows(integer_at: Any, exponent: Any) -> Kernel:
-    """Return a search over rows of address and size."""
-
-    @_jit
-    def find(rows):
-        for index in range(rows.shape[0]):
-            if _find_exponent(carray(integer_at(rows[index, 0]), rows[index, 1]), exponent):
-                return True
-        return False
-
-    return find
+@_jit_parallel
+def _expand_shared(values, pairs, offsets, dense, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        expand_blocks(values, pairs, offsets, dense, first, end)
 
 
 SHARED: Final[dict[Kernel, Kernel]] = {
-    kernel: _shared(kernel)
-    for kernel in (
-        move_blocks,
-        add_blocks,
-        move_wider_blocks,
-        add_wider_blocks,
-        add_bf16_blocks,
-        expand_blocks,
-    )
+    move_blocks: _move_shared,
+    add_blocks: _add_shared,
+    move_wider_blocks: _move_wider_shared,
+    add_wider_blocks: _add_wider_shared,
+    add_bf16_blocks: _add_bf16_shared,
+    expand_blocks: _expand_shared,
 }
 """Each kernel over blocks, and the same shared among threads."""
 
-ADAMW: Final[dict[tuple[str, str], tuple[Kernel, Kernel]]] = {
-    ("float32", "float32"): _over_rows(_adamw_blocks, _float32_at, _float32_at, _float32_at),
-    ("float64", "float64"): _over_rows(_adamw_blocks, _float64_at, _float64_at, _float64_at),
-    ("bfloat16", "bfloat16"): _over_rows(_adamw_bf16_blocks, _uint16_at, _uint16_at, _float32_at),
-    ("bfloat16", "float32"): _over_rows(_adamw_bf16_blocks, _uint16_at, _float32_at, _float32_at),
-}
-"""AdamW for weights and gradients of these types, on one thread and shared among several."""
 
-# Infinities and NaNs, and no other number, have all bits of the exponent set.
-FIND_NONFINITE: Final[dict[str, Kernel]] = {
-    "bfloat16": _find_exponent_over_rows(_uint16_at, np.uint16(0x7F80)),
-    "float16": _find_exponent_over_rows(_uint16_at, np.uint16(0x7C00)),
-    "float32": _find_exponent_over_rows(_pointer_to(types.uint32), np.uint32(0x7F800000)),
-    "float64": _find_exponent_over_rows(_uint64_at, np.uint64(0x7FF0000000000000)),
-}
-"""Searches for entries that are not finite, by their type."""
+# Many weights in one call ------------------------------------------------------------------------
+#
+# They come as rows of addresses instead of arrays, which cost some 10 us a weight to hand over. Empty
+# arrays (``dense``, ``grad``, ``moment``) say what the addresses point to.
+
+DENSE, PAIRS, OFFSETS, REST, GRAD, EXP_AVG, EXP_AVG_SQ, NUMEL, KEPT = range(9)
+"""The columns of a row."""
+
+
+@intrinsic
+def _pointer(typing_context, address, like):
+    """Return an address as a pointer to entries of the type of the array ``like``."""
+    kind = types.CPointer(like.dtype)
+
+    def codegen(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(kind))
+
+    return kind(types.int64, like), codegen
+
+
+@_jit
+def _array_at(address, like, size):
+    return carray(_pointer(address, like), size if address != 0 else 0)
+
+
+@_jit
+def adamw_rows(rows, scalars, ends, dense, grad, moment, first, end):
+    """Run over the blocks from ``first`` to ``end`` of all rows; ``ends`` counts blocks up to each."""
+    begin = 0
+    for index in range(ends.size):
+        low, high = max(first, begin) - begin, min(end, ends[index]) - begin
+        begin = ends[index]
+        if low >= high:
+            continue
+        row = rows[index]
+        numel, kept = row[NUMEL], row[KEPT]
+        _adamw_blocks(
+            _array_at(row[DENSE], dense, numel),
+            _array_at(row[PAIRS], np.empty(0, np.uint64), -(-numel // PAIR_BITS)),
+            _array_at(row[OFFSETS], np.empty(0, np.int64), -(-numel // BLOCK_BITS)),
+            _array_at(row[REST], np.empty(0, np.int16), kept),
+            _array_at(row[GRAD], grad, kept),
+            _array_at(row[EXP_AVG], moment, kept),
+            _array_at(row[EXP_AVG_SQ], moment, kept),
+            scalars[index],
+            low,
+            high,
+        )
+
+
+@_jit_parallel
+def adamw_rows_shared(rows, scalars, ends, dense, grad, moment, parts):
+    """Give each of ``parts`` threads the same number of blocks."""
+    blocks = ends[-1]
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        adamw_rows(rows, scalars, ends, dense, grad, moment, first, end)
+
+
+@_jit
+def find_exponent_rows(rows, like, exponent):
+    """Return whether, in some row of address and size, an entry has all bits of ``exponent`` set."""
+    for index in range(rows.shape[0]):
+        bits = _array_at(rows[index, 0], like, rows[index, 1])
+        found = False
+        for k in range(bits.size):
+            found |= (bits[k] & exponent) == exponent
+        if found:
+            return True
+    return False

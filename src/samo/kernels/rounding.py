@@ -49,6 +49,8 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return master values as weights of ``dtype`` and their rest."""
     if dtype == torch.bfloat16:
         bits = master.to(torch.float32).view(torch.int32)
+        # A NaN may have all bits set, and rounding would carry it over into a number.
+        bits = torch.where(master.isnan(), 0x7FC00000, bits)
         upper = (bits + 0x8000) >> 16
         rest = (bits - (upper << 16)).to(torch.int16)
         return upper.to(torch.int16).view(torch.bfloat16), rest
