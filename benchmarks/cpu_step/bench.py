@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
     options = parser.parse_args()
     torch.manual_seed(0)
-    shape = {"num_layers": 8, "width": 512, "num_heads": 8, "context": 256}
+    shape = {"num_layers": 6, "width": 768, "num_heads": 12, "context": 256}
     if options.toy:
         shape = {"num_layers": 1, "width": 32, "num_heads": 2, "context": 16}
     model = GPT(GPTConfig(**shape))

@@ -128,13 +128,10 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [(group, _with_gradient(group)) for group in self.param_groups]
-        weights = [weight for _, members in groups for weight in members]
+        weights = [weight for _, members in groups for weight, _ in members]
         if not weights:
             return loss
-        for weight in weights:
-            weight.check()
-            weight.reclaim()
-        gradients = [weight.leaf.grad for weight in weights if weight.leaf.grad is not None]
+        gradients = [gradient for _, members in groups for _, gradient in members]
         nonfinite = weights[0].kernels.find_nonfinite(gradients)
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=nonfinite.device)
@@ -148,25 +145,27 @@ class AdamW(Optimizer):
             self._update(group, members, skip)
         return loss
 
-    def _update(self, group: dict[str, Any], weights: list[Weight], skip: Tensor | None) -> None:
-        if not weights:
+    def _update(
+        self, group: dict[str, Any], members: list[tuple[Weight, Tensor]], skip: Tensor | None
+    ) -> None:
+        if not members:
             return
         beta1, beta2 = group["betas"]
         lr = group["lr"]
         if isinstance(lr, Tensor) and skip is None:
             lr = float(lr)
-        states = [self._state_of(weight) for weight in weights]
-        torch._foreach_add_([state["step"] for state in states], 1 if skip is None else ~skip)
         updates = []
-        for weight, state in zip(weights, states):
+        for weight, gradient in members:
+            state = self._state_of(weight)
+            state["step"].add_(1 if skip is None else ~skip)
             # Doubles on the host, or a double on the device: bias corrections need the digits.
             step = state["step"].item() if skip is None else state["step"].double()
             updates.append(
                 AdamWUpdate(
                     weight.param,
                     weight.mask,
-                    weight.ensure_rest(),
-                    weight.leaf.grad,  # type: ignore[arg-type]
+                    weight.rest,
+                    gradient,
                     state["exp_avg"],
                     state["exp_avg_sq"],
                     lr / (1 - beta1**step),
@@ -174,8 +173,8 @@ class AdamW(Optimizer):
                 )
             )
         settings = AdamWSettings(1 - lr * group["weight_decay"], beta1, beta2, group["eps"])
-        weights[0].kernels.adamw_(updates, settings, skip)
-        for weight in weights:
+        members[0][0].kernels.adamw_(updates, settings, skip)
+        for weight, _ in members:
             weight.changed()
 
     def _state_of(self, weight: Weight) -> dict[str, Any]:
@@ -274,8 +273,15 @@ class AdamW(Optimizer):
         return _weights_of(leaf for group in self.param_groups for leaf in group["params"])
 
 
-def _with_gradient(group: dict[str, Any]) -> list[Weight]:
-    return _weights_of(leaf for leaf in group["params"] if leaf.grad is not None)
+def _with_gradient(group: dict[str, Any]) -> list[tuple[Weight, Tensor]]:
+    """Return the weights of a group that have a gradient, ready to be updated, and the gradients."""
+    leaves = [leaf for leaf in group["params"] if leaf.grad is not None]
+    members = []
+    for weight in _weights_of(leaves):
+        weight.check()
+        weight.reclaim()
+        members.append((weight, weight.leaf.grad))
+    return members  # type: ignore[return-value]
 
 
 def _weights_of(leaves: Iterable[Tensor]) -> list[Weight]:

@@ -95,9 +95,14 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     found = False
     for dtype, rows in together.items():
         exponent = _EXPONENTS[dtype]
-        like = np.empty(0, dtype=exponent.dtype)
-        found |= loops.find_exponent_rows(np.array(rows, dtype=np.int64), like, exponent)
-    here = torch.tensor(found, device="cpu")
+        arrays = (np.array(rows, dtype=np.int64), np.empty(0, dtype=exponent.dtype), exponent)
+        parts = _num_threads(bitmap.num_blocks(sum(size for _, size in rows)))
+        if parts == 1:
+            found |= loops.find_exponent_rows(*arrays, 0, 1)
+        else:
+            with _threads(parts):
+                found |= loops.find_exponent_rows_shared(*arrays, parts)
+    here = torch.tensor(bool(found), device="cpu")
     return here | reference.find_nonfinite(strided) if strided else here
 
 
@@ -195,20 +200,22 @@ def _row(update: AdamWUpdate) -> tuple[int, ...]:
 
 def _is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
-    kept = update.dense.numel() if update.mask is None else update.mask.kept
-    if update.dense.dtype == torch.bfloat16 and update.rest_Z is None:
-        return False
-    moment = torch.float64 if update.dense.dtype == torch.float64 else torch.float32
-    expected = (
-        (update.grad_Z, update.grad_Z.dtype),
-        (update.exp_avg_Z, moment),
-        (update.exp_avg_sq_Z, moment),
-        (update.rest_Z, torch.int16),
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, _, _ = update
+    kept = dense.numel() if mask is None else mask.kept
+    moment = torch.float64 if dense.dtype == torch.float64 else torch.float32
+    is_rest_plain = (
+        dense.dtype != torch.bfloat16
+        if rest_Z is None
+        else rest_Z.dtype == torch.int16 and rest_Z.numel() == kept and rest_Z.is_contiguous()
     )
-    return update.dense.is_contiguous() and all(
-        vector is None
-        or (vector.is_contiguous() and vector.numel() == kept and vector.dtype == dtype)
-        for vector, dtype in expected
+    return (
+        is_rest_plain
+        and dense.is_contiguous()
+        and grad_Z.numel() == exp_avg_Z.numel() == exp_avg_sq_Z.numel() == kept
+        and exp_avg_Z.dtype == exp_avg_sq_Z.dtype == moment
+        and grad_Z.is_contiguous()
+        and exp_avg_Z.is_contiguous()
+        and exp_avg_sq_Z.is_contiguous()
     )
 
 

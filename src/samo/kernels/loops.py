@@ -551,13 +551,25 @@ def adamw_rows_shared(rows, scalars, ends, dense, grad, moment, parts):
 
 
 @_jit
-def find_exponent_rows(rows, like, exponent):
-    """Return whether, in some row of address and size, an entry has all bits of ``exponent`` set."""
+def find_exponent_rows(rows, like, exponent, part, parts):
+    """Return whether, in a part of some row of address and size, an entry has all bits of ``exponent``."""
     for index in range(rows.shape[0]):
-        bits = _array_at(rows[index, 0], like, rows[index, 1])
+        size = rows[index, 1]
+        bits = _array_at(rows[index, 0], like, size)[
+            size * part // parts : size * (part + 1) // parts
+        ]
         found = False
         for k in range(bits.size):
             found |= (bits[k] & exponent) == exponent
         if found:
             return True
     return False
+
+
+@_jit_parallel
+def find_exponent_rows_shared(rows, like, exponent, parts):
+    """Let each of ``parts`` threads look at its part of every row."""
+    found = np.zeros(parts, dtype=np.bool_)
+    for part in prange(parts):
+        found[part] = find_exponent_rows(rows, like, exponent, part, parts)
+    return found.any()
