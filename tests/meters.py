@@ -1,16 +1,23 @@
-"""Meters and small models that several test files share."""
+"""Meters, marks and small models that several test files share."""
 
 import gc
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from samo.models import GPT, GPTConfig
+
+# Dynamo itself looks at the .grad of a compiled block's input, and imports deprecated parts of torch.
+ignores_dynamo = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:`torch.jit:DeprecationWarning",
+)
 
 
 def small_gpt(**changes: Any) -> GPT:

@@ -11,13 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samo
 from samo.weights import Weight
-from tests.meters import DenseGradients, small_gpt, tokens
-
-# Dynamo itself looks at the .grad of a compiled block's input, and imports deprecated parts of torch.
-ignores_dynamo = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf",
-    "ignore:`torch.jit:DeprecationWarning",
-)
+from tests.meters import DenseGradients, ignores_dynamo, small_gpt, tokens
 
 
 def compressed_gpt(**changes: Any) -> nn.Module:

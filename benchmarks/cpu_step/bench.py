@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 import samo
-from benchmarks.measure import Row, arguments, in_turns, show, spread, time_ms, write_rows
+from benchmarks.measure import (
+    Row,
+    arguments,
+    in_turns,
+    keep_freed_memory,
+    show,
+    spread,
+    time_ms,
+    write_rows,
+)
 from samo.models import GPT, GPTConfig
 
 LR = 3e-4
@@ -182,11 +191,11 @@ def run(model: GPT, masks: samo.Masks, tokens: Tensor, *, rounds: int) -> list[R
                 "step_p20_ms": whole["p20"],
                 "step_p80_ms": whole["p80"],
                 # Ratios within a round: neighbours in time see the same machine.
-                "step_ratio": _ratio(times[name], times[baseline]),
+                **_ratios("step_ratio", times[name], times[baseline]),
                 "update_ms": update["median"],
                 "update_p20_ms": update["p20"],
                 "update_p80_ms": update["p80"],
-                "update_ratio": _ratio(updates[name][-rounds:], updates[baseline][-rounds:]),
+                **_ratios("update_ratio", updates[name][-rounds:], updates[baseline][-rounds:]),
                 "state_mb": round(size / 1e6, 2),
                 "bytes_per_param": round(size / num_params, 3),
                 "num_params": num_params,
@@ -198,15 +207,19 @@ def run(model: GPT, masks: samo.Masks, tokens: Tensor, *, rounds: int) -> list[R
     return rows
 
 
-def _ratio(times: list[float], baseline: list[float]) -> float:
-    return round(spread([a / b for a, b in zip(times, baseline)])["median"], 3)
+def _ratios(name: str, times: list[float], baseline: list[float]) -> Row:
+    found = spread([a / b for a, b in zip(times, baseline)])
+    return {name: found["median"], f"{name}_p20": found["p20"], f"{name}_p80": found["p80"]}
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
+    parser.add_argument("--default-malloc", action="store_true", help="leave glibc's malloc alone")
     options = parser.parse_args()
+    if not options.toy and not options.default_malloc:
+        keep_freed_memory()
     torch.manual_seed(0)
     shape = {"num_layers": 6, "width": 768, "num_heads": 12, "context": 256}
     if options.toy:
@@ -216,7 +229,16 @@ def main() -> None:
     rows = run(model, samo.prune(model, SPARSITY), tokens, rounds=options.rounds)
     show(
         rows,
-        ["contender", "step_ms", "step_ratio", "update_ms", "update_ratio", "bytes_per_param"],
+        [
+            "contender",
+            "step_ms",
+            "step_ratio",
+            "step_ratio_p20",
+            "step_ratio_p80",
+            "update_ms",
+            "update_ratio",
+            "bytes_per_param",
+        ],
     )
     write_rows(options.out, rows)
 
