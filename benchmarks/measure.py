@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
@@ -29,14 +30,18 @@ def time_ms(run: Callable[[], object]) -> float:
 def in_turns(
     contenders: dict[str, Callable[[], object]], *, rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
-    """Time contenders in turns, so that a machine that slows down slows them all; milliseconds."""
+    """Time contenders in turns, so that a machine that slows down slows them all; milliseconds.
+
+    The order changes from round to round: who comes after whom matters to caches and to memory.
+    """
     for _ in range(warm_up):
         for run in contenders.values():
             run()
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(time_ms(run))
+        for name in order.sample(list(contenders), len(contenders)):
+            times[name].append(time_ms(contenders[name]))
     return times
 
 

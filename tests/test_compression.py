@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune as torch_prune
 
 import samo
-from samo.compression import owned_weights
+from samo.owners import owned_weights
 from tests.meters import SmallResNet
 
 

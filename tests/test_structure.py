@@ -33,7 +33,7 @@ LAYERS: Final = (
         "samo.kernels.cpu",
     },
     {"samo.weights"},
-    {"samo.stepping"},
+    {"samo.stepping", "samo.owners"},
     {"samo.compression", "samo.leaves", "samo.scaling"},
     {"samo.optim"},
     {"samo.memory", "samo.memory.predict", "samo.memory.ledger"},

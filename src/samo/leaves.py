@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from samo.candidates import matching
-from samo.compression import owned_weights, put_back_taps
 from samo.errors import CompressionError
+from samo.owners import owned_weights, put_back_taps
 from samo.weights import Weight, weight_of
 
 __all__ = ["named_parameters", "param_groups", "parameters"]

@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from samo.compression import owned_weights
 from samo.errors import CompressionError
+from samo.owners import owned_weights
 
 __all__ = ["LossScaler"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import samo
-from samo.compression import owned_weights
 from samo.kernels import AdamWSettings, AdamWUpdate, choose, reference
 from samo.kernels.rounding import join, split
 from samo.masks import Mask
+from samo.owners import owned_weights
 from tests.meters import assert_ulps, ignores_dynamo, small_gpt, tokens
 
 pytestmark = pytest.mark.gpu

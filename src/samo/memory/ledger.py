@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from samo.compression import owned_weights
 from samo.errors import CompressionError
 from samo.memory.predict import KINDS, Kind, TensorSpec, dense_bytes, paper_bytes, total
+from samo.owners import owned_weights
 from samo.weights import Weight
 
 __all__ = ["Ledger", "ledger"]
