@@ -1,4 +1,3 @@
-# ruff: noqa: T201
 """The whole idea in one file: train a small GPT, prune it to 90 %, train on with compressed state.
 
     .venv/bin/python examples/minimal.py

@@ -21,7 +21,7 @@ SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
     {"samo.errors", "samo.models"},
-    {"samo.bitmap"},
+    {"samo.bitmap", "samo.mask_files"},
     {"samo.candidates"},
     {"samo.masks"},
     {"samo.selection", "samo.pruning"},

@@ -5,24 +5,20 @@ be exactly 0 and must stay trainable. ``bitmap.py`` has the layout.
 """
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from samo import bitmap
+from samo import bitmap, mask_files
 from samo.candidates import matching, prunable
 from samo.errors import MaskError, nearest
+from samo.mask_files import MaskFile
 
 __all__ = ["Mask", "Masks"]
-
-_FILE_FORMAT: Final = "samo-masks"
-_FILE_VERSION: Final = "1"
 
 
 class Mask:
@@ -466,16 +462,9 @@ class Masks(Mapping[str, Mask]):
         Raises:
             FileNotFoundError: The folder does not exist.
         """
-        from safetensors.torch import save
-
-        metadata = {
-            "format": _FILE_FORMAT,
-            "version": _FILE_VERSION,
-            "shapes": json.dumps({name: mask.shape for name, mask in self.items()}),
-            "fingerprint": self.fingerprint(),
-        }
-        words = {name: mask.words.cpu().clone() for name, mask in self.items()}
-        _write_whole(Path(os.path.realpath(path)), save(words, metadata))
+        shapes = {name: mask.shape for name, mask in self.items()}
+        words = {name: mask.words for name, mask in self.items()}
+        mask_files.write(path, MaskFile(words, shapes, self.fingerprint()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Masks":
@@ -490,38 +479,12 @@ class Masks(Mapping[str, Mask]):
         Raises:
             MaskError: The file is missing, damaged, of another kind or of another version.
         """
-        from safetensors import SafetensorError, safe_open
-
-        path = Path(path)
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
-            raise MaskError(f"mask file '{path}' {what}; write one with Masks.save(path)")
+        words, shapes, fingerprint = mask_files.read(path)
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                words = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
-            raise MaskError(
-                f"'{path}' is not a mask file: {error}; it is damaged or of another kind, "
-                "write it again with Masks.save(path)"
-            ) from None
-        if metadata.get("format") != _FILE_FORMAT:
-            raise MaskError(
-                f"'{path}' is not a mask file: its format is {metadata.get('format')!r}, not "
-                f"{_FILE_FORMAT!r}; for the weights of a pruned model use Masks.from_zeros(model)"
-            )
-        if metadata.get("version") != _FILE_VERSION:
-            raise MaskError(
-                f"mask file '{path}' has version {metadata.get('version')!r}, this samo reads "
-                f"version {_FILE_VERSION!r}; update samo"
-            )
-        try:
-            shapes: dict[str, list[int]] = json.loads(metadata["shapes"])
-            masks = cls({name: Mask(shapes[name], words[name]) for name in shapes})
-            damaged = set(shapes) != set(words) or masks.fingerprint() != metadata["fingerprint"]
-        except (KeyError, TypeError, ValueError, RecursionError):
-            damaged = True
-        if damaged:
+            masks = cls({name: Mask(shapes[name], words[name]) for name in words})
+        except (KeyError, TypeError, ValueError):
+            masks = cls({})
+        if set(masks) != set(shapes) or masks.fingerprint() != fingerprint:
             raise MaskError(
                 f"mask file '{path}' is damaged: its contents do not match its fingerprint; "
                 "take another copy of it"
@@ -558,19 +521,3 @@ def _nonzero(dense: Tensor) -> Mask:
     for start, stop in bitmap.chunks(flat.numel()):
         bitmap.pack(flat[start:stop] != 0, words, start)
     return Mask(dense.shape, words)
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never half of either."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write '{path}': there is no folder '{path.parent}'")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
