@@ -72,8 +72,9 @@ def _before_step(
         return None
     nonfinite = weights[0].kernels.find_nonfinite(gradients)
     tell_scalers(weights, nonfinite)
+    is_skipped = bool(nonfinite)
     for weight in weights:
-        if bool(nonfinite):
+        if is_skipped:
             weight.leaf.grad = None  # torch's optimizers pass over such a parameter
         else:
             weight.lend()
