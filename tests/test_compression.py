@@ -397,7 +397,7 @@ def test_a_model_with_masks_of_torch_prune_is_refused_until_they_are_removed() -
     [
         (
             {"dtype": torch.int8},
-            "dtype must be one of bfloat16, float16, float32, float64, got int8",
+            r"dtype must be one of torch.bfloat16, .*float64, got torch.int8",
         ),
         ({"grad_dtype": torch.float16}, "grad_dtype must be bfloat16, float32 or float64"),
         ({"weights": "lazy"}, "weights must be 'resident', got 'lazy'"),

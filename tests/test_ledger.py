@@ -167,3 +167,22 @@ def test_state_that_an_optimizer_keeps_in_lists_is_counted() -> None:
 
     opt.step(closure)
     assert samo.ledger(model, opt).other_bytes > 4 * 4 * (410 + 64)
+
+
+def test_the_dense_row_has_the_optimizer_of_the_run() -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    samo.compress_(model, samo.prune(model, 0.9))
+    opt = torch.optim.SGD(samo.parameters(model), lr=0.1, momentum=0.9)
+    assert "appear with the first steps" in str(samo.ledger(model, opt))
+    model(torch.randn(2, 64)).sum().backward()
+    opt.step()
+    account = samo.ledger(model, opt)
+    assert account.dense_bytes == 12 * 4096
+    assert f"saved against dense: {1 - account.measured_bytes / (12 * 4096):.1%}" in str(account)
+
+
+def test_a_spec_of_an_unknown_type_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"dtype must be the name of one of bfloat16, .* got 'int8'"
+    ):
+        TensorSpec(numel=1, kept=None, dtype="int8")

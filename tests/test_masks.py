@@ -659,3 +659,14 @@ def test_metadata_nested_beyond_measure_is_refused(tmp_path: Path) -> None:
     path.write_bytes(safetensors.torch.save({"w": torch.zeros(2, dtype=torch.int32)}, metadata))
     with pytest.raises(MaskError, match="is damaged"):
         Masks.load(path)
+
+
+def test_from_zeros_sees_a_pruned_head_and_passes_over_one_that_starts_at_zero() -> None:
+    model = nn.ModuleDict(
+        {"body": nn.Linear(8, 8), "head": nn.Linear(8, 8), "lm_head": nn.Linear(8, 8)}
+    )
+    with torch.no_grad():
+        model["body"].weight[:4] = 0
+        model["head"].weight[:, :4] = 0
+        model["lm_head"].weight.zero_()
+    assert sorted(Masks.from_zeros(model)) == ["body.weight", "head.weight"]

@@ -559,9 +559,8 @@ def test_a_model_with_nothing_to_prune_is_refused(
     [
         (torch.ones(9, dtype=torch.int8), r"torch\.int8 on device 'cpu'"),
         (torch.ones(9, dtype=torch.complex64), r"torch\.complex64 on device 'cpu'"),
-        (torch.ones(9, device="meta"), r"torch\.float32 on device 'meta'"),
     ],
-    ids=["int8", "complex", "meta"],
+    ids=["int8", "complex"],
 )
 def test_weights_without_real_values_are_refused(weight: Tensor, what: str, method: Any) -> None:
     model = model_of(torch.randn(9), weight)
@@ -634,3 +633,15 @@ def test_a_model_on_two_devices_has_one_threshold() -> None:
     model[1].cuda()
     found = prune(model, 0.7, scope="global")
     assert found.to("cpu") == expected
+
+
+def test_a_model_without_values_is_refused_with_a_way_out() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"has no values \(device 'meta'\).*samo.memory.predict"):
+        prune(model, 0.5)
+
+
+def test_a_sparsity_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sparsity is '0.9', but sparsity is the fraction pruned"):
+        prune(nn.Sequential(nn.Linear(4, 4)), "0.9")

@@ -42,7 +42,21 @@ def prunable(model: nn.Module) -> list[str]:
         >>> samo.prunable(model)
         ['mlp.weight']
     """
-    exempt = _exempt(model)
+    return _matrices(model, _exempt(model))
+
+
+def matrices(model: nn.Module) -> list[str]:
+    """Return `prunable` and the matrices of heads and routers, which somebody else may have pruned."""
+    tables = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    }
+    return _matrices(model, tables)
+
+
+def _matrices(model: nn.Module, exempt: set[int]) -> list[str]:
     names = []
     seen: set[int] = set()
     for path, module in model.named_modules():

@@ -106,7 +106,8 @@ def _check_arguments(
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             f"compress_ takes a torch.nn.Module whose parameters it can replace, got "
-            f"{type(model).__name__}; compress the module before scripting it"
+            f"{type(model).__name__}; the model comes first, its masks second, and a scripted module is "
+            "compressed before it is scripted"
         )
     if owned_weights(model):
         name = next(iter(owned_weights(model)))
@@ -119,9 +120,7 @@ def _check_arguments(
     if kernels not in _kernels.PATHS:
         raise ValueError(f"kernels must be one of {_kernels.PATHS}, got {kernels!r}")
     if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(
-            f"dtype must be one of {', '.join(map(_name, _DTYPES))}, got {_name(dtype)}"
-        )
+        raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
     if grad_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(
             f"grad_dtype must be bfloat16, float32 or float64, got {grad_dtype}; gradients are held "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samo import bitmap, mask_files
-from samo.candidates import matching, prunable
+from samo.candidates import matching, matrices, prunable
 from samo.errors import MaskError, nearest
 from samo.mask_files import MaskFile
 
@@ -255,8 +255,8 @@ class Masks(Mapping[str, Mask]):
     ) -> "Masks":
         """Read the masks off a model that somebody else pruned: what is exactly 0 is pruned.
 
-        Only the weights that `samo.prune` would prune are looked at. A tensor with fewer zeros than
-        ``min_sparsity`` counts as unpruned: its few zeros are chance.
+        Looked at are the weights that `samo.prune` would prune, and those of heads and routers. A
+        tensor with fewer zeros than ``min_sparsity`` counts as unpruned: its few zeros are chance.
 
         Example:
             >>> import torch, samo
@@ -274,10 +274,13 @@ class Masks(Mapping[str, Mask]):
         skipped = matching(skip, parameters, "skip")
         masks: dict[str, Mask] = {}
         most = ("", -1.0)
-        for name in prunable(model):
+        usual = set(prunable(model))
+        for name in matrices(model):
             if name in skipped:
                 continue
             mask = _nonzero(parameters[name])
+            if mask.kept == 0 and name not in usual:
+                continue  # a head that was set to 0 to begin with
             if mask.kept == 0:
                 raise MaskError(
                     f"all {mask.numel:,} weights of '{name}' are 0, so nothing of it could be "

@@ -133,7 +133,12 @@ def _entries(
     compared_as = dtypes.pop() if len(dtypes) == 1 and dtypes <= _HALF_DTYPES else torch.float32
     group = []
     for name, parameter in parameters.items():
-        if not parameter.is_floating_point() or parameter.is_meta:
+        if parameter.is_meta:
+            raise ValueError(
+                f"'{name}' has no values (device 'meta') to choose from; to predict bytes without them "
+                "use samo.prunable(model) and samo.memory.predict"
+            )
+        if not parameter.is_floating_point():
             raise ValueError(
                 f"'{name}' is {parameter.dtype} on device '{parameter.device}', but only "
                 f"floating-point weights with values can be pruned; leave it out with skip=['{name}']"
@@ -173,8 +178,8 @@ def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_sparsity(argument: str, value: float) -> None:
-    if not 0 <= value < 1:
+    if not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
-            f"{argument} is {value}, but sparsity is the fraction pruned: at least 0 and less than 1, "
+            f"{argument} is {value!r}, but sparsity is the fraction pruned: at least 0 and less than 1, "
             "for example 0.9 for 90 %"
         )

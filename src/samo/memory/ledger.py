@@ -35,7 +35,7 @@ class Share:
     predicted: dict[Kind, int]
     """Bytes held once a step has been taken, by kind."""
     dense: int
-    """Bytes of dense training with Adam."""
+    """Bytes of dense training with the same optimizer, or with Adam if none is given."""
     paper: int
     """Bytes by the SAMO paper's formula."""
 
@@ -84,7 +84,7 @@ class Ledger:
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of the same model trained densely with Adam."""
+        """Bytes of the same model trained densely with the same optimizer, or with Adam."""
         return self.pruned.dense + self.unpruned.dense
 
     @property
@@ -142,9 +142,11 @@ class Ledger:
             )
         count = self.num_params
         lines.append(_row("all", self.measured_bytes, self.predicted_bytes, count))
-        lines.append(_row("dense training, Adam", None, self.dense_bytes, count))
+        lines.append(_row("dense training", None, self.dense_bytes, count))
         lines.append(_row("SAMO paper, 16-bit", None, self.paper_bytes, count))
-        if self.dense_bytes:
+        if self.measured_bytes < self.predicted_bytes:
+            lines.append("gradients and moments appear with the first steps")
+        elif self.pruned.predicted["moments"] or self.unpruned.predicted["moments"]:
             saved = 1 - self.measured_bytes / self.dense_bytes
             lines.append(f"saved against dense: {saved:.1%}; activations are not in this account")
         return "\n".join(lines)
@@ -173,7 +175,7 @@ def ledger(model: nn.Module, opt: Optimizer | None = None) -> Ledger:
           moments                     0.84        0.84      0.80
           together                    3.49        3.49      3.33
         all                           3.49        3.49      3.33
-        dense training, Adam             -       20.97     20.00
+        dense training                   -       20.97     20.00
         SAMO paper, 16-bit               -        4.61      4.40
         saved against dense: 83.4%; activations are not in this account
 
@@ -243,7 +245,7 @@ def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share
         num_params=sum(spec.numel for spec in specs),
         measured=measured,
         predicted=total(specs, moments=moments),
-        dense=sum(map(dense_bytes, specs)),
+        dense=sum(dense_bytes(spec, moments=2 if opt is None else moments) for spec in specs),
         paper=sum(map(paper_bytes, specs)),
     )
 

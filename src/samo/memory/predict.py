@@ -31,7 +31,13 @@ _REST_SIZES: Final = {"bfloat16": 2, "float16": 4, "float32": 0, "float64": 0}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One parameter, as far as its bytes go."""
+    """One parameter, as far as its bytes go; ``kept=None`` for one without a mask.
+
+    Example:
+        >>> from samo.memory.predict import TensorSpec
+        >>> TensorSpec(numel=1000, kept=100).is_pruned, TensorSpec(numel=1000, kept=None).is_pruned
+        (True, False)
+    """
 
     numel: int
     """Entries of the dense tensor."""
@@ -43,6 +49,13 @@ class TensorSpec:
     """Type of the compressed gradient."""
     is_trained: bool = True
     """False for a frozen parameter, which holds its weights and its bitmap and nothing else."""
+
+    def __post_init__(self) -> None:
+        for dtype in (self.dtype, self.grad_dtype):
+            if dtype not in _SIZES:
+                raise ValueError(
+                    f"dtype must be the name of one of {', '.join(_SIZES)}, got {dtype!r}"
+                )
 
     @property
     def is_pruned(self) -> bool:
@@ -88,11 +101,11 @@ def total(tensors: Iterable[TensorSpec], *, moments: int = 2) -> dict[Kind, int]
     return sums
 
 
-def dense_bytes(tensor: TensorSpec) -> int:
-    """Return what dense training with Adam holds for a parameter.
+def dense_bytes(tensor: TensorSpec, *, moments: int = 2) -> int:
+    """Return what dense training holds for a parameter, with ``moments`` optimizer vectors.
 
-    16-bit weights: 20 bytes, weights and gradients in 16 and in 32 bit and two fp32 moments, the
-    SAMO paper's baseline. Wider weights: weights, gradients and two moments of their own type.
+    16-bit weights with Adam: 20 bytes, weights and gradients in 16 and in 32 bit and two fp32 moments,
+    the SAMO paper's baseline. Wider weights: weights, gradients and moments of their own type.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, dense_bytes
@@ -102,7 +115,7 @@ def dense_bytes(tensor: TensorSpec) -> int:
     size = _SIZES[tensor.dtype]
     if not tensor.is_trained:
         return size * tensor.numel
-    return (20 if size == 2 else 4 * size) * tensor.numel
+    return (12 + 4 * moments if size == 2 else (2 + moments) * size) * tensor.numel
 
 
 def paper_bytes(tensor: TensorSpec) -> int:
