@@ -113,14 +113,16 @@ class Samo:
         return account.measured_bytes + account.other_bytes
 
 
-def contenders(model: GPT, masks: samo.Masks) -> dict[str, Contender]:
-    """Build every contender that is installed, each on its own copy of the model."""
+def contenders(model: GPT, masks: samo.Masks, *, with_peers: bool) -> dict[str, Contender]:
+    """Build dense training and samo, and the peers that are installed, each on its own model."""
     fused = functools.partial(torch.optim.AdamW, fused=True)
     made: dict[str, Contender] = {
         "dense AdamW(fused) + mask": Dense(copy.deepcopy(model), masks, fused),
         "samo": Samo(copy.deepcopy(model), masks),
-        "torch.nn.utils.prune": TorchPrune(copy.deepcopy(model), masks),
     }
+    if not with_peers:
+        return made
+    made["torch.nn.utils.prune"] = TorchPrune(copy.deepcopy(model), masks)
     try:
         from torchao.optim import AdamW8bit as TorchaoAdamW
 
@@ -168,9 +170,11 @@ def _plain(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-def run(model: GPT, masks: samo.Masks, tokens: Tensor, *, rounds: int) -> list[Row]:
+def run(
+    model: GPT, masks: samo.Masks, tokens: Tensor, *, rounds: int, with_peers: bool
+) -> list[Row]:
     """Time whole steps and updates of every contender."""
-    rivals = contenders(model, masks)
+    rivals = contenders(model, masks, with_peers=with_peers)
     updates: dict[str, list[float]] = {name: [] for name in rivals}
 
     def step(name: str) -> None:
@@ -216,6 +220,7 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender")
+    parser.add_argument("--no-peers", action="store_true", help="dense training and samo only")
     parser.add_argument("--default-malloc", action="store_true", help="leave glibc's malloc alone")
     options = parser.parse_args()
     if not options.toy and not options.default_malloc:
@@ -226,7 +231,8 @@ def main() -> None:
         shape = {"num_layers": 1, "width": 32, "num_heads": 2, "context": 16}
     model = GPT(GPTConfig(**shape))
     tokens = torch.randint(0, 256, (4, shape["context"]))
-    rows = run(model, samo.prune(model, SPARSITY), tokens, rounds=options.rounds)
+    masks = samo.prune(model, SPARSITY)
+    rows = run(model, masks, tokens, rounds=options.rounds, with_peers=not options.no_peers)
     show(
         rows,
         [
