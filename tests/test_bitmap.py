@@ -129,13 +129,6 @@ def test_chunks_cover_everything_once_and_start_on_blocks(numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", EDGES)
-def test_num_bytes_is_what_words_and_offsets_take(numel: int) -> None:
-    words = packed(random_bits(numel))
-    offsets, _ = bitmap.block_offsets(words, numel)
-    assert bitmap.num_bytes(numel) == words.nbytes + offsets.nbytes
-
-
-@pytest.mark.parametrize("numel", EDGES)
 def test_words_come_in_pairs(numel: int) -> None:
     assert bitmap.num_words(numel) % 2 == 0
     assert 0 <= 32 * bitmap.num_words(numel) - numel < 64

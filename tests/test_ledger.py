@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import samo
-from samo import bitmap
 from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes, predict, total
 from samo.models import GPT, GPTConfig
 from tests.meters import live_storages, small_gpt, tokens
@@ -150,7 +149,8 @@ def test_totals_add_up() -> None:
 def test_prediction_and_bitmap_agree_on_the_layout() -> None:
     """The prediction imports no torch, and so has its own two constants."""
     for numel in (1, 63, 64, 65, 2048, 2049, 1_000_003):
-        assert predict(TensorSpec(numel=numel, kept=1))["bitmap"] == bitmap.num_bytes(numel)
+        mask = samo.Mask.from_bool(torch.ones(numel, dtype=torch.bool))
+        assert predict(TensorSpec(numel=numel, kept=numel))["bitmap"] == mask.nbytes
 
 
 def test_state_that_an_optimizer_keeps_in_lists_is_counted() -> None:

@@ -7,7 +7,7 @@ masked. They take turns, one step each, so that they share whatever the machine 
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +30,27 @@ LR = 3e-4
 SPARSITY = 0.9
 
 
-class Contender(Protocol):
+class Contender:
     """A way to train the pruned model."""
+
+    model: nn.Module
+    optimizer: Any
 
     def gradients(self, tokens: Tensor) -> None:
         """Run forward and backward."""
+        self.optimizer.zero_grad()
+        self.model(tokens, tokens).backward()
 
     def update(self) -> None:
         """Step the optimizer and keep the mask."""
+        self.optimizer.step()
 
     def state_bytes(self) -> int:
         """Measure the bytes held between steps, gradients included."""
+        return held_bytes([self.model], [self.optimizer], [])
 
 
-class Dense:
+class Dense(Contender):
     """A dense model with a torch-like optimizer, multiplied by its masks after every step."""
 
     def __init__(self, model: GPT, masks: samo.Masks, make: Callable[..., Any]) -> None:
@@ -55,10 +62,6 @@ class Dense:
         # As numbers, not booleans: the multiplication is twice as fast, and so a fairer rival.
         self.masks = [mask.to_bool().float() for mask in masks.values()]
 
-    def gradients(self, tokens: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.model(tokens, tokens).backward()
-
     def update(self) -> None:
         self.optimizer.step()
         torch._foreach_mul_(self.pruned, self.masks)
@@ -67,7 +70,7 @@ class Dense:
         return held_bytes([self.model], [self.optimizer], self.masks)
 
 
-class TorchPrune:
+class TorchPrune(Contender):
     """A model under ``torch.nn.utils.prune``, whose masks multiply in every forward pass."""
 
     def __init__(self, model: GPT, masks: samo.Masks) -> None:
@@ -78,13 +81,6 @@ class TorchPrune:
             torch_prune.custom_from_mask(module, attribute, mask.to_bool().float())
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
-    def gradients(self, tokens: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.model(tokens, tokens).backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-
     def state_bytes(self) -> int:
         products = [
             module.weight
@@ -94,19 +90,12 @@ class TorchPrune:
         return held_bytes([self.model], [self.optimizer], products)
 
 
-class Samo:
+class Samo(Contender):
     """samo, resident weights, exact state."""
 
     def __init__(self, model: GPT, masks: samo.Masks) -> None:
         self.model = samo.compress_(model, masks)
         self.optimizer = samo.AdamW(samo.parameters(model), lr=LR)
-
-    def gradients(self, tokens: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.model(tokens, tokens).backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
 
     def state_bytes(self) -> int:
         account = samo.ledger(self.model, self.optimizer)

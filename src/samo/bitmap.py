@@ -38,11 +38,6 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK_BITS)
 
 
-def num_bytes(numel: int) -> int:
-    """Return the bytes of the words and block counts of ``numel`` bits."""
-    return 4 * num_words(numel) + 8 * num_blocks(numel)
-
-
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """Cut ``numel`` bits into ranges that start on a block and hold at most 2**20 bits."""
     size = _CHUNK_BLOCKS * BLOCK_BITS
