@@ -269,6 +269,54 @@ class AdamW(Optimizer):
         skipped = state_dict.get("skipped_steps", 0)
         self._skipped = torch.tensor(skipped, device=weights[0].device) if weights else None
 
+    @torch.no_grad()
+    def carry_over(self, dense: Optimizer) -> None:
+        """Go on from the moments of the optimizer that trained the model before it was compressed.
+
+        Without this the first steps after pruning divide by moments that know one gradient each.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> dense = torch.optim.AdamW(model.parameters())
+            >>> model(torch.ones(1, 8)).sum().backward()
+            >>> dense.step()
+            >>> model = samo.compress_(model, samo.prune(model, 0.5))
+            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt.carry_over(dense)
+            >>> [state["exp_avg"].shape for state in opt.state.values()]
+            [torch.Size([32]), torch.Size([8])]
+
+        Args:
+            dense: An Adam or AdamW of torch over the same parameters.
+
+        Raises:
+            ValueError: It keeps other state than Adam's.
+        """
+        weights = self._all_weights()
+        for weight in weights:
+            found = set(dense.state.get(weight.param, {"step", "exp_avg", "exp_avg_sq"}))
+            if found != {"step", "exp_avg", "exp_avg_sq"}:
+                raise ValueError(
+                    f"carry_over takes the state of Adam or AdamW, but for '{weight.name}' "
+                    f"{type(dense).__name__} keeps {', '.join(sorted(found)) or 'nothing'}; leave it "
+                    "out, and the moments start at 0"
+                )
+        for weight in weights:
+            old = dense.state.get(weight.param)
+            if old is None:  # it had no gradient so far
+                continue
+            state: dict[str, Any] = {
+                "step": torch.as_tensor(
+                    old["step"], dtype=torch.float32, device=weight.device
+                ).clone()
+            }
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = old[key].to(weight.device, master_dtype(weight.dtype))
+                state[key] = torch.empty(weight.kept, dtype=moment.dtype, device=weight.device)
+                weight.kernels.compress_(moment, weight.mask, state[key])
+            self.state[weight.leaf] = state
+
     def _all_weights(self) -> list[Weight]:
         return _weights_of(leaf for group in self.param_groups for leaf in group["params"])
 
