@@ -21,6 +21,13 @@ SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
     {"samo.errors", "samo.models"},
+    {"samo.durable"},
+    {
+        "samo.checkpoints",
+        "samo.checkpoints.folder",
+        "samo.checkpoints.manifest",
+        "samo.checkpoints.values",
+    },
     {"samo.bitmap", "samo.mask_files"},
     {"samo.candidates"},
     {"samo.masks"},
@@ -36,6 +43,13 @@ LAYERS: Final = (
     {"samo.owners", "samo.stepping"},
     {"samo.compression", "samo.leaves", "samo.scaling"},
     {"samo.optim"},
+    {
+        "samo.checkpoints.loading",
+        "samo.checkpoints.model_state",
+        "samo.checkpoints.optimizer_state",
+        "samo.checkpoints.saving",
+        "samo.checkpoints.shards",
+    },
     {"samo.memory", "samo.memory.ledger", "samo.memory.predict"},
     {"samo"},
 )
