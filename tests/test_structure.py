@@ -20,7 +20,8 @@ ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
-    {"samo.errors", "samo.models"},
+    {"samo.errors", "samo.models", "samo.shapes"},
+    {"samo.config", "samo.config_files"},
     {"samo.durable"},
     {
         "samo.checkpoints",
