@@ -22,6 +22,16 @@ SOURCE: Final = ROOT / "src"
 LAYERS: Final = (
     {"samo.errors", "samo.models", "samo.shapes"},
     {"samo.config", "samo.config_files"},
+    {
+        "samo.data",
+        "samo.data.batches",
+        "samo.data.encoding",
+        "samo.data.files",
+        "samo.data.library",
+        "samo.data.order",
+        "samo.data.tokenizers",
+        "samo.data.tokens",
+    },
     {"samo.durable"},
     {
         "samo.checkpoints",
