@@ -62,6 +62,12 @@ LAYERS: Final = (
         "samo.checkpoints.shards",
     },
     {"samo.memory", "samo.memory.ledger", "samo.memory.predict"},
+    {"samo.report", "samo.report.amounts", "samo.report.curves", "samo.report.runs"},
+    {"samo.report.findings", "samo.report.theme"},
+    {"samo.report.css", "samo.report.figures"},
+    {"samo.report.mask_pictures", "samo.report.poster"},
+    {"samo.report.sections"},
+    {"samo.report.page"},
     {"samo"},
 )
 """Lowest first: a module may import from the layers below, and from its own without a circle."""
