@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
-    {"samo.errors", "samo.models", "samo.shapes"},
+    {"samo.errors", "samo.generation", "samo.models", "samo.shapes"},
     {"samo.config", "samo.config_files"},
     {
         "samo.data",
@@ -68,6 +68,12 @@ LAYERS: Final = (
     {"samo.report.mask_pictures", "samo.report.poster"},
     {"samo.report.sections"},
     {"samo.report.page"},
+    {"samo.environment"},
+    {"samo.training", "samo.training.events", "samo.training.interrupt", "samo.training.schedule"},
+    {"samo.training.folder", "samo.training.metrics", "samo.training.text"},
+    {"samo.training.learner"},
+    {"samo.training.snapshot", "samo.training.starting"},
+    {"samo.training.loop"},
     {"samo"},
 )
 """Lowest first: a module may import from the layers below, and from its own without a circle."""
