@@ -402,3 +402,33 @@ def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
     script = f"{sys.executable} -m samo inspect | head -1"
     shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert "Traceback" not in shown.stderr
+
+
+def test_an_interrupted_run_that_could_not_save_says_so(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*args: object, **kwargs: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise samo.CheckpointError("no room")
+
+    monkeypatch.setattr("samo.training.snapshot.save", no_room)
+    arguments = ["train", "notes.txt", *SMALL, "--save-every", "1", "--save-errors", "continue"]
+    assert main(arguments) == 130
+    shown = capsys.readouterr().out
+    assert "interrupted at step 1, but NOT saved: it will go on from an older checkpoint" in shown
+    assert "NOT SAVED: no room" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_waiting_threads_are_told_to_sleep_unless_told_otherwise(
+    given: dict[str, str], expected: str
+) -> None:
+    code = "import os, samo.cli; samo.cli.main(['--version']); samo.cli._share_the_cores(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    bare = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.split()[-1] == expected

@@ -168,7 +168,7 @@ def test_the_account_is_what_was_predicted(phase: str, dtype: torch.dtype) -> No
 def test_the_papers_formula_is_the_same_for_both_ways_to_hold_the_state() -> None:
     accounts = {}
     for phase in ("masked", "samo"):
-        one = learner(torch.bfloat16)
+        one = learner()
         one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
         accounts[phase] = one.account()
     assert accounts["masked"]["paper_bytes"] == accounts["samo"]["paper_bytes"]

@@ -186,3 +186,37 @@ def test_reading_loads_neither_torch_nor_matplotlib() -> None:
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True)
     loaded = set(json.loads(done.stdout))
     assert not loaded & {"torch", "matplotlib", "numpy"}
+
+
+def findings_of(folder: Path, losses: dict[str, float]) -> str:
+    from samo.report.findings import entries, loss_finding
+
+    runs = []
+    for name, loss in losses.items():
+        path = folder / name
+        write_run(path, name=name, steps=2)
+        write_metrics(path, [{"event": "eval", "step": 2, "valid_loss": loss}])
+        runs.append(read_run(path))
+    return loss_finding(entries(runs))
+
+
+def test_runs_with_equal_losses_share_their_place(tmp_path: Path) -> None:
+    assert (
+        findings_of(tmp_path / "a", {"samo": 2.3281, "masked": 2.3279, "dense": 2.2})
+        == "dense has the lowest validation loss, 2.200; samo and masked the highest, 2.328"
+    )
+    assert (
+        findings_of(tmp_path / "b", {"samo": 2.1, "masked": 2.1, "dense": 2.2})
+        == "samo and masked have the lowest validation loss, 2.100; dense the highest, 2.200"
+    )
+    assert (
+        findings_of(tmp_path / "c", {"samo": 2.1, "masked": 2.1})
+        == "All runs have the same validation loss, 2.100"
+    )
+
+
+def test_the_last_step_is_that_of_any_event(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=2)
+    lines = [{"event": "step", "step": 10, "loss": 2.0}, {"event": "end", "step": 13}]
+    write_metrics(path, lines)
+    assert read_run(path).last_step == 13

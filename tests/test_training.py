@@ -453,3 +453,29 @@ def test_listeners_hear_everything(tmp_path: Path, text: Path) -> None:
     assert result.sample is not None
     heard = {type(event) for event in watcher.seen}
     assert heard == {*events.NAMES, events.Ticked} - {events.Resumed, events.NotSaved}
+
+
+def test_the_first_pruned_weights_are_the_best_if_nothing_after_is_better(
+    tmp_path: Path, text: Path
+) -> None:
+    config = replace(small(text), optim=OptimConfig(lr=0.0))
+    train(config, tmp_path / "run")
+    best = samo.checkpoints.read_manifest(tmp_path / "run" / "checkpoints" / "best")
+    assert best.is_compressed
+    assert best.extra["progress"]["step"] == 3
+
+
+def test_masks_that_cannot_be_written_end_the_run_or_not_by_policy(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(masks: samo.Masks, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(samo.Masks, "save", full)
+    with pytest.raises(
+        RunError, match=r"cannot write the masks to .*: No space left on device; make"
+    ):
+        train(small(text), tmp_path / "stopped")
+    result = train(small(text, save_errors="continue"), tmp_path / "run")
+    assert result.step == 8
+    assert "cannot write the masks" in lines(tmp_path / "run", "save_failed")[0]["reason"]

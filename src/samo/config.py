@@ -11,9 +11,9 @@ is what it did. Imports no torch.
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from samo.errors import ConfigError
 from samo.shapes import SHAPES, GPTConfig, ShapeName
@@ -24,6 +24,7 @@ VERSION: Final = 1
 """Version of the settings' format, in files as ``version = 1``."""
 
 Auto = Literal["auto"]
+OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
 DType = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["samo", "masked", "dense"]
 Number = TypeVar("Number", int, float)
@@ -33,7 +34,7 @@ Number = TypeVar("Number", int, float)
 class DataConfig:
     """The text to learn."""
 
-    train: Positional[tuple[Path, ...]] = ()
+    train: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE ...")] = ()
     """Text files, or files of tokens: .npy (integers) or .bin (16-bit, as nanoGPT writes them)."""
     valid: tuple[Path, ...] = ()
     """Files to validate on; without them the end of the training text is held back."""
@@ -63,7 +64,7 @@ class ModelConfig:
     """Share the embedding's weight with the head."""
     checkpointing: bool = False
     """Compute activations again in backward instead of storing them: less memory, more time."""
-    init: Path | None = None
+    init: OptionalPath = None
     """Start from the weights of this checkpoint."""
 
 
@@ -83,7 +84,7 @@ class PruneConfig:
     """Patterns of weights to leave whole, such as "blocks.0.*"."""
     rules: dict[str, float] = field(default_factory=dict)
     """Sparsities for single weights: pattern and value, in pairs."""
-    masks: Path | None = None
+    masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
 
 
@@ -114,8 +115,7 @@ class RunConfig:
     """The run itself."""
 
     mode: Mode = "samo"
-    """samo: compressed state; masked: the same masks on dense state; dense: no pruning. The latter two
-    are there to compare with."""
+    """Compressed state; for comparison, the same masks on dense state (masked), or no pruning (dense)."""
     steps: int = 1000
     """Optimizer steps."""
     batch_size: int = 16

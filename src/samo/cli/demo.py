@@ -32,8 +32,8 @@ from samo.training.loop import Result, train
 
 __all__ = []
 
-STEPS: Final = 300
-DENSE_STEPS: Final = 100
+STEPS: Final = 600
+DENSE_STEPS: Final = 200
 TITLES: Final[dict[Mode, str]] = {
     "samo": "samo",
     "masked": "same masks, dense state",
@@ -65,8 +65,12 @@ def run(command: Demo) -> int:
     page = write_report([out / mode for mode in TITLES], out / "report.html")
     _show(console, results)
     took = duration(time.monotonic() - began)
-    console.print(f"\nThis took {took}. The report, with curves and masks: {page}", soft_wrap=True)
-    console.print("Now your own text: samo train notes.txt --out runs/notes", highlight=False)
+    console.print(
+        f"\nThis took {took}. The report, with curves and masks: {page}\n"
+        "Now your own text: samo train notes.txt",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -75,15 +79,16 @@ def _config(mode: Mode, training: Path, validation: Path) -> TrainConfig:
         data=DataConfig(train=(training,), valid=(validation,)),
         model=ModelConfig(shape="tiny"),
         prune=PruneConfig(dense_steps=0 if mode == "dense" else DENSE_STEPS),
-        optim=OptimConfig(warmup_steps=20),
+        optim=OptimConfig(warmup_steps=30),
         run=RunConfig(
             mode=mode,
             steps=STEPS,
+            batch_size=8,
             device="cpu",
-            eval_every=50,
+            eval_every=100,
             eval_batches=10,
             save_every=STEPS,
-            log_every=2,
+            log_every=5,
             sample_tokens=240 if mode == "samo" else 0,
         ),
     )

@@ -42,10 +42,13 @@ def run(command: Train) -> int:
             "--accumulate by as much, use --checkpointing, or a shorter --context"
         ) from error
     if result.signal is not None:
+        saved = result.saved_step == result.step
+        what = "and saved" if saved else "but NOT saved: it will go on from an older checkpoint"
         console.print(
-            f"interrupted at step {result.step:,}, and saved. To go on:\n"
+            f"interrupted at step {result.step:,}, {what}. To go on:\n"
             f"  samo train --resume {shlex.quote(str(result.folder))}",
             soft_wrap=True,
+            highlight=False,
         )
         return 128 + result.signal
     summarise(console, result)

@@ -106,7 +106,7 @@ def draw_loss(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
         axes.plot(*thin(x, raw, size.points), color=colour, alpha=0.22, linewidth=0.9)
         for start, stop in spans:
             line = thin(x[start:stop], mean[start:stop], size.points)
-            axes.plot(*line, color=colour, linestyle=dashes, linewidth=2.0)
+            axes.plot(*line, color=colour, linestyle=dashes, linewidth=_width(entry, shown))
         if len(x) == 1:
             axes.plot(x, raw, "o", color=colour, markersize=4)
         at = np.array([float(e.step) for e in run.evals])
@@ -139,6 +139,11 @@ def draw_loss(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
     _label_ends(axes, labels, size)
 
 
+def _width(entry: Entry, shown: Sequence[Entry]) -> float:
+    """Return a line's width: of a few runs the first is widest, to be seen under an equal one."""
+    return 2.0 if len(shown) > 3 else 2.0 + 1.5 * (len(shown) - 1 - list(shown).index(entry))
+
+
 def draw_throughput(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
     """Draw tokens a second: each line faintly, smoothed on top, from 0 on."""
     labels, highest = [], 0.0
@@ -150,7 +155,8 @@ def draw_throughput(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
         axes.plot(*thin(x, raw, size.points), color=colour, alpha=0.22, linewidth=0.9)
         for start, stop in spans:
             line = thin(x[start:stop], mean[start:stop], size.points)
-            axes.plot(*line, color=colour, linestyle=run_dashes(entry.place), linewidth=2.0)
+            dashes, width = run_dashes(entry.place), _width(entry, shown)
+            axes.plot(*line, color=colour, linestyle=dashes, linewidth=width)
         if len(x) == 1:
             axes.plot(x, raw, "o", color=colour, markersize=4)
         if math.isfinite(rate := tokens_per_s(run)):

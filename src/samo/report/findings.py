@@ -9,7 +9,7 @@ from typing import Final
 
 from samo.memory.predict import Kind
 from samo.report import amounts
-from samo.report.runs import Run, State
+from samo.report.runs import Eval, Run, State
 
 __all__ = []
 
@@ -266,15 +266,22 @@ def loss_finding(shown: Sequence[Entry]) -> str:
             f"The validation loss is {amounts.loss(last.loss)} at step {amounts.count(last.step)}"
         )
     if len(judged) > 1:
-        judged.sort(key=lambda pair: pair[1].loss)
-        (best, low), (worst, high) = judged[0], judged[-1]
-        return (
-            f"{best.label} has the lowest validation loss, {amounts.loss(low.loss)}; "
-            f"{worst.label} the highest, {amounts.loss(high.loss)}"
-        )
+        losses = [amounts.loss(last.loss) for _, last in sorted(judged, key=lambda p: p[1].loss)]
+        low, high = losses[0], losses[-1]
+        if low == high:
+            return f"All runs have the same validation loss, {low}"
+        best, worst = (_having(judged, loss) for loss in (low, high))
+        verb = "has" if losses.count(low) == 1 else "have"
+        return f"{best} {verb} the lowest validation loss, {low}; {worst} the highest, {high}"
     if len(shown) == 1 and math.isfinite(last_loss(shown[0].run)):
         return f"The training loss is {amounts.loss(last_loss(shown[0].run))}; not evaluated yet"
     return "Loss"
+
+
+def _having(judged: Sequence[tuple[Entry, Eval]], loss: str) -> str:
+    """Name the runs with a loss, as far as it is written out."""
+    names = [entry.label for entry, last in judged if amounts.loss(last.loss) == loss]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def memory_finding(shown: Sequence[Entry]) -> str:

@@ -42,8 +42,9 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         RunError: A run cannot be read, or the report cannot be written.
     """
     out = Path(out)
-    _check(runs, out)
+    _check_names(runs, out)
     shown = findings.entries([read_run(path) for path in runs])
+    _check_place(out)
     masks = [read_masks(entry.run.path) if entry.run.prune else "" for entry in shown]
     page = _page(shown, masks)
     with drawing():
@@ -53,8 +54,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def _check(runs: Sequence[Path], out: Path) -> None:
-    """Refuse what cannot end well before the drawing starts."""
+def _check_names(runs: Sequence[Path], out: Path) -> None:
     if not runs:
         raise ConfigError("no run to report on; give one or more folders that 'samo train' wrote")
     if out.suffix.lower() not in (".html", ".htm"):
@@ -62,6 +62,10 @@ def _check(runs: Sequence[Path], out: Path) -> None:
             f"a report is an HTML file with a picture beside it, got '{out}'; give a name that ends "
             "in .html"
         )
+
+
+def _check_place(out: Path) -> None:
+    """Refuse what cannot end well before the drawing starts."""
     if not os.path.isdir(out.parent):  # unlike Path's own, never an OSError
         raise RunError(f"cannot write '{out}': there is no folder '{out.parent}'; create it first")
     if os.path.isdir(out):

@@ -111,6 +111,8 @@ class Run:
     data: Mapping[str, object]
     versions: Mapping[str, object]
     hardware: Mapping[str, object]
+    last_step: int
+    """The last step that left a trace; 0 before the first."""
     steps: Steps
     evals: Sequence[Eval]
     prune: Prune | None
@@ -142,12 +144,6 @@ class Run:
         """Dense parameters of the model."""
         count = _count(self.model.get("num_params"))
         return self.state.num_params if count is None and self.state else count
-
-    @property
-    def last_step(self) -> int:
-        """The last step that left a trace; 0 before the first."""
-        logged = [int(self.steps.step[-1])] if len(self.steps) else []
-        return max([*logged, *(e.step for e in self.evals[-1:])], default=0)
 
     @property
     def last_eval(self) -> Eval | None:
@@ -186,13 +182,14 @@ def read_run(path: str | Path) -> Run:
     state: State | None = None
     checkpoint_bytes: int | None = None
     end: str | None = None
-    resumes = broken_lines = 0
+    last_step = resumes = broken_lines = 0
     columns = [(name, getattr(steps, name)) for name in Steps.__slots__ if name != "phases"]
     for record in _records(path / "metrics.jsonl"):
         if record is None:
             broken_lines += 1
             continue
         event, step = record.get("event"), _count(record.get("step"))
+        last_step = max(last_step, step or 0)
         if event == "step" and step is not None:
             phase = _text(record.get("phase"))
             if not steps.phases or steps.phases[-1][1] != phase:
@@ -223,6 +220,7 @@ def read_run(path: str | Path) -> Run:
         data=_section(about, "data"),
         versions=_section(about, "versions"),
         hardware=_section(about, "hardware"),
+        last_step=last_step,
         steps=steps,
         evals=evals,
         prune=prune,

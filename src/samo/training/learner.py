@@ -20,7 +20,7 @@ from samo.data.batches import IGNORE, Batch
 from samo.leaves import param_groups, parameters
 from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
-from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes
+from samo.memory.predict import TensorSpec, paper_bytes
 from samo.optim import AdamW
 from samo.scaling import LossScaler
 from samo.training.events import Phase
@@ -141,11 +141,6 @@ class Learner:
             }
         params = list(self.model.parameters())
         count = sum(param.numel() for param in params)
-        specs = [
-            TensorSpec(
-                numel=count, kept=None, dtype=_name(self.dtype), grad_dtype=_name(self.dtype)
-            )
-        ]
         moments = sum(
             value.nbytes
             for state in self.opt.state.values()
@@ -165,7 +160,7 @@ class Learner:
             "num_params": count,
             "measured_bytes": sum(measured.values()),
             "predicted_bytes": sum(predicted.values()),
-            "dense_bytes": sum(map(dense_bytes, specs)),
+            "dense_bytes": 16 * count,  # itself: fp32 throughout, whatever it computes in
             "paper_bytes": None if self.masks is None else self._paper_bytes(),
             "measured": measured,
             "predicted": predicted,
@@ -230,7 +225,3 @@ def _sum(parts: Iterable[dict[Any, int]]) -> dict[str, int]:
         for kind, size in part.items():
             together[kind] = together.get(kind, 0) + size
     return together
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

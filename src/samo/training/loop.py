@@ -61,6 +61,8 @@ class Result(NamedTuple):
     """What the model wrote."""
     ledger: Ledger | None
     """The account of its state, if it was compressed."""
+    saved_step: int | None
+    """Step of the newest checkpoint that this process wrote."""
 
 
 def train(config: TrainConfig, out: Path, *, listeners: Iterable[Listener] = ()) -> Result:
@@ -172,6 +174,7 @@ class _Run:
         self.lines_without_loss = 0
         self.logged_at = (progress.step, progress.tokens, progress.elapsed_s)
         self.has_stepped = False
+        self.saved_step: int | None = None
         self.sample: str | None = None
 
     def go(self) -> Result:
@@ -207,6 +210,7 @@ class _Run:
                     signal=ended_by,
                     sample=self.sample,
                     ledger=self.learner.ledger(),
+                    saved_step=self.saved_step,
                 )
         except (RunError, CheckpointError):
             self.tell(events.Ended(step=self.at.step, reason="failed"), must_arrive=False)
@@ -233,8 +237,8 @@ class _Run:
             )
         )
         self.at.best_loss = None  # what was dense does not count against what is pruned
-        if self.at.step:
-            self.evaluate()
+        if self.at.step and self.evaluate():
+            self.save(is_best=True)
 
     def save_masks(self, masks: Masks) -> None:
         """Write the masks.
@@ -356,6 +360,7 @@ class _Run:
                 raise
             self.tell(events.NotSaved(step=self.at.step, reason=str(error)))
             return
+        self.saved_step = self.at.step
         self.tell(
             events.Saved(
                 step=self.at.step,
