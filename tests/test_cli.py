@@ -223,10 +223,14 @@ def test_train_resume_report_inspect_and_prune(
     assert "all right" in shown
     assert "blocks.0.mlp.0.weight" in shown
 
-    assert main(["prune", "runs/notes", "--sparsity", "0.5", "--out", "half.safetensors"]) == 0
-    assert "50 %" in capsys.readouterr().out
-    assert samo.Masks.load("half.safetensors").sparsity == pytest.approx(0.5, abs=1e-3)
-    assert main(["inspect", "half.safetensors", "--json"]) == 0
+    assert main(["prune", "runs/notes", "--sparsity", "0.5", "--out", "half.safetensors"]) == 2
+    assert "zeros among them; choose a higher --sparsity than 0.900" in capsys.readouterr().err
+    assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "few.safetensors"]) == 0
+    assert "95 %" in capsys.readouterr().out
+    assert samo.Masks.load("few.safetensors").sparsity == pytest.approx(0.95, abs=1e-3)
+    assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "notes.txt"]) == 1
+    assert "'notes.txt' is not a mask file" in capsys.readouterr().err
+    assert main(["inspect", "few.safetensors", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 4
     assert (
         main(["prune", "runs/notes", "--method", "zeros", "--out", "zeros.safetensors", "--json"])
@@ -305,7 +309,7 @@ def test_an_unwritable_place_for_the_demo_is_an_error(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", "--out", "notes.txt"]) == 1
-    assert "cannot write to 'notes.txt': Not a directory" in capsys.readouterr().err
+    assert "'notes.txt' is a file; --out takes a folder" in capsys.readouterr().err
 
 
 def test_running_out_of_gpu_memory_ends_with_advice(
@@ -432,3 +436,33 @@ def test_waiting_threads_are_told_to_sleep_unless_told_otherwise(
         [sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, check=True
     )
     assert shown.stdout.split()[-1] == expected
+
+
+def test_a_model_that_cannot_fit_is_refused_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.perf_counter()
+    assert (
+        main(["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu"])
+        == 2
+    )
+    assert time.perf_counter() - began < 20
+    shown = capsys.readouterr().err
+    assert "parameters needs 2,7" in shown
+    assert (
+        "choose a smaller --shape, no dense phase (--dense-steps 0), or a larger machine" in shown
+    )
+    assert not Path("runs").exists()
+
+
+def test_a_finished_run_that_is_resumed_says_that_it_is_over(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "notes.txt", *SMALL]) == 0
+    assert "run folder: runs/notes" in capsys.readouterr().out
+    assert main(["train", "--resume", "runs/notes"]) == 0
+    assert "all steps are taken; --steps makes it longer" in capsys.readouterr().out
+    Path("notes.txt").rename("moved.txt")
+    assert main(["train", "--resume", "runs/notes"]) == 1
+    assert "samo train NEW-PLACE --resume runs/notes" in capsys.readouterr().err
+    assert main(["train", "moved.txt", "--resume", "runs/notes"]) == 0

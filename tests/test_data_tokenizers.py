@@ -110,15 +110,19 @@ def test_a_missing_folder_is_refused_with_the_nearest_name(tmp_path: Path) -> No
     (tmp_path / "gpt2-tokenizer").mkdir()
     with pytest.raises(
         DataError,
-        match=r"tokenizer '.*gpt2-tokenzer' does not exist \(did you mean '.*gpt2-tokenizer'\?\); "
+        match=r"tokenizer '.*gpt2-tokenzer' is no folder here, and nothing is downloaded \(did you mean '.*gpt2-tokenizer'\?\); "
         r"give the word 'bytes' or a folder with tokenizer.json",
     ):
         open_tokenizer(str(tmp_path / "gpt2-tokenzer"))
     with pytest.raises(
-        DataError, match=r"tokenizer 'byte' does not exist \(did you mean 'bytes'\?\)"
+        DataError,
+        match=r"tokenizer 'byte' is no folder here, and nothing is downloaded \(did you mean 'bytes'\?\)",
     ):
         open_tokenizer("byte")
-    with pytest.raises(DataError, match=r"tokenizer 'no/such' does not exist; give the word"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer 'no/such' is no folder here, and nothing is downloaded; give the word",
+    ):
         open_tokenizer("no/such")
 
 

@@ -99,7 +99,7 @@ def test_the_page_has_its_sections_in_order(source: str) -> None:
         "validation loss",
         "nats per token",
         "samo holds",
-        "tokens/s, masked at",
+        "medians of the last phase",
         "Sparsity runs from",
         "Masks of compressed and masked: where the kept weights are",
         "The runs side by side",

@@ -220,3 +220,22 @@ def test_the_last_step_is_that_of_any_event(tmp_path: Path) -> None:
     lines = [{"event": "step", "step": 10, "loss": 2.0}, {"event": "end", "step": 13}]
     write_metrics(path, lines)
     assert read_run(path).last_step == 13
+
+
+def test_what_was_before_pruning_is_told_from_what_came_right_after(tmp_path: Path) -> None:
+    from samo.report.findings import entries, loss_finding
+
+    path = write_run(tmp_path / "run", steps=2)
+    write_metrics(
+        path,
+        [
+            {"event": "eval", "step": 40, "valid_loss": 2.6},
+            {"event": "prune", "step": 40, "kept": 1, "numel": 10},
+            {"event": "eval", "step": 40, "valid_loss": 2.7},
+            {"event": "eval", "step": 90, "valid_loss": 2.5},
+        ],
+    )
+    assert (
+        loss_finding(entries([read_run(path)]))
+        == "At 90 % sparsity the validation loss reaches 2.500; it was 2.600 before pruning"
+    )

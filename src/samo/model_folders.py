@@ -1,5 +1,6 @@
 """Models from folders: checkpoints of ``samo train``, run folders, Hugging Face models."""
 
+import os
 from pathlib import Path
 
 from torch import nn
@@ -13,13 +14,12 @@ from samo.shapes import GPTConfig
 __all__ = ["open_model"]
 
 
-def open_model(path: Path) -> nn.Module:
+def open_model(path: str | os.PathLike[str]) -> nn.Module:
     """Build the model that a folder holds, with its weights, dense and on the CPU.
 
     Example:
-        >>> import pathlib
         >>> from samo.model_folders import open_model
-        >>> open_model(pathlib.Path("no-such-folder"))
+        >>> open_model("no-such-folder")
         Traceback (most recent call last):
         ...
         samo.errors.CheckpointError: 'no-such-folder' does not exist; name a checkpoint, a run folder, or ...
@@ -31,6 +31,7 @@ def open_model(path: Path) -> nn.Module:
     Raises:
         CheckpointError: There is no model, or it cannot be read.
     """
+    path = Path(path)
     if (path / "run.json").is_file():
         path = path / "checkpoints" / "last"
     if (path / "manifest.json").is_file():

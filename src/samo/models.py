@@ -23,7 +23,7 @@ class GPT(nn.Module):
         >>> tokens_BT = torch.randint(0, 256, (2, 16))
         >>> model(tokens_BT).shape
         torch.Size([2, 16, 256])
-        >>> model(tokens_BT, tokens_BT).shape
+        >>> model(tokens_BT[:, :-1], tokens_BT[:, 1:]).shape
         torch.Size([])
     """
 
@@ -43,7 +43,10 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return logits, or the mean cross-entropy if targets are given."""
+        """Return logits, or the mean cross-entropy if targets are given: for each token the next one.
+
+        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy.
+        """
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT) + self.position(places_T)
         for block in self.blocks:

@@ -41,7 +41,7 @@ class Train(TrainConfig):
     resume: OptionalPath = None
     """Go on with the run in this folder."""
     out: OptionalPath = None
-    """Folder for the run; runs/NAME-OF-THE-TEXT if nothing is said."""
+    """Folder for the run; if nothing is said runs/NAME-OF-THE-TEXT, with -2, -3 behind it if need be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         sys.stdout.write(f"samo {__version__}\n")
         return 0
-    logging.basicConfig(format="samo: %(message)s", level=logging.WARNING)
+    _log_to_stderr()
     _share_the_cores()
     try:
         command = parse(arguments or ["--help"])
@@ -166,6 +166,15 @@ def _parse(arguments: Sequence[str]) -> Command:
     description = "Train pruned neural networks with a fraction of the memory."
     command: Command = tyro.cli(marked, prog="samo", description=description, args=arguments)
     return command
+
+
+def _log_to_stderr() -> None:
+    """Show the warnings of samo, under its name; other libraries speak for themselves."""
+    logger = logging.getLogger("samo")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("samo: %(message)s"))
+        logger.addHandler(handler)
 
 
 def _share_the_cores() -> None:

@@ -30,6 +30,7 @@ class Display:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._numbers = ""
+        self._state = ""
         self._phase = ""
         self._steps = 0
         self._began = (0, 0.0)
@@ -78,6 +79,8 @@ class Display:
                     event.step,
                     f"pruned {event.sparsity:.1%}: {event.kept:,} of {event.numel:,} weights kept",
                 )
+            case events.Accounted():
+                self._state = f"state {size(event.measured_bytes)} of "
             case events.NotSaved():
                 self._say(event.step, f"NOT SAVED: {event.reason}")
 
@@ -86,7 +89,11 @@ class Display:
         self._began = (event.step, time.monotonic())
         self._line_at = 0.0
         if isinstance(event, events.Resumed):
-            self._say(event.step, "going on from here")
+            is_over = event.step >= event.steps
+            what = (
+                "all steps are taken; --steps makes it longer" if is_over else "going on from here"
+            )
+            self._say(event.step, what)
         if self._progress is not None:
             self._task = self._progress.add_task(
                 self.title or "train", total=event.steps, completed=event.step, numbers=""
@@ -94,7 +101,9 @@ class Display:
 
     def _step(self, event: events.Stepped) -> None:
         speed = f"{event.tokens_per_s:,.0f} tokens/s"
-        self._numbers = f"loss {event.loss:.3f}  {speed}  {size(event.memory_bytes)}"
+        self._numbers = (
+            f"loss {event.loss:.3f}  {speed}  {self._state}{size(event.memory_bytes)} in all"
+        )
         if self._progress is not None and self._task is not None:
             description = (
                 f"{self.title} {event.phase}".strip() if self.title != event.phase else self.title

@@ -32,7 +32,8 @@ def run(command: Inspect) -> int:
         found, pictures = _masks(path)
     else:
         raise CheckpointError(
-            f"'{path}' is no run, checkpoint or mask file: it holds neither run.json nor manifest.json"
+            f"'{path}' is no run, checkpoint or mask file: it holds neither run.json nor manifest.json; "
+            "a Hugging Face model is read by samo prune"
         )
     if command.verify and (path is None or not (path / "manifest.json").is_file()):
         raise ConfigError("--verify checks a checkpoint; name one, such as RUN/checkpoints/last")
@@ -131,7 +132,7 @@ def _checkpoint(path: Path, *, verify: bool) -> tuple[_Found, list[Table]]:
     found.add("parameters", count(manifest.num_params), manifest.num_params)
     kind = "compressed" if manifest.is_compressed else "dense"
     found.add("state", f"{kind}, {manifest.dtype}")
-    found.add("kept", count(manifest.kept), manifest.kept)
+    found.add("parameters kept", count(manifest.kept), manifest.kept)
     found.add("files", f"{len(manifest.files)}, {size(manifest.num_bytes)}", manifest.num_bytes)
     progress = manifest.extra.get("progress")
     if isinstance(progress, dict) and isinstance(progress.get("step"), int):

@@ -4,7 +4,9 @@ import json
 import sys
 
 from rich.console import Console
+from torch import nn
 
+from samo import mask_files
 from samo.cli import Prune
 from samo.cli.tables import mask_records, mask_table
 from samo.errors import ConfigError, MaskError
@@ -22,6 +24,8 @@ def run(command: Prune) -> int:
             f"--out is the file to write the masks to, and '{command.out}' is a folder or lies in one "
             "that does not exist"
         )
+    if command.out.exists():
+        mask_files.read(command.out)  # which refuses what is no mask file: that is not written over
     model = open_model(command.source)
     try:
         if command.method == "zeros":
@@ -40,6 +44,7 @@ def run(command: Prune) -> int:
         raise
     except ValueError as error:
         raise ConfigError(f"cannot prune '{command.source}': {error}") from error
+    _check_zeros(model, masks, command)
     try:
         masks.save(command.out)
     except OSError as error:
@@ -53,3 +58,17 @@ def run(command: Prune) -> int:
     console.print(mask_table(masks))
     console.print(f"written to {command.out}", soft_wrap=True, highlight=False)
     return 0
+
+
+def _check_zeros(model: nn.Module, masks: Masks, command: Prune) -> None:
+    """Refuse to keep zeros of a model that is pruned already: which of them would be left to chance."""
+    if command.method == "random":
+        return
+    for name, param in masks.parameters_of(model).items():
+        others = int(param.count_nonzero())
+        if others < masks[name].kept:
+            raise ConfigError(
+                f"'{name}' has {others:,} weights other than 0, and this sparsity would keep "
+                f"{masks[name].kept:,}, zeros among them; choose a higher --sparsity than "
+                f"{1 - others / param.numel():.3f}, --method zeros for the masks it has, or --skip it"
+            )

@@ -35,6 +35,7 @@ def run(command: Train) -> int:
             else:
                 resolve(config)  # so that nothing is made for settings that cannot be run
                 out = command.out or free_folder(Path("runs"), config.data.train[0].stem)
+                console.print(f"run folder: {out}", highlight=False, soft_wrap=True)
                 result = train(config, out, listeners=[display])
     except torch.OutOfMemoryError as error:
         raise RunError(

@@ -102,8 +102,9 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
         return ByteTokenizer()
     folder = Path(name)
     if not folder.is_dir():
-        known = [ByteTokenizer.name, *(str(folder.parent / name) for name in _names(folder.parent))]
-        what = "is a file" if folder.exists() else "does not exist"
+        beside = [folder.parent / entry for entry in _names(folder.parent)]
+        known = [ByteTokenizer.name, *(str(path) for path in beside if path.is_dir())]
+        what = "is a file" if folder.exists() else "is no folder here, and nothing is downloaded"
         raise DataError(
             f"tokenizer '{name}' {what}{nearest(name, known)}; give the word 'bytes' or a folder "
             f"with {_WHOLE}"

@@ -73,6 +73,8 @@ class Prune:
     kept: int
     numel: int
     sparsity: float
+    evals_before: int
+    """How many evaluations came before it; the next ones are of pruned weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +201,7 @@ def read_run(path: str | Path) -> Run:
         elif event == "eval" and step is not None:
             evals.append(_eval(step, record))
         elif event == "prune":
-            prune = _prune(step or 0, record)
+            prune = _prune(step or 0, record, len(evals))
         elif event == "state":
             state = _state(step or 0, record)
         elif event == "save":
@@ -305,11 +307,12 @@ def _eval(step: int, record: Mapping[str, object]) -> Eval:
     )
 
 
-def _prune(step: int, record: Mapping[str, object]) -> Prune | None:
+def _prune(step: int, record: Mapping[str, object], evals_before: int) -> Prune | None:
     kept, numel = _count(record.get("kept")), _count(record.get("numel"))
     if kept is None or not numel:
         return None
-    return Prune(step=step, kept=kept, numel=numel, sparsity=1.0 - kept / numel)
+    sparsity = 1.0 - kept / numel
+    return Prune(step=step, kept=kept, numel=numel, sparsity=sparsity, evals_before=evals_before)
 
 
 def _state(step: int, record: Mapping[str, object]) -> State:

@@ -157,6 +157,8 @@ def check_free(path: Path) -> None:
             f"'{path}' already holds a run; go on with it (samo train --resume {path}), or choose "
             "another folder with --out"
         )
+    if path.is_file():
+        raise RunError(f"'{path}' is a file; --out takes a folder for the run, new or empty")
     try:
         found = [] if not path.exists() else [entry.name for entry in path.iterdir()]
     except OSError as error:

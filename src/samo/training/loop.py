@@ -25,7 +25,7 @@ from samo.config import TrainConfig
 from samo.config_files import to_dict
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.environment import memory_in_use
-from samo.errors import CheckpointError, RunError
+from samo.errors import CheckpointError, DataError, RunError
 from samo.generation import generate
 from samo.masks import Masks
 from samo.memory.ledger import Ledger
@@ -37,7 +37,14 @@ from samo.training.learner import Learner
 from samo.training.metrics import Board, MetricsFile, has_tensorboard
 from samo.training.schedule import learning_rate
 from samo.training.snapshot import Progress
-from samo.training.starting import check_changes, draw_masks, new_learner, on_this_machine, record
+from samo.training.starting import (
+    check_changes,
+    check_memory,
+    draw_masks,
+    new_learner,
+    on_this_machine,
+    record,
+)
 from samo.training.text import Text, open_text
 
 __all__ = ["Result", "resume", "train"]
@@ -84,6 +91,7 @@ def train(config: TrainConfig, out: Path, *, listeners: Iterable[Listener] = ())
     check_free(out)
     text = open_text(config, out)
     config = replace(config, data=replace(config.data, vocab_size=text.vocab_size))
+    check_memory(config)
     learner = new_learner(config)
     folder = RunFolder.create(out)
     try:
@@ -115,7 +123,12 @@ def resume(
         recorded = folder.config()
         config = on_this_machine(recorded if config is None else config)
         check_changes(recorded, config)
-        text = open_text(config, folder.path)
+        try:
+            text = open_text(config, folder.path)
+        except DataError as error:
+            raise DataError(
+                f"{error}; a text that has moved is named again: samo train NEW-PLACE --resume {path}"
+            ) from None
         _check_same_text(folder, text)
         learner = new_learner(config)
         progress = Progress()
@@ -228,6 +241,8 @@ class _Run:
             return
         if self.at.step < dense_steps:
             return
+        if self.at.step and self.at.valid_step != self.at.step:
+            self.evaluate()  # what pruning costs shows only beside what was there before
         masks = draw_masks(self.learner.model, config)
         self.save_masks(masks)
         self.learner.prune(masks, config.run.mode)
@@ -315,7 +330,7 @@ class _Run:
         """Validate, and return whether the loss is the lowest so far."""
         with self.pause():
             loss = self.learner.evaluate(self.validation())
-        self.at.valid_loss = loss
+        self.at.valid_loss, self.at.valid_step = loss, self.at.step
         self.tell(
             events.Evaluated(
                 step=self.at.step,

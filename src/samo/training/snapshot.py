@@ -28,6 +28,7 @@ class Progress:
     position: int = 0
     elapsed_s: float = 0.0
     valid_loss: float | None = None
+    valid_step: int | None = None
     best_loss: float | None = None
     metrics_bytes: int = 0
     phase: Phase = "dense"

@@ -64,6 +64,32 @@ def on_this_machine(config: TrainConfig) -> TrainConfig:
     return resolve(config)  # again: what dtype turned out to be may contradict another setting
 
 
+def check_memory(config: TrainConfig) -> None:
+    """Refuse a model whose state alone is more than the device has, before it fills it.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    assert isinstance(config.data.vocab_size, int)
+    with torch.device("meta"):
+        model = GPT(gpt_config(config.model, config.data.vocab_size))
+    count = sum(param.numel() for param in model.parameters())
+    is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0
+    # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
+    needed = (16 if is_dense else 4) * count
+    there = hardware(torch.device(config.run.device))["memory_bytes"]
+    if there and needed > there:
+        less = (
+            ", no dense phase (--dense-steps 0)" if is_dense and config.run.mode == "samo" else ""
+        )
+        raise ConfigError(
+            f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
+            f"{'for its dense phase' if is_dense else 'to begin with'}, activations not counted, and "
+            f"this {config.run.device} has {there / 1e9:,.1f} GB; choose a smaller --shape{less}, or a "
+            "larger machine"
+        )
+
+
 def new_learner(config: TrainConfig) -> Learner:
     """Return a learner with its first weights: of ``model.init``, or from seed and device.
 
