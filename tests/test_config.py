@@ -85,9 +85,9 @@ def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) 
 
 BAD = [
     (config(data=DataConfig()), "no text to train on; name a file: samo train notes.txt"),
-    (config(run=RunConfig(steps=0)), "steps must be 1 or more, got 0"),
-    (config(model=ModelConfig(width=0)), "width must be 1 or more, got 0"),
-    (config(data=replace(NOTES, vocab_size=0)), "vocab_size must be 1 or more, got 0"),
+    (config(run=RunConfig(steps=0)), "steps must be 1 or more, and less than 2.31, got 0"),
+    (config(model=ModelConfig(width=0)), "width must be 1 or more, and"),
+    (config(data=replace(NOTES, vocab_size=0)), "vocab_size must be 1 or more, and"),
     (config(model=ModelConfig(num_heads=3)), "num_heads must divide width, got 3 heads and width 128"),
     (config(data=replace(NOTES, valid_fraction=1.0)), "valid_fraction must lie between 0 and 1, got 1"),
     (config(prune=PruneConfig(sparsity=90)), "sparsity must be .* less than 1, got 90; 0.9 prunes 90 %"),
@@ -96,7 +96,7 @@ BAD = [
     (config(optim=OptimConfig(clip=-1.0)), "clip must be a number of 0 or more, got -1"),
     (config(optim=OptimConfig(betas=(0.9, 1.0))), r"betas must be two numbers in \[0, 1\)"),
     (config(run=RunConfig(seed=-1)), "seed must be a number of 0 or more, got -1"),
-    (config(run=RunConfig(seed=2**63)), "seed must be less than 2"),
+    (config(run=RunConfig(seed=2**63)), "seed must be a number of 0 or more, got 9223"),
     (config(prune=PruneConfig(dense_steps=1000)), "dense_steps 1,000 leaves none of the 1,000 steps"),
     (config(run=RunConfig(mode="dense"), prune=PruneConfig(method="random")), "mode dense prunes nothing, and method would have no effect"),
     (config(run=RunConfig(mode="dense"), prune=PruneConfig(dense_steps=5)), "mode dense prunes nothing, and dense_steps would"),

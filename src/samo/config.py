@@ -234,7 +234,8 @@ def _check(config: TrainConfig) -> None:
         ("save_every", run.save_every),
         ("log_every", run.log_every),
     ):
-        _require(count == "auto" or count >= 1, f"{name} must be 1 or more, got {count}")
+        fits = isinstance(count, str) or 1 <= count < 2**31
+        _require(fits, f"{name} must be 1 or more, and less than 2^31, got {str(count)[:40]}")
     _require(
         _number(model.width) % _number(model.num_heads) == 0,
         f"num_heads must divide width, got {model.num_heads} heads and width {model.width}",
@@ -259,11 +260,8 @@ def _check(config: TrainConfig) -> None:
         ("sample_tokens", run.sample_tokens),
         ("seed", run.seed),
     ):
-        _require(
-            math.isfinite(value) and value >= 0,
-            f"{name} must be a number of 0 or more, got {value}",
-        )
-    _require(run.seed < 2**63, f"seed must be less than 2^63, got {run.seed}")
+        fits = 0 <= value < 2**63 and math.isfinite(value)
+        _require(fits, f"{name} must be a number of 0 or more, got {str(value)[:40]}")
     _require(
         all(0 <= beta < 1 for beta in optim.betas),
         f"betas must be two numbers in [0, 1), got {optim.betas}",

@@ -31,7 +31,7 @@ def read_toml(path: Path) -> TrainConfig:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config '{path}': {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"the config '{path}' is not valid TOML: {error}") from None
     return from_dict(content, source=f"the config '{path}'", folder=path.parent)
 
@@ -130,7 +130,7 @@ def _convert(hint: Any, value: Any, source: str, key: str, folder: Path | None) 
         return _build(typing.cast(type[Any], hint), value, source, f"{key}.", folder)
     try:
         return _fit(hint, value, folder)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last: a "~name" that nobody has
         raise ConfigError(f"{source}: '{key}' takes {_describe(hint)}, got {value!r}") from None
 
 

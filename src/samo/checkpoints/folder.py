@@ -155,7 +155,8 @@ def _check_own(path: Path) -> None:
     file = path / NAME
     try:
         with open(file, "rb") as stream:
-            is_own = FORMAT.encode() in stream.read(MAX_BYTES)
+            found = stream.read(MAX_BYTES)
+            is_own = not found or FORMAT.encode() in found  # an empty one holds nothing to lose
     except FileNotFoundError:
         return
     if not is_own:

@@ -5,6 +5,7 @@ the command is known, so that help is there at once.
 """
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -113,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         sys.stdout.write(f"samo {__version__}\n")
         return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a name or a sample may not fit the terminal
     _log_to_stderr()
     _share_the_cores()
     try:
@@ -126,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # as in samo inspect | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        _complain(f"{error.filename or 'the system'}: {error.strerror or error}")
         return 1
 
 

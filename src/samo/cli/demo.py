@@ -23,7 +23,7 @@ from samo.config import (
     TrainConfig,
 )
 from samo.data.library import write_library_text
-from samo.report.amounts import count, duration, loss, percent, size
+from samo.report.amounts import count, duration, loss, percent, plain, size
 from samo.report.findings import saved, tokens_per_s
 from samo.report.page import write_report
 from samo.report.runs import read_run
@@ -69,6 +69,7 @@ def run(command: Demo) -> int:
         f"\nThis took {took}. The report, with curves and masks: {page}\n"
         "Now your own text: samo train notes.txt",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     return 0
@@ -110,4 +111,6 @@ def _show(console: Console, results: dict[Mode, Result]) -> None:
     console.print()
     console.print(table)
     console.print("The model that samo trained writes:\n")
-    console.print(results["samo"].sample or "", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        plain(results["samo"].sample or ""), markup=False, highlight=False, soft_wrap=True
+    )

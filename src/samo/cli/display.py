@@ -122,5 +122,8 @@ class Display:
         title = f"{self.title}  " if self.title else ""
         width = len(f"{self._steps:,}")
         self._console.print(
-            f"{title}step {step:>{width},}/{self._steps:,}  {what}", highlight=False, soft_wrap=True
+            f"{title}step {step:>{width},}/{self._steps:,}  {what}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )

@@ -56,7 +56,7 @@ def run(command: Prune) -> int:
         return 0
     console = Console()
     console.print(mask_table(masks))
-    console.print(f"written to {command.out}", soft_wrap=True, highlight=False)
+    console.print(f"written to {command.out}", soft_wrap=True, highlight=False, markup=False)
     return 0
 
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from samo.masks import Masks
-from samo.report.amounts import count, percent
+from samo.report.amounts import count, percent, plain
 
 __all__ = []
 
@@ -17,7 +18,7 @@ def facts(rows: Mapping[str, object]) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        table.add_row(name, Text(plain(str(value))))  # a Text: brackets in a path are no markup
     return table
 
 
@@ -26,7 +27,9 @@ def mask_table(masks: Masks) -> Table:
     table = columns("weight", "shape", "kept", "of", "sparsity")
     for name, mask in masks.items():
         shape = " x ".join(map(str, mask.shape))
-        table.add_row(name, shape, count(mask.kept), count(mask.numel), percent(mask.sparsity))
+        table.add_row(
+            Text(name), shape, count(mask.kept), count(mask.numel), percent(mask.sparsity)
+        )
     table.add_section()
     tensors = f"{len(masks)} tensors"
     table.add_row("all", tensors, count(masks.kept), count(masks.numel), percent(masks.sparsity))

@@ -12,7 +12,7 @@ from samo.cli.display import Display
 from samo.cli.tables import facts
 from samo.config import TrainConfig, resolve
 from samo.errors import RunError
-from samo.report.amounts import loss, percent, size
+from samo.report.amounts import loss, percent, plain, size
 from samo.report.findings import saved
 from samo.report.runs import read_run
 from samo.training.folder import free_folder
@@ -35,11 +35,13 @@ def run(command: Train) -> int:
             else:
                 resolve(config)  # so that nothing is made for settings that cannot be run
                 out = command.out or free_folder(Path("runs"), config.data.train[0].stem)
-                console.print(f"run folder: {out}", highlight=False, soft_wrap=True)
+                console.print(f"run folder: {out}", highlight=False, markup=False, soft_wrap=True)
                 result = train(config, out, listeners=[display])
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
         raise RunError(
-            f"out of memory on the GPU: {str(error).partition('. ')[0]}; lower --batch-size and raise "
+            f"out of memory: {str(error).partition('. ')[0]}; lower --batch-size and raise "
             "--accumulate by as much, use --checkpointing, or a shorter --context"
         ) from error
     if result.signal is not None:
@@ -50,6 +52,7 @@ def run(command: Train) -> int:
             f"  samo train --resume {shlex.quote(str(result.folder))}",
             soft_wrap=True,
             highlight=False,
+            markup=False,
         )
         return 128 + result.signal
     summarise(console, result)
@@ -60,7 +63,10 @@ def summarise(console: Console, result: Result) -> None:
     """Say what came out, and where it lies."""
     from samo.report.page import write_report  # it loads matplotlib, for the end of the run alone
 
-    page = write_report([result.folder], result.folder / "report.html")
+    try:
+        page = str(write_report([result.folder], result.folder / "report.html"))
+    except RunError as error:
+        page = f"none: {error}"
     run = read_run(result.folder)
     less = saved(run)
     rows = {"validation loss": loss(result.valid_loss)}
@@ -68,9 +74,9 @@ def summarise(console: Console, result: Result) -> None:
         against = f", {percent(less)} less than dense training" if less and less > 0 else ""
         rows["model state"] = f"{size(run.state.measured_bytes)}{against}"
     rows["checkpoints"] = str(result.folder / "checkpoints")
-    rows["report"] = str(page)
+    rows["report"] = page
     console.print()
     console.print(facts(rows))
     if result.sample:
         console.print("\nthe model writes:\n", highlight=False)
-        console.print(result.sample, markup=False, highlight=False, soft_wrap=True)
+        console.print(plain(result.sample), markup=False, highlight=False, soft_wrap=True)

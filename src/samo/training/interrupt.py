@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish: the loop ends the step, saves, and leaves."""
+"""Ctrl-C, SIGTERM and SIGHUP as a wish: the loop ends the step, saves, and leaves."""
 
 import signal
 import threading
@@ -7,11 +7,14 @@ from typing import Any, Final
 
 __all__ = ["Interrupt"]
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: Final = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+"""The key, the scheduler, and the connection that is lost."""
 
 
 class Interrupt:
-    """Notes the first SIGINT or SIGTERM; the second one acts as if nobody had listened.
+    """Notes the first of these signals; the second one acts as if nobody had listened.
 
     Example:
         >>> import signal

@@ -81,8 +81,10 @@ class Learner:
             eps=self._optim.eps,
         )
         self.opt.carry_over(dense)
-        if self.dtype == torch.float16:
+        if isinstance(self.scaler, torch.amp.GradScaler):
+            scale, good_steps = self.scaler.get_scale(), self.scaler._get_growth_tracker()
             self.scaler = LossScaler(self.model)
+            self.scaler.load_state_dict({"scale": scale, "good_steps": good_steps})
 
     def backward(self, batches: Iterable[Batch]) -> Tensor:
         """Add up the gradients of some batches and return the loss, both for each real token.
@@ -204,13 +206,15 @@ class Learner:
                 if param.grad is not None:
                     self.masks[name].zero_(param.grad)
         norm = self._clip(self.model.parameters())
-        is_finite = bool(norm.isfinite())
-        self.dense_skipped += not is_finite
         if isinstance(scaler, torch.amp.GradScaler):
+            before = scaler.get_scale()
             scaler.step(self.opt)
             scaler.update()
-        elif is_finite:
+            self.dense_skipped += scaler.get_scale() < before
+        elif norm.isfinite():
             self.opt.step()
+        else:
+            self.dense_skipped += 1
         if self.masks is not None:
             self.masks.apply_(self.model)
         return norm

@@ -10,13 +10,14 @@ checkpoint holds: weights, moments, scaler, masks, the place in the text, the ra
 run that was killed and resumed equals one that was not.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -25,7 +26,7 @@ from samo.config import TrainConfig
 from samo.config_files import to_dict
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.environment import memory_in_use
-from samo.errors import CheckpointError, DataError, RunError
+from samo.errors import CheckpointError, ConfigError, DataError, RunError, SamoError
 from samo.generation import generate
 from samo.masks import Masks
 from samo.memory.ledger import Ledger
@@ -48,6 +49,8 @@ from samo.training.starting import (
 from samo.training.text import Text, open_text
 
 __all__ = ["Result", "resume", "train"]
+
+_logger = logging.getLogger(__name__)
 
 _PROMPT_TOKENS: Final = 32
 _LINES_UNTIL_DIVERGED: Final = 20
@@ -93,6 +96,10 @@ def train(config: TrainConfig, out: Path, *, listeners: Iterable[Listener] = ())
     config = replace(config, data=replace(config.data, vocab_size=text.vocab_size))
     check_memory(config)
     learner = new_learner(config)
+    if config.run.mode != "dense":
+        draw_masks(
+            learner.model, config
+        )  # what cannot be pruned is told now, not after a dense phase
     folder = RunFolder.create(out)
     try:
         folder.write_run(record(config, out, text, learner))
@@ -130,11 +137,21 @@ def resume(
                 f"{error}; a text that has moved is named again: samo train NEW-PLACE --resume {path}"
             ) from None
         _check_same_text(folder, text)
-        learner = new_learner(config)
-        progress = Progress()
         # Killed before its first checkpoint, a run starts again at its first step.
-        if checkpoint != folder.last or checkpoint.exists():
-            progress = snapshot.restore(checkpoint, learner, masks=folder.masks)
+        has_checkpoint = checkpoint != folder.last or checkpoint.exists()
+        learner = new_learner(config, is_filled_later=has_checkpoint)
+        progress = Progress()
+        if has_checkpoint:
+            progress = snapshot.restore(checkpoint, learner)
+        if config.run.steps < progress.step:
+            raise ConfigError(
+                f"the run has taken {progress.step:,} steps already, more than the {config.run.steps:,} "
+                "asked for; leave --steps out, or give more"
+            )
+        if config.run.eval_batches != recorded.run.eval_batches:
+            progress.best_loss = None  # losses on other batches are no measure for it
+        if checkpoint != folder.last:
+            checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
         if config != recorded:
             folder.write_run({**folder.read_run(), "config": to_dict(config)})
         return _Run(config, folder, text, learner, progress, listeners).go()
@@ -148,7 +165,7 @@ def _check_same_text(folder: RunFolder, text: Text) -> None:
         raise RunError(
             f"the text of '{folder.path}' has changed since it was trained on, and a run goes on with "
             "the same text only; put the old files back, name them where they lie now, or start a new "
-            "run"
+            "run. (Tokens that a tokenizer made lie in its folder 'data'; if those are damaged, remove it)"
         )
 
 
@@ -177,13 +194,17 @@ class _Run:
             seed=config.run.seed,
         )
         self.batches.position = progress.position
+        is_over = progress.step >= config.run.steps  # then what was written is about it as it is
         self.metrics = MetricsFile(
-            folder.metrics, size=progress.metrics_bytes, on_error=config.run.save_errors
+            folder.metrics,
+            size=None if is_over else progress.metrics_bytes,
+            on_error=config.run.save_errors,
         )
         self.board: Board | None = None
         if has_tensorboard():
             self.board = Board(folder.path / "tensorboard", step=progress.step)
-        self.listeners = [*listeners, self.metrics, *([self.board] if self.board else [])]
+        board = [] if self.board is None else [self.board]
+        self.listeners: list[Listener] = [*listeners, self.metrics, *board]
         self.lines_without_loss = 0
         self.logged_at = (progress.step, progress.tokens, progress.elapsed_s)
         self.has_stepped = False
@@ -194,8 +215,8 @@ class _Run:
         """Train to the end, or until a signal comes."""
         run = self.config.run
         start = events.Resumed if self.at.step else events.Started
-        self.tell(start(step=self.at.step, steps=run.steps, time=time.time()))
         try:
+            self.tell(start(step=self.at.step, steps=run.steps, time=time.time()))
             with Interrupt() as interrupt:
                 while self.at.step < run.steps and interrupt.signal is None:
                     self.prune_if_due()
@@ -207,31 +228,29 @@ class _Run:
                     stops = is_last or interrupt.signal is not None
                     if stops or is_best or self.at.step % run.save_every == 0:
                         self.save(is_best=is_best)
-                if self.at.step >= run.steps:
-                    self.finish()
-                self.tell(
-                    events.Ended(
-                        step=self.at.step,
-                        reason="done" if self.at.step >= run.steps else "interrupted",
-                    )
-                )
-                ended_by = interrupt.signal if self.at.step < run.steps else None
-                return Result(
-                    folder=self.folder.path,
-                    step=self.at.step,
-                    valid_loss=self.at.valid_loss,
-                    signal=ended_by,
-                    sample=self.sample,
-                    ledger=self.learner.ledger(),
-                    saved_step=self.saved_step,
-                )
-        except (RunError, CheckpointError):
-            self.tell(events.Ended(step=self.at.step, reason="failed"), must_arrive=False)
+            is_done = self.at.step >= run.steps
+            if is_done:
+                self.finish()
+            reason: Literal["done", "interrupted"] = "done" if is_done else "interrupted"
+            self.tell(events.Ended(step=self.at.step, reason=reason))
+            return Result(
+                folder=self.folder.path,
+                step=self.at.step,
+                valid_loss=self.at.valid_loss,
+                signal=None if is_done else interrupt.signal,
+                sample=self.sample,
+                ledger=self.learner.ledger(),
+                saved_step=self.saved_step,
+            )
+        except SamoError:
+            with suppress(RunError):
+                self.tell(events.Ended(step=self.at.step, reason="failed"))
             raise
         finally:
             self.metrics.close()
-            if self.board:
-                self.board.close()
+            if self.board is not None:
+                with suppress(OSError):
+                    self.board.close()
 
     def prune_if_due(self) -> None:
         """Leave the dense phase when its steps are over."""
@@ -393,24 +412,31 @@ class _Run:
             return
         assert isinstance(self.config.model.context, int)
         prompt_T = next(self.validation()).inputs_BT[0, :_PROMPT_TOKENS]
-        tokens_T = generate(
-            self.learner.model,
-            prompt_T,
-            self.config.run.sample_tokens,
-            context=self.config.model.context,
-            seed=self.config.run.seed,
-        )
+        try:
+            tokens_T = generate(
+                self.learner.model,
+                prompt_T,
+                self.config.run.sample_tokens,
+                context=self.config.model.context,
+                seed=self.config.run.seed,
+            )
+        except KeyboardInterrupt:  # all is saved; whoever is in a hurry goes without
+            return
         self.sample = self.text.tokenizer.decode(tokens_T.numpy())
         self.tell(events.Sampled(step=self.at.step, text=self.sample))
 
-    def tell(self, event: Event, *, must_arrive: bool = True) -> None:
-        """Tell everybody what happened."""
-        for listener in self.listeners:
+    def tell(self, event: Event) -> None:
+        """Tell everybody what happened; a display or a board that cannot write is left out from then on.
+
+        Raises:
+            RunError: The metrics cannot be written, and the run is to stop then.
+        """
+        for listener in list(self.listeners):
             try:
                 listener.on(event)
-            except RunError:
-                if must_arrive:
-                    raise
+            except OSError as error:  # a closed pipe, a full disk: no reason to lose the run
+                self.listeners.remove(listener)
+                _logger.warning("%s is left out: %s", type(listener).__name__.lower(), error)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,18 +19,24 @@ class MetricsFile:
 
     Args:
         path: The file; created if it is not there.
-        size: Bytes that are valid; what lies behind was written after the checkpoint a run goes on
-            from, or cut by a kill, and is dropped.
+        size: Bytes that are valid, None for all; what lies behind was written after the checkpoint a
+            run goes on from, and is dropped, and so is a line that was cut by a kill.
         on_error: Whether a line that cannot be written ends the run.
     """
 
-    def __init__(self, path: Path, *, size: int, on_error: Literal["stop", "continue"]) -> None:
+    def __init__(
+        self, path: Path, *, size: int | None, on_error: Literal["stop", "continue"]
+    ) -> None:
         self._path = path
         self._on_error = on_error
-        self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115
-        self.size = min(size, os.fstat(self._file.fileno()).st_size)
-        self._file.truncate(self.size)
-        self._file.seek(self.size)
+        try:
+            self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115
+            there = self._file.read()
+            self.size = there[:size].rfind(b"\n") + 1
+            self._file.truncate(self.size)
+            self._file.seek(self.size)
+        except OSError as error:
+            raise RunError(f"cannot write metrics to '{path}': {error.strerror}") from error
 
     def on(self, event: Event) -> None:
         """Write an event.
@@ -67,7 +72,7 @@ class Board:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps that were taken after the checkpoint a run goes on from are hidden.
-        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
 
     def on(self, event: Event) -> None:
         """Write an event."""

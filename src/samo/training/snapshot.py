@@ -1,22 +1,26 @@
 """A run in a checkpoint: model, optimizer and scaler, and where the run stood."""
 
 import dataclasses
+import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from samo.checkpoints import read_manifest
+from samo.checkpoints import verify
 from samo.checkpoints.loading import load
 from samo.checkpoints.saving import save
 from samo.errors import CheckpointError
-from samo.masks import Masks
+from samo.masks import Mask, Masks
 from samo.models import GPT
 from samo.training.events import Phase
 from samo.training.learner import Learner
 
 __all__ = []
+
+_MASK: Final = "mask of "
+"""Before the name of a weight: its mask, in the checkpoint of a run on dense state."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -45,40 +49,66 @@ def write(path: Path, learner: Learner, progress: Progress, *, tokenizer: str) -
     assert isinstance(learner.model, GPT)
     progress.phase = learner.phase
     progress.dense_skipped = learner.dense_skipped
-    extra = {
+    extra: dict[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "model": dataclasses.asdict(learner.model.config),
         "tokenizer": tokenizer,
         **_random_states(learner.device),
     }
+    if learner.phase == "masked" and learner.masks is not None:
+        extra |= {f"{_MASK}{name}": mask.words for name, mask in learner.masks.items()}
     save(path, learner.model, learner.opt, scaler=learner.scaler, extra=extra)
 
 
-def restore(path: Path, learner: Learner, *, masks: Path) -> Progress:
+def restore(path: Path, learner: Learner) -> Progress:
     """Bring a fresh learner to where a checkpoint stands, and return where that is.
-
-    Args:
-        path: The checkpoint.
-        learner: In its dense phase.
-        masks: The masks of a run on dense state, whose checkpoints hold none.
 
     Raises:
         CheckpointError: The checkpoint is damaged, of another model, or not of a run.
     """
-    try:
-        progress = Progress(**read_manifest(path).extra["progress"])
-    except (KeyError, TypeError):
-        raise CheckpointError(
-            f"'{path}' was not saved by samo train: it does not say where the run stood; read it with "
-            "samo.load"
-        ) from None
-    if progress.phase != "dense":
-        source = path if progress.phase == "samo" else masks
-        learner.prune(Masks.load(source).to(learner.device), progress.phase)
+    manifest = verify(path)
+    progress = _progress(path, manifest.extra.get("progress"))
+    if progress.phase == "samo":
+        learner.prune(Masks.load(path).to(learner.device), "samo")
     extra = load(path, learner.model, learner.opt, scaler=learner.scaler)
+    if progress.phase == "masked":
+        learner.prune(_masks_in(extra, learner), "masked")
     learner.dense_skipped = progress.dense_skipped
     _set_random_states(extra)
     return progress
+
+
+def _progress(path: Path, found: Any) -> Progress:
+    """Check what a checkpoint says of its run; what a newer samo has added is left out."""
+    hints = typing.get_type_hints(Progress)
+    known = {} if not isinstance(found, dict) else {k: v for k, v in found.items() if k in hints}
+    if "step" not in known:
+        raise CheckpointError(
+            f"'{path}' was not saved by samo train: it does not say where the run stood; read it with "
+            "samo.load"
+        )
+    for name, value in known.items():
+        kinds = typing.get_args(hints[name]) or (hints[name],)
+        fits = value in kinds or type(value) in kinds  # a phase is one of the words themselves
+        if name in ("phase", "accounted"):
+            fits = value in ("dense", "masked", "samo") or (name == "accounted" and value is None)
+        if not fits or (isinstance(value, int) and not 0 <= value < 2**63):
+            raise CheckpointError(
+                f"'{path}' is damaged: its {name} is {str(value)[:40]!r}; take another checkpoint"
+            )
+    return Progress(**known)
+
+
+def _masks_in(extra: dict[str, Any], learner: Learner) -> Masks:
+    """Read the masks of a run on dense state, whose model has none of its own."""
+    shapes = {name: param.shape for name, param in learner.model.named_parameters()}
+    return Masks(
+        {
+            name.removeprefix(_MASK): Mask(shapes[name.removeprefix(_MASK)], words)
+            for name, words in extra.items()
+            if name.startswith(_MASK)
+        }
+    ).to(learner.device)
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:

@@ -90,21 +90,22 @@ def check_memory(config: TrainConfig) -> None:
         )
 
 
-def new_learner(config: TrainConfig) -> Learner:
+def new_learner(config: TrainConfig, *, is_filled_later: bool = False) -> Learner:
     """Return a learner with its first weights: of ``model.init``, or from seed and device.
+
+    Args:
+        config: Resolved settings.
+        is_filled_later: A checkpoint will be loaded; then ``model.init`` need not be there any more.
 
     Raises:
         CheckpointError: ``model.init`` cannot be read, or is of another model.
-        MaskError: The masks that are given do not fit the model; better now than after the dense phase.
     """
     assert isinstance(config.data.vocab_size, int)
     torch.manual_seed(config.run.seed)
     with torch.device(config.run.device):
         model = GPT(gpt_config(config.model, config.data.vocab_size))
-    if config.model.init is not None:
+    if config.model.init is not None and not is_filled_later:
         load(config.model.init, model)
-    if config.prune.masks is not None:
-        Masks.load(config.prune.masks).parameters_of(model)
     return Learner(
         model,
         config.optim,
@@ -122,7 +123,9 @@ def draw_masks(model: torch.nn.Module, config: TrainConfig) -> Masks:
     """
     settings = config.prune
     if settings.masks is not None:
-        return Masks.load(settings.masks).to(config.run.device)
+        masks = Masks.load(settings.masks).to(config.run.device)
+        masks.parameters_of(model)
+        return masks
     try:
         return prune(
             model,

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from samo.config import TrainConfig
+from samo.data.batches import validation_batches
 from samo.data.tokenizers import Tokenizer, open_tokenizer
 from samo.data.tokens import Tokens, open_tokens
+from samo.errors import DataError
 
 __all__ = []
 
@@ -40,4 +42,11 @@ def open_text(config: TrainConfig, out: Path) -> Text:
     else:
         together = tokens.vocab_size
         tokens, valid = tokens.split(data.valid_fraction, min_tokens=context + 1)
+    sizes = {"context": context, "batch_size": config.run.batch_size}
+    for name, part in (("to train on", tokens), ("to validate on", valid)):
+        try:
+            next(validation_batches(part, **sizes, max_batches=1))
+        except DataError as error:
+            files = ", ".join(f"'{path.name}'" for path in data.valid or data.train)
+            raise DataError(f"the text {name} ({files}): {error}") from None
     return Text(tokenizer, tokens, valid, together)
