@@ -28,9 +28,12 @@ LAYERS: Final = (
     {
         "samo.kernels",
         "samo.kernels.rounding",
+        "samo.kernels.corrections",
         "samo.kernels.reference",
         "samo.kernels.loops",
         "samo.kernels.cpu",
+        "samo.kernels.triton_kernels",
+        "samo.kernels.cuda",
     },
     {"samo.weights"},
     {"samo.stepping", "samo.owners"},
@@ -41,7 +44,7 @@ LAYERS: Final = (
 )
 """Lowest first: a module may import from the layers below, and from its own without a circle."""
 
-ONLY_IN: Final = {"numba": "samo.kernels", "triton": "samo.kernels"}
+ONLY_IN: Final = {"numba": "samo.kernels", "triton": "samo.kernels.triton_kernels"}
 """What is heavy or not everywhere, and the module or package that alone may import it."""
 
 HEAVY: Final = {"torch", "numba", "triton", "transformers"}
