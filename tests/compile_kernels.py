@@ -49,15 +49,16 @@ def variants() -> Iterator[Variant]:
         types["num_weights"] = "i32"
         constants = {"HAS_SKIP": has_skip, "HAS_LR_AT": bool(lr), "SIZE": 128}
         yield tk.adamw_scalars_kernel, types, constants, 4
-    for (dtype, grad_dtype), has_skip, is_small in product(PAIRS, (False, True), (False, True)):
+    # Each flag with each pair of types; flags together only where one changes what another does.
+    for (dtype, grad_dtype), is_first in product(PAIRS, (False, True)):
         types = {"rows": "*i64", "items": "*i32", "scalars": "*fp32", "skip": "*i8"}
         types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
         constants = {
             "WEIGHT": tk.KINDS[dtype],
             "WHOLE": tk.KINDS[cuda._REST_KINDS[dtype]],
             "GRADIENT": tk.KINDS[grad_dtype],
-            "HAS_SKIP": has_skip,
-            "IS_SMALL": is_small,
+            "HAS_SKIP": is_first,
+            "IS_SMALL": not is_first,
         }
         # The other slots differ only in how often the same code stands there.
         yield (
@@ -67,8 +68,7 @@ def variants() -> Iterator[Variant]:
             1,
         )
         whole = {"PARTS": cuda._ITEM_PARTS, "PART": cuda._PART}
-        for is_aligned in (False, True):
-            yield tk.adamw_all_kernel, types, constants | whole | {"IS_ALIGNED": is_aligned}, 4
+        yield tk.adamw_all_kernel, types, constants | whole | {"IS_ALIGNED": is_first}, 4
     for kind, exponent in cuda._EXPONENTS.values():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}

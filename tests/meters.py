@@ -61,7 +61,9 @@ class DenseGradients(TorchDispatchMode):
             return
         self.live[key] = storage.nbytes()
         weakref.finalize(storage, self.live.pop, key, None)
-        held = {leaf.grad.untyped_storage().data_ptr() for leaf in self.leaves if leaf.grad is not None}
+        held = {
+            leaf.grad.untyped_storage().data_ptr() for leaf in self.leaves if leaf.grad is not None
+        }
         passing = sum(nbytes for address, nbytes in self.live.items() if address not in held)
         self.peak_bytes = max(self.peak_bytes, passing)
 

@@ -282,9 +282,12 @@ def compressed_pair() -> tuple[Pair, dict[str, nn.Parameter]]:
 def test_the_gradient_of_an_unpruned_weight_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[str] = []
     accumulate = Weight.accumulate
-    monkeypatch.setattr(
-        Weight, "accumulate", lambda self, grad: (copied.append(self.name), accumulate(self, grad))
-    )
+
+    def watch(self: Weight, grad: Tensor) -> None:
+        copied.append(self.name)
+        accumulate(self, grad)
+
+    monkeypatch.setattr(Weight, "accumulate", watch)
     model = compressed_gpt()
     train(model)()
     masked = {name for name, weight in owned_weights(model).items() if weight.mask is not None}

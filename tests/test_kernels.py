@@ -107,12 +107,18 @@ def test_compress_keeps_infinities_and_nans(kernels: Kernels) -> None:
         assert out[3] == (torch.tensor(3e38, dtype=dtype) * 2)
 
 
-def test_compress_multiplies_by_a_factor(kernels: Kernels) -> None:
-    keep = torch.tensor([True, False, True])
-    dense = torch.tensor([8.0, 3.0, 1e-3], dtype=torch.float16)
-    out = torch.zeros(2, dtype=torch.float32)
-    kernels.compress_(dense, Mask.from_bool(keep), out, factor=torch.tensor(2.0**-16))
-    assert torch.equal(out, dense[keep].float() * 2.0**-16)
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("is_masked", [True, False], ids=["pruned", "unpruned"])
+def test_compress_multiplies_by_a_factor(kernels: Kernels, is_masked: bool, add: bool) -> None:
+    for dtype, grad_dtype in PAIRS:
+        keep = draw_keep(1100, 0.1 if is_masked else 1.0)
+        dense = torch.randn(1100).to(dtype)
+        out = torch.randn(int(keep.sum())).to(grad_dtype)
+        scaled = dense[keep].float() * 2.0**-3
+        expected = ((out + scaled) if add else scaled).to(grad_dtype)
+        mask = Mask.from_bool(keep) if is_masked else None
+        kernels.compress_(dense, mask, out, add=add, factor=torch.tensor(2.0**-3))
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -222,6 +228,71 @@ def test_a_skipped_step_changes_nothing(kernels: Kernels) -> None:
     kernels.adamw_([update], settings, torch.tensor(False))
     assert dense[keep].isnan().all()
     assert tensors[4] == 6
+
+
+def draw_update(
+    numel: int, density: float | None, dtype: torch.dtype, grad_dtype: torch.dtype, step: int
+) -> AdamWUpdate:
+    """A weight in the middle of its training; unpruned without a density."""
+    keep = torch.ones(numel, dtype=torch.bool) if density is None else draw_keep(numel, density)
+    kept = int(keep.sum())
+    values, rest = split(torch.randn(kept, dtype=master_dtype(dtype)), dtype)
+    dense = torch.zeros(numel, dtype=dtype)
+    dense[keep] = values
+    grad = (torch.randn(kept) * 0.01).to(grad_dtype)
+    moments = torch.randn(kept).to(master_dtype(dtype)) * 0.01
+    mask = None if density is None else Mask.from_bool(keep)
+    return AdamWUpdate(
+        dense, mask, rest, grad, moments, moments.square() + 1e-6, torch.tensor(float(step))
+    )
+
+
+def copy_of(update: AdamWUpdate) -> AdamWUpdate:
+    return AdamWUpdate(*(part.clone() if isinstance(part, Tensor) else part for part in update))
+
+
+def master_of(update: AdamWUpdate) -> Tensor:
+    dense, mask = update.dense, update.mask
+    return join(dense.view(-1) if mask is None else dense[mask.to_bool()], update.rest_Z)
+
+
+@pytest.mark.parametrize("is_lr_tensor", [False, True], ids=["lr", "lr tensor"])
+@pytest.mark.parametrize("has_skip", [False, True], ids=["", "skip"])
+def test_weights_of_all_kinds_are_updated_together(
+    kernels: Kernels, is_lr_tensor: bool, has_skip: bool
+) -> None:
+    densities = [0.1, None, 0.6, None, 0.1, 1.0]
+    sizes = [2049, 33, 1, 1025, 0, 2048]
+    updates = [
+        draw_update(numel, density, dtype, grad_dtype, step=7 * index)
+        for index, ((dtype, grad_dtype), numel, density) in enumerate(
+            zip(PAIRS * 2, sizes + sizes[::-1], densities + densities[::-1])
+        )
+    ]
+    expected = [copy_of(update) for update in updates]
+    before = [master_of(update) for update in updates]
+    lr = torch.tensor(0.015625) if is_lr_tensor else 0.015625  # no rounding of it in any type
+    settings = AdamWSettings(lr, 0.9, 0.95, 1e-8, 0.125)
+    skip = torch.tensor(False) if has_skip else None
+    kernels.adamw_(updates, settings, skip)
+    reference.adamw_(expected, settings, skip)
+    for ours, theirs, old in zip(updates, expected, before):
+        assert ours.step == theirs.step
+        assert_ulps(master_of(ours), master_of(theirs), old, at_most=3)
+        if ours.mask is not None:
+            assert not ours.dense[~ours.mask.to_bool()].any()
+
+
+def test_addresses_may_change_between_steps(kernels: Kernels) -> None:
+    settings = AdamWSettings(0.01, 0.9, 0.95, 1e-8, 0.1)
+    update = draw_update(2100, 0.1, torch.bfloat16, torch.bfloat16, step=0)
+    expected = copy_of(update)
+    for _ in range(3):
+        update = copy_of(update)
+        kernels.adamw_([update], settings, None)
+        reference.adamw_([expected], settings, None)
+        # Roundings of three steps; a wrong address would be off by a step, 0.01.
+        torch.testing.assert_close(master_of(update), master_of(expected), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=50, deadline=None)
