@@ -68,7 +68,7 @@ def variants() -> Iterator[Variant]:
             1,
         )
         whole = {"PARTS": cuda._ITEM_PARTS, "PART": cuda._PART}
-        yield tk.adamw_all_kernel, types, constants | whole | {"IS_ALIGNED": is_first}, 4
+        yield tk.adamw_all_kernel, types, constants | whole | {"IS_ALIGNED": is_first}, 8
     for kind, exponent in cuda._EXPONENTS.values():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}

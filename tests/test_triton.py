@@ -85,6 +85,20 @@ def test_the_way_to_compress_follows_the_density() -> None:
     assert cuda.compress_config(kept=0, numel=0).way == "slot"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the real one takes long enough")
+def test_the_tuning_script_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import triton_tuning
+
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["tuning", "--toy", "--rounds", "1", "--out", str(out)])
+    triton_tuning.main()
+    assert "| compress slot 256 x 1 |" in capsys.readouterr().out
+    assert len(out.read_text().splitlines()) > 25
+
+
 def weights(count: int, dtype: torch.dtype = torch.bfloat16) -> list[AdamWUpdate]:
     """Pruned and unpruned weights in turns."""
     updates = []

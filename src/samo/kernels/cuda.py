@@ -267,6 +267,7 @@ def launch_adamw(
                     IS_ALIGNED=all(_is_aligned(rows_on_host[index]) for index in members),
                     PARTS=_ITEM_PARTS,
                     PART=_PART,
+                    num_warps=8,
                     **options,
                 )
             else:

@@ -277,9 +277,12 @@ def expand_kernel(values, words, offsets, dense, numel, num_words, WORDS: tl.con
 
 
 @triton.jit
-def _address(row, column: tl.constexpr, kind: tl.constexpr):
+def _address(row, column: tl.constexpr, kind: tl.constexpr, IS_ALIGNED: tl.constexpr = False):
     """Return the address in a column of a weight's row as a pointer to entries of a kind."""
-    return tl.load(row + column).to(tl.pointer_type(kind))
+    address = tl.load(row + column).to(tl.pointer_type(kind))
+    if IS_ALIGNED:  # said here, since a hint on what a function returned is lost
+        address = tl.multiple_of(address, 16)
+    return address
 
 
 @triton.jit(do_not_specialize=["num_weights"])
@@ -327,6 +330,21 @@ def adamw_scalars_kernel(
 
 
 @triton.jit
+def _load(at, mask, IS_FULL: tl.constexpr):
+    """Read entries, with a mask only if it is needed: with one there are no vector loads."""
+    return tl.load(at) if IS_FULL else tl.load(at, mask=mask, other=0)
+
+
+@triton.jit
+def _store(at, entries, mask, IS_FULL: tl.constexpr):
+    """Write entries, with a mask only if it is needed."""
+    if IS_FULL:
+        tl.store(at, entries)
+    else:
+        tl.store(at, entries, mask=mask)
+
+
+@triton.jit
 def _update(
     weight_at,
     rest_at,
@@ -340,6 +358,7 @@ def _update(
     rest2,
     eps,
     IS_SMALL: tl.constexpr,
+    IS_FULL: tl.constexpr,
 ):
     """Update entries, rounding where torch's unfused AdamW rounds.
 
@@ -348,16 +367,16 @@ def _update(
     """
     kind: tl.constexpr = weight_at.dtype.element_ty
     if kind == tl.int16:
-        upper = tl.load(weight_at, mask=mask, other=0).to(tl.int32) << 16
-        rest = tl.load(rest_at, mask=mask, other=0).to(tl.int32)
+        upper = _load(weight_at, mask, IS_FULL).to(tl.int32) << 16
+        rest = _load(rest_at, mask, IS_FULL).to(tl.int32)
         param = (upper + rest).to(tl.float32, bitcast=True)
     elif kind == tl.float16:
-        param = tl.load(rest_at, mask=mask, other=0)
+        param = _load(rest_at, mask, IS_FULL)
     else:
-        param = tl.load(weight_at, mask=mask, other=0)
-    grad = _widen(tl.load(grad_at, mask=mask, other=0))
-    exp_avg = tl.load(exp_avg_at, mask=mask, other=0)
-    exp_avg_sq = tl.load(exp_avg_sq_at, mask=mask, other=0)
+        param = _load(weight_at, mask, IS_FULL)
+    grad = _widen(_load(grad_at, mask, IS_FULL))
+    exp_avg = _load(exp_avg_at, mask, IS_FULL)
+    exp_avg_sq = _load(exp_avg_sq_at, mask, IS_FULL)
     step_size = tl.load(scalars)
     denominator = tl.load(scalars + 1)
     decay = tl.load(scalars + 2)
@@ -370,19 +389,19 @@ def _update(
     under = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.zeros_like(grad) + denominator) + eps
     param = param * decay + tl.div_rn(exp_avg * step_size, under)
 
-    tl.store(exp_avg_at, exp_avg, mask=mask)
-    tl.store(exp_avg_sq_at, exp_avg_sq, mask=mask)
+    _store(exp_avg_at, exp_avg, mask, IS_FULL)
+    _store(exp_avg_sq_at, exp_avg_sq, mask, IS_FULL)
     if kind == tl.int16:
         bits = param.to(tl.int32, bitcast=True)
         bits = tl.where(param != param, 0x7FC00000, bits)
         rounded = (bits + 0x8000) >> 16  # half away from zero: see kernels/rounding.py
-        tl.store(rest_at, (bits - (rounded << 16)).to(tl.int16), mask=mask)
-        tl.store(weight_at, rounded.to(tl.int16), mask=mask)
+        _store(rest_at, (bits - (rounded << 16)).to(tl.int16), mask, IS_FULL)
+        _store(weight_at, rounded.to(tl.int16), mask, IS_FULL)
     elif kind == tl.float16:
-        tl.store(rest_at, param, mask=mask)
-        tl.store(weight_at, param.to(tl.float16), mask=mask)
+        _store(rest_at, param, mask, IS_FULL)
+        _store(weight_at, param.to(tl.float16), mask, IS_FULL)
     else:
-        tl.store(weight_at, param, mask=mask)
+        _store(weight_at, param, mask, IS_FULL)
 
 
 @triton.jit
@@ -442,6 +461,7 @@ def adamw_kept_kernel(
             rest2,
             eps,
             IS_SMALL,
+            False,
         )
         first += SLOTS
 
@@ -473,33 +493,28 @@ def adamw_all_kernel(
     size = tl.load(row + SIZE)
     if HAS_SKIP:
         size = tl.where(tl.load(skip) == 0, size, 0)
-    dense = _address(row, DENSE, WEIGHT)
-    rest = _address(row, REST, WHOLE)
-    grad = _address(row, GRAD, GRADIENT)
-    exp_avg = _address(row, EXP_AVG, tl.float32)
-    exp_avg_sq = _address(row, EXP_AVG_SQ, tl.float32)
-    if IS_ALIGNED:
-        dense = tl.multiple_of(dense, 16)
-        rest = tl.multiple_of(rest, 16)
-        grad = tl.multiple_of(grad, 16)
-        exp_avg = tl.multiple_of(exp_avg, 16)
-        exp_avg_sq = tl.multiple_of(exp_avg_sq, 16)
+    dense = _address(row, DENSE, WEIGHT, IS_ALIGNED)
+    rest = _address(row, REST, WHOLE, IS_ALIGNED)
+    grad = _address(row, GRAD, GRADIENT, IS_ALIGNED)
+    exp_avg = _address(row, EXP_AVG, tl.float32, IS_ALIGNED)
+    exp_avg_sq = _address(row, EXP_AVG_SQ, tl.float32, IS_ALIGNED)
     entry = start + tl.arange(0, PART)
     shared = scalars + weight * SCALARS
-    if start + PART <= size:  # a mask of ones allows vector loads, a comparison does not
+    if start + PART <= size:
         _update(
             dense + entry,
             rest + entry,
             grad + entry,
             exp_avg + entry,
             exp_avg_sq + entry,
-            tl.full([PART], True, tl.int1),
+            entry < size,
             shared,
             lerp,
             beta2,
             rest2,
             eps,
             IS_SMALL,
+            True,
         )
     elif start < size:
         _update(
@@ -515,6 +530,7 @@ def adamw_all_kernel(
             rest2,
             eps,
             IS_SMALL,
+            False,
         )
 
 
