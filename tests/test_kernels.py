@@ -283,6 +283,22 @@ def test_weights_of_all_kinds_are_updated_together(
             assert not ours.dense[~ours.mask.to_bool()].any()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, under the interpreter
+def test_a_nan_with_all_bits_set_stays_one(kernels: Kernels) -> None:
+    """A GPU makes such NaNs, and rounding would carry one over into -0."""
+    all_set = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    out = torch.zeros(1, dtype=torch.bfloat16)
+    kernels.compress_(all_set, Mask.from_bool(torch.tensor([True])), out)
+    assert out.isnan()
+    dense = torch.tensor([-0.0], dtype=torch.bfloat16)
+    rest = torch.tensor([-1], dtype=torch.int16)  # together 0x7FFFFFFF
+    update = AdamWUpdate(
+        dense, None, rest, torch.ones(1), torch.zeros(1), torch.zeros(1), torch.tensor(0.0)
+    )
+    kernels.adamw_([update], AdamWSettings(0.1, 0.9, 0.9, 1e-8, 0.1), None)
+    assert dense.isnan()
+
+
 def test_addresses_may_change_between_steps(kernels: Kernels) -> None:
     settings = AdamWSettings(0.01, 0.9, 0.95, 1e-8, 0.1)
     update = draw_update(2100, 0.1, torch.bfloat16, torch.bfloat16, step=0)
