@@ -1,5 +1,7 @@
 """What holds for every test: one seed, one thread, no deadlines, GPU tests only on a GPU."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
@@ -8,6 +10,9 @@ import torch
 hypothesis.settings.register_profile("samo", deadline=None)
 hypothesis.settings.load_profile("samo")
 
+# Before anything imports the kernels, which Triton either compiles or interprets from then on.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Small tensors gain nothing from a second thread, and two that share a busy machine wait for each other.
 torch.set_num_threads(1)

@@ -31,11 +31,15 @@ def tokens(batch: int = 5, length: int = 19, vocab_size: int = 331) -> Tensor:
 
 
 class DenseGradients(TorchDispatchMode):
-    """Counts the bytes of new tensors in the shape of a weight that are alive at the same time."""
+    """Counts the bytes of new tensors in the shape of a weight that are alive at the same time.
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    Not those that ``leaves`` hold by then: the gradient of an unpruned weight may be kept as it is.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], leaves: Iterable[Tensor] = ()) -> None:
         super().__init__()
         weights = list(weights)
+        self.leaves = list(leaves)
         shapes = {tuple(weight.shape) for weight in weights if weight.dim() > 1}
         self.shapes = shapes | {shape[::-1] for shape in shapes}
         self.known = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -57,7 +61,11 @@ class DenseGradients(TorchDispatchMode):
             return
         self.live[key] = storage.nbytes()
         weakref.finalize(storage, self.live.pop, key, None)
-        self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
+        held = {
+            leaf.grad.untyped_storage().data_ptr() for leaf in self.leaves if leaf.grad is not None
+        }
+        passing = sum(nbytes for address, nbytes in self.live.items() if address not in held)
+        self.peak_bytes = max(self.peak_bytes, passing)
 
 
 def live_storages() -> dict[int, int]:

@@ -46,9 +46,12 @@ LAYERS: Final = (
     {
         "samo.kernels",
         "samo.kernels.rounding",
+        "samo.kernels.corrections",
         "samo.kernels.reference",
         "samo.kernels.loops",
         "samo.kernels.cpu",
+        "samo.kernels.triton_kernels",
+        "samo.kernels.cuda",
     },
     {"samo.weights"},
     {"samo.stepping", "samo.owners"},
@@ -94,7 +97,7 @@ ONLY_IN: Final = {
     "tensorboard": "samo.training.metrics",
     "tokenizers": "samo.data.tokenizers",
     "transformers": "samo.model_folders",
-    "triton": "samo.kernels",
+    "triton": "samo.kernels.triton_kernels",
 }
 """What is heavy or not everywhere, and the module or package that alone may import it."""
 

@@ -19,8 +19,7 @@ from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose
 from samo.masks import Mask
 
 DENSITY = 0.1
-SETTINGS = AdamWSettings(1 - 1e-4, 0.9, 0.999, 1e-8)
-STEP_SIZE, DENOMINATOR = 1e-3, 0.3
+SETTINGS = AdamWSettings(1e-3, 0.9, 0.999, 1e-8, 0.1)
 
 
 class Problem:
@@ -40,9 +39,7 @@ class Problem:
 def with_kernels(kernels: Kernels, problem: Problem) -> dict[str, Callable[[], object]]:
     """Return the three operations of an implementation of samo."""
     p = problem
-    update = AdamWUpdate(
-        p.dense, p.mask, None, p.grad, p.exp_avg, p.exp_avg_sq, STEP_SIZE, DENOMINATOR
-    )
+    update = AdamWUpdate(p.dense, p.mask, None, p.grad, p.exp_avg, p.exp_avg_sq, torch.zeros(()))
     return {
         "compress": lambda: kernels.compress_(p.source, p.mask, p.out),
         "expand": lambda: kernels.expand_(p.grad, p.mask, p.source),
@@ -64,11 +61,11 @@ def index_adamw(
     dense: Tensor, index: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
 ) -> None:
     """Gather, update and scatter by index."""
-    decay, beta1, beta2, eps = SETTINGS
+    lr, beta1, beta2, eps, weight_decay = SETTINGS
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    change = exp_avg / (exp_avg_sq.sqrt() / DENOMINATOR + eps)
-    dense.index_copy_(0, index, dense[index] * decay - change * STEP_SIZE)
+    change = exp_avg / (exp_avg_sq.sqrt() / 0.3 + eps)  # as if after some 100 steps
+    dense.index_copy_(0, index, dense[index] * (1 - lr * weight_decay) - change * lr)
 
 
 def with_index(problem: Problem, *, is_compiled: bool) -> dict[str, Callable[[], object]]:

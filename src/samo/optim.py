@@ -151,15 +151,9 @@ class AdamW(Optimizer):
         if not members:
             return
         beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and skip is None:
-            lr = float(lr)
         updates = []
         for weight, gradient in members:
             state = self._state_of(weight)
-            state["step"].add_(1 if skip is None else ~skip)
-            # Doubles on the host, or a double on the device: bias corrections need the digits.
-            step = state["step"].item() if skip is None else state["step"].double()
             updates.append(
                 AdamWUpdate(
                     weight.param,
@@ -168,11 +162,10 @@ class AdamW(Optimizer):
                     gradient,
                     state["exp_avg"],
                     state["exp_avg_sq"],
-                    lr / (1 - beta1**step),
-                    (1 - beta2**step) ** 0.5,
+                    state["step"],
                 )
             )
-        settings = AdamWSettings(1 - lr * group["weight_decay"], beta1, beta2, group["eps"])
+        settings = AdamWSettings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         members[0][0].kernels.adamw_(updates, settings, skip)
         for weight, _ in members:
             weight.changed()

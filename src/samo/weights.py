@@ -271,9 +271,25 @@ class Weight:
         self._version, self._address = self.param._version, self.param.data_ptr()
 
     def _take_gradient(self, use: Tensor) -> None:
-        grad, use.grad = use.grad, None
+        box = [use.grad]  # the one reference of ours, so that others can be counted
+        use.grad = None
+        if use is not self.param and self._keep(box):
+            return
+        grad = box.pop()
         if grad is not None:
             self.accumulate(grad)
+
+    def _keep(self, box: list[Tensor | None]) -> bool:
+        """Keep an unpruned weight's first gradient as it is, if nobody else can reach its memory.
+
+        Not where compiled code hands it over (the parameter's own hook): that may use it again.
+        """
+        if self.mask is not None or self.leaf.grad is not None or self.is_lent:
+            return False
+        if box[0] is None or self.scaler is not None or not _is_own(box, self.grad_dtype):
+            return False
+        self._buffer = self.leaf.grad = box[0].view(-1)
+        return True
 
     def _tag(self) -> None:
         """Let `weight_of` find this object, without a cycle that would delay freeing memory."""
@@ -309,6 +325,28 @@ def _gradient_hook(reference: _Link) -> Callable[[Tensor], None]:
             weight._take_gradient(param)
 
     return take
+
+
+def _is_own(box: list[Tensor | None], dtype: torch.dtype) -> bool:
+    """Return whether a gradient, of this type and contiguous, has its memory to itself.
+
+    autograd copies a gradient that anybody else holds before it hands it over, but not one that a
+    hook, say, has a view of.
+    """
+    grad = box[0]
+    if type(grad) is not Tensor or grad.dtype != dtype or grad.layout != torch.strided:
+        return False
+    if grad.requires_grad or not grad.is_contiguous():
+        return False
+    storage = grad.untyped_storage()
+    is_whole = storage.nbytes() == grad.nbytes
+    del grad
+    # One more in each count: getrefcount's own argument, and the storage asked for here.
+    return (
+        is_whole
+        and sys.getrefcount(box[0]) <= 2
+        and torch._C._storage_Use_Count(storage._cdata) <= 2
+    )
 
 
 def _of(shape: tuple[int, ...], dtype: torch.dtype) -> str:

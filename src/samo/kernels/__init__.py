@@ -8,13 +8,15 @@ Four operations carry everything else; the first three read the mask's bits bloc
     find_nonfinite  is any entry of some vectors NaN or infinite?
 
 ``reference`` does them in plain torch operations on any device and is what "right" means here;
-``cpu`` is the fast path for a laptop. An implementation for another device is one more module with
-these four functions and one more line in `choose`.
+``cpu`` is the fast path for a laptop and ``cuda`` that for an NVIDIA GPU. An implementation for
+another device is one more module with these four functions and one more line in `choose`.
 
 Shape suffixes below: N = entries of the dense tensor, Z = kept entries.
 """
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
@@ -24,9 +26,10 @@ from samo.masks import Mask
 
 __all__ = []
 
-Path = Literal["auto", "reference"]
+Path = Literal["auto", "reference", "triton"]
 
-PATHS: Final = ("auto", "reference")
+PATHS: Final = ("auto", "reference", "triton")
+"""The fastest for the device, plain torch, or the GPU's on any device (with Triton's interpreter)."""
 
 
 class AdamWUpdate(NamedTuple):
@@ -41,20 +44,18 @@ class AdamWUpdate(NamedTuple):
     grad_Z: Tensor
     exp_avg_Z: Tensor
     exp_avg_sq_Z: Tensor
-    step_size: float | Tensor
-    """Learning rate over the first moment's bias correction."""
-    denominator: float | Tensor
-    """Square root of the second moment's bias correction."""
+    step: Tensor
+    """How many updates the weight has had, a float32 scalar; the update counts itself."""
 
 
 class AdamWSettings(NamedTuple):
     """What all weights of one parameter group share in an AdamW step."""
 
-    decay: float | Tensor
-    """Factor on the weight: 1 - learning rate * weight decay."""
+    lr: float | Tensor
     beta1: float
     beta2: float
     eps: float
+    weight_decay: float
 
 
 class Kernels(Protocol):
@@ -77,20 +78,47 @@ class Kernels(Protocol):
     def adamw_(
         self, updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None
     ) -> None:
-        """Update weights, remainders and moments in place; nothing changes where ``skip`` is true."""
+        """Update weights, remainders, moments and step counts in place; not where ``skip`` is true."""
 
     def find_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return whether any entry is NaN or infinite, as a boolean scalar on the tensors' device."""
 
 
 def choose(device: torch.device, path: Path = "auto") -> Kernels:
-    """Return the fastest implementation for ``device``, or the reference if ``path`` asks for it."""
+    """Return the fastest implementation for ``device``, or the one that ``path`` asks for."""
     from samo.kernels import reference
 
-    if path == "reference" or device.type != "cpu":
+    if path == "reference":
+        return reference
+    if path == "triton":
+        from samo.kernels import cuda
+
+        return cuda
+    if device.type == "cpu":
+        try:
+            from samo.kernels import cpu
+        except ImportError:  # no numba on this machine, or switched off: right, only slower
+            return reference
+        return cpu
+    if device.type != "cuda" or torch.version.hip is not None:
+        _warn_once(f"samo has no kernels of its own for this device ({_name(device)})")
         return reference
     try:
-        from samo.kernels import cpu
-    except ImportError:  # no numba on this machine, or switched off: right, only slower
+        from samo.kernels import cuda
+    except ImportError as error:
+        _warn_once(f"samo's kernels for {_name(device)} need triton, and {error}")
         return reference
-    return cpu
+    return cuda
+
+
+@cache
+def _warn_once(what: str) -> None:
+    warnings.warn(
+        f"{what}; plain torch operations do the same, many times slower. To be told nothing, pass "
+        "kernels='reference' to samo.compress_",
+        stacklevel=3,
+    )
+
+
+def _name(device: torch.device) -> str:
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type

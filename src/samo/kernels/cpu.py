@@ -20,6 +20,7 @@ from torch import Tensor
 
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, loops, reference
+from samo.kernels.corrections import count_step
 from samo.masks import Mask
 
 if numba.config.DISABLE_JIT:
@@ -126,12 +127,14 @@ _ADAMW_TYPES: Final = {
 def _adamw_rows(
     updates: Sequence[AdamWUpdate], settings: AdamWSettings, dense: Any, grad: Any, moment: Any
 ) -> None:
-    decay, beta1, beta2, eps = settings
+    _, beta1, beta2, eps, _ = settings
     rows = np.array([_row(update) for update in updates], dtype=np.int64)
     scalars = np.array(
         [
-            (decay, 1 - beta1, beta2, 1 - beta2, eps, -update.step_size, update.denominator)
-            for update in updates
+            (decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator)
+            for step_size, denominator, decay in (
+                count_step(update.step, settings, None) for update in updates
+            )
         ],
         dtype=moment,
     )
@@ -184,7 +187,7 @@ def _array(tensor: Tensor) -> loops.Array:
 
 def _row(update: AdamWUpdate) -> tuple[int, ...]:
     """Return what ``loops`` has to know of one weight, in the order of its columns."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, _, _ = update
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, _ = update
     return (
         dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),
@@ -200,7 +203,7 @@ def _row(update: AdamWUpdate) -> tuple[int, ...]:
 
 def _is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, _, _ = update
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, _ = update
     kept = dense.numel() if mask is None else mask.kept
     moment = torch.float64 if dense.dtype == torch.float64 else torch.float32
     is_rest_plain = (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate
+from samo.kernels.corrections import Corrections, count_step
 from samo.kernels.rounding import join, split
 from samo.masks import Mask
 
@@ -57,6 +58,7 @@ def expand_(values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
     """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
     for update in updates:
+        corrections = count_step(update.step, settings, skip)
         flat_N = update.dense.detach().reshape(-1)
         for piece_N, keep, piece_Z in _pieces(flat_N, update.mask):
             old = piece_N if keep is None else piece_N[keep]
@@ -68,7 +70,7 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
                 update.grad_Z[piece_Z].to(master.dtype),
                 exp_avg,
                 exp_avg_sq,
-                update,
+                corrections,
                 settings,
             )
             for target, source in zip((master, exp_avg, exp_avg_sq), new):
@@ -97,15 +99,16 @@ def _adamw(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    update: AdamWUpdate,
+    corrections: Corrections,
     settings: AdamWSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    decay, beta1, beta2, eps = settings
+    step_size, correction, decay = corrections
+    _, beta1, beta2, eps, _ = settings
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
     exp_avg_sq = exp_avg_sq.mul(beta2).addcmul_(grad, grad, value=1 - beta2)
-    denominator = (exp_avg_sq.sqrt() / update.denominator).add_(eps)
+    denominator = (exp_avg_sq.sqrt() / correction).add_(eps)
     # Spelled out instead of addcdiv_, which takes no tensor as its value; the roundings are the same.
-    change = (exp_avg * -update.step_size) / denominator
+    change = (exp_avg * -step_size) / denominator
     return param.mul(decay).add_(change), exp_avg, exp_avg_sq
 
 
