@@ -137,7 +137,9 @@ class Problem:
         self.source = _random(numel, device)
         self.target = torch.empty_like(self.source)
         self.grad_Z = _random(self.mask.kept, device)
-        self._exact = self._stepper()
+        self.model = _OneWeight(_random(numel, device))
+        self._models: list[nn.Module] = []
+        self._exact = self._stepper(self.model)
 
     def calls(self) -> dict[str, Callable[[], object]]:
         """Return the copy, the kernels and the update, to be called again and again."""
@@ -160,7 +162,7 @@ class Problem:
             NotImplementedError: This samo has none.
         """
         require_lean()
-        return self._stepper(state="lean")
+        return self._stepper(_OneWeight(_random(self.mask.numel, self.device)), state="lean")
 
     def dense_update(self) -> Callable[[], object]:
         """Return the update of dense mixed precision, from the 16-bit gradient to the 16-bit weight."""
@@ -177,18 +179,14 @@ class Problem:
 
         return step
 
-    def _stepper(self, **options: Any) -> Callable[[], object]:
-        """Return the step of an optimizer over a compressed model of this one weight."""
-        model = _OneWeight(_random(self.mask.numel, self.device))
+    def _stepper(self, model: nn.Module, **options: Any) -> Callable[[], object]:
+        """Compress a model of this one weight and return the step of its optimizer."""
         compress_(model, Masks({"weight": self.mask}))
         (leaf,) = parameters(model)
         leaf.grad = self.grad_Z
         opt = AdamW([leaf], lr=_LR, **options)
-
-        def step(model: nn.Module = model) -> None:  # which holds the weight that opt updates
-            opt.step()
-
-        return step
+        self._models.append(model)  # an optimizer does not hold the weights it updates
+        return opt.step
 
 
 class _OneWeight(nn.Module):
