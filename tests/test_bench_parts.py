@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +92,13 @@ def test_contenders_take_turns_and_are_prepared_each_time() -> None:
     assert turns[0] == "abc"
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 2  # the order changes
+
+
+def test_what_prepares_is_not_timed() -> None:
+    times = timing.in_turns(
+        {"nothing": lambda: None}, rounds=3, warm_up=0, prepare=lambda: time.sleep(0.05)
+    )
+    assert min(times["nothing"]) < 25
 
 
 def test_a_ratio_is_taken_within_rounds() -> None:
@@ -400,6 +409,7 @@ def test_a_contender_that_fails_in_a_step_leaves_the_others(
     monkeypatch.setitem(MAKERS, "dense", Failing)
     session.together(["dense", "samo"], 3)
     assert session.records["dense"].failure == "it broke"
+    assert not session.records["dense"].step_ms  # it takes no further turns
     assert session.records["samo"].failure is None
     assert len(session.records["samo"].step_ms) == 3
 
@@ -530,8 +540,32 @@ def test_reasons_are_told_once() -> None:
 
 
 def test_an_installed_samo_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "__file__", str(tmp_path / "samo" / "bench" / "rows.py"))
+    package = tmp_path / "site-packages" / "samo"
+    (package / "bench").mkdir(parents=True)
+    monkeypatch.setattr(rows, "__file__", str(package / "bench" / "rows.py"))
     assert rows.commit() is None
+    # Nor has one that lies in the repository of somebody else.
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], [*who, "commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    assert rows.commit() is None
+
+
+def test_a_checkout_has_a_commit_and_says_if_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "src" / "samo"
+    (package / "bench").mkdir(parents=True)
+    (package / "file").write_text("a")
+    monkeypatch.setattr(rows, "__file__", str(package / "bench" / "rows.py"))
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "ours"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    clean = rows.commit()
+    assert clean is not None
+    assert len(clean) >= 7
+    (package / "file").write_text("b")
+    assert rows.commit() == f"{clean}-dirty"
 
 
 def test_a_loss_that_is_not_finite_is_no_number(session: Session) -> None:

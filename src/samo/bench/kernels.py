@@ -167,10 +167,9 @@ class Problem:
     def dense_update(self) -> Callable[[], object]:
         """Return the update of dense mixed precision, from the 16-bit gradient to the 16-bit weight."""
         master = nn.Parameter(self.source.float())
-        grad = torch.empty_like(master)
+        grad = self.source.float()
         master.grad = grad
         opt = torch.optim.AdamW([master], lr=_LR, fused=True)
-        opt.step()
 
         def step() -> None:
             grad.copy_(self.source)
