@@ -159,6 +159,9 @@ def test_the_dense_update_goes_from_the_gradient_to_the_weight() -> None:
     problem.target.fill_(7)
     update()
     assert (problem.target - problem.source).abs().max() < 0.01
+    problem.source[0] = torch.nan
+    update()
+    assert problem.target.isnan().nonzero().tolist() == [[0]]
 
 
 def test_what_does_not_fit_into_memory_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
