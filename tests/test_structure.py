@@ -34,6 +34,9 @@ LAYERS: Final = (
         "samo.kernels.cpu",
         "samo.kernels.triton_kernels",
         "samo.kernels.cuda",
+        "samo.kernels.lean",
+        "samo.kernels.lean_kernels",
+        "samo.kernels.cuda_lean",
     },
     {"samo.weights"},
     {"samo.stepping", "samo.owners"},
@@ -44,7 +47,7 @@ LAYERS: Final = (
 )
 """Lowest first: a module may import from the layers below, and from its own without a circle."""
 
-ONLY_IN: Final = {"numba": "samo.kernels", "triton": "samo.kernels.triton_kernels"}
+ONLY_IN: Final = {"numba": "samo.kernels", "triton": "samo.kernels"}
 """What is heavy or not everywhere, and the module or package that alone may import it."""
 
 HEAVY: Final = {"torch", "numba", "triton", "transformers"}
