@@ -224,7 +224,9 @@ class AdamW(Optimizer):
     def _layout(self, weight: Weight) -> dict[str, tuple[torch.dtype, int]]:
         """Return type and size of what is kept for a weight beside its step count and its rest."""
         if not self.is_lean:
-            return dict.fromkeys(("exp_avg", "exp_avg_sq"), (master_dtype(weight.dtype), weight.kept))
+            return dict.fromkeys(
+                ("exp_avg", "exp_avg_sq"), (master_dtype(weight.dtype), weight.kept)
+            )
         scale = (torch.float32, num_groups(weight.param.numel(), weight.mask))
         return {
             "exp_avg": (torch.int8, weight.kept),

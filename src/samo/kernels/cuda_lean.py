@@ -31,13 +31,6 @@ _PART: Final = 1024
 _ITEM_PARTS: Final = 4
 """Groups of a pruned weight, and parts of an unpruned one, to an item in the list on the device."""
 
-_REST_KINDS: Final = {
-    torch.bfloat16: triton_kernels.tl.int8,
-    torch.float16: triton_kernels.tl.float32,
-    torch.float32: triton_kernels.tl.float32,  # none; any type will do
-}
-"""How the kernels see the rest beside a weight."""
-
 _Kind = tuple[torch.dtype, torch.dtype, bool]
 
 
@@ -90,7 +83,7 @@ def launch_adamw_lean(
             arguments = (rows, scales, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
             options = {
                 "WEIGHT": triton_kernels.KINDS[dtype],
-                "WHOLE": _REST_KINDS[dtype],
+                "WHOLE": lean_kernels.REST_KINDS[dtype],
                 "GRADIENT": triton_kernels.KINDS[grad_dtype],
                 "HAS_SKIP": skip is not None,
                 "IS_SMALL": 1 - beta1 < 0.5,

@@ -10,6 +10,7 @@ What the codes mean, and how they are dithered: ``lean.py``, which does the same
 
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 
@@ -46,6 +47,13 @@ BLOCK_GROUPS: Final = tl.constexpr(bitmap.BLOCK_BITS // lean.GROUP)
 FEW: Final = tl.constexpr(lean.FEW)
 LARGEST_ROOT: Final = tl.constexpr(lean.LARGEST_ROOT)
 SMALLEST: Final = tl.constexpr(lean.SMALLEST)
+
+REST_KINDS: Final = {
+    torch.bfloat16: tl.int8,
+    torch.float16: tl.float32,
+    torch.float32: tl.float32,  # none; any type will do
+}
+"""How the kernels see the rest beside a weight of a type."""
 
 EXP_AVG_SCALE: Final = tl.constexpr(0)
 EXP_AVG_SQ_SCALE: Final = tl.constexpr(1)
@@ -197,7 +205,7 @@ def adamw_lean_kept_kernel(
     row = rows + weight * COLUMNS
     group = (item - tl.load(row + FIRST)) * GROUPS + tl.program_id(0) % GROUPS
     block = group // BLOCK_GROUPS
-    low, high, ends, _, begin = _read_block(
+    low, high, ends, _count, begin = _read_block(
         _address(row, PAIRS, tl.int64),
         _address(row, OFFSETS, tl.int64),
         block,
@@ -247,7 +255,7 @@ def adamw_lean_kept_kernel(
         while second < stop:
             more = second + tl.arange(0, SLOTS)
             more_places = _places(low, high, ends, more, SLOTS)
-            _, more_exp_avg, more_root = _advance(
+            _param, more_exp_avg, more_root = _advance(
                 dense + more_places,
                 rest + more,
                 grad + more,
