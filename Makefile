@@ -15,10 +15,13 @@ TORCH_CPU = https://download.pytorch.org/whl/cpu
 ASK_TORCH_CPU = 'import signal, urllib.request as u; signal.alarm(3); u.urlopen("$(TORCH_CPU)/torch/")'
 
 .DEFAULT_GOAL = help
-.PHONY: help setup test lint format clean
+.PHONY: help demo setup test lint format clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## set up, then show the whole story in two minutes
+	$(RUN) samo demo
 
 setup: $(STAMP) ## create .venv with everything development needs
 

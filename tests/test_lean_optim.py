@@ -247,6 +247,36 @@ def test_a_weight_unfrozen_later_gets_lean_state() -> None:
     assert all(state["correction"].dtype == torch.int8 for state in opt.state.values())
 
 
+def test_moments_of_a_dense_phase_are_carried_over() -> None:
+    model = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 12))
+    dense = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        dense.zero_grad()
+        model(torch.randn(5, 60)).square().mean().backward()
+        dense.step()
+    old = {name: dense.state[param] for name, param in model.named_parameters()}
+    masks = samo.prune(model, 0.5)
+    samo.compress_(model, masks, dtype=torch.bfloat16)
+    opt = lean_adamw(model)
+    opt.carry_over(dense)
+    for name, leaf in samo.named_parameters(model):
+        state = opt.state[leaf]
+        codes = lean.Moments(*(value for key, value in state.items() if key != "step"))
+        mask = masks.get(name)
+        keep = None if mask is None else mask.to_bool().view(-1)
+        groups = lean.group_numbers(old[name]["exp_avg"].numel(), keep, leaf.device)
+        found = lean.dequantise(codes, groups)
+        for key, moment in zip(("exp_avg", "exp_avg_sq"), found):
+            whole = old[name][key].view(-1)
+            kept = whole if keep is None else whole[keep]
+            # Half a code at the top is 0.8 % of the largest first moment, and less of the others.
+            torch.testing.assert_close(moment, kept, rtol=0, atol=0.01 * float(kept.abs().max()))
+        assert state["step"] == 3
+    model(torch.randn(5, 60).bfloat16()).float().square().mean().backward()
+    opt.step()
+    assert all(state["step"] == 4 for state in opt.state.values())
+
+
 # The ledger --------------------------------------------------------------------------------------
 
 

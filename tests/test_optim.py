@@ -401,3 +401,63 @@ def test_a_copied_optimizer_says_that_it_has_no_model() -> None:
         leaf.grad = torch.zeros_like(leaf)
     with pytest.raises(samo.CompressionError, match="the optimizer was copied without it"):
         opt.step()
+
+
+def test_moments_go_on_over_a_prune_as_if_the_state_had_stayed_dense() -> None:
+    """Five dense steps, a prune, five more: bit for bit what the masked dense optimizer does."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def gradients(net: nn.Module, step: int) -> None:
+        torch.manual_seed(step)
+        net(torch.randn(8, 12)).square().mean().backward()
+
+    nets = [model(), model()]
+    opts = [torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False) for net in nets]
+    for step in range(5):
+        for net, opt in zip(nets, opts):
+            gradients(net, step)
+            opt.step()
+            opt.zero_grad()
+    masked, compressed = nets
+    masks = samo.prune(masked, 0.7)
+    masks.apply_(masked)
+    samo.compress_(compressed, masks, kernels="reference")
+    compressed_opt = samo.AdamW(samo.parameters(compressed), lr=0.01)
+    compressed_opt.carry_over(opts[1])
+    for step in range(5, 10):
+        gradients(masked, step)
+        for name, param in masks.parameters_of(masked).items():
+            masks[name].zero_(param.grad)
+        opts[0].step()
+        opts[0].zero_grad()
+        masks.apply_(masked)
+        gradients(compressed, step)
+        compressed_opt.step()
+        compressed_opt.zero_grad()
+    for name, tensor in masked.state_dict().items():
+        assert torch.equal(compressed.state_dict()[name], tensor), name
+    assert all(float(state["step"]) == 10 for state in compressed_opt.state.values())
+
+
+def test_moments_of_another_kind_of_optimizer_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 8)).sum().backward()
+    sgd.step()
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = samo.AdamW(samo.parameters(model))
+    with pytest.raises(ValueError, match=r"for '0.weight' SGD keeps momentum_buffer; leave it out"):
+        opt.carry_over(sgd)
+    assert not opt.state
+
+
+def test_weights_that_had_no_gradient_yet_start_with_no_moments() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    dense = torch.optim.Adam(model.parameters())
+    samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16)
+    opt = samo.AdamW(samo.parameters(model))
+    opt.carry_over(dense)
+    assert not opt.state

@@ -19,10 +19,16 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from samo.candidates import prunable as prunable
+    from samo.checkpoints.loading import load as load
+    from samo.checkpoints.saving import save as save
     from samo.compression import compress_ as compress_
     from samo.errors import (
+        CheckpointError as CheckpointError,
         CompressionError as CompressionError,
+        ConfigError as ConfigError,
+        DataError as DataError,
         MaskError as MaskError,
+        RunError as RunError,
         SamoError as SamoError,
     )
     from samo.leaves import (
@@ -39,6 +45,10 @@ if TYPE_CHECKING:
 __version__: Final = "0.1.0"
 
 _MODULES: Final = {
+    "RunError": "samo.errors",
+    "DataError": "samo.errors",
+    "ConfigError": "samo.errors",
+    "CheckpointError": "samo.errors",
     "AdamW": "samo.optim",
     "CompressionError": "samo.errors",
     "Ledger": "samo.memory.ledger",
@@ -49,11 +59,13 @@ _MODULES: Final = {
     "SamoError": "samo.errors",
     "compress_": "samo.compression",
     "ledger": "samo.memory.ledger",
+    "load": "samo.checkpoints.loading",
     "named_parameters": "samo.leaves",
     "param_groups": "samo.leaves",
     "parameters": "samo.leaves",
     "prunable": "samo.candidates",
     "prune": "samo.pruning",
+    "save": "samo.checkpoints.saving",
 }
 
 __all__ = sorted(_MODULES)

@@ -3,6 +3,10 @@
     SamoError
      +- MaskError (ValueError)      masks that do not fit the model, or a mask file that is damaged
      +- CompressionError (RuntimeError)   a compressed model was used in a way that would corrupt it
+     +- ConfigError (ValueError)    a setting, a flag or a config file
+     +- DataError (ValueError)      a data file or a tokenizer
+     +- CheckpointError (RuntimeError)    a checkpoint that is damaged, does not fit, or cannot be written
+     +- RunError (RuntimeError)     a run folder that cannot be used
 
 Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is wrong,
 the values in hand, the rule and the next step.
@@ -11,7 +15,15 @@ the values in hand, the rule and the next step.
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["CompressionError", "MaskError", "SamoError"]
+__all__ = [
+    "CheckpointError",
+    "CompressionError",
+    "ConfigError",
+    "DataError",
+    "MaskError",
+    "RunError",
+    "SamoError",
+]
 
 
 class SamoError(Exception):
@@ -49,6 +61,49 @@ class CompressionError(SamoError, RuntimeError):
         ... except samo.CompressionError as error:
         ...     print(str(error)[:60])
         '0.weight' is compressed as float32 and cannot become float1
+    """
+
+
+class ConfigError(SamoError, ValueError):
+    """A setting, a flag or a config file that cannot be used.
+
+    Example:
+        >>> import samo
+        >>> issubclass(samo.ConfigError, ValueError)
+        True
+    """
+
+
+class DataError(SamoError, ValueError):
+    """A data file or a tokenizer that cannot be used.
+
+    Example:
+        >>> import samo
+        >>> issubclass(samo.DataError, ValueError)
+        True
+    """
+
+
+class CheckpointError(SamoError, RuntimeError):
+    """A checkpoint that is damaged, does not fit the model, or could not be written.
+
+    Example:
+        >>> import torch, samo
+        >>> try:
+        ...     samo.load("no-such-checkpoint", torch.nn.Linear(2, 2))
+        ... except samo.CheckpointError as error:
+        ...     print(str(error)[:20])
+        'no-such-checkpoint'
+    """
+
+
+class RunError(SamoError, RuntimeError):
+    """A run folder that cannot be used.
+
+    Example:
+        >>> import samo
+        >>> issubclass(samo.RunError, RuntimeError)
+        True
     """
 
 

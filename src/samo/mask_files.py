@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from samo import durable
 from samo.errors import MaskError
 
 __all__ = []
@@ -40,6 +41,11 @@ def write(path: str | os.PathLike[str], content: MaskFile) -> None:
     target = Path(os.path.realpath(path))  # through a link, which stays
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write '{target}': there is no folder '{target.parent}'")
+    durable.write_bytes(target, encode(content))
+
+
+def encode(content: MaskFile) -> bytes:
+    """Return the bytes of a file."""
     metadata = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -47,17 +53,7 @@ def write(path: str | os.PathLike[str], content: MaskFile) -> None:
         "fingerprint": content.fingerprint,
     }
     # Clones, since safetensors refuses two names for one tensor.
-    data = save({name: words.cpu().clone() for name, words in content.words.items()}, metadata)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    return save({name: words.cpu().clone() for name, words in content.words.items()}, metadata)
 
 
 def read(path: str | os.PathLike[str]) -> MaskFile:

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from samo import bitmap, mask_files
 from samo.candidates import matching, matrices, prunable
+from samo.checkpoints import folder, manifest
 from samo.errors import MaskError, nearest
 from samo.mask_files import MaskFile
 
@@ -471,7 +473,7 @@ class Masks(Mapping[str, Mask]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Masks":
-        """Read masks written by `save`, onto the CPU, and check every bit of them.
+        """Read masks written by `save`, or those of a checkpoint, onto the CPU, and check every bit.
 
         Example:
             >>> import samo
@@ -480,8 +482,12 @@ class Masks(Mapping[str, Mask]):
             samo.errors.MaskError: 'README.md' is not a mask file: ...
 
         Raises:
-            MaskError: The file is missing, damaged, of another kind or of another version.
+            MaskError: The file is missing, damaged, of another kind or of another version, or the
+                checkpoint is of a dense model.
+            CheckpointError: The checkpoint is damaged.
         """
+        if os.path.exists(os.path.join(path, manifest.NAME)):
+            return cls._of_checkpoint(Path(path))
         words, shapes, fingerprint = mask_files.read(path)
         try:
             masks = cls({name: Mask(shapes[name], words[name]) for name in words})
@@ -493,6 +499,20 @@ class Masks(Mapping[str, Mask]):
                 "take another copy of it"
             )
         return masks
+
+    @classmethod
+    def _of_checkpoint(cls, path: Path) -> "Masks":
+        found = manifest.read_manifest(path)
+        if not found.is_compressed:
+            raise MaskError(
+                f"checkpoint '{path}' has no masks: it was saved from a dense model; load it with "
+                "samo.load(path, model) and prune that with samo.prune(model, sparsity)"
+            )
+        masks: dict[str, Mask] = {}
+        for name, entry in found.files_of("masks").items():
+            folder.check_file(path / found.data / name, entry)
+            masks.update(cls.load(path / found.data / name))
+        return cls(masks)
 
     def __and__(self, other: "Masks") -> "Masks":
         """Keep what both keep."""

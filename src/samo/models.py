@@ -3,46 +3,14 @@
 Shape suffixes: B = batch, T = tokens, D = model width, V = vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from samo.shapes import GPTConfig
+
 __all__ = ["GPT", "GPTConfig"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GPTConfig:
-    """The shape of a `GPT`.
-
-    Example:
-        >>> from samo.models import GPTConfig
-        >>> GPTConfig(num_layers=2, width=64, num_heads=2).vocab_size
-        256
-    """
-
-    num_layers: int = 4
-    """Transformer blocks."""
-    width: int = 128
-    """Model width D."""
-    num_heads: int = 4
-    """Attention heads; they divide the width."""
-    context: int = 256
-    """Longest sequence, in tokens."""
-    vocab_size: int = 256
-    """Tokens; 256 reads bytes."""
-    is_tied: bool = False
-    """Whether the head shares the embedding's weight."""
-    is_checkpointed: bool = False
-    """Whether each block's activations are computed again in backward instead of stored."""
-
-    def __post_init__(self) -> None:
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"num_heads must divide width, got {self.num_heads} heads and width {self.width}"
-            )
 
 
 class GPT(nn.Module):
@@ -55,7 +23,7 @@ class GPT(nn.Module):
         >>> tokens_BT = torch.randint(0, 256, (2, 16))
         >>> model(tokens_BT).shape
         torch.Size([2, 16, 256])
-        >>> model(tokens_BT, tokens_BT).shape
+        >>> model(tokens_BT[:, :-1], tokens_BT[:, 1:]).shape
         torch.Size([])
     """
 
@@ -75,7 +43,10 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return logits, or the mean cross-entropy if targets are given."""
+        """Return logits, or the mean cross-entropy if targets are given: for each token the next one.
+
+        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy.
+        """
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT) + self.position(places_T)
         for block in self.blocks:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate, LeanUpdate
-from samo.kernels.lean import num_groups
+from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.rounding import master_dtype, rest_dtype
 from samo.stepping import tell_scalers
 from samo.weights import Weight, weight_of
@@ -313,6 +313,58 @@ class AdamW(Optimizer):
                 f"{weight.dtype} need {expected}; compress the model with the dtype it was "
                 "trained with"
             )
+
+    @torch.no_grad()
+    def carry_over(self, dense: Optimizer) -> None:
+        """Go on from the moments of the optimizer that trained the model before it was compressed.
+
+        Without this the first steps after pruning divide by moments that know one gradient each.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> dense = torch.optim.AdamW(model.parameters())
+            >>> model(torch.ones(1, 8)).sum().backward()
+            >>> dense.step()
+            >>> model = samo.compress_(model, samo.prune(model, 0.5))
+            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt.carry_over(dense)
+            >>> [state["exp_avg"].shape for state in opt.state.values()]
+            [torch.Size([32]), torch.Size([8])]
+
+        Args:
+            dense: An Adam or AdamW of torch over the same parameters.
+
+        Raises:
+            ValueError: It keeps other state than Adam's.
+        """
+        weights = self._all_weights()
+        for weight in weights:
+            found = set(dense.state.get(weight.param, {"step", "exp_avg", "exp_avg_sq"}))
+            if found != {"step", "exp_avg", "exp_avg_sq"}:
+                raise ValueError(
+                    f"carry_over takes the state of Adam or AdamW, but for '{weight.name}' "
+                    f"{type(dense).__name__} keeps {', '.join(sorted(found)) or 'nothing'}; leave it "
+                    "out, and the moments start at 0"
+                )
+        for weight in weights:
+            old = dense.state.get(weight.param)
+            if old is None:  # it had no gradient so far
+                continue
+            state: dict[str, Any] = {
+                "step": torch.as_tensor(
+                    old["step"], dtype=torch.float32, device=weight.device
+                ).clone()
+            }
+            moments = {}
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = old[key].to(weight.device, master_dtype(weight.dtype))
+                moments[key] = torch.empty(weight.kept, dtype=moment.dtype, device=weight.device)
+                weight.kernels.compress_(moment, weight.mask, moments[key])
+            if self.is_lean:
+                codes = quantise_weight(*moments.values(), weight.param.numel(), weight.mask)
+                moments = dict(zip(self._layout(weight), codes))
+            self.state[weight.leaf] = {**state, **moments}
 
     def _all_weights(self) -> list[Weight]:
         return _weights_of(leaf for group in self.param_groups for leaf in group["params"])

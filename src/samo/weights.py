@@ -319,8 +319,8 @@ class _Link(weakref.ref[Weight]):
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         raise CompressionError(
-            "a compressed model cannot be pickled; save model.state_dict() and opt.state_dict(), "
-            "and the masks with Masks.save(path)"
+            "a compressed model cannot be pickled; save it with samo.save(path, model, opt), and "
+            "fill a new one with samo.load"
         )
 
 

@@ -178,7 +178,9 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
         ids = batch()
         model(ids, ids).backward()
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+        ) as profile:
             opt.step()
             torch.cuda.synchronize()
         names = [e.name for e in profile.events() if e.device_type == DeviceType.CUDA]

@@ -154,7 +154,12 @@ def launch_compress(
     if mask.kept == 0:
         return
     source, target = _raw(dense.detach().reshape(-1)), _raw(out_Z.detach())
-    options = {"ADD": add, "HAS_FACTOR": factor is not None, "num_warps": config.num_warps}
+    options = {
+        "ADD": add,
+        "HAS_FACTOR": factor is not None,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": False,  # a factor and a sum round twice, as torch's do
+    }
     scale = target if factor is None else factor
     with _on(dense.device):
         if config.way == "slot":
@@ -293,7 +298,7 @@ def adamw_config(updates: Sequence[AdamWUpdate]) -> Config:
     """Return how to update pruned weights: as if all had the density of all together."""
     masks = [update.mask for update in updates if update.mask is not None]
     kept = sum(mask.kept for mask in masks)
-    return Config("slot", min(128, _slots(kept, sum(mask.numel for mask in masks))), 1)
+    return Config("slot", _slots(kept, sum(mask.numel for mask in masks)), 1)
 
 
 # What the kernels are told -----------------------------------------------------------------------
@@ -340,7 +345,7 @@ def _items(where: Where, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
 @lru_cache(maxsize=16)
 def _rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
     """Return a table on the device, sent anew only when a number in it has changed."""
-    return _send(torch.tensor(rows, dtype=torch.int64), where)
+    return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), where)
 
 
 def _send(tensor: Tensor, where: Where) -> Tensor:
@@ -423,6 +428,7 @@ def _launch_compress_all(dense: Tensor, out_Z: Tensor, add: bool, factor: Tensor
             ADD=add,
             HAS_FACTOR=True,
             SIZE=_PART,
+            enable_fp_fusion=False,
         )
 
 

@@ -116,6 +116,36 @@ def quantise(
     return Moments(signed.to(torch.int8), unsigned.to(torch.uint8), scales[0], scales[1])
 
 
+def quantise_weight(
+    exp_avg_Z: Tensor, exp_avg_sq_Z: Tensor, numel: int, mask: Mask | None
+) -> Moments:
+    """Return the fp32 moments of a whole weight in 8 bits, rounded to nearest.
+
+    Example:
+        >>> mask = Mask.from_bool(torch.arange(2048) % 1024 == 7)
+        >>> quantise_weight(torch.tensor([0.5, 2.0]), torch.tensor([4.0, 1.0]), 2048, mask)[2:]
+        (tensor([0.5000, 2.0000]), tensor([2., 1.]))
+    """
+    groups = num_groups(numel, mask)
+    made = Moments(
+        torch.empty_like(exp_avg_Z, dtype=torch.int8),
+        torch.empty_like(exp_avg_sq_Z, dtype=torch.uint8),
+        *(torch.empty(groups, device=exp_avg_Z.device) for _ in range(2)),
+    )
+    size = UNPRUNED_GROUP if mask is None else GROUP
+    start = 0
+    for piece_N, keep, piece_Z in pieces(torch.empty(1).expand(numel), mask):
+        numbers = group_numbers(piece_N.numel(), keep, exp_avg_Z.device)
+        piece_G = slice(start // size, -(-(start + piece_N.numel()) // size))
+        codes = quantise(
+            exp_avg_Z[piece_Z], exp_avg_sq_Z[piece_Z], numbers, piece_G.stop - piece_G.start
+        )
+        for target, source, part in zip(made, codes, (piece_Z, piece_Z, piece_G, piece_G)):
+            target[part] = source
+        start += piece_N.numel()
+    return made
+
+
 def dequantise(moments: Moments, group_Z: Tensor) -> tuple[Tensor, Tensor]:
     """Return moments in fp32.
 

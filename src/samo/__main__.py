@@ -1,0 +1,10 @@
+"""``python -m samo``: the same as the command ``samo``."""
+
+import sys
+
+from samo.cli import main
+
+__all__ = []
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from samo.checkpoints.folder import verify
+from samo.checkpoints.manifest import Manifest, damaged
+from samo.checkpoints.model_state import ModelState, SavedModel
+from samo.checkpoints.optimizer_state import OptimizerState
+from samo.checkpoints.saving import Scaler
+from samo.checkpoints.shards import Shards
+from samo.errors import CheckpointError, MaskError
+from samo.masks import Mask, Masks
+
+__all__ = ["load"]
+
+
+@torch.no_grad()
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    opt: Optimizer | None = None,
+    *,
+    scaler: Scaler | None = None,
+) -> dict[str, Any]:
+    """Fill a model, and what is given beside it, from a checkpoint; training goes on exactly.
+
+    Everything is checked before anything is changed: every byte, and that names, shapes, types, masks
+    and groups fit. A compressed checkpoint goes into a model compressed with the same masks and type
+    (``samo.Masks.load(path)`` reads them), or, without ``opt``, into an ordinary one, with zeros for
+    what is pruned. Tensors go to the device that the model is on.
+
+    Example:
+        >>> import tempfile, torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> model = samo.compress_(model, samo.prune(model, 0.5))
+        >>> opt = samo.AdamW(samo.parameters(model))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     samo.save(folder, model, opt, extra={"step": 100})
+        ...     again = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        ...     again = samo.compress_(again, samo.Masks.load(folder))
+        ...     again_opt = samo.AdamW(samo.parameters(again))
+        ...     samo.load(folder, again, again_opt)
+        {'step': 100}
+        >>> torch.equal(model[0].weight, again[0].weight)
+        True
+
+    Args:
+        path: The folder given to `samo.save`.
+        model: The model to be filled, in place.
+        opt: Its optimizer; without one the saved state is left out.
+        scaler: Its loss scaler.
+
+    Returns:
+        What was given to `samo.save` as ``extra``; tensors on the CPU.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or does not fit.
+    """
+    folder, shown = Path(path), os.fspath(path)
+    state = ModelState(model)
+    optimizer = None if opt is None else OptimizerState(opt, state)
+    manifest = verify(folder)
+    if optimizer is not None and manifest.is_compressed and not state.is_compressed:
+        raise CheckpointError(
+            f"'{shown}' has the optimizer state of a compressed model and this one is not compressed; "
+            f"call samo.compress_(model, samo.Masks.load('{shown}')) first, or load with opt=None"
+        )
+    masks = _masks(folder, manifest)
+    saved = SavedModel(Shards(folder, manifest, "weights"), Shards(folder, manifest, "rest"))
+    moments = Shards(folder, manifest, "optimizer")
+    extra = _extra(folder, manifest)
+    state.check_fits(shown, manifest, masks, saved)
+    if optimizer is not None:
+        optimizer.check_fits(shown, manifest, moments)
+    _check_scaler(shown, manifest, opt, scaler)
+
+    state.fill(masks, saved)
+    if optimizer is not None:
+        optimizer.fill(manifest, moments)
+    if scaler is not None and manifest.scaler is not None:
+        scaler.load_state_dict(manifest.scaler)
+    return extra
+
+
+def _masks(folder: Path, manifest: Manifest) -> dict[str, Mask]:
+    masks: dict[str, Mask] = {}
+    for name in manifest.files_of("masks") if manifest.is_compressed else ():
+        file = folder / manifest.data / name
+        try:
+            masks.update(Masks.load(file))
+        except MaskError as error:
+            raise damaged(file, str(error)) from error
+    return masks
+
+
+def _extra(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    shards = Shards(folder, manifest, "extra")
+    if set(shards.specs) != set(manifest.extra_tensors):
+        raise CheckpointError(
+            f"'{folder}' is damaged: its extra tensors are not those that its manifest names; take "
+            "another copy of the checkpoint"
+        )
+    return manifest.extra | {name: tensor.clone() for name, tensor in shards.read()}
+
+
+def _check_scaler(
+    path: str, manifest: Manifest, opt: Optimizer | None, scaler: Scaler | None
+) -> None:
+    if scaler is None:
+        if opt is not None and manifest.scaler is not None:
+            raise CheckpointError(
+                f"'{path}' has the state of a loss scaler, without which training would not go on as "
+                "it was; give scaler=, or load with opt=None"
+            )
+        return
+    if manifest.scaler is None:
+        raise CheckpointError(f"'{path}' was saved without a loss scaler; load it with scaler=None")
+    expected = scaler.state_dict()
+    is_same = set(manifest.scaler) == set(expected) and all(
+        type(value) in (bool, int, float) for value in manifest.scaler.values()
+    )
+    if not is_same:
+        raise CheckpointError(
+            f"'{path}' has the state of another loss scaler, {manifest.scaler} in place of {expected}; "
+            "build the scaler it was saved with"
+        )

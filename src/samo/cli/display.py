@@ -1,0 +1,129 @@
+"""What a person sees while a run goes on: a live bar in a terminal, plain lines anywhere else."""
+
+import time
+from types import TracebackType
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from samo.report.amounts import duration, size
+from samo.training import events
+from samo.training.events import Event
+
+__all__ = []
+
+_SECONDS_BETWEEN_LINES: Final = 5.0
+
+
+class Display:
+    """Shows the events of one run after the other; a context manager.
+
+    Args:
+        console: Where to.
+        title: Stands before the bar and the lines, if there are several runs.
+    """
+
+    def __init__(self, console: Console, title: str = "") -> None:
+        self.title = title
+        self._console = console
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._numbers = ""
+        self._state = ""
+        self._phase = ""
+        self._steps = 0
+        self._began = (0, 0.0)
+        self._line_at = 0.0
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(compact=True),
+                console=console,
+            )
+
+    def __enter__(self) -> "Display":
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def on(self, event: Event) -> None:
+        """Show an event."""
+        match event:
+            case events.Started():
+                self._start(event)
+            case events.Ticked():
+                if self._progress is not None and self._task is not None:
+                    self._progress.update(self._task, completed=event.step)
+            case events.Stepped():
+                self._step(event)
+            case events.Evaluated():
+                self._say(
+                    event.step,
+                    f"validation loss {event.valid_loss:.3f}, perplexity {event.perplexity:,.2f}",
+                )
+            case events.Pruned():
+                self._say(
+                    event.step,
+                    f"pruned {event.sparsity:.1%}: {event.kept:,} of {event.numel:,} weights kept",
+                )
+            case events.Accounted():
+                self._state = f"state {size(event.measured_bytes)} of "
+            case events.NotSaved():
+                self._say(event.step, f"NOT SAVED: {event.reason}")
+
+    def _start(self, event: events.Started) -> None:
+        self._steps = event.steps
+        self._began = (event.step, time.monotonic())
+        self._line_at = 0.0
+        if isinstance(event, events.Resumed):
+            is_over = event.step >= event.steps
+            what = (
+                "all steps are taken; --steps makes it longer" if is_over else "going on from here"
+            )
+            self._say(event.step, what)
+        if self._progress is not None:
+            self._task = self._progress.add_task(
+                self.title or "train", total=event.steps, completed=event.step, numbers=""
+            )
+
+    def _step(self, event: events.Stepped) -> None:
+        speed = f"{event.tokens_per_s:,.0f} tokens/s"
+        self._numbers = (
+            f"loss {event.loss:.3f}  {speed}  {self._state}{size(event.memory_bytes)} in all"
+        )
+        if self._progress is not None and self._task is not None:
+            description = (
+                f"{self.title} {event.phase}".strip() if self.title != event.phase else self.title
+            )
+            self._progress.update(self._task, description=description, numbers=self._numbers)
+            return
+        now = time.monotonic()
+        if event.step < self._steps and now - self._line_at < _SECONDS_BETWEEN_LINES:
+            return
+        self._line_at = now
+        first, began = self._began
+        left = (now - began) / max(event.step - first, 1) * (self._steps - event.step)
+        self._say(event.step, f"{event.phase:<6}  {self._numbers}  left {duration(left)}")
+
+    def _say(self, step: int, what: str) -> None:
+        title = f"{self.title}  " if self.title else ""
+        width = len(f"{self._steps:,}")
+        self._console.print(
+            f"{title}step {step:>{width},}/{self._steps:,}  {what}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )

@@ -1,0 +1,157 @@
+"""``samo inspect``: what a path holds, or what this machine has."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from samo.cli import Inspect
+from samo.cli.tables import facts, mask_records, mask_table
+from samo.errors import CheckpointError, ConfigError
+from samo.report.amounts import count, duration, loss, percent, size
+
+__all__ = []
+
+
+def run(command: Inspect) -> int:
+    """Find out what a path is, and show it."""
+    path = command.path
+    pictures: list[Table] = []
+    if path is None:
+        found = _machine()
+    elif not path.exists():
+        raise CheckpointError(f"'{path}' does not exist; name a mask file, a checkpoint or a run")
+    elif (path / "run.json").is_file():
+        found = _run(path)
+    elif (path / "manifest.json").is_file():
+        found, pictures = _checkpoint(path, verify=command.verify)
+    elif path.is_file():
+        found, pictures = _masks(path)
+    else:
+        raise CheckpointError(
+            f"'{path}' is no run, checkpoint or mask file: it holds neither run.json nor manifest.json; "
+            "a Hugging Face model is read by samo prune"
+        )
+    if command.verify and (path is None or not (path / "manifest.json").is_file()):
+        raise ConfigError("--verify checks a checkpoint; name one, such as RUN/checkpoints/last")
+    if command.json:
+        json.dump(found.records, sys.stdout, default=str)
+        sys.stdout.write("\n")
+        return 0
+    console = Console()
+    console.print(facts(found.rows))
+    for picture in pictures:
+        console.print(picture)
+    return 0
+
+
+class _Found:
+    """The same facts for people and for machines."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, str] = {}
+        self.records: dict[str, Any] = {}
+
+    def add(self, name: str, shown: str, value: Any = None) -> None:
+        self.rows[name] = shown
+        self.records[name.replace(" ", "_")] = shown if value is None else value
+
+
+def _machine() -> _Found:
+    import torch
+
+    from samo import kernels
+    from samo.environment import hardware, versions
+
+    found = _Found()
+    for package, version in versions().items():
+        found.add(package, version)
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices:
+        about = hardware(device)
+        chosen = kernels.choose(device)
+        name = getattr(chosen, "__name__", type(chosen).__name__).rpartition(".")[2]
+        shown = f"{about['device_name']}, {size(about['memory_bytes'])}, kernels: {name}"
+        if device.type == "cpu":
+            shown += f", {about['cores']} cores, {about['threads']} threads"
+        found.add(str(device), shown, {**about, "kernels": name})
+    return found
+
+
+def _run(path: Path) -> _Found:
+    from samo.report.findings import saved, tokens_per_s
+    from samo.report.runs import read_run
+
+    run = read_run(path)
+    found = _Found()
+    found.add("run", run.name)
+    found.add("command", run.command)
+    found.add("started", run.started)
+    settings = run.config.get("run")
+    steps = settings.get("steps") if isinstance(settings, dict) else None
+    status = run.end or "running, or killed"
+    found.add("status", f"{status}, step {run.last_step:,} of {count(steps)}", status)
+    found.records["step"] = run.last_step
+    found.add("mode", f"{run.mode}, {run.dtype}")
+    found.add("parameters", count(run.num_params), run.num_params)
+    if run.prune is not None:
+        found.add(
+            "sparsity",
+            f"{percent(run.prune.sparsity)} of {run.prune.numel:,} weights, from step {run.prune.step:,}",
+            run.prune.sparsity,
+        )
+    if run.last_eval is not None:
+        shown = f"{loss(run.last_eval.loss)} at step {run.last_eval.step:,}"
+        found.add("validation loss", shown, run.last_eval.loss)
+    if run.state is not None:
+        less = saved(run)
+        against = f", {percent(less)} less than dense training" if less and less > 0 else ""
+        shown = f"{size(run.state.measured_bytes)}{against}"
+        found.add("model state", shown, run.state.measured_bytes)
+    found.add("tokens per second", count(tokens_per_s(run)), tokens_per_s(run))
+    found.add("time of training", duration(run.elapsed_s), run.elapsed_s)
+    for name in ("last", "best"):
+        checkpoint = path / "checkpoints" / name
+        if (checkpoint / "manifest.json").is_file():
+            found.add(f"{name} checkpoint", str(checkpoint))
+    return found
+
+
+def _checkpoint(path: Path, *, verify: bool) -> tuple[_Found, list[Table]]:
+    from samo import checkpoints
+    from samo.masks import Masks
+
+    manifest = checkpoints.verify(path) if verify else checkpoints.read_manifest(path)
+    found = _Found()
+    found.add("checkpoint", str(path))
+    found.add("written", f"{manifest.time:%Y-%m-%d %H:%M:%S} UTC by samo {manifest.samo_version}")
+    found.add("parameters", count(manifest.num_params), manifest.num_params)
+    kind = "compressed" if manifest.is_compressed else "dense"
+    found.add("state", f"{kind}, {manifest.dtype}")
+    found.add("parameters kept", count(manifest.kept), manifest.kept)
+    found.add("files", f"{len(manifest.files)}, {size(manifest.num_bytes)}", manifest.num_bytes)
+    progress = manifest.extra.get("progress")
+    if isinstance(progress, dict) and isinstance(progress.get("step"), int):
+        found.add("step", count(progress["step"]), progress["step"])
+    if verify:
+        found.add("checksums", "all right", True)
+    if not manifest.is_compressed:
+        return found, []
+    masks = Masks.load(path)
+    found.records["tensors"] = mask_records(masks)
+    return found, [mask_table(masks)]
+
+
+def _masks(path: Path) -> tuple[_Found, list[Table]]:
+    from samo.masks import Masks
+
+    masks = Masks.load(path)
+    found = _Found()
+    found.add("masks", str(path))
+    found.add("fingerprint", masks.fingerprint())
+    found.records["tensors"] = mask_records(masks)
+    return found, [mask_table(masks)]

@@ -1,0 +1,3 @@
+"""Training text: files and tokenizers, the tokens in them, and the batches drawn from those."""
+
+__all__ = []

@@ -1,0 +1,146 @@
+"""One data file as an array that stays on disk: text as bytes, ``.npy`` and ``.bin`` as tokens.
+
+    name.npy        a 1-D array of integers, as numpy.save writes it
+    name.bin        tokens of 16 bits, little endian, nothing else (nanoGPT's habit)
+    anything else   text
+
+Every file is memory-mapped: opening costs nothing, and only what is read comes into memory.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samo.errors import DataError, nearest
+
+__all__ = []
+
+MAX_VOCAB_SIZE: Final = 2**31
+"""A token past this is no token: the file holds something else."""
+
+_CHUNK: Final = 2**22
+_HEAD_BYTES: Final = 2**24
+
+
+def check_readable(path: Path) -> None:
+    """Check that a path is a file that can be read and has something in it.
+
+    Raises:
+        DataError: It is missing, a folder, no plain file, not readable or empty.
+    """
+    if os.path.isdir(path):
+        raise DataError(
+            f"data file '{path}' is a folder; name the files in it, for example {path}/*.txt"
+        )
+    if not os.path.exists(path):
+        raise DataError(f"data file '{path}' does not exist{_hint(path)}")
+    if not os.path.isfile(path):
+        raise DataError(
+            f"data file '{path}' is not a plain file, and only those can be memory-mapped; "
+            "write its contents to a file first"
+        )
+    try:
+        with path.open("rb") as file:
+            is_empty = not file.read(1)
+    except OSError as error:
+        raise DataError(
+            f"data file '{path}' cannot be read: {error.strerror}; check its owner and permissions"
+        ) from None
+    if is_empty:
+        raise DataError(f"data file '{path}' is empty; check how it was written")
+
+
+def is_token_file(path: Path) -> bool:
+    """Return whether the name says that a file holds tokens."""
+    return path.suffix in {".npy", ".bin"}
+
+
+def map_token_file(path: Path) -> NDArray[Any]:
+    """Map a ``.npy`` or ``.bin`` file.
+
+    Raises:
+        DataError: It is not what its name says, or holds no 1-D array of integers.
+    """
+    return _map_bin(path) if path.suffix == ".bin" else _map_npy(path)
+
+
+def map_text(path: Path) -> NDArray[np.uint8]:
+    """Map the bytes of a text file.
+
+    Raises:
+        DataError: The file is binary.
+    """
+    mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    # A binary file shows itself early. A NUL far into a text is a flaw to train past, and to look for
+    # it would mean to read a TB before the first step.
+    position = mapped[:_HEAD_BYTES].tobytes().find(0)
+    if position >= 0:
+        raise DataError(
+            f"data file '{path}' is not text: byte {position:,} is NUL; text is UTF-8, and files of "
+            "tokens are named .npy (a 1-D array of integers) or .bin (16-bit, little endian)"
+        )
+    return mapped
+
+
+def largest_token(path: Path, tokens: NDArray[Any], vocab_size: int) -> int:
+    """Read all tokens in chunks, check that they are in range, and return the largest one.
+
+    Raises:
+        DataError: A token is negative, or not less than ``vocab_size``.
+    """
+    largest = 0
+    for start in range(0, len(tokens), _CHUNK):
+        chunk = tokens[start : start + _CHUNK]
+        low, high = int(chunk.min()), int(chunk.max())
+        if low < 0 or high >= vocab_size:
+            index = int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
+            raise DataError(
+                f"data file '{path}': token {start + index:,} is {int(chunk[index]):,}; tokens are 0 "
+                f"to {vocab_size - 1:,}, so the vocabulary (--vocab-size) is too small or the file "
+                "holds something else"
+            )
+        largest = max(largest, high)
+    return largest
+
+
+def _hint(path: Path) -> str:
+    """Say what to do about a missing file: the nearest name, or that there is no such folder."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError as error:
+        return (
+            f", and its folder '{path.parent}' cannot be listed: {error.strerror}; check the path"
+        )
+    return nearest(path.name, names) or f"; folder '{path.parent}' has no file of a similar name"
+
+
+def _map_bin(path: Path) -> NDArray[np.uint16]:
+    num_bytes = path.stat().st_size
+    if num_bytes % 2:
+        raise DataError(
+            f"data file '{path}' has {num_bytes:,} bytes, an odd number; a .bin file holds tokens of "
+            "2 bytes each, save others as .npy"
+        )
+    return np.asarray(np.memmap(path, dtype="<u2", mode="r"))
+
+
+def _map_npy(path: Path) -> NDArray[Any]:
+    try:
+        # Unlike numpy.load, this knows no pickles and no archives.
+        array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    except Exception as error:  # a damaged header can raise nearly anything
+        raise DataError(
+            f"data file '{path}' cannot be read as .npy: {error}; write a 1-D array of integers with "
+            "numpy.save"
+        ) from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"data file '{path}' holds an array of shape {array.shape} and type {array.dtype}; tokens "
+            "are a 1-D array of integers, for example array.ravel().astype('uint16')"
+        )
+    if not array.size:
+        raise DataError(f"data file '{path}' is empty: its array has no tokens")
+    return array

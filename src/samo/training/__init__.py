@@ -1,0 +1,3 @@
+"""The training loop behind ``samo train`` and ``samo demo``, and what surrounds it."""
+
+__all__ = []

@@ -1,0 +1,231 @@
+"""A model with its optimizer, in one of three phases: dense, then masked or samo.
+
+dense    fp32 weights, torch's AdamW, autocast for 16-bit types
+masked   the same, with pruned weights set back to 0 after every step; for comparisons
+samo     compressed state, weights in the type of the computation
+"""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from samo.compression import compress_
+from samo.config import OptimConfig
+from samo.data.batches import IGNORE, Batch
+from samo.leaves import param_groups, parameters
+from samo.masks import Masks
+from samo.memory.ledger import Ledger, ledger
+from samo.memory.predict import TensorSpec, paper_bytes
+from samo.optim import AdamW
+from samo.scaling import LossScaler
+from samo.training.events import Phase
+
+__all__ = []
+
+
+class Learner:
+    """Learns from batches; knows nothing of steps, files or schedules."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimConfig,
+        *,
+        dtype: torch.dtype,
+        fp32_gradients: bool = False,
+    ) -> None:
+        self.model = model
+        self.phase: Phase = "dense"
+        self.masks: Masks | None = None
+        self.device = next(model.parameters()).device
+        self.dtype = dtype
+        self._optim = optim
+        self._grad_dtype = torch.float32 if fp32_gradients else None
+        self.dense_skipped = 0
+        self._gradient_bytes = 0  # of the last dense step, measured before they are freed
+        params = list(model.parameters())
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": optim.weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.opt: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, betas=optim.betas, eps=optim.eps, fused=True
+        )
+        self.scaler: LossScaler | torch.amp.GradScaler | None = None
+        if dtype == torch.float16:
+            self.scaler = torch.amp.GradScaler(self.device.type)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing, because a gradient was not finite; waits for the device."""
+        compressed = self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0
+        return self.dense_skipped + compressed
+
+    def prune(self, masks: Masks, phase: Phase) -> None:
+        """Leave the dense phase: from here on pruned weights are 0, and the moments go on."""
+        self.masks = masks
+        self.phase = phase
+        if phase == "masked":
+            masks.apply_(self.model)
+            return
+        dense = self.opt
+        compress_(self.model, masks, dtype=self.dtype, grad_dtype=self._grad_dtype)
+        self.opt = AdamW(
+            param_groups(self.model, self._optim.weight_decay),
+            betas=self._optim.betas,
+            eps=self._optim.eps,
+        )
+        self.opt.carry_over(dense)
+        if isinstance(self.scaler, torch.amp.GradScaler):
+            scale, good_steps = self.scaler.get_scale(), self.scaler._get_growth_tracker()
+            self.scaler = LossScaler(self.model)
+            self.scaler.load_state_dict({"scale": scale, "good_steps": good_steps})
+
+    def backward(self, batches: Iterable[Batch]) -> Tensor:
+        """Add up the gradients of some batches and return the loss, both for each real token.
+
+        All tokens of a step weigh the same, however they are spread over its batches.
+        """
+        batches = list(batches)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        losses = []
+        for batch in batches:
+            loss = self._loss_sum(batch) / num_tokens
+            losses.append(loss.detach())
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return torch.stack(losses).sum()
+
+    def step(self, lr: float) -> Tensor:
+        """Clip the gradient, update the weights, and return the norm before clipping."""
+        for group in self.opt.param_groups:
+            group["lr"] = lr
+        if self.phase == "samo":
+            norm = self._clip(parameters(self.model))
+            self.opt.step()
+        else:
+            norm = self._dense_step()
+        self.opt.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Return the loss for each real token of some batches."""
+        self.model.eval()
+        total, num_tokens = 0.0, 0
+        for batch in batches:
+            total += float(self._loss_sum(batch))
+            num_tokens += batch.num_tokens
+        self.model.train()
+        return total / num_tokens
+
+    def ledger(self) -> Ledger | None:
+        """Return the account of compressed state, or None if the state is dense."""
+        return ledger(self.model, self.opt) if self.phase == "samo" else None
+
+    def account(self) -> dict[str, Any]:
+        """Return the bytes of model state, as `samo.training.events.Accounted` names them."""
+        held = self.ledger()
+        if held is not None:
+            shares = (held.pruned, held.unpruned)
+            return {
+                "num_params": held.num_params,
+                "measured_bytes": held.measured_bytes,
+                "predicted_bytes": held.predicted_bytes,
+                "dense_bytes": held.dense_bytes,
+                "paper_bytes": held.paper_bytes,
+                "measured": _sum(share.measured for share in shares),
+                "predicted": _sum(share.predicted for share in shares),
+            }
+        params = list(self.model.parameters())
+        count = sum(param.numel() for param in params)
+        moments = sum(
+            value.nbytes
+            for state in self.opt.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        )
+        measured = {
+            "weights": sum(param.nbytes for param in params),
+            "gradients": self._gradient_bytes,
+            "moments": moments,
+        }
+        predicted = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
+        if self.masks is not None:
+            measured["bitmap"] = sum(mask.nbytes for mask in self.masks.values())
+            predicted["bitmap"] = measured["bitmap"]
+        return {
+            "num_params": count,
+            "measured_bytes": sum(measured.values()),
+            "predicted_bytes": sum(predicted.values()),
+            "dense_bytes": 16 * count,  # itself: fp32 throughout, whatever it computes in
+            "paper_bytes": None if self.masks is None else self._paper_bytes(),
+            "measured": measured,
+            "predicted": predicted,
+        }
+
+    def _paper_bytes(self) -> int:
+        assert self.masks is not None
+        return sum(
+            paper_bytes(
+                TensorSpec(numel=p.numel(), kept=self.masks[n].kept if n in self.masks else None)
+            )
+            for n, p in self.model.named_parameters()
+        )
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
+        targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
+        with self._autocast():
+            logits_BTV = self.model(inputs_BT)
+        return F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(),
+            targets_BT.flatten(),
+            ignore_index=IGNORE,
+            reduction="sum",
+        )
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.phase == "samo" or self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _dense_step(self) -> Tensor:
+        self._gradient_bytes = sum(
+            param.grad.nbytes for param in self.model.parameters() if param.grad is not None
+        )
+        scaler = self.scaler
+        if isinstance(scaler, torch.amp.GradScaler):
+            scaler.unscale_(self.opt)
+        if self.masks is not None:
+            for name, param in self.masks.parameters_of(self.model).items():
+                if param.grad is not None:
+                    self.masks[name].zero_(param.grad)
+        norm = self._clip(self.model.parameters())
+        if isinstance(scaler, torch.amp.GradScaler):
+            before = scaler.get_scale()
+            scaler.step(self.opt)
+            scaler.update()
+            self.dense_skipped += scaler.get_scale() < before
+        elif norm.isfinite():
+            self.opt.step()
+        else:
+            self.dense_skipped += 1
+        if self.masks is not None:
+            self.masks.apply_(self.model)
+        return norm
+
+    def _clip(self, params: Iterable[nn.Parameter]) -> Tensor:
+        return clip_grad_norm_(params, self._optim.clip or float("inf"))
+
+
+def _sum(parts: Iterable[dict[Any, int]]) -> dict[str, int]:
+    together: dict[str, int] = {}
+    for part in parts:
+        for kind, size in part.items():
+            together[kind] = together.get(kind, 0) + size
+    return together

@@ -1,0 +1,124 @@
+"""A run in a checkpoint: model, optimizer and scaler, and where the run stood."""
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from samo.checkpoints import verify
+from samo.checkpoints.loading import load
+from samo.checkpoints.saving import save
+from samo.errors import CheckpointError
+from samo.masks import Mask, Masks
+from samo.models import GPT
+from samo.training.events import Phase
+from samo.training.learner import Learner
+
+__all__ = []
+
+_MASK: Final = "mask of "
+"""Before the name of a weight: its mask, in the checkpoint of a run on dense state."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Progress:
+    """Where a run stands: what its checkpoints hold beside model and optimizer."""
+
+    step: int = 0
+    tokens: int = 0
+    position: int = 0
+    elapsed_s: float = 0.0
+    valid_loss: float | None = None
+    valid_step: int | None = None
+    best_loss: float | None = None
+    metrics_bytes: int = 0
+    phase: Phase = "dense"
+    accounted: Phase | None = None
+    dense_skipped: int = 0
+
+
+def write(path: Path, learner: Learner, progress: Progress, *, tokenizer: str) -> None:
+    """Save a run.
+
+    Raises:
+        CheckpointError: It could not be written; what was there before still is.
+    """
+    assert isinstance(learner.model, GPT)
+    progress.phase = learner.phase
+    progress.dense_skipped = learner.dense_skipped
+    extra: dict[str, Any] = {
+        "progress": dataclasses.asdict(progress),
+        "model": dataclasses.asdict(learner.model.config),
+        "tokenizer": tokenizer,
+        **_random_states(learner.device),
+    }
+    if learner.phase == "masked" and learner.masks is not None:
+        extra |= {f"{_MASK}{name}": mask.words for name, mask in learner.masks.items()}
+    save(path, learner.model, learner.opt, scaler=learner.scaler, extra=extra)
+
+
+def restore(path: Path, learner: Learner) -> Progress:
+    """Bring a fresh learner to where a checkpoint stands, and return where that is.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, of another model, or not of a run.
+    """
+    manifest = verify(path)
+    progress = _progress(path, manifest.extra.get("progress"))
+    if progress.phase == "samo":
+        learner.prune(Masks.load(path).to(learner.device), "samo")
+    extra = load(path, learner.model, learner.opt, scaler=learner.scaler)
+    if progress.phase == "masked":
+        learner.prune(_masks_in(extra, learner), "masked")
+    learner.dense_skipped = progress.dense_skipped
+    _set_random_states(extra)
+    return progress
+
+
+def _progress(path: Path, found: Any) -> Progress:
+    """Check what a checkpoint says of its run; what a newer samo has added is left out."""
+    hints = typing.get_type_hints(Progress)
+    known = {} if not isinstance(found, dict) else {k: v for k, v in found.items() if k in hints}
+    if "step" not in known:
+        raise CheckpointError(
+            f"'{path}' was not saved by samo train: it does not say where the run stood; read it with "
+            "samo.load"
+        )
+    for name, value in known.items():
+        kinds = typing.get_args(hints[name]) or (hints[name],)
+        fits = value in kinds or type(value) in kinds  # a phase is one of the words themselves
+        if name in ("phase", "accounted"):
+            fits = value in ("dense", "masked", "samo") or (name == "accounted" and value is None)
+        if not fits or (isinstance(value, int) and not 0 <= value < 2**63):
+            raise CheckpointError(
+                f"'{path}' is damaged: its {name} is {str(value)[:40]!r}; take another checkpoint"
+            )
+    return Progress(**known)
+
+
+def _masks_in(extra: dict[str, Any], learner: Learner) -> Masks:
+    """Read the masks of a run on dense state, whose model has none of its own."""
+    shapes = {name: param.shape for name, param in learner.model.named_parameters()}
+    return Masks(
+        {
+            name.removeprefix(_MASK): Mask(shapes[name.removeprefix(_MASK)], words)
+            for name, words in extra.items()
+            if name.startswith(_MASK)
+        }
+    ).to(learner.device)
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"random_cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random_cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_states(extra: dict[str, Any]) -> None:
+    torch.set_rng_state(extra["random_cpu"])
+    if "random_cuda" in extra and torch.cuda.is_available():
+        torch.cuda.set_rng_state(extra["random_cuda"])

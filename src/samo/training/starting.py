@@ -1,0 +1,192 @@
+"""From settings to what a run starts with: device and type, model, masks, and the record of it all."""
+
+import dataclasses
+import datetime
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from samo.checkpoints.loading import load
+from samo.config import TrainConfig, gpt_config, resolve
+from samo.config_files import changes, to_dict
+from samo.environment import hardware, versions
+from samo.errors import ConfigError
+from samo.masks import Masks
+from samo.models import GPT
+from samo.pruning import prune
+from samo.training.learner import Learner
+from samo.training.text import Text
+
+__all__ = []
+
+CHANGEABLE: Final = frozenset(
+    {
+        "run.steps",
+        "run.eval_every",
+        "run.eval_batches",
+        "run.save_every",
+        "run.save_errors",
+        "run.log_every",
+        "run.sample_tokens",
+        "data.train",
+        "data.valid",
+    }
+)
+"""What a resumed run may change: how long, how often; and where the same text lies now."""
+
+
+def on_this_machine(config: TrainConfig) -> TrainConfig:
+    """Replace what is left of "auto", device and type, and make paths independent of the folder.
+
+    Raises:
+        ConfigError: A setting cannot be used, here or anywhere.
+    """
+    config = _with_full_paths(resolve(config))
+    run = config.run
+    has_cuda = torch.cuda.is_available()
+    if run.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "device cuda was asked for, and this machine has none that torch can use; leave it out to "
+            "train on the CPU"
+        )
+    device = run.device
+    if device == "auto":
+        device = "cuda" if has_cuda else "cpu"
+    dtype = run.dtype
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    elif dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    config = dataclasses.replace(config, run=dataclasses.replace(run, device=device, dtype=dtype))
+    return resolve(config)  # again: what dtype turned out to be may contradict another setting
+
+
+def check_memory(config: TrainConfig) -> None:
+    """Refuse a model whose state alone is more than the device has, before it fills it.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    assert isinstance(config.data.vocab_size, int)
+    with torch.device("meta"):
+        model = GPT(gpt_config(config.model, config.data.vocab_size))
+    count = sum(param.numel() for param in model.parameters())
+    is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0
+    # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
+    needed = (16 if is_dense else 4) * count
+    there = hardware(torch.device(config.run.device))["memory_bytes"]
+    if there and needed > there:
+        less = (
+            ", no dense phase (--dense-steps 0)" if is_dense and config.run.mode == "samo" else ""
+        )
+        raise ConfigError(
+            f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
+            f"{'for its dense phase' if is_dense else 'to begin with'}, activations not counted, and "
+            f"this {config.run.device} has {there / 1e9:,.1f} GB; choose a smaller --shape{less}, or a "
+            "larger machine"
+        )
+
+
+def new_learner(config: TrainConfig, *, is_filled_later: bool = False) -> Learner:
+    """Return a learner with its first weights: of ``model.init``, or from seed and device.
+
+    Args:
+        config: Resolved settings.
+        is_filled_later: A checkpoint will be loaded; then ``model.init`` need not be there any more.
+
+    Raises:
+        CheckpointError: ``model.init`` cannot be read, or is of another model.
+    """
+    assert isinstance(config.data.vocab_size, int)
+    torch.manual_seed(config.run.seed)
+    with torch.device(config.run.device):
+        model = GPT(gpt_config(config.model, config.data.vocab_size))
+    if config.model.init is not None and not is_filled_later:
+        load(config.model.init, model)
+    return Learner(
+        model,
+        config.optim,
+        dtype=getattr(torch, config.run.dtype),
+        fp32_gradients=config.run.fp32_gradients,
+    )
+
+
+def draw_masks(model: torch.nn.Module, config: TrainConfig) -> Masks:
+    """Return the masks of a run: read from a file, or drawn from the weights as they are now.
+
+    Raises:
+        ConfigError: The settings do not fit the model.
+        MaskError: The masks of a file do not.
+    """
+    settings = config.prune
+    if settings.masks is not None:
+        masks = Masks.load(settings.masks).to(config.run.device)
+        masks.parameters_of(model)
+        return masks
+    try:
+        return prune(
+            model,
+            settings.sparsity,
+            method=settings.method,
+            scope=settings.scope,
+            skip=settings.skip,
+            rules=settings.rules,
+            seed=config.run.seed,
+        )
+    except ValueError as error:
+        raise ConfigError(f"cannot prune: {error}") from error
+
+
+def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
+    """Refuse to resume a run with settings that would make it another run.
+
+    Raises:
+        ConfigError: A setting differs that may not.
+    """
+    refused = {k: v for k, v in changes(recorded, wanted).items() if k not in CHANGEABLE}
+    if refused:
+        key, (old, new) = next(iter(refused.items()))
+        allowed = ", ".join(sorted(key.partition(".")[2] for key in CHANGEABLE))
+        raise ConfigError(
+            f"a resumed run keeps its settings, and {key} was {old!r}, not {new!r}; leave it out, or "
+            f"start a new run. What may change: {allowed}"
+        )
+
+
+def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict[str, Any]:
+    """Return the content of run.json: what is run, on what, and where."""
+    return {
+        "name": out.resolve().name,
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": to_dict(config),
+        "model": {"num_params": sum(param.numel() for param in learner.model.parameters())},
+        "data": {
+            "train_tokens": text.train.num_tokens,
+            "valid_tokens": text.valid.num_tokens,
+            "tokenizer": text.tokenizer.name,
+            "vocab_size": text.vocab_size,
+            "fingerprint": text.fingerprint(),
+        },
+        "versions": versions(),
+        "hardware": hardware(learner.device),
+    }
+
+
+def _with_full_paths(config: TrainConfig) -> TrainConfig:
+    data, model, prune = config.data, config.model, config.prune
+    tokenizer = data.tokenizer
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            data,
+            train=tuple(path.absolute() for path in data.train),
+            valid=tuple(path.absolute() for path in data.valid),
+            tokenizer=tokenizer.absolute() if isinstance(tokenizer, Path) else tokenizer,
+        ),
+        model=dataclasses.replace(model, init=model.init and model.init.absolute()),
+        prune=dataclasses.replace(prune, masks=prune.masks and prune.masks.absolute()),
+    )

@@ -1,0 +1,962 @@
+"""samo.save and samo.load: everything comes back, training goes on exactly, what does not fit is refused."""
+
+import copy
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import samo
+from samo import checkpoints
+from samo.checkpoints import manifest as manifests, shards
+from samo.errors import CheckpointError, CompressionError, MaskError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many real ones take seconds; test_durable.py has them."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+class Net(nn.Module):
+    """Pruned matrices, a tied head, a batch norm, a scalar, a frozen layer and all kinds of buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 12)
+        self.body = nn.Linear(12, 12)
+        self.still = nn.Linear(12, 12, bias=False).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(12)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(12, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.tensor(3))
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.body(self.embed(tokens)))
+        x = self.norm((x + self.still(x)).float()).to(x.dtype)
+        return self.head(x * self.gain)
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def masks(model: nn.Module) -> samo.Masks:
+    return samo.prune(model, rules={"body.weight": 0.75, "still.weight": 0.5}, sparsity=0.5)
+
+
+def compressed(dtype: torch.dtype = torch.float32, seed: int = 0) -> Net:
+    model = net(seed)
+    samo.compress_(model, masks(net()), dtype=dtype)
+    return model
+
+
+def step(
+    model: nn.Module, opt: Optimizer, seed: int, scaler: samo.LossScaler | None = None
+) -> None:
+    torch.manual_seed(seed)
+    device = next(model.parameters()).device
+    loss = model(torch.randint(0, 7, (16,)).to(device)).float().square().mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def state_of(model: nn.Module, opt: Optimizer | None = None) -> dict[str, Any]:
+    """Return copies of all that training depends on."""
+    found: dict[str, Any] = dict(model.state_dict())
+    for name, leaf in samo.named_parameters(model) if is_compressed(model) else ():
+        weight = weight_of(leaf)
+        found[f"{name}/rest"] = weight.rest
+    if opt is not None:
+        found["opt"] = opt.state_dict()
+    return copy.deepcopy(found)
+
+
+def weight_of(leaf: Tensor) -> Any:
+    return leaf._samo_weight()  # type: ignore[attr-defined]
+
+
+def is_compressed(model: nn.Module) -> bool:
+    return any(hasattr(param, "_samo_weight") for param in model.parameters())
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert type(a) is type(b), f"{type(a)} against {type(b)}"
+    if isinstance(a, dict):
+        assert sorted(map(str, a)) == sorted(map(str, b))
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for one, other in zip(a, b):
+            assert_same(one, other)
+    elif isinstance(a, Tensor):
+        assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        assert torch.equal(a, b)
+    else:
+        assert a == b
+
+
+Build = Callable[[nn.Module], Optimizer]
+
+OPTIMIZERS: dict[str, Build] = {
+    "samo.AdamW": lambda m: samo.AdamW(samo.param_groups(m, weight_decay=0.1), lr=0.05),
+    "SGD": lambda m: torch.optim.SGD(samo.parameters(m), lr=0.05, momentum=0.9),
+    "Adam": lambda m: torch.optim.Adam(samo.named_parameters(m), lr=torch.tensor(0.05)),
+    "AdamW fused": lambda m: torch.optim.AdamW(samo.parameters(m), lr=0.05, fused=True),
+    "RMSprop": lambda m: torch.optim.RMSprop(samo.parameters(m), lr=0.05, centered=True),
+    "Adafactor": lambda m: torch.optim.Adafactor(samo.parameters(m), lr=0.05),
+}
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model, again = compressed(dtype), compressed(dtype, seed=1)
+    opt, again_opt = OPTIMIZERS[kind](model), OPTIMIZERS[kind](again)
+    half = dtype == torch.float16
+    scaler = samo.LossScaler(model, init_scale=64.0, growth_interval=2) if half else None
+    again_scaler = samo.LossScaler(again, growth_interval=2) if half else None
+    for seed in range(3):
+        step(model, opt, seed, scaler)
+        step(again, again_opt, seed + 50, again_scaler)  # leaves state that has to go
+    samo.save(tmp_path, model, opt, scaler=scaler)
+    assert samo.load(tmp_path, again, again_opt, scaler=again_scaler) == {}
+    assert_same(state_of(again, again_opt), state_of(model, opt))
+    for seed in range(3, 6):
+        step(model, opt, seed, scaler)
+        step(again, again_opt, seed, again_scaler)
+    assert_same(state_of(again, again_opt), state_of(model, opt))
+    if scaler is not None and again_scaler is not None:
+        assert scaler.get_scale() == again_scaler.get_scale() != 64.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["samo.AdamW", "Adam", "AdamW fused"])
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")], ids=str)
+def test_a_checkpoint_goes_to_the_device_of_the_model(
+    kind: str, devices: tuple[str, str], tmp_path: Path
+) -> None:
+    model = compressed(torch.bfloat16).to(devices[0])
+    again = compressed(torch.bfloat16, seed=1).to(devices[1])
+    build = OPTIMIZERS[kind]
+    if kind == "Adam":  # a learning rate that is a tensor stays on the host
+
+        def build(m: nn.Module) -> Optimizer:
+            return torch.optim.Adam(samo.parameters(m), lr=torch.tensor(0.05), foreach=False)
+
+    opt, again_opt = build(model), build(again)
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt)
+    samo.load(tmp_path, again, again_opt)
+    assert_same(
+        torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, state_of(again, again_opt)),
+        torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, state_of(model, opt)),
+    )
+    assert {value.device.type for value in again.state_dict().values()} == {devices[1]}
+    step(again, again_opt, 1)
+    if devices == ("cuda", "cuda"):
+        step(model, opt, 1)
+        assert_same(state_of(again, again_opt), state_of(model, opt))
+
+
+def test_a_16_bit_weight_needs_its_rest_to_go_on(tmp_path: Path) -> None:
+    """The test above would not notice a lost rest if there were none to lose."""
+    model = compressed(torch.bfloat16)
+    opt = OPTIMIZERS["SGD"](model)
+    step(model, opt, 0)
+    assert int(weight_of(next(samo.parameters(model))).rest.count_nonzero()) > 0
+
+
+def test_a_dense_model_goes_on_too(tmp_path: Path) -> None:
+    model, again = net(), net(1)
+    opts = [torch.optim.AdamW(m.parameters(), lr=0.05, amsgrad=True) for m in (model, again)]
+    step(model, opts[0], 0)
+    samo.save(tmp_path, model, opts[0])
+    samo.load(tmp_path, again, opts[1])
+    for seed in (1, 2):
+        step(model, opts[0], seed)
+        step(again, opts[1], seed)
+    assert_same(state_of(again, opts[1]), state_of(model, opts[0]))
+
+
+def test_a_bfloat16_model_keeps_the_types_of_its_optimizer_state(tmp_path: Path) -> None:
+    """torch's own load_state_dict would round what is fp32 here to the parameter's type."""
+    model, again = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()
+    opt, again_opt = (torch.optim.SGD(m.parameters(), momentum=0.9) for m in (model, again))
+    for param in model.parameters():
+        opt.state[param]["momentum_buffer"] = torch.randn(param.shape)
+    samo.save(tmp_path, model, opt)
+    samo.load(tmp_path, again, again_opt)
+    assert_same(again_opt.state_dict(), opt.state_dict())
+
+
+def test_an_optimizer_with_lists_in_its_state_comes_back(tmp_path: Path) -> None:
+    model, again = nn.Linear(4, 4), nn.Linear(4, 4)
+    opts = [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, again)]
+
+    def closure(model: nn.Module, opt: Optimizer) -> Any:
+        def compute() -> Tensor:
+            opt.zero_grad()
+            loss = model(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        return compute
+
+    opts[0].step(closure(model, opts[0]))
+    samo.save(tmp_path, model, opts[0])
+    samo.load(tmp_path, again, opts[1])
+    assert_same(opts[1].state_dict(), opts[0].state_dict())
+    for m, opt in zip((model, again), opts):
+        opt.step(closure(m, opt))
+    assert torch.equal(model.weight, again.weight)
+
+
+def test_an_optimizer_before_its_first_step_comes_back_without_state(tmp_path: Path) -> None:
+    model, again = compressed(), compressed(seed=1)
+    opt, again_opt = OPTIMIZERS["samo.AdamW"](model), OPTIMIZERS["samo.AdamW"](again)
+    step(again, again_opt, 0)
+    samo.save(tmp_path, model, opt)
+    samo.load(tmp_path, again, again_opt)
+    assert not again_opt.state
+    step(model, opt, 1)
+    step(again, again_opt, 1)
+    assert_same(state_of(again, again_opt), state_of(model, opt))
+
+
+def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) -> None:
+    model, again = compressed(), compressed()
+    groups = samo.param_groups(model, weight_decay=0.1)
+    opt = samo.AdamW(groups, lr=torch.tensor(0.25), betas=(0.5, 0.75))
+    torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5)
+    opt.param_groups[1]["eps"] = float("inf")
+    again_opt = samo.AdamW(samo.param_groups(again, weight_decay=0.7), lr=1.0)
+    samo.save(tmp_path, model, opt)
+    samo.load(tmp_path, again, again_opt)
+    first, second = again_opt.param_groups
+    assert torch.equal(first["lr"], torch.tensor(0.125))
+    assert torch.equal(first["initial_lr"], torch.tensor(0.25))
+    assert (first["betas"], first["weight_decay"], second["weight_decay"]) == ((0.5, 0.75), 0.1, 0)
+    assert second["eps"] == float("inf")
+    assert [len(group["params"]) for group in (first, second)] == [3, 4]
+
+
+def test_groups_are_matched_by_name_and_not_by_order(tmp_path: Path) -> None:
+    model, again = compressed(), compressed()
+    opt = samo.AdamW(samo.parameters(model), lr=0.05)
+    again_opt = samo.AdamW(reversed(list(samo.parameters(again))), lr=0.05)
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt)
+    samo.load(tmp_path, again, again_opt)
+    step(model, opt, 1)
+    step(again, again_opt, 1)
+    assert_same(state_of(again), state_of(model))
+
+
+def test_skipped_steps_are_counted_on(tmp_path: Path) -> None:
+    model, again = compressed(), compressed()
+    opt = samo.AdamW(samo.parameters(model), lr=0.05)
+    step(model, opt, 0)
+    next(samo.parameters(model)).grad = torch.full((1,), torch.nan)  # of the scalar
+    opt.step()
+    samo.save(tmp_path, model, opt)
+    again_opt = samo.AdamW(samo.parameters(again), lr=0.05)
+    samo.load(tmp_path, again, again_opt)
+    assert again_opt.skipped_steps == 1
+
+
+def test_a_rest_that_an_optimizer_loaded_but_did_not_take_up_yet_is_saved(tmp_path: Path) -> None:
+    model, copied, again = (compressed(torch.bfloat16) for _ in range(3))
+    opts = [samo.AdamW(samo.parameters(m), lr=0.05) for m in (model, copied, again)]
+    step(model, opts[0], 0)
+    copied.load_state_dict(model.state_dict())
+    opts[1].load_state_dict(opts[0].state_dict())
+    samo.save(tmp_path, copied, opts[1])
+    samo.load(tmp_path, again, opts[2])
+    assert_same(state_of(again, opts[2]), state_of(model, opts[0]))
+
+
+def test_the_rest_is_stored_once(tmp_path: Path) -> None:
+    model = compressed(torch.bfloat16)
+    opt = samo.AdamW(samo.parameters(model), lr=0.05)
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt)
+    found = checkpoints.read_manifest(tmp_path)
+    names = shards.Shards(tmp_path, found, "optimizer").specs
+    assert sorted(names)[:3] == ["body.bias/exp_avg", "body.bias/exp_avg_sq", "body.bias/step"]
+    assert {name.partition("/")[2] for name in names} == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(shards.Shards(tmp_path, found, "rest").specs) == {
+        "embed.weight", "body.weight", "body.bias", "gain",
+    }  # fmt: skip
+
+
+def test_a_checkpoint_holds_kept_values_and_each_tensor_once(tmp_path: Path) -> None:
+    model = compressed()
+    samo.save(tmp_path, model)
+    found = checkpoints.read_manifest(tmp_path)
+    specs = {n: s.shape for n, s in shards.Shards(tmp_path, found, "weights").specs.items()}
+    assert specs == {
+        "gain": (),
+        "seen": (),
+        "embed.weight": (7, 12),
+        "body.weight": (36,),
+        "body.bias": (12,),
+        "still.weight": (72,),
+        "norm.weight": (12,),
+        "norm.bias": (12,),
+        "norm.running_mean": (12,),
+        "norm.running_var": (12,),
+        "norm.num_batches_tracked": (),
+    }
+    assert found.tied == {"head.weight": "embed.weight"}
+    assert (found.num_params, found.kept) == (
+        84 + 144 + 12 + 144 + 24 + 1,
+        84 + 36 + 12 + 72 + 24 + 1,
+    )
+    assert (found.is_compressed, found.dtype) == (True, "float32")
+    assert found.num_bytes == sum(f.stat().st_size for f in (tmp_path / found.data).iterdir())
+
+
+def test_weights_that_are_not_contiguous_come_back(tmp_path: Path) -> None:
+    model, again = (nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
+    again.load_state_dict(model.state_dict())
+    for m in (model, again):
+        samo.compress_(m, samo.prune(m, 0.5))
+    with torch.no_grad():
+        again.weight.mul_(2)
+    samo.save(tmp_path, model)
+    samo.load(tmp_path, again)
+    assert torch.equal(model.weight, again.weight)
+    assert again.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_weight_without_a_saved_rest_starts_with_none(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model, again = compressed(dtype), compressed(dtype)
+        weight = weight_of(model.body.weight)
+        weight.rest = None  # as if it had been frozen all the time
+        other = weight_of(again.body.weight)
+        assert other.rest is not None
+        other.rest.fill_(7)
+        samo.save(tmp_path, model)
+        samo.load(tmp_path, again)
+        values = again.body.weight.detach().reshape(-1)[other.mask.to_bool().reshape(-1)]
+        expected = torch.zeros(36) if dtype == torch.bfloat16 else values
+        assert torch.equal(other.rest.float(), expected.float())
+
+
+def test_a_rest_goes_into_a_weight_that_had_none(tmp_path: Path) -> None:
+    model, again = compressed(torch.bfloat16), compressed(torch.bfloat16)
+    weight_of(again.body.weight).rest = None
+    samo.save(tmp_path, model)
+    samo.load(tmp_path, again)
+    for file in tmp_path.glob("data-*/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert_same(state_of(again), state_of(model))
+
+
+def test_loading_is_seen_by_autograd_and_is_no_edit_by_hand(tmp_path: Path) -> None:
+    model = compressed(torch.bfloat16)
+    opt = samo.AdamW(samo.parameters(model), lr=0.05)
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt)
+    loss = model(torch.arange(7)).float().sum()
+    samo.load(tmp_path, model, opt)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    before = state_of(model)
+    model.eval()(torch.arange(7))  # would set the rest to 0 if it took the load for an edit
+    assert_same(state_of(model), before)
+
+
+def test_an_interrupted_forward_pass_does_not_hide_weights(tmp_path: Path) -> None:
+    model = compressed()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.norm.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.arange(7))
+    hook.remove()
+    samo.save(tmp_path, model)
+    assert checkpoints.read_manifest(tmp_path).kept == 229
+
+
+def test_an_edit_by_hand_is_followed_before_it_is_saved(tmp_path: Path) -> None:
+    model, again = compressed(torch.bfloat16), compressed(torch.bfloat16)
+    step(model, OPTIMIZERS["SGD"](model), 0)
+    with torch.no_grad():
+        model.body.weight.mul_(2)
+    samo.save(tmp_path, model)
+    samo.load(tmp_path, again)
+    assert torch.equal(again.body.weight, model.body.weight)
+    assert int(weight_of(again.body.weight).rest.count_nonzero()) == 0
+
+
+# Extra
+
+
+def test_extra_comes_back(tmp_path: Path) -> None:
+    extra = {
+        "step": 12,
+        "name": "a '\u2713' \ud800",
+        "best": float("inf"),
+        "tiny": 5e-324,
+        "loss": [0.1, -0.0, None, True],
+        "nested": {"$float": {"a": [1]}},
+        "big": 2**100,
+        "$odd/name": {},
+        "rng": torch.get_rng_state(),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "strided": torch.arange(6).view(2, 3).t(),
+        "empty": torch.zeros(0, 3),
+    }
+    samo.save(tmp_path, nn.Linear(2, 2), extra=extra)
+    found = samo.load(tmp_path, nn.Linear(2, 2))
+    assert {name: found[name] for name in extra if not isinstance(extra[name], Tensor)} == {
+        name: value for name, value in extra.items() if not isinstance(value, Tensor)
+    }
+    assert str(found["loss"][1]) == "-0.0"
+    for name, value in extra.items():
+        if isinstance(value, Tensor):
+            assert_same(found[name], value)
+    manifest = checkpoints.read_manifest(tmp_path)
+    assert set(manifest.extra) | set(manifest.extra_tensors) == set(extra)
+    assert sorted(manifest.extra_tensors) == ["empty", "rng", "scalar", "strided"]
+
+
+def test_nan_comes_back_and_tuples_as_lists(tmp_path: Path) -> None:
+    samo.save(tmp_path, nn.Linear(2, 2), extra={"a": float("nan"), "b": (1, (2, 3))})
+    found = samo.load(tmp_path, nn.Linear(2, 2))
+    assert found["a"] != found["a"]
+    assert found["b"] == [1, [2, 3]]
+
+
+def test_extra_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
+    samo.save(tmp_path, nn.Linear(2, 2), extra={"a": torch.ones(1000)})
+    found = samo.load(tmp_path, nn.Linear(2, 2))
+    for file in tmp_path.glob("data-*/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert torch.equal(found["a"], torch.ones(1000))
+
+
+def test_what_is_loaded_is_not_a_window_on_the_file(tmp_path: Path) -> None:
+    model, again = nn.Linear(50, 50), nn.Linear(50, 50)
+    opts = [torch.optim.SGD(m.parameters(), momentum=0.9, lr=0.1) for m in (model, again)]
+    model(torch.ones(1, 50)).sum().backward()
+    opts[0].step()
+    samo.save(tmp_path, model, opts[0])
+    samo.load(tmp_path, again, opts[1])
+    for file in tmp_path.glob("data-*/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert_same(opts[1].state_dict(), opts[0].state_dict())
+
+
+@pytest.mark.parametrize("extra", [{"a": {1, 2}}, {"a": [torch.ones(2)]}, {3: 4}], ids=str)
+def test_extra_that_no_checkpoint_holds_is_refused(extra: dict[Any, Any], tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"extra.* that a checkpoint cannot hold"):
+        samo.save(tmp_path / "new", nn.Linear(2, 2), extra=extra)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_manifest_that_would_be_too_long_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "MAX_BYTES", 2000)
+    with pytest.raises(
+        ValueError, match=r"would have .* bytes, at most 2,000 are allowed; give long"
+    ):
+        samo.save(tmp_path / "new", nn.Linear(2, 2), extra={"a": list(range(1000))})
+    assert not (tmp_path / "new").exists()
+
+
+# Shards
+
+
+def test_much_is_split_into_shards_and_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 200)
+    model, again = compressed(torch.bfloat16), compressed(torch.bfloat16, seed=1)
+    opt, again_opt = (samo.AdamW(samo.parameters(m), lr=0.05) for m in (model, again))
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt)
+    found = checkpoints.read_manifest(tmp_path)
+    names = [f"weights-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    assert list(found.files_of("weights")) == names
+    assert list(found.files_of("masks")) == ["masks.safetensors"]
+    samo.load(tmp_path, again, again_opt)
+    assert_same(state_of(again, again_opt), state_of(model, opt))
+
+
+def test_masks_are_split_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 20)
+    model = compressed()
+    samo.save(tmp_path, model)
+    files = checkpoints.read_manifest(tmp_path).files_of("masks")
+    assert list(files) == [f"masks-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert samo.Masks.load(tmp_path) == masks(net())
+    samo.load(tmp_path, compressed(seed=1))
+
+
+def test_one_tensor_is_on_the_host_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", 64)
+    made: list[weakref.ref[Any]] = []
+    bytes_of = shards._bytes_of
+
+    def make() -> Tensor:
+        assert not any(reference() is not None for reference in made)
+        return torch.full((100,), 1.0 + len(made))
+
+    def watch(tensor: Tensor) -> memoryview:
+        view = bytes_of(tensor)
+        made.append(weakref.ref(view.obj))
+        return view
+
+    monkeypatch.setattr(shards, "_bytes_of", watch)
+    sources = {f"t{i:02}": shards.Source(torch.float32, (100,), make) for i in range(12)}
+    files = shards.write_tensors(tmp_path, "weights", sources)
+    assert list(files) == [f"weights-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    found = {name: value for file in files for name, value in load_file(tmp_path / file).items()}
+    assert found.keys() == sources.keys()
+    assert [float(found[name][0]) for name in sorted(found)] == list(range(1, 13))
+
+
+def test_a_file_is_what_safetensors_itself_would_write(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 4),
+        "a": torch.randn(2, 5, dtype=torch.float64),
+        "\u2713": torch.arange(3, dtype=torch.int8),
+        "view": torch.randn(6, 6)[1::2, ::3],
+        "neg": torch._neg_view(torch.ones(3)),
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "one": torch.tensor(True),
+        "none": torch.zeros(0, 7),
+    }
+    sources = {name: shards.source_of(name, value) for name, value in tensors.items()}
+    shards.write_tensors(tmp_path, "weights", sources)
+    found = load_file(tmp_path / "weights.safetensors")
+    assert_same(found, tensors)
+    with safe_open(tmp_path / "weights.safetensors", "pt") as file:
+        assert all(file.get_tensor(name).data_ptr() % 8 == 0 for name in ("a", "conj"))
+
+
+# Masks and dense models
+
+
+def test_masks_load_from_a_checkpoint(tmp_path: Path) -> None:
+    samo.save(tmp_path, compressed())
+    assert samo.Masks.load(tmp_path) == masks(net())
+    assert samo.Masks.load(next(tmp_path.glob("data-*/masks.safetensors"))) == masks(net())
+    model = net()
+    samo.compress_(model, samo.Masks({}))
+    samo.save(tmp_path, model)
+    assert samo.Masks.load(str(tmp_path)) == samo.Masks({})
+
+
+def test_a_dense_checkpoint_has_no_masks(tmp_path: Path) -> None:
+    samo.save(tmp_path, net())
+    with pytest.raises(
+        MaskError, match="has no masks: it was saved from a dense model; load it with"
+    ):
+        samo.Masks.load(tmp_path)
+
+
+def test_damaged_masks_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    samo.save(tmp_path, compressed())
+    file = next(tmp_path.glob("data-*/masks.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"masks\.safetensors' is damaged"):
+        samo.Masks.load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_compressed_checkpoint_fills_a_dense_model_with_zeros_between(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, dense = compressed(torch.bfloat16), net(1).to(dtype)
+    opt = samo.AdamW(samo.parameters(model), lr=0.05)
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt, extra={"step": 1})
+    version = dense.body.weight._version
+    assert samo.load(tmp_path, dense) == {"step": 1}
+    for name, value in model.state_dict().items():
+        assert torch.equal(dense.state_dict()[name], value.to(dense.state_dict()[name].dtype)), name
+    assert dense.head.weight is dense.embed.weight
+    assert dense.body.weight._version > version
+    assert int((dense.body.weight == 0).sum()) == 108
+
+
+def test_an_optimizer_of_a_dense_model_takes_no_compressed_state(tmp_path: Path) -> None:
+    model, dense = compressed(), net()
+    samo.save(tmp_path, model, OPTIMIZERS["SGD"](model))
+    opt = torch.optim.SGD(dense.parameters(), momentum=0.9)
+    message = (
+        r"this one is not compressed; call samo.compress_\(model, samo.Masks.load\('.*'\)\) first"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        samo.load(tmp_path, dense, opt)
+
+
+def test_a_dense_checkpoint_does_not_go_into_a_compressed_model(tmp_path: Path) -> None:
+    samo.save(tmp_path, net())
+    with pytest.raises(
+        CheckpointError, match="saved from a dense model and this one is compressed"
+    ):
+        samo.load(tmp_path, compressed())
+
+
+# What does not fit changes nothing
+
+
+def other_shape(model: Net) -> None:
+    model.body = nn.Linear(12, 13)
+
+
+def other_name(model: Net) -> None:
+    model.boddy = model.body
+    del model.body
+
+
+def more(model: Net) -> None:
+    model.later = nn.Linear(2, 2)
+
+
+def untied(model: Net) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    model.tail = nn.Module()
+
+
+def other_dtype(model: Net) -> None:
+    model.body.double()
+
+
+def other_buffer(model: Net) -> None:
+    model.seen = torch.tensor(3.0)
+
+
+def other_tie(model: Net) -> None:
+    model.extra = nn.Linear(12, 7, bias=False)
+    model.extra.weight = model.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            other_shape,
+            r"'body.weight' has shape \(12, 12\) in the checkpoint and \(13, 12\) in the",
+        ),
+        (
+            other_name,
+            r"lacks 2 of the model's 11 tensors, the first is 'boddy.weight' \(did you mean",
+        ),
+        (more, "lacks 2 of the model's 13 tensors, the first is 'later.weight'"),
+        (untied, "lacks 1 of the model's 12 tensors, the first is 'head.weight'"),
+        (
+            other_dtype,
+            "'body.weight' is torch.float32 in the checkpoint and torch.float64 in the model",
+        ),
+        (other_buffer, "'seen' is torch.int64 in the checkpoint and torch.float32 in the model"),
+        (
+            other_tie,
+            "'extra.weight' is tied to 'nothing' in the checkpoint and to 'embed.weight' in",
+        ),
+    ],
+)
+def test_another_model_is_refused(
+    change: Callable[[Net], None], message: str, tmp_path: Path
+) -> None:
+    samo.save(tmp_path, net())
+    model = net(1)
+    change(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match=f"does not fit: .*{message}"):
+        samo.load(tmp_path, model)
+    assert_same(model.state_dict(), before)
+
+
+def test_a_model_with_less_is_refused(tmp_path: Path) -> None:
+    model = net()
+    more(model)
+    samo.save(tmp_path, model)
+    with pytest.raises(
+        CheckpointError, match="2 of its 13 tensors are not in the model, the first"
+    ):
+        samo.load(tmp_path, net())
+
+
+def test_other_masks_are_refused(tmp_path: Path) -> None:
+    samo.save(tmp_path, compressed())
+    model = net()
+    samo.compress_(model, samo.prune(model, 0.5, method="random", seed=3))
+    message = (
+        r"its mask of 'body.weight' \(Mask\(12x12, 36 of .*\) is not the model's \(Mask\(.* 72 of"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        samo.load(tmp_path, model)
+    model = net()
+    samo.compress_(model, samo.Masks({"body.weight": masks(model)["body.weight"]}))
+    with pytest.raises(
+        CheckpointError, match=r"mask of 'still.weight' .* is not the model's \(None\)"
+    ):
+        samo.load(tmp_path, model)
+
+
+def test_another_type_is_refused(tmp_path: Path) -> None:
+    samo.save(tmp_path, compressed(torch.bfloat16))
+    with pytest.raises(
+        CheckpointError, match=r"is torch.bfloat16 in the checkpoint and torch.float16"
+    ):
+        samo.load(tmp_path, compressed(torch.float16))
+
+
+def refused_optimizer(build: Build, message: str, tmp_path: Path) -> None:
+    model = compressed()
+    opt = samo.AdamW(samo.param_groups(model, weight_decay=0.1), lr=0.05)
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt)
+    again = compressed(seed=1)
+    again_opt = build(again)
+    before = state_of(again, again_opt)
+    with pytest.raises(CheckpointError, match=message):
+        samo.load(tmp_path, again, again_opt)
+    assert_same(state_of(again, again_opt), before)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    message = (
+        "has the state of a samo.AdamW, not of a torch.optim.AdamW; build the optimizer it was"
+    )
+    refused_optimizer(OPTIMIZERS["AdamW fused"], message, tmp_path)
+
+
+def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    message = "has 2 parameter groups and the optimizer 1; build the optimizer as when it was saved"
+    refused_optimizer(lambda m: samo.AdamW(samo.parameters(m)), message, tmp_path)
+
+
+def test_other_groups_are_refused(tmp_path: Path) -> None:
+    def build(model: nn.Module) -> Optimizer:
+        return samo.AdamW(samo.param_groups(model, weight_decay=0.1, no_decay=["embed*"]))
+
+    message = (
+        "'embed.weight' is in group 0 of the checkpoint alone; build the optimizer on the same"
+    )
+    refused_optimizer(build, message, tmp_path)
+
+
+def test_an_optimizer_for_which_nothing_was_saved_is_refused(tmp_path: Path) -> None:
+    model = compressed()
+    samo.save(tmp_path, model)
+    with pytest.raises(
+        CheckpointError, match="was saved without an optimizer; load it with opt=None"
+    ):
+        samo.load(tmp_path, model, OPTIMIZERS["samo.AdamW"](model))
+
+
+def test_an_optimizer_may_be_left_out(tmp_path: Path) -> None:
+    model, again = compressed(), compressed(seed=1)
+    opt = OPTIMIZERS["samo.AdamW"](model)
+    step(model, opt, 0)
+    samo.save(tmp_path, model, opt, scaler=samo.LossScaler(model))
+    samo.load(tmp_path, again)
+    assert_same(state_of(again), state_of(model))
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    model, other = compressed(), compressed()
+    message = (
+        r"group 0 of the optimizer has a tensor of shape .* build it on samo.parameters\(model\)"
+    )
+    for opt in (OPTIMIZERS["SGD"](other), torch.optim.SGD(model.parameters())):
+        with pytest.raises(CheckpointError, match=message):
+            samo.save(tmp_path, model, opt)
+    with pytest.raises(CheckpointError, match=r"build it on model.parameters\(\)"):
+        samo.save(tmp_path, net(), OPTIMIZERS["SGD"](model))
+
+
+class Global(torch.optim.SGD):
+    """An optimizer that keeps something of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "global_norm": 3.0}
+
+
+def test_an_optimizer_that_keeps_more_is_refused(tmp_path: Path) -> None:
+    model = net()
+    message = (
+        r"Global keeps \['global_norm'\] beside the state of its parameters, which samo.save does"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        samo.save(tmp_path, model, Global(model.parameters()))
+    opt = torch.optim.SGD(model.parameters())
+    opt.state["all"] = 3  # type: ignore[index]
+    with pytest.raises(CheckpointError, match="keeps state that belongs to none of its parameters"):
+        samo.save(tmp_path, model, opt)
+
+
+def test_optimizer_state_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters())
+    opt.state[model.weight]["history"] = {1, 2}
+    with pytest.raises(TypeError, match=r"^weight/history is a set that a checkpoint cannot hold"):
+        samo.save(tmp_path, model, opt)
+
+
+def test_names_that_run_together_stay_apart(tmp_path: Path) -> None:
+    model, again = (
+        nn.ParameterDict({"a": torch.ones(2), "a/b": torch.ones(2), "$float": torch.ones(2)})
+        for _ in range(2)
+    )
+    opt, again_opt = (torch.optim.SGD(m.parameters()) for m in (model, again))
+    opt.state[model["a"]] = {"b/c": torch.tensor(1.0), "b": {"c": torch.tensor(2.0)}}
+    opt.state[model["a/b"]] = {"c": torch.tensor(3.0)}
+    opt.state[model["$float"]] = {"$tensor": "nan"}
+    samo.save(tmp_path, model, opt)
+    samo.load(tmp_path, again, again_opt)
+    assert_same(again_opt.state_dict()["state"], opt.state_dict()["state"])
+
+
+def test_a_scaler_is_given_exactly_if_one_was_saved(tmp_path: Path) -> None:
+    model = compressed(torch.float16)
+    opt, scaler = OPTIMIZERS["samo.AdamW"](model), samo.LossScaler(model)
+    samo.save(tmp_path / "with", model, opt, scaler=scaler)
+    samo.save(tmp_path / "without", model, opt)
+    with pytest.raises(
+        CheckpointError, match="has the state of a loss scaler, without which training"
+    ):
+        samo.load(tmp_path / "with", model, opt)
+    with pytest.raises(
+        CheckpointError, match="was saved without a loss scaler; load it with scaler="
+    ):
+        samo.load(tmp_path / "without", model, opt, scaler=scaler)
+    with pytest.raises(
+        CheckpointError,
+        match=r"has the state of another loss scaler, {'scale': 65536.0, 'good_steps': 0} in",
+    ):
+        samo.load(tmp_path / "with", model, opt, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_torchs_scaler_comes_back(tmp_path: Path) -> None:
+    model = net()
+    scaler, again = (torch.amp.GradScaler("cpu", init_scale=s) for s in (8.0, 16.0))
+    samo.save(tmp_path, model, scaler=scaler)
+    samo.load(tmp_path, model, scaler=again)
+    assert again.state_dict()["scale"] == 8.0
+
+
+# What cannot be saved
+
+
+def test_arguments_in_the_wrong_place_are_refused(tmp_path: Path) -> None:
+    message = "the model must be a torch.nn.Module, got str; the folder comes first, then the model"
+    with pytest.raises(TypeError, match=message):
+        samo.save(tmp_path, "model")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"opt must be a torch.optim.Optimizer, got LossScaler; give a"
+    ):
+        samo.save(tmp_path, compressed(), samo.LossScaler(compressed()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.zeros(2, device="meta"), "'0.odd' has no values yet; save the model once it has"),
+        (
+            torch.eye(2).to_sparse(),
+            "'0.odd' is a Tensor of layout torch.sparse_coo; a checkpoint holds",
+        ),
+        (
+            torch.zeros(2, dtype=torch.complex128),
+            "'0.odd' is torch.complex128, which no safetensors",
+        ),
+    ],
+)
+def test_a_tensor_that_no_file_holds_is_refused(
+    buffer: Tensor, message: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("odd", buffer)
+    with pytest.raises(CheckpointError, match=message):
+        samo.save(tmp_path / "new", model)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_name_that_the_file_format_takes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'__metadata__' is taken by the file format"):
+        samo.save(tmp_path, nn.Linear(2, 2), extra={"__metadata__": torch.ones(1)})
+    model = nn.ParameterDict({"__metadata__": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="'__metadata__' is taken by the file format; call"):
+        samo.save(tmp_path, model)
+
+
+def test_a_parameter_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    model = compressed()
+    model.body.weight = nn.Parameter(torch.ones(12, 12))
+    with pytest.raises(
+        CompressionError, match=r"parameter 'body.weight' was replaced after compress_"
+    ):
+        samo.save(tmp_path, model)
+
+
+class Counting(nn.Linear):
+    """A module that keeps something beside its tensors."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+def test_state_of_a_module_that_is_no_tensor_is_warned_about(tmp_path: Path) -> None:
+    message = r"module '0' \(Counting\) has state beside its tensors .* give it in extra="
+    with pytest.warns(UserWarning, match=message) as caught:
+        samo.save(tmp_path, nn.Sequential(Counting(2, 2)))
+    assert caught[0].filename == __file__
+
+
+def test_many_types_of_buffers_come_back(tmp_path: Path) -> None:
+    def build(fill: int) -> nn.Module:
+        module = nn.Module()
+        for dtype in shards._DTYPES.values():
+            module.register_buffer(f"of_{str(dtype)[6:]}", torch.full((3,), fill).to(dtype))
+        return module
+
+    model, again = build(1), build(0)
+    samo.save(tmp_path, model)
+    samo.load(tmp_path, again)
+    for name, value in model.state_dict().items():
+        found = again.state_dict()[name]
+        assert found.dtype == value.dtype
+        assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+
+
+def test_a_model_without_tensors_is_saved(tmp_path: Path) -> None:
+    samo.save(tmp_path, nn.Sequential(), extra={"a": 1})
+    assert samo.load(tmp_path, nn.Sequential()) == {"a": 1}
+    assert checkpoints.read_manifest(tmp_path).num_params == 0

@@ -1,0 +1,465 @@
+"""The command line: what is typed, what is shown, how it ends."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import samo
+from samo.cli import Demo, Inspect, Train, main, parse
+from samo.models import GPT, GPTConfig
+
+SMALL = "--steps 6 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 3 --eval-batches 1 --sample-tokens 4".split()  # fmt: skip  # noqa: SIM905
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of one's own with a text in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text(
+        "It was the best of times, it was the worst of times. " * 60
+    )
+    return tmp_path
+
+
+def run(*arguments: str, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "samo", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+# Help ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "seconds"), [([], 0.5), (["train"], 1.0)])
+def test_help_is_there_at_once(arguments: list[str], seconds: float) -> None:
+    times = []
+    for _ in range(5):  # the quickest of them: the machine may be busy with other things
+        began = time.perf_counter()
+        assert run(*arguments, "--help").returncode == 0
+        times.append(time.perf_counter() - began)
+        if times[-1] < seconds:
+            break
+    assert min(times) < seconds
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from samo.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'matplotlib', 'numba', 'rich'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for command in ("demo", "train", "prune", "inspect", "report"):
+        assert f" {command} " in shown
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"samo {samo.__version__}\n"
+
+
+# Flags and files ----------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:
+    (here / "run.toml").write_text(
+        "[data]\ntrain = 'notes.txt'\n[run]\nsteps = 7\nseed = 3\n[prune]\nsparsity = 0.5"
+    )
+    command = parse(["train", "--config", "run.toml", "--seed", "4"])
+    assert isinstance(command, Train)
+    assert command.data.train == (Path("notes.txt"),)
+    assert (command.run.steps, command.run.seed, command.prune.sparsity) == (7, 4, 0.5)
+    assert command.optim.clip == 1.0
+
+
+def test_files_are_named_without_a_flag() -> None:
+    command = parse(["train", "a.txt", "b.txt", "--rules", "x.*", "0.5", "--betas", "0.8", "0.9"])
+    assert isinstance(command, Train)
+    assert command.data.train == (Path("a.txt"), Path("b.txt"))
+    assert command.prune.rules == {"x.*": 0.5}
+    assert command.optim.betas == (0.8, 0.9)
+
+
+def test_commands_become_dataclasses() -> None:
+    assert parse(["demo", "--out", "x"]) == Demo(out=Path("x"))
+    assert parse(["inspect"]) == Inspect(path=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "notes.txt", "--sparcity", "0.5"], "--sparsity"),
+        (["train", "notes.txt", "--steps", "many"], "--steps"),
+        (["train", "notes.txt", "--mode", "sparse"], "samo"),
+        (["trian"], "train"),
+        (["prune"], "required"),
+    ],
+)
+def test_a_wrong_flag_is_usage_and_names_the_nearest(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train"], 2, "no text to train on; name a file: samo train notes.txt"),
+        (["train", "notes.txt", "--steps", "0"], 2, "steps must be 1 or more"),
+        (["train", "notes.txt", "--sparsity", "90"], 2, "0.9 prunes 90 %"),
+        (["train", "notes.txt", "--device", "cuda"], 2, "device cuda was asked for"),
+        (["train", "notes.txt", "--config", "none.toml"], 2, "cannot read the config 'none.toml'"),
+        (["train", "notes.txt", "--config", "bad.toml"], 2, "unknown key 'run.stepz'"),
+        (["train", "notes.txt", "--config", "old.toml"], 2, "is of version 0, and this samo reads"),
+        (["train", "--resume", "nothing"], 1, "'nothing' is not a run folder: it does not exist"),
+        (["train", "--resume", "r", "--config", "c"], 2, "leave out --config"),
+        (["train", "--resume", "r", "--out", "c"], 2, "leave out --out"),
+        (["train", "note.txt"], 1, "notes.txt"),
+        (["train", "empty.txt"], 1, "empty.txt"),
+        (["train", "binary.txt"], 1, "binary.txt"),
+        (["train", "short.txt"], 1, "--context"),
+        (["train", "."], 1, "folder"),
+        (["train", "notes.txt", "--valid", "none.txt"], 1, "none.txt"),
+        (["train", "notes.txt", "--tokenizer", "none"], 1, "none"),
+        (["train", "notes.txt", "--vocab-size", "7"], 1, "7"),
+        (["train", "notes.txt", "--init", "none"], 1, "none"),
+        (["train", "notes.txt", "--masks", "none", "--num-layers", "1"], 1, "none"),
+        (["train", "notes.txt", "--out", "notes.txt"], 1, "notes.txt"),
+        (["train", "notes.txt", "--out", "full"], 1, "'full' is not empty"),
+        (["report"], 2, "no run to report on"),
+        (["report", "nothing"], 1, "nothing"),
+        (["inspect", "nothing"], 1, "'nothing' does not exist"),
+        (["inspect", "."], 1, "is no run, checkpoint or mask file"),
+        (["inspect", "notes.txt"], 1, "is not a mask file"),
+        (["inspect", "--verify"], 2, "--verify checks a checkpoint"),
+        (["prune", "nothing"], 1, "'nothing' does not exist"),
+        (["prune", "full"], 1, "holds none of manifest.json, run.json, config.json"),
+        (["prune", "full", "--out", "no/folder/m"], 2, "--out is the file to write the masks to"),
+    ],
+)  # fmt: skip
+def test_bad_input_ends_with_a_message_and_makes_nothing(
+    here: Path,
+    arguments: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (here / "empty.txt").touch()
+    (here / "binary.txt").write_bytes(b"PK\x03\x04\x00\x00" * 100)
+    (here / "short.txt").write_text("short")
+    (here / "bad.toml").write_text("[run]\nstepz = 3")
+    (here / "old.toml").write_text("version = 0")
+    (here / "full").mkdir()
+    (here / "full" / "thesis.tex").touch()
+    before = sorted(here.rglob("*"))
+    assert main(arguments) == code
+    shown = capsys.readouterr()
+    assert shown.err.startswith("samo: ")
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+    assert sorted(path for path in here.rglob("*") if "runs" not in path.parts) == before
+    assert not list(here.glob("runs/*/run.json"))
+
+
+# Whole commands -----------------------------------------------------------------------------------
+
+
+def test_train_resume_report_inspect_and_prune(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "notes.txt", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "step 6/6  samo    loss" in shown
+    assert "pruned 90.0%" in shown
+    assert "validation loss" in shown
+    assert "tokens/s" in shown
+    assert "left" in shown
+    assert "runs/notes/report.html" in shown
+    assert Path("runs/notes/report.html").read_text().startswith("<!doctype html>")
+
+    assert main(["train", "notes.txt", *SMALL]) == 0  # again: a folder of its own
+    capsys.readouterr()
+    assert main(["train", "--resume", "runs/notes-2", "--steps", "8"]) == 0
+    assert "step 6/8  going on from here" in capsys.readouterr().out
+    assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
+    assert "model.width was 32, not 64" in capsys.readouterr().err
+
+    assert main(["report", "runs/notes", "runs/notes-2", "--out", "both.html"]) == 0
+    assert capsys.readouterr().out.split() == ["both.html", "both.png"]
+
+    assert main(["inspect", "runs/notes-2"]) == 0
+    assert "done, step 8 of 8" in capsys.readouterr().out
+    assert main(["inspect", "runs/notes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 6
+    assert main(["inspect", "runs/notes/checkpoints/last", "--verify"]) == 0
+    shown = capsys.readouterr().out
+    assert "all right" in shown
+    assert "blocks.0.mlp.0.weight" in shown
+
+    assert main(["prune", "runs/notes", "--sparsity", "0.5", "--out", "half.safetensors"]) == 2
+    assert "zeros among them; choose a higher --sparsity than 0.900" in capsys.readouterr().err
+    assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "few.safetensors"]) == 0
+    assert "95 %" in capsys.readouterr().out
+    assert samo.Masks.load("few.safetensors").sparsity == pytest.approx(0.95, abs=1e-3)
+    assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "notes.txt"]) == 1
+    assert "'notes.txt' is not a mask file" in capsys.readouterr().err
+    assert main(["inspect", "few.safetensors", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 4
+    assert (
+        main(["prune", "runs/notes", "--method", "zeros", "--out", "zeros.safetensors", "--json"])
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["numel"] == 12288
+    assert samo.Masks.load("zeros.safetensors") == samo.Masks.load("runs/notes/checkpoints/last")
+    assert main(["prune", "runs/notes", "--skip", "nothing"]) == 2
+    assert "cannot prune 'runs/notes'" in capsys.readouterr().err
+
+
+def test_the_machine_and_its_kernels_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"] == torch.__version__
+    assert found["cpu"]["kernels"] in ("cpu", "reference")
+
+
+def test_a_checkpoint_without_a_known_model_is_not_pruned(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samo.save("checkpoint", torch.nn.Linear(4, 4))
+    assert main(["prune", "checkpoint"]) == 1
+    assert "does not say which model it is of" in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained("llama")
+    assert main(["prune", "llama", "--sparsity", "0.75"]) == 0
+    assert "model.layers.0.mlp.up_proj.weight" in capsys.readouterr().out
+    assert samo.Masks.load("masks.safetensors").sparsity == pytest.approx(0.75, abs=1e-3)
+    (here / "llama" / "config.json").write_text("{}")
+    assert main(["prune", "llama"]) == 1
+    assert "cannot be read as a Hugging Face model" in capsys.readouterr().err
+
+
+def test_masks_that_cannot_be_written_are_an_error(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=8))
+    monkeypatch.setattr("samo.cli.prune.open_model", lambda path: model)
+
+    def full(masks: samo.Masks, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(samo.Masks, "save", full)
+    assert main(["prune", "anything"]) == 1
+    assert "cannot write 'masks.safetensors': No space left on device" in capsys.readouterr().err
+
+
+def test_the_demo_tells_the_whole_story(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("samo.cli.demo.STEPS", 4)
+    monkeypatch.setattr("samo.cli.demo.DENSE_STEPS", 2)
+    assert main(["demo"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "saved against dense",
+        "same masks, dense state",
+        "dense, not pruned",
+        "The model that samo trained writes:",
+        "runs/demo/report.html",
+    ):
+        assert part in shown
+    for mode in ("samo", "masked", "dense"):
+        assert Path("runs/demo", mode, "checkpoints/last/manifest.json").exists()
+
+
+def test_an_unwritable_place_for_the_demo_is_an_error(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", "--out", "notes.txt"]) == 1
+    assert "'notes.txt' is a file; --out takes a folder" in capsys.readouterr().err
+
+
+def test_running_out_of_gpu_memory_ends_with_advice(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr("samo.cli.train.train", full)
+    assert main(["train", "notes.txt"]) == 1
+    assert "out of memory: CUDA out of memory; lower --batch-size" in capsys.readouterr().err
+
+
+# In a terminal, in a log file, and interrupted --------------------------------------------------------
+
+
+def in_terminal(*arguments: str) -> str:
+    """Run the command in a terminal and return everything it drew."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "samo", *arguments],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(follower)
+    drawn = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # Linux says so when the other end is closed
+            break
+        if not piece:
+            break
+        drawn += piece
+    assert process.wait() == 0
+    return drawn.decode()
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_live_bar(here: Path) -> None:
+    drawn = in_terminal("train", "notes.txt", *SMALL)
+    assert "\x1b[" in drawn  # it moves the cursor
+    assert "6/6" in drawn
+    assert "loss" in drawn
+    assert "tokens/s" in drawn
+
+
+@pytest.mark.slow
+def test_a_log_file_gets_plain_lines(here: Path) -> None:
+    ended = run("train", "notes.txt", *SMALL)
+    assert ended.returncode == 0
+    assert "\x1b" not in ended.stdout
+    assert "\r" not in ended.stdout
+    assert any(line.startswith("step 6/6") for line in ended.stdout.splitlines())
+    assert ended.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_and_says_how_to_go_on(here: Path, number: signal.Signals) -> None:
+    long = ["20000" if flag == "6" else flag for flag in SMALL]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "samo", "train", "notes.txt", *long],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    metrics = here / "runs" / "notes" / "metrics.jsonl"
+    while not (metrics.exists() and '"step": 4,' in metrics.read_text()):
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(number)
+    shown, complaints = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "samo train --resume runs/notes" in shown
+    assert complaints == ""
+    saved = samo.checkpoints.read_manifest(here / "runs" / "notes" / "checkpoints" / "last")
+    last_line = json.loads(metrics.read_text().splitlines()[-1])
+    assert last_line == {
+        "event": "end",
+        "step": saved.extra["progress"]["step"],
+        "reason": "interrupted",
+    }
+
+
+@pytest.mark.slow
+def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
+    script = f"{sys.executable} -m samo inspect | head -1"
+    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert "Traceback" not in shown.stderr
+
+
+def test_an_interrupted_run_that_could_not_save_says_so(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*args: object, **kwargs: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise samo.CheckpointError("no room")
+
+    monkeypatch.setattr("samo.training.snapshot.save", no_room)
+    arguments = ["train", "notes.txt", *SMALL, "--save-every", "1", "--save-errors", "continue"]
+    assert main(arguments) == 130
+    shown = capsys.readouterr().out
+    assert "interrupted at step 1, but NOT saved: it will go on from an older checkpoint" in shown
+    assert "NOT SAVED: no room" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_waiting_threads_are_told_to_sleep_unless_told_otherwise(
+    given: dict[str, str], expected: str
+) -> None:
+    code = "import os, samo.cli; samo.cli.main(['--version']); samo.cli._share_the_cores(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    bare = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env=bare | given, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.split()[-1] == expected
+
+
+def test_a_model_that_cannot_fit_is_refused_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.perf_counter()
+    assert (
+        main(["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu"])
+        == 2
+    )
+    assert time.perf_counter() - began < 20
+    shown = capsys.readouterr().err
+    assert "parameters needs 2,7" in shown
+    assert (
+        "choose a smaller --shape, no dense phase (--dense-steps 0), or a larger machine" in shown
+    )
+    assert not Path("runs").exists()
+
+
+def test_a_finished_run_that_is_resumed_says_that_it_is_over(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "notes.txt", *SMALL]) == 0
+    assert "run folder: runs/notes" in capsys.readouterr().out
+    assert main(["train", "--resume", "runs/notes"]) == 0
+    assert "all steps are taken; --steps makes it longer" in capsys.readouterr().out
+    Path("notes.txt").rename("moved.txt")
+    assert main(["train", "--resume", "runs/notes"]) == 1
+    assert "samo train NEW-PLACE --resume runs/notes" in capsys.readouterr().err
+    assert main(["train", "moved.txt", "--resume", "runs/notes"]) == 0

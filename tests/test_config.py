@@ -1,0 +1,125 @@
+"""Settings: what follows from what, and what is refused before anything is made."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from samo.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PruneConfig,
+    RunConfig,
+    TrainConfig,
+    gpt_config,
+    resolve,
+)
+from samo.errors import ConfigError
+from samo.models import GPT
+from samo.shapes import SHAPES, GPTConfig
+
+NOTES = DataConfig(train=(Path("notes.txt"),))
+
+
+def config(**sections: object) -> TrainConfig:
+    return TrainConfig(**{"data": NOTES, **sections})
+
+
+def test_a_resolved_config_says_auto_only_where_data_or_hardware_decide() -> None:
+    resolved = resolve(config())
+    open_questions = {
+        f"{section.name}.{entry.name}"
+        for section in fields(TrainConfig)
+        for entry in fields(getattr(resolved, section.name))
+        if getattr(getattr(resolved, section.name), entry.name) == "auto"
+    }
+    assert open_questions == {"data.vocab_size", "run.device", "run.dtype"}
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(config(model=ModelConfig(shape="mini", width=64)))
+    assert resolve(once) == once
+    assert once.model.width == 64
+    assert once.model.num_layers == SHAPES["mini"].num_layers
+
+
+@pytest.mark.parametrize(
+    ("prune", "model", "expected"),
+    [
+        (PruneConfig(), ModelConfig(), 200),
+        (PruneConfig(dense_steps=7), ModelConfig(), 7),
+        (PruneConfig(), ModelConfig(init=Path("checkpoint")), 0),
+        (PruneConfig(masks=Path("masks")), ModelConfig(), 0),
+    ],
+)
+def test_the_dense_phase_is_a_fifth_unless_something_trained_is_given(
+    prune: PruneConfig, model: ModelConfig, expected: int
+) -> None:
+    assert resolve(config(prune=prune, model=model)).prune.dense_steps == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_named_shape_is_a_model(name: str) -> None:
+    shape = gpt_config(resolve(config(model=ModelConfig(shape=name))).model, 50257)
+    assert shape.width % shape.num_heads == 0
+    assert shape.vocab_size == 50257
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt3-125m", 0.125), ("gpt3-350m", 0.356), ("gpt3-760m", 0.76), ("gpt3-1.3b", 1.316),
+     ("gpt3-2.7b", 2.65), ("gpt3-6.7b", 6.66), ("gpt3-13b", 12.85), ("gpt3-175b", 174.6)],
+)  # fmt: skip
+def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) -> None:
+    import torch
+
+    with torch.device("meta"):  # tied, as in GPT-3
+        model = GPT(
+            gpt_config(resolve(config(model=ModelConfig(shape=name, tied=True))).model, 50257)
+        )
+    size = sum(param.numel() for param in model.parameters()) / 1e9
+    assert size == pytest.approx(billions, rel=0.01)
+
+
+BAD = [
+    (config(data=DataConfig()), "no text to train on; name a file: samo train notes.txt"),
+    (config(run=RunConfig(steps=0)), "steps must be 1 or more, and less than 2.31, got 0"),
+    (config(model=ModelConfig(width=0)), "width must be 1 or more, and"),
+    (config(data=replace(NOTES, vocab_size=0)), "vocab_size must be 1 or more, and"),
+    (config(model=ModelConfig(num_heads=3)), "num_heads must divide width, got 3 heads and width 128"),
+    (config(data=replace(NOTES, valid_fraction=1.0)), "valid_fraction must lie between 0 and 1, got 1"),
+    (config(prune=PruneConfig(sparsity=90)), "sparsity must be .* less than 1, got 90; 0.9 prunes 90 %"),
+    (config(prune=PruneConfig(rules={"a.*": -1.0})), r"a.\* must be at least 0"),
+    (config(optim=OptimConfig(lr=float("nan"))), "lr must be a number of 0 or more, got nan"),
+    (config(optim=OptimConfig(clip=-1.0)), "clip must be a number of 0 or more, got -1"),
+    (config(optim=OptimConfig(betas=(0.9, 1.0))), r"betas must be two numbers in \[0, 1\)"),
+    (config(run=RunConfig(seed=-1)), "seed must be a number of 0 or more, got -1"),
+    (config(run=RunConfig(seed=2**63)), "seed must be a number of 0 or more, got 9223"),
+    (config(prune=PruneConfig(dense_steps=1000)), "dense_steps 1,000 leaves none of the 1,000 steps"),
+    (config(run=RunConfig(mode="dense"), prune=PruneConfig(method="random")), "mode dense prunes nothing, and method would have no effect"),
+    (config(run=RunConfig(mode="dense"), prune=PruneConfig(dense_steps=5)), "mode dense prunes nothing, and dense_steps would"),
+    (config(prune=PruneConfig(masks=Path("m"), sparsity=0.5)), "masks are taken from 'm', so sparsity would have no effect"),
+    (config(prune=PruneConfig(sparsity=0.0)), "sparsity 0 prunes nothing"),
+    (config(run=RunConfig(dtype="float32", fp32_gradients=True)), "fp32_gradients has no effect with dtype float32"),
+    (config(data=replace(NOTES, valid=(Path("v"),), valid_fraction=0.2)), "valid_fraction has no effect when files"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+def test_settings_that_cannot_be_meant_are_refused(bad: TrainConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(bad)
+
+
+def test_a_gpt_of_no_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_layers must be 1 or more, got 0"):
+        GPTConfig(num_layers=0)
+
+
+@given(st.integers(1, 10**6), st.sampled_from(list(SHAPES)))
+def test_defaults_fit_each_other_at_any_length(steps: int, shape: str) -> None:
+    resolved = resolve(config(run=RunConfig(steps=steps), model=ModelConfig(shape=shape)))
+    assert 0 <= resolved.prune.dense_steps < steps
+    assert 0 <= resolved.optim.warmup_steps <= 1000

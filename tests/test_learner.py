@@ -1,0 +1,175 @@
+"""A learner: all tokens weigh the same, and the three phases do what they say."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import samo
+from samo.config import OptimConfig
+from samo.data.batches import IGNORE, Batch
+from samo.models import GPT, GPTConfig
+from samo.training.learner import Learner
+
+SMALL = GPTConfig(num_layers=2, width=32, num_heads=2, context=16, vocab_size=64)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def learner(dtype: torch.dtype = torch.float32, **settings: object) -> Learner:
+    torch.manual_seed(0)
+    return Learner(GPT(SMALL), OptimConfig(lr=1e-3, warmup_steps=0, **settings), dtype=dtype)
+
+
+def batch(size: int, real: int = 16, seed: int = 1) -> Batch:
+    """Return a batch in which each sequence has ``real`` targets, the rest padding."""
+    tokens = torch.randint(0, 64, (size, 17), generator=torch.Generator().manual_seed(seed))
+    targets = tokens[:, 1:].clone()
+    targets[:, real:] = IGNORE
+    return Batch(tokens[:, :-1], targets)
+
+
+def test_the_loss_is_the_mean_over_all_real_tokens_of_a_step() -> None:
+    """Three full sequences and one of two tokens: a mean of means would weigh those two like 48."""
+    one = learner()
+    batches = [batch(3, seed=1), batch(1, real=2, seed=2)]
+    loss = one.backward(batches)
+    with torch.no_grad():
+        logits = [one.model(b.inputs_BT).flatten(0, 1) for b in batches]
+    targets = [b.targets_BT.flatten() for b in batches]
+    expected = F.cross_entropy(torch.cat(logits), torch.cat(targets))  # padding is left out
+    torch.testing.assert_close(loss, expected)
+    mean_of_means = sum(map(F.cross_entropy, logits, targets)) / 2
+    assert abs(float(mean_of_means - expected)) > 1e-3
+
+
+@pytest.mark.parametrize("phase", ["dense", "masked", "samo"])
+def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(phase: str) -> None:
+    whole, pieces = learner(), learner()
+    for one in (whole, pieces):
+        if phase != "dense":
+            one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
+    inputs, targets = batch(4, real=16)
+    targets = targets.clone()
+    targets[3, 3:] = IGNORE
+    loss = whole.backward([Batch(inputs, targets)])
+    split = pieces.backward([Batch(inputs[:3], targets[:3]), Batch(inputs[3:], targets[3:])])
+    torch.testing.assert_close(loss, split)
+    if phase == "samo":
+        pairs = zip(samo.parameters(whole.model), samo.parameters(pieces.model))
+    else:
+        pairs = zip(whole.model.parameters(), pieces.model.parameters())
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("phase", ["masked", "samo"])
+def test_pruned_weights_stay_zero_and_kept_ones_move(phase: str) -> None:
+    one = learner()
+    one.backward([batch(2)])
+    one.step(1e-3)
+    masks = samo.prune(one.model, 0.8)
+    one.prune(masks, phase)  # type: ignore[arg-type]
+    before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+    for seed in range(3):
+        one.backward([batch(2, seed=seed)])
+        one.step(1e-3)
+    for name, mask in masks.items():
+        after = one.model.state_dict()[name]
+        assert not after[~mask.to_bool()].any()
+        assert (after != before[name])[mask.to_bool()].float().mean() > 0.9
+
+
+def test_samo_and_masked_dense_training_agree() -> None:
+    """The same masks and moments, fp32: what remains is the order in which the norm is summed."""
+    learners = {phase: learner() for phase in ("masked", "samo")}
+    for phase, one in learners.items():
+        for seed in range(4):
+            one.backward([batch(4, seed=seed)])
+            one.step(1e-3)
+        one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
+        for seed in range(4, 12):
+            one.backward([batch(4, seed=seed)])
+            one.step(1e-3)
+    for name, tensor in learners["masked"].model.state_dict().items():
+        torch.testing.assert_close(
+            learners["samo"].model.state_dict()[name], tensor, rtol=1e-4, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("phase", ["dense", "masked", "samo"])
+def test_every_type_learns_in_every_phase(dtype: torch.dtype, phase: str) -> None:
+    one = learner(dtype)
+    if phase != "dense":
+        one.prune(samo.prune(one.model, 0.5), phase)  # type: ignore[arg-type]
+    losses = []
+    for _ in range(12):
+        losses.append(float(one.backward([batch(4)])))
+        one.step(1e-2)
+    assert losses[-1] < losses[0] - 0.5
+    assert one.skipped_steps == 0
+
+
+@pytest.mark.parametrize("phase", ["dense", "samo"])
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(phase: str) -> None:
+    one = learner()
+    if phase != "dense":
+        one.prune(samo.prune(one.model, 0.5), phase)  # type: ignore[arg-type]
+    one.backward([batch(2)])
+    one.step(1e-3)
+    before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+    poisoned = batch(2)
+    hook = one.model.head.register_forward_hook(lambda *args: args[2] * float("inf"))
+    one.backward([poisoned])
+    hook.remove()
+    norm = one.step(1e-3)
+    assert not norm.isfinite()
+    assert one.skipped_steps == 1
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("phase", ["dense", "samo"])
+def test_clipping_bounds_the_update_and_the_norm_is_told_before_it(phase: str) -> None:
+    norms = {}
+    for clip in (0.0, 0.01):
+        one = learner(clip=clip)
+        if phase != "dense":
+            one.prune(samo.prune(one.model, 0.5), phase)  # type: ignore[arg-type]
+        one.backward([batch(2)])
+        norms[clip] = float(one.step(1e-3))
+    assert norms[0.0] == norms[0.01] > 0.1
+
+
+def test_evaluation_weighs_tokens_alike_and_leaves_no_gradient() -> None:
+    one = learner()
+    batches = [batch(3, seed=1), batch(1, real=2, seed=2)]
+    loss = one.evaluate(batches)
+    assert loss == pytest.approx(float(one.backward(batches)), rel=1e-6)
+    assert one.model.training
+
+
+@pytest.mark.parametrize("phase", ["dense", "masked", "samo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_account_is_what_was_predicted(phase: str, dtype: torch.dtype) -> None:
+    one = learner(dtype)
+    if phase != "dense":
+        one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
+    one.backward([batch(2)])
+    one.step(1e-3)
+    account = one.account()
+    assert account["measured"] == account["predicted"]
+    assert account["measured_bytes"] == sum(account["measured"].values())
+    assert account["num_params"] == sum(p.numel() for p in one.model.parameters())
+    if phase == "samo":
+        assert account["measured_bytes"] < account["dense_bytes"]
+    assert (account["paper_bytes"] is None) == (phase == "dense")
+
+
+def test_the_papers_formula_is_the_same_for_both_ways_to_hold_the_state() -> None:
+    accounts = {}
+    for phase in ("masked", "samo"):
+        one = learner()
+        one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
+        accounts[phase] = one.account()
+    assert accounts["masked"]["paper_bytes"] == accounts["samo"]["paper_bytes"]
+    assert accounts["masked"]["dense_bytes"] == accounts["samo"]["dense_bytes"]
