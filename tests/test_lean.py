@@ -193,7 +193,7 @@ def test_a_group_without_entries_has_scale_0() -> None:
 
 def test_dithered_codes_have_the_right_mean() -> None:
     exp_avg = torch.tensor([1.0, 0.3, -0.07, 1e-3, 1e-5])
-    exp_avg_sq = torch.tensor([1.0, 0.3, 0.07, 1e-3, 1e-5]).square()
+    exp_avg_sq = torch.tensor([1.0, 0.3, 0.07, 1e-3, 8e-5]).square()
     groups, count = torch.zeros(5, dtype=torch.int64), 1024
     sums = torch.zeros(2, 5)
     for step in range(count):
@@ -206,7 +206,7 @@ def test_dithered_codes_have_the_right_mean() -> None:
     torch.testing.assert_close(means[0], expected, rtol=0, atol=0.08)
     expected = exp_avg_sq.sqrt().sqrt() * 255
     torch.testing.assert_close(means[1, :4], expected[:4], rtol=0, atol=0.08)
-    assert means[1, 4] == 1  # 0.8: few codes are left, and they are rounded to nearest
+    assert means[1, 4] == 2  # 2.28: so small a code is rounded to nearest
 
 
 def test_random_bits_differ_between_entries_and_steps() -> None:

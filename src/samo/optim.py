@@ -362,7 +362,8 @@ class AdamW(Optimizer):
                 moments[key] = torch.empty(weight.kept, dtype=moment.dtype, device=weight.device)
                 weight.kernels.compress_(moment, weight.mask, moments[key])
             if self.is_lean:
-                codes = quantise_weight(*moments.values(), weight.param.numel(), weight.mask)
+                exp_avg, exp_avg_sq = moments.values()
+                codes = quantise_weight(exp_avg, exp_avg_sq, weight.param.numel(), weight.mask)
                 moments = dict(zip(self._layout(weight), codes))
             self.state[weight.leaf] = {**state, **moments}
 
