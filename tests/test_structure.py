@@ -52,6 +52,9 @@ LAYERS: Final = (
         "samo.kernels.cpu",
         "samo.kernels.triton_kernels",
         "samo.kernels.cuda",
+        "samo.kernels.lean",
+        "samo.kernels.lean_kernels",
+        "samo.kernels.cuda_lean",
     },
     {"samo.weights"},
     {"samo.stepping", "samo.owners"},
@@ -102,7 +105,7 @@ ONLY_IN: Final = {
     "tensorboard": "samo.training.metrics",
     "tokenizers": "samo.data.tokenizers",
     "transformers": "samo.model_folders",
-    "triton": "samo.kernels.triton_kernels",
+    "triton": "samo.kernels",
 }
 """What is heavy or not everywhere, and the module or package that alone may import it."""
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from samo import kernels as _kernels
 from samo.errors import CompressionError
-from samo.kernels.rounding import join, master_dtype, rest_dtype, split
+from samo.kernels.rounding import convert_rest, join, master_dtype, rest_dtype, split
 from samo.masks import Mask
 
 __all__ = []
@@ -74,6 +74,11 @@ class Weight:
     def kept(self) -> int:
         """Number of kept entries."""
         return self.param.numel() if self.mask is None else self.mask.kept
+
+    @property
+    def lean_kernels(self) -> _kernels.LeanKernels:
+        """What updates the weight with 8-bit state."""
+        return _kernels.choose_lean(self.device, self._path)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -140,10 +145,17 @@ class Weight:
 
     # From the optimizer's side: read and write the kept values -----------------------------------
 
-    def ensure_rest(self) -> Tensor | None:
-        """Return the rest, made now if the weight was frozen when it was compressed."""
+    def ensure_rest(self, *, is_lean: bool | None = None) -> Tensor | None:
+        """Return the rest, made now if the weight was frozen when it was compressed.
+
+        With ``is_lean`` in the type that lean or exact state has it, which it keeps from then on.
+        """
         if self.rest is None and rest_dtype(self.dtype) is not None:
             self.rest = split(join(self._compressed(), None), self.dtype)[1]
+        if self.rest is not None and is_lean is not None:
+            dtype = rest_dtype(self.dtype, is_lean=is_lean)
+            assert dtype is not None
+            self.rest = convert_rest(self.rest, dtype)
         return self.rest
 
     def lend(self) -> None:
@@ -165,7 +177,7 @@ class Weight:
         values, rest = split(self.leaf.detach(), self.dtype)
         self.kernels.expand_(values, self.mask, self.param)
         if self.rest is not None and rest is not None:
-            self.rest.copy_(rest)
+            self.rest.copy_(convert_rest(rest, self.rest.dtype))
         self.changed()
 
     def reclaim(self) -> None:

@@ -11,7 +11,10 @@ Four operations carry everything else; the first three read the mask's bits bloc
 ``cpu`` is the fast path for a laptop and ``cuda`` that for an NVIDIA GPU. An implementation for
 another device is one more module with these four functions and one more line in `choose`.
 
-Shape suffixes below: N = entries of the dense tensor, Z = kept entries.
+A fifth, ``adamw_lean_``, is an AdamW update with 8-bit state, in modules of its own: ``lean`` in plain
+torch operations, and ``cuda_lean`` for an NVIDIA GPU. A CPU takes the former.
+
+Shape suffixes below: N = entries of the dense tensor, Z = kept entries, G = groups of entries.
 """
 
 import warnings
@@ -46,6 +49,15 @@ class AdamWUpdate(NamedTuple):
     exp_avg_sq_Z: Tensor
     step: Tensor
     """How many updates the weight has had, a float32 scalar; the update counts itself."""
+
+
+class LeanUpdate(NamedTuple):
+    """One weight's part of an AdamW step with 8-bit state: see `samo.kernels.lean`."""
+
+    update: AdamWUpdate
+    """Moments as int8 and uint8; the rest of a bfloat16 weight as int8."""
+    exp_avg_scale_G: Tensor
+    exp_avg_sq_scale_G: Tensor
 
 
 class AdamWSettings(NamedTuple):
@@ -84,6 +96,15 @@ class Kernels(Protocol):
         """Return whether any entry is NaN or infinite, as a boolean scalar on the tensors' device."""
 
 
+class LeanKernels(Protocol):
+    """What an implementation of AdamW with 8-bit state provides."""
+
+    def adamw_lean_(
+        self, updates: Sequence[LeanUpdate], settings: AdamWSettings, skip: Tensor | None
+    ) -> None:
+        """Update weights, corrections, moments, scales and step counts in place, as ``adamw_`` does."""
+
+
 def choose(device: torch.device, path: Path = "auto") -> Kernels:
     """Return the fastest implementation for ``device``, or the one that ``path`` asks for."""
     from samo.kernels import reference
@@ -109,6 +130,19 @@ def choose(device: torch.device, path: Path = "auto") -> Kernels:
         _warn_once(f"samo's kernels for {_name(device)} need triton, and {error}")
         return reference
     return cuda
+
+
+def choose_lean(device: torch.device, path: Path = "auto") -> LeanKernels:
+    """Return the implementation of AdamW with 8-bit state that goes with `choose`."""
+    from samo.kernels import lean, reference
+
+    if device.type != "cuda" and path != "triton":
+        return lean
+    if choose(device, path) is reference:
+        return lean
+    from samo.kernels import cuda_lean
+
+    return cuda_lean
 
 
 @cache

@@ -213,7 +213,7 @@ def launch_adamw(
     config: Config | None = None,
 ) -> None:
     """Update plain weights, the pruned ones in the way of ``config``."""
-    lr, beta1, beta2, eps, weight_decay = settings
+    _, beta1, beta2, eps, _ = settings
     device = updates[0].dense.device
     where = _where(device)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
@@ -231,28 +231,8 @@ def launch_adamw(
             firsts[index] = starts[index]
     rows_on_host = tuple(_row(update, first) for update, first in zip(updates, firsts))
     rows = _rows(where, rows_on_host)
-    scalars = torch.empty(
-        len(updates), triton_kernels.SCALARS.value, dtype=torch.float32, device=device
-    )
-    is_lr_there = isinstance(lr, Tensor) and lr.device == device
-    # A number for each pointer that is not used: Triton wants something of the right type.
-    skip_at = scalars if skip is None else skip.view(torch.int8)
+    scalars, skip_at = count_steps(rows, settings, skip)
     with _on(device):
-        size = 128
-        triton_kernels.adamw_scalars_kernel[(_cdiv(len(updates), size),)](
-            rows,
-            scalars,
-            skip_at,
-            lr if is_lr_there else scalars,
-            0.0 if is_lr_there else float(lr),
-            float(beta1),
-            float(beta2),
-            float(weight_decay),
-            len(updates),
-            HAS_SKIP=skip is not None,
-            HAS_LR_AT=is_lr_there,
-            SIZE=size,
-        )
         for (dtype, grad_dtype, is_whole), members in kinds.items():
             found = items[dtype, grad_dtype, is_whole]
             if not found.numel():
@@ -284,6 +264,34 @@ def launch_adamw(
                     num_warps=how.num_warps,
                     **options,
                 )
+
+
+def count_steps(
+    rows: Tensor, settings: AdamWSettings, skip: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Count the step of every weight in a table; return what its entries share, and where to skip."""
+    lr, beta1, beta2, _, weight_decay = settings
+    device, count, size = rows.device, len(rows), 128
+    scalars = torch.empty(count, triton_kernels.SCALARS.value, dtype=torch.float32, device=device)
+    is_lr_there = isinstance(lr, Tensor) and lr.device == device
+    # A number for each pointer that is not used: Triton wants something of the right type.
+    skip_at = scalars if skip is None else skip.view(torch.int8)
+    with _on(device):
+        triton_kernels.adamw_scalars_kernel[(_cdiv(count, size),)](
+            rows,
+            scalars,
+            skip_at,
+            lr if is_lr_there else scalars,
+            0.0 if is_lr_there else float(lr),
+            float(beta1),
+            float(beta2),
+            float(weight_decay),
+            count,
+            HAS_SKIP=skip is not None,
+            HAS_LR_AT=is_lr_there,
+            SIZE=size,
+        )
+    return scalars, skip_at
 
 
 def adamw_config(updates: Sequence[AdamWUpdate]) -> Config:

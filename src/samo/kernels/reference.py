@@ -30,7 +30,7 @@ def compress_(
 
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
-    for piece_N, keep, piece_Z in _pieces(dense.detach().reshape(-1), mask):
+    for piece_N, keep, piece_Z in pieces(dense.detach().reshape(-1), mask):
         values = piece_N if keep is None else piece_N[keep]
         if factor is not None:
             values = values.to(torch.float32) * factor
@@ -47,12 +47,12 @@ def expand_(values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
     Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
     """
     flat_N = dense.detach().reshape(-1)
-    for piece_N, keep, piece_Z in _pieces(flat_N, mask):
+    for piece_N, keep, piece_Z in pieces(flat_N, mask):
         if keep is None:
             piece_N.copy_(values_Z[piece_Z])
         else:
             piece_N.zero_()[keep] = values_Z[piece_Z]
-    _write_back(flat_N, dense)
+    write_back(flat_N, dense)
 
 
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
@@ -60,12 +60,12 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     for update in updates:
         corrections = count_step(update.step, settings, skip)
         flat_N = update.dense.detach().reshape(-1)
-        for piece_N, keep, piece_Z in _pieces(flat_N, update.mask):
+        for piece_N, keep, piece_Z in pieces(flat_N, update.mask):
             old = piece_N if keep is None else piece_N[keep]
             rest = None if update.rest_Z is None else update.rest_Z[piece_Z]
             master = join(old, rest)
             exp_avg, exp_avg_sq = update.exp_avg_Z[piece_Z], update.exp_avg_sq_Z[piece_Z]
-            new = _adamw(
+            new = adamw_values(
                 master,
                 update.grad_Z[piece_Z].to(master.dtype),
                 exp_avg,
@@ -82,7 +82,7 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
                 piece_N[keep] = values
             if rest is not None and new_rest is not None:
                 rest.copy_(new_rest)
-        _write_back(flat_N, update.dense)
+        write_back(flat_N, update.dense)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     return ~torch.stack([norm.isfinite() for norm in norms]).all()
 
 
-def _adamw(
+def adamw_values(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -102,6 +102,7 @@ def _adamw(
     corrections: Corrections,
     settings: AdamWSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return new values and moments: new tensors."""
     step_size, correction, decay = corrections
     _, beta1, beta2, eps, _ = settings
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
@@ -112,7 +113,7 @@ def _adamw(
     return param.mul(decay).add_(change), exp_avg, exp_avg_sq
 
 
-def _pieces(flat_N: Tensor, mask: Mask | None) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
+def pieces(flat_N: Tensor, mask: Mask | None) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
     """Yield views of the dense tensor, their kept bits, and where those lie in compressed vectors."""
     numel = flat_N.numel()
     if mask is None:
@@ -127,7 +128,7 @@ def _pieces(flat_N: Tensor, mask: Mask | None) -> Iterator[tuple[Tensor, Tensor 
         yield flat_N[start:stop], bitmap.unpack(mask.words, start, stop), slice(begin, end)
 
 
-def _write_back(flat_N: Tensor, dense: Tensor) -> None:
+def write_back(flat_N: Tensor, dense: Tensor) -> None:
     """Finish a write: ``reshape`` made a copy where the strides (channels_last) allow no view."""
     if not dense.is_contiguous():
         dense.detach().copy_(flat_N.view(dense.shape))

@@ -4,6 +4,7 @@
     float32   none                  the weight itself
     float64   none                  the weight itself
     bfloat16  int16 remainder       bits(weight) * 2**16 + remainder
+    bfloat16  int8 correction       bits(weight) * 2**16 + correction * 2**8     (lean state)
     float16   float32 master        the rest; the weight is its rounded copy
 
 For bfloat16 the weight is the upper half of its master, rounded half away from zero, and the
@@ -23,9 +24,11 @@ from torch import Tensor
 __all__ = []
 
 
-def rest_dtype(dtype: torch.dtype) -> torch.dtype | None:
+def rest_dtype(dtype: torch.dtype, *, is_lean: bool = False) -> torch.dtype | None:
     """Return the type of what is stored beside weights of ``dtype``, or None if nothing is."""
-    return {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dtype)
+    if dtype == torch.bfloat16:
+        return torch.int8 if is_lean else torch.int16
+    return torch.float32 if dtype == torch.float16 else None
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,7 +41,7 @@ def join(values: Tensor, rest: Tensor | None) -> Tensor:
     if values.dtype == torch.bfloat16:
         bits = values.view(torch.int16).to(torch.int32) << 16
         if rest is not None:
-            bits += rest
+            bits += rest.to(torch.int32) << 8 if rest.dtype == torch.int8 else rest
         return bits.view(torch.float32)
     if rest is not None:
         return rest.clone()
@@ -57,3 +60,19 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     if dtype == torch.float16:
         return master.to(torch.float16), master.to(torch.float32)
     return master.to(dtype), None
+
+
+def convert_rest(rest: Tensor, dtype: torch.dtype, dither: Tensor | int = 0x80) -> Tensor:
+    """Return a rest in another of its types: a remainder as a correction, or the other way.
+
+    Example: remainder 0x1234 gives correction 0x12, and that gives remainder 0x1200.
+
+    A remainder is rounded to its upper 8 bits. ``dither``, 0 to 255, is added before the lower ones are
+    cut off; where it is random, the mean of many roundings is the remainder. The top is 0x7F: 0x80, half
+    a unit of the weight, would be -0x80.
+    """
+    if rest.dtype == dtype:
+        return rest
+    if dtype == torch.int8:
+        return ((rest.to(torch.int32) + dither) >> 8).clamp_(max=0x7F).to(torch.int8)
+    return rest.to(dtype) << 8

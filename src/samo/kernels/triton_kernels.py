@@ -15,7 +15,7 @@ shared memory.
 bfloat16 comes as int16 and is widened and rounded by its bits: exact, and the same under Triton's
 interpreter, which truncates. Divisions, roots and multiply-adds round where torch's do.
 
-This module alone imports triton.
+This module and ``lean_kernels`` alone import triton.
 """
 
 from typing import Final

@@ -4,12 +4,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from samo.errors import CompressionError
 from samo.memory.predict import KINDS, Kind, TensorSpec, dense_bytes, paper_bytes, total
+from samo.optim import AdamW
 from samo.owners import owned_weights
 from samo.weights import Weight
 
@@ -224,7 +226,8 @@ class _Meter:
 
 
 def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share:
-    specs = [_spec(weight) for weight in weights]
+    is_lean = isinstance(opt, AdamW) and opt.is_lean
+    specs = [_spec(weight, is_lean=is_lean) for weight in weights]
     vectors = [_vectors(weight, opt) for weight in weights]
     measured: dict[Kind, int] = {
         "weights": sum(meter.count(weight.param) for weight in weights),
@@ -240,7 +243,7 @@ def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share
     moments = 0
     if opt is not None:
         # AdamW's two before the first step; afterwards as many as the optimizer really keeps.
-        moments = max(map(len, vectors), default=0) if opt.state else 2
+        moments = max(map(len, vectors), default=0) if opt.state and not is_lean else 2
     return Share(
         num_params=sum(spec.numel for spec in specs),
         measured=measured,
@@ -250,13 +253,14 @@ def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share
     )
 
 
-def _spec(weight: Weight) -> TensorSpec:
+def _spec(weight: Weight, *, is_lean: bool) -> TensorSpec:
     return TensorSpec(
         numel=weight.param.numel(),
         kept=None if weight.mask is None else weight.mask.kept,
         dtype=str(weight.dtype).removeprefix("torch."),
         grad_dtype=str(weight.grad_dtype).removeprefix("torch."),
         is_trained=weight.param.requires_grad,
+        is_lean=is_lean and weight.dtype != torch.float64,  # a frozen one
     )
 
 

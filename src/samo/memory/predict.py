@@ -9,6 +9,12 @@ Bytes for each dense parameter at density f (fraction kept), AdamW, no activatio
     rest        2f        4f        0             remainder (bfloat16) or fp32 master (float16)
     moments     8f        8f        8f            both of AdamW's, fp32
 
+and with lean state, 8 bits for each moment and two fp32 scales for 1,024 entries (256 of an unpruned
+tensor):
+
+    rest        f         4f        0             correction (bfloat16) or fp32 master (float16)
+    moments     2f+0.008  2f+0.008  2f+0.008      0.031 instead of 0.008 for unpruned tensors
+
 GB is 10**9 bytes everywhere.
 """
 
@@ -27,6 +33,11 @@ _BITS_A_BLOCK: Final = 2048
 
 _SIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _REST_SIZES: Final = {"bfloat16": 2, "float16": 4, "float32": 0, "float64": 0}
+_LEAN_REST_SIZES: Final = {"bfloat16": 1, "float16": 4, "float32": 0}
+
+_GROUP: Final = 1024
+_UNPRUNED_GROUP: Final = 256
+_SCALE_SIZE: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +60,8 @@ class TensorSpec:
     """Type of the compressed gradient."""
     is_trained: bool = True
     """False for a frozen parameter, which holds its weights and its bitmap and nothing else."""
+    is_lean: bool = False
+    """True for 8-bit optimizer state."""
 
     def __post_init__(self) -> None:
         for dtype in (self.dtype, self.grad_dtype):
@@ -56,6 +69,10 @@ class TensorSpec:
                 raise ValueError(
                     f"dtype must be the name of one of {', '.join(_SIZES)}, got {dtype!r}"
                 )
+        if self.is_lean and self.dtype not in _LEAN_REST_SIZES:
+            raise ValueError(
+                f"lean state is for {', '.join(_LEAN_REST_SIZES)}, got {self.dtype}; use exact state"
+            )
 
     @property
     def is_pruned(self) -> bool:
@@ -70,19 +87,26 @@ def predict(tensor: TensorSpec, *, moments: int = 2) -> dict[Kind, int]:
         >>> from samo.memory.predict import TensorSpec, predict
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000))
         {'weights': 2000000, 'bitmap': 128912, 'gradients': 200000, 'rest': 200000, 'moments': 800000}
+        >>> predict(TensorSpec(numel=1_000_000, kept=100_000, is_lean=True))["moments"]
+        207816
     """
     kept = tensor.numel if tensor.kept is None else tensor.kept
     trained = kept if tensor.is_trained else 0
     bitmap = 0
     if tensor.is_pruned:
         bitmap = 8 * -(-tensor.numel // _BITS_A_PAIR) + 8 * -(-tensor.numel // _BITS_A_BLOCK)
-    moment_size = max(4, _SIZES[tensor.dtype])
+    moment_bytes = max(4, _SIZES[tensor.dtype]) * trained
+    rest_sizes = _REST_SIZES
+    if tensor.is_lean:
+        groups = -(-tensor.numel // (_GROUP if tensor.is_pruned else _UNPRUNED_GROUP))
+        moment_bytes = trained + _SCALE_SIZE * groups if tensor.is_trained else 0
+        rest_sizes = _LEAN_REST_SIZES
     return {
         "weights": _SIZES[tensor.dtype] * tensor.numel,
         "bitmap": bitmap,
         "gradients": _SIZES[tensor.grad_dtype] * trained,
-        "rest": _REST_SIZES[tensor.dtype] * trained,
-        "moments": moments * moment_size * trained,
+        "rest": rest_sizes[tensor.dtype] * trained,
+        "moments": moments * moment_bytes,
     }
 
 

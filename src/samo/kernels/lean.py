@@ -1,0 +1,251 @@
+"""AdamW with 8-bit state in plain torch operations: right on every device, and the fast one on none.
+
+For each kept entry 1 byte of the first moment m and 1 of the second, v, which is stored as its root u.
+Entries that lie close together in the dense tensor share two fp32 scales, the largest |m| and u of
+their group (0 where nothing is kept):
+
+    m = sign * (code / 127)**2 * scale      code -127 to 127, int8
+    u = (code / 255)**2 * scale             code 0 to 255, uint8
+
+    m = -0.02, scale 0.5     x = 127 * sqrt(0.04) = 25.4     code -25 or -26
+
+Squares give small entries a finer grid than large ones: the smallest m is scale / 16,129.
+
+**Codes are dithered**: x becomes floor(x + d) with a random d between 0 and 1, so that its mean is x.
+Rounded to nearest, an average that decays by less than half a code in a step would never decay at
+all. d follows from the entry and the step count alone, so equal runs give equal bits. Of u, codes
+under 4 are rounded to nearest, and one is 0 only if v is 0: too small a u makes too large an update.
+
+Scales are fp32 for the same reason: the largest u of a group decays by 0.05 % in a step without a
+gradient (beta2 0.999), a tenth of what bfloat16 can tell apart. Decision 0012 has the numbers.
+"""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samo import bitmap
+from samo.kernels import AdamWSettings, LeanUpdate
+from samo.kernels.corrections import count_step
+from samo.kernels.reference import adamw_values, pieces, write_back
+from samo.kernels.rounding import convert_rest, join, split
+from samo.masks import Mask
+
+__all__ = ["adamw_lean_"]
+
+GROUP: Final = 1024
+UNPRUNED_GROUP: Final = 256
+"""Entries of the dense tensor, kept or not, to a group of a pruned and of an unpruned weight."""
+
+FEW: Final = 4
+"""Codes of u under this one are rounded to nearest."""
+
+LARGEST_ROOT: Final = 18446742974197923840.0
+"""The largest fp32 number whose square is one too."""
+
+SMALLEST: Final = 2.0**-126
+"""The smallest number in fp32's full precision: what is under it may have no inverse."""
+
+
+class Moments(NamedTuple):
+    """Both moments of AdamW in 8 bits."""
+
+    exp_avg_Z: Tensor
+    exp_avg_sq_Z: Tensor
+    exp_avg_scale_G: Tensor
+    exp_avg_sq_scale_G: Tensor
+
+
+def num_groups(numel: int, mask: Mask | None) -> int:
+    """Return how many groups a weight of ``numel`` entries has.
+
+    Example:
+        >>> num_groups(1025, None)
+        5
+    """
+    return -(-numel // (UNPRUNED_GROUP if mask is None else GROUP))
+
+
+def quantise(
+    exp_avg_Z: Tensor,
+    exp_avg_sq_Z: Tensor,
+    group_Z: Tensor,
+    groups: int,
+    dither_Z: Tensor | None = None,
+) -> Moments:
+    """Return fp32 moments in 8 bits.
+
+    Example:
+        >>> exp_avg, exp_avg_sq = torch.tensor([0.5, -0.02]), torch.tensor([4.0, 0.01])
+        >>> codes = quantise(exp_avg, exp_avg_sq, torch.tensor([0, 0]), 1)
+        >>> codes.exp_avg_Z, codes.exp_avg_sq_Z, codes.exp_avg_scale_G, codes.exp_avg_sq_scale_G
+        (tensor([127, -25], dtype=torch.int8), tensor([255,  57], dtype=torch.uint8),
+         tensor([0.5000]), tensor([2.]))
+
+    Args:
+        exp_avg_Z: First moments.
+        exp_avg_sq_Z: Second moments.
+        group_Z: The number of each entry's group.
+        groups: How many groups there are.
+        dither_Z: 32 random bits for each entry (see `random_bits`); without them codes are rounded to
+            nearest.
+    """
+    root = _root(exp_avg_sq_Z)
+    # Past fp32 the second moment loses its size, and the first must not stay without it.
+    exp_avg = torch.where(root > LARGEST_ROOT, 0.0, exp_avg_Z)
+    root = root.clamp_max(LARGEST_ROOT)
+    codes, scales = [], []
+    for size, most, shift in ((exp_avg.abs(), 127, 8), (root, 255, 20)):
+        largest = size.new_zeros(groups).scatter_reduce_(0, group_Z, size, "amax")
+        scale = torch.where(largest < SMALLEST, 0.0, largest)
+        inverse = torch.where(scale > 0, 1 / scale, 0.0)
+        x = _root(size * inverse[group_Z]) * most
+        if dither_Z is None:
+            code = torch.floor(x + 0.5)
+        else:
+            dither = ((dither_Z >> shift) & 0xFFF).to(torch.float32) * 2**-12 + 2**-13
+            if most == 255:
+                dither = torch.where(x < FEW, 0.5, dither)
+            code = torch.floor(x + dither)
+        codes.append(code.clamp_max_(most))
+        scales.append(scale)
+    signed = torch.where(exp_avg < 0, -codes[0], codes[0])
+    unsigned = torch.where((codes[1] == 0) & (root > 0), 1.0, codes[1])
+    return Moments(signed.to(torch.int8), unsigned.to(torch.uint8), scales[0], scales[1])
+
+
+def quantise_weight(
+    exp_avg_Z: Tensor, exp_avg_sq_Z: Tensor, numel: int, mask: Mask | None
+) -> Moments:
+    """Return the fp32 moments of a whole weight in 8 bits, rounded to nearest.
+
+    Example:
+        >>> mask = Mask.from_bool(torch.arange(2048) % 1024 == 7)
+        >>> quantise_weight(torch.tensor([0.5, 2.0]), torch.tensor([4.0, 1.0]), 2048, mask)[2:]
+        (tensor([0.5000, 2.0000]), tensor([2., 1.]))
+    """
+    groups = num_groups(numel, mask)
+    made = Moments(
+        torch.empty_like(exp_avg_Z, dtype=torch.int8),
+        torch.empty_like(exp_avg_sq_Z, dtype=torch.uint8),
+        *(torch.empty(groups, device=exp_avg_Z.device) for _ in range(2)),
+    )
+    size = UNPRUNED_GROUP if mask is None else GROUP
+    start = 0
+    for piece_N, keep, piece_Z in pieces(torch.empty(1).expand(numel), mask):
+        numbers = group_numbers(piece_N.numel(), keep, exp_avg_Z.device)
+        piece_G = slice(start // size, -(-(start + piece_N.numel()) // size))
+        codes = quantise(
+            exp_avg_Z[piece_Z], exp_avg_sq_Z[piece_Z], numbers, piece_G.stop - piece_G.start
+        )
+        for target, source, part in zip(made, codes, (piece_Z, piece_Z, piece_G, piece_G)):
+            target[part] = source
+        start += piece_N.numel()
+    return made
+
+
+def dequantise(moments: Moments, group_Z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return moments in fp32.
+
+    Example:
+        >>> codes = Moments(
+        ...     torch.tensor([127, -25], dtype=torch.int8),
+        ...     torch.tensor([255, 57], dtype=torch.uint8),
+        ...     torch.tensor([0.5]),
+        ...     torch.tensor([2.0]),
+        ... )
+        >>> dequantise(codes, torch.tensor([0, 0]))
+        (tensor([ 0.5000, -0.0194]), tensor([4.0000, 0.0100]))
+    """
+    # 127 and 255 times their rounded inverses are 1 exactly, so that the largest entry is the scale.
+    part = moments.exp_avg_Z.to(torch.float32) * (1 / 127)
+    exp_avg = part * part.abs() * moments.exp_avg_scale_G[group_Z]
+    part = moments.exp_avg_sq_Z.to(torch.float32) * (1 / 255)
+    root = part * part * moments.exp_avg_sq_scale_G[group_Z]
+    return exp_avg, root * root
+
+
+def random_bits(start: int, stop: int, step: Tensor) -> Tensor:
+    """Return 32 bits for each entry from ``start`` to ``stop`` that look random, as int64.
+
+    Example:
+        >>> random_bits(7, 9, torch.tensor(3.0)).tolist() == [
+        ...     random_bits(7, 8, torch.tensor(3.0)).item(),
+        ...     random_bits(8, 9, torch.tensor(3.0)).item(),
+        ... ]
+        True
+
+    Two rounds of multiply and fold; products may wrap around, since only their lower half counts.
+    """
+    index = torch.arange(start, stop, device=step.device)
+    bits = (index * 0x9E3779B1) ^ (step.to(torch.int64) * 0x85EBCA77)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        bits = bits & 0xFFFFFFFF
+        bits = (bits ^ (bits >> shift)) * factor
+    bits = bits & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
+
+
+def group_numbers(numel: int, keep: Tensor | None, device: torch.device) -> Tensor:
+    """Return the group of each kept one of ``numel`` entries that start with a group.
+
+    Example:
+        >>> group_numbers(257, None, torch.device("cpu"))[-2:]
+        tensor([0, 1])
+    """
+    if keep is None:
+        return torch.arange(numel, device=device) // UNPRUNED_GROUP
+    return keep.nonzero().view(-1) // GROUP
+
+
+@torch.no_grad()
+def adamw_lean_(
+    updates: Sequence[LeanUpdate], settings: AdamWSettings, skip: Tensor | None
+) -> None:
+    """Do one AdamW step in fp32 on moments and masters of 8 and 24 bits."""
+    for update, *scales in updates:
+        corrections = count_step(update.step, settings, skip)
+        flat_N = update.dense.detach().reshape(-1)
+        size = UNPRUNED_GROUP if update.mask is None else GROUP
+        start = 0
+        for piece_N, keep, piece_Z in pieces(flat_N, update.mask):
+            old = piece_N if keep is None else piece_N[keep]
+            groups = group_numbers(piece_N.numel(), keep, piece_N.device)
+            piece_G = slice(start // size, -(-(start + piece_N.numel()) // size))
+            held = Moments(
+                update.exp_avg_Z[piece_Z],
+                update.exp_avg_sq_Z[piece_Z],
+                *(scale[piece_G] for scale in scales),
+            )
+            rest = None if update.rest_Z is None else update.rest_Z[piece_Z]
+            master, exp_avg, exp_avg_sq = adamw_values(
+                join(old, rest),
+                update.grad_Z[piece_Z].to(torch.float32),
+                *dequantise(held, groups),
+                corrections,
+                settings,
+            )
+            bits = random_bits(piece_Z.start, piece_Z.stop, update.step)
+            values, new_rest = split(master, piece_N.dtype)
+            changes = [*zip(held, quantise(exp_avg, exp_avg_sq, groups, len(held[2]), bits))]
+            if rest is not None and new_rest is not None:
+                changes.append((rest, convert_rest(new_rest, rest.dtype, bits & 0xFF)))
+            for target, source in changes:
+                target.copy_(source if skip is None else torch.where(skip, target, source))
+            values = values if skip is None else torch.where(skip, old, values)
+            if keep is None:
+                piece_N.copy_(values)
+            else:
+                piece_N[keep] = values
+            start += piece_N.numel()
+        write_back(flat_N, update.dense)
+
+
+def _root(values: Tensor) -> Tensor:
+    """Return square roots rounded once; torch's own fp32 ones may be a digit off, by machine."""
+    return values.to(torch.float64).sqrt_().to(torch.float32)
+
+
+assert bitmap.BLOCK_BITS % GROUP == 0  # no group lies in two blocks, nor in two pieces

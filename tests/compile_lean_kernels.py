@@ -1,0 +1,42 @@
+"""Compile the kernels of lean state in every variant that ``samo.kernels.cuda_lean`` launches.
+
+    python -m tests.compile_lean_kernels 80 90
+
+As compile_kernels.py, and like it run in a process of its own by the tests.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import product
+
+from samo.kernels import cuda_lean, lean_kernels, triton_kernels
+from tests.compile_kernels import PAIRS, Variant, compile_kernel
+
+
+def variants() -> Iterator[Variant]:
+    types = {"rows": "*i64", "scales": "*i64", "items": "*i32", "scalars": "*fp32", "skip": "*i8"}
+    types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
+    for (dtype, grad_dtype), is_first in product(PAIRS, (False, True)):
+        constants = {
+            "WEIGHT": triton_kernels.KINDS[dtype],
+            "WHOLE": lean_kernels.REST_KINDS[dtype],
+            "GRADIENT": triton_kernels.KINDS[grad_dtype],
+            "HAS_SKIP": is_first,
+            "IS_SMALL": not is_first,
+        }
+        # The other slots differ only in how often the same code stands there.
+        kept = {"GROUPS": cuda_lean._ITEM_GROUPS, "SLOTS": 128 if is_first else 32}
+        yield lean_kernels.adamw_lean_kept_kernel, types, constants | kept, 1
+        whole = {"PARTS": cuda_lean._ITEM_PARTS, "PART": cuda_lean._PART, "IS_ALIGNED": is_first}
+        yield lean_kernels.adamw_lean_all_kernel, types, constants | whole, 8
+
+
+def main() -> None:
+    for capability in map(int, sys.argv[1:]):
+        made = [compile_kernel(variant, capability) for variant in variants()]
+        assert all(kernel.asm["cubin"] for kernel in made)
+        print(f"sm_{capability}: {len(made)} variants compile")
+
+
+if __name__ == "__main__":
+    main()
