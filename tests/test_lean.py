@@ -192,6 +192,18 @@ def test_a_group_without_entries_has_scale_0() -> None:
     assert codes.exp_avg_scale_G.tolist() == codes.exp_avg_sq_scale_G.tolist() == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("density", [0.01, None], ids=str)
+def test_a_whole_weight_is_quantised_as_its_pieces_are(density: float | None) -> None:
+    numel = 2**20 + 3001
+    keep = None if density is None else torch.rand(numel) < density
+    mask = None if keep is None else Mask.from_bool(keep)
+    groups = lean.group_numbers(numel, keep, torch.device("cpu"))
+    exp_avg, root = torch.randn(groups.numel()), torch.randn(groups.numel())
+    found = lean.quantise_weight(exp_avg, root.square(), numel, mask)
+    expected = lean.quantise(exp_avg, root.square(), groups, lean.num_groups(numel, mask))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
+
+
 def test_dithered_codes_have_the_right_mean() -> None:
     exp_avg = torch.tensor([1.0, 0.3, -0.07, 1e-3, -1e-9])
     root = torch.tensor([1.0, 0.3, 0.07, 1e-3, 1e-11])
@@ -498,6 +510,20 @@ def test_a_cpu_and_a_device_without_triton_take_the_reference() -> None:
     assert choose_lean(torch.device("cuda"), "reference") is lean
     if "triton" in IMPLEMENTATIONS:
         assert choose_lean(torch.device("cuda")) is IMPLEMENTATIONS["triton"]
+
+
+@pytest.mark.slow
+def test_the_benchmarks_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import lean_codes, lean_gpt
+
+    monkeypatch.setattr(sys, "argv", ["lean_codes", "--steps", "12"])
+    lean_codes.main()
+    assert "| fourth powers, dithered (samo) |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["lean_gpt", "--steps", "1", "--seeds", "1"])
+    lean_gpt.main()
+    assert "| 0.95 | 0 |" in capsys.readouterr().out
 
 
 @needs_triton
