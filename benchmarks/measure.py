@@ -5,8 +5,6 @@ import datetime
 import json
 import os
 import platform
-import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +14,21 @@ from typing import Any
 import torch
 
 import samo
+from samo.bench.rows import commit
+from samo.bench.timing import in_turns, spread
+from samo.environment import hardware
+
+__all__ = [
+    "Row",
+    "arguments",
+    "environment",
+    "in_turns",
+    "keep_freed_memory",
+    "show",
+    "spread",
+    "time_ms",
+    "write_rows",
+]
 
 Row = dict[str, Any]
 
@@ -25,32 +38,6 @@ def time_ms(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e3
-
-
-def in_turns(
-    contenders: dict[str, Callable[[], object]], *, rounds: int, warm_up: int = 2
-) -> dict[str, list[float]]:
-    """Time contenders in turns, so that a machine that slows down slows them all; milliseconds.
-
-    The order changes from round to round: who comes after whom matters to caches and to memory.
-    """
-    for _ in range(warm_up):
-        for run in contenders.values():
-            run()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample(list(contenders), len(contenders)):
-            times[name].append(time_ms(contenders[name]))
-    return times
-
-
-def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return median, 20th and 80th percentile of some times."""
-    ordered = sorted(times)
-    last = len(ordered) - 1
-    at = {"p20": 0.2, "median": 0.5, "p80": 0.8}
-    return {name: round(ordered[round(part * last)], 3) for name, part in at.items()}
 
 
 def keep_freed_memory() -> None:
@@ -67,27 +54,16 @@ def keep_freed_memory() -> None:
 
 def environment() -> Row:
     """Describe machine, versions and commit."""
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),
-        "cpu": model,
+        "cpu": hardware(torch.device("cpu"))["device_name"],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "malloc": {k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "LD_PRELOAD"))},
         "python": platform.python_version(),
         "torch": torch.__version__,
         "samo": samo.__version__,
-        "commit": commit,
+        "commit": commit(),
     }
 
 

@@ -149,6 +149,49 @@ def test_training_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: P
         assert scaler.get_scale() == again_scaler.get_scale() != 64.0
 
 
+def lean_adamw(model: nn.Module) -> samo.AdamW:
+    return samo.AdamW(samo.param_groups(model, weight_decay=0.1), lr=0.05, state="lean")
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("has_stepped", [False, True], ids=["new", "used"])
+def test_lean_training_goes_on_bit_for_bit(
+    has_stepped: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, again = compressed(dtype), compressed(dtype, seed=1)
+    half = dtype == torch.float16
+    scaler = samo.LossScaler(model, init_scale=4.0) if half else None
+    again_scaler = samo.LossScaler(again, init_scale=4.0) if half else None
+    opt, again_opt = lean_adamw(model), lean_adamw(again)
+    for i in range(3):
+        step(model, opt, i, scaler)
+    if has_stepped:
+        step(again, again_opt, 7, again_scaler)
+    samo.save(tmp_path / "a", model, opt, scaler=scaler)
+    samo.load(tmp_path / "a", again, again_opt, scaler=again_scaler)
+    assert_same(state_of(again, again_opt), state_of(model, opt))
+    for i in range(3, 6):
+        step(model, opt, i, scaler)
+        step(again, again_opt, i, again_scaler)
+    assert_same(state_of(again, again_opt), state_of(model, opt))
+
+
+@pytest.mark.parametrize(("saved", "own"), [("exact", "lean"), ("lean", "exact")])
+def test_optimizer_state_of_the_other_kind_is_refused(saved: Any, own: Any, tmp_path: Path) -> None:
+    model = compressed(torch.bfloat16)
+    opt = samo.AdamW(samo.parameters(model), state=saved)
+    step(model, opt, 0)
+    samo.save(tmp_path / "a", model, opt)
+    other = compressed(torch.bfloat16)
+    with pytest.raises(
+        CheckpointError,
+        match=f"has {saved} optimizer state .* keeps {own} state; .* with state='{saved}'",
+    ):
+        samo.load(tmp_path / "a", other, samo.AdamW(samo.parameters(other), state=own))
+    samo.load(tmp_path / "a", other)  # the weights alone go into any
+    step(other, samo.AdamW(samo.parameters(other), state=own), 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["samo.AdamW", "Adam", "AdamW fused"])
 @pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")], ids=str)

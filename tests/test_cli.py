@@ -73,7 +73,7 @@ def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> N
         main([])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for command in ("demo", "train", "prune", "inspect", "report"):
+    for command in ("demo", "train", "prune", "inspect", "report", "bench"):
         assert f" {command} " in shown
 
 

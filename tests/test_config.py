@@ -103,6 +103,7 @@ BAD = [
     (config(prune=PruneConfig(masks=Path("m"), sparsity=0.5)), "masks are taken from 'm', so sparsity would have no effect"),
     (config(prune=PruneConfig(sparsity=0.0)), "sparsity 0 prunes nothing"),
     (config(run=RunConfig(dtype="float32", fp32_gradients=True)), "fp32_gradients has no effect with dtype float32"),
+    (config(run=RunConfig(mode="masked"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is masked"),
     (config(data=replace(NOTES, valid=(Path("v"),), valid_fraction=0.2)), "valid_fraction has no effect when files"),
 ]  # fmt: skip
 

@@ -40,7 +40,8 @@ from samo.training.starting import CHANGEABLE
 
 ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"
-COMMANDS: Final = ("demo", "train", "prune", "inspect", "report")
+COMMANDS: Final = ("demo", "train", "prune", "inspect", "report", "bench")
+QUESTIONS: Final = ("kernels", "step", "sparse-vs-dense")
 GPT2_VOCABULARY: Final = 50_257
 PAGES: Final = sorted([ROOT / "README.md", ROOT / "screenshots" / "README.md", *DOCS.rglob("*.md")])
 
@@ -113,7 +114,11 @@ def in_words(count: int) -> str:
 GENERATED: Final[dict[str, dict[str, Callable[[], str]]]] = {
     "cli.md": {
         f"samo {' '.join(command)} --help".replace("  ", " "): partial(help_text, *command)
-        for command in [(), *((name,) for name in COMMANDS)]
+        for command in [
+            (),
+            *((name,) for name in COMMANDS),
+            *(("bench", name) for name in QUESTIONS),
+        ]
     },
     "tutorial.md": {"shapes and sizes": size_table},
 }

@@ -80,8 +80,13 @@ LAYERS: Final = (
     {"samo.training.learner"},
     {"samo.training.snapshot", "samo.training.starting"},
     {"samo.training.loop"},
+    {"samo.bench", "samo.bench.settings", "samo.bench.timing", "samo.bench.rows"},
+    {"samo.bench.kernels", "samo.bench.sparse_vs_dense", "samo.bench.figures"},
+    {"samo.bench.contenders"},
+    {"samo.bench.step"},
     {"samo.cli", "samo.cli.display", "samo.cli.tables"},
     {
+        "samo.cli.bench",
         "samo.cli.demo",
         "samo.cli.inspect",
         "samo.cli.prune",

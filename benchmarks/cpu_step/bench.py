@@ -6,7 +6,7 @@ masked. They take turns, one step each, so that they share whatever the machine 
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from benchmarks.measure import (
     time_ms,
     write_rows,
 )
+from samo.bench.contenders import held_bytes
 from samo.models import GPT, GPTConfig
 
 LR = 3e-4
@@ -127,36 +128,6 @@ def contenders(model: GPT, masks: samo.Masks, *, with_peers: bool) -> dict[str, 
     except ImportError:
         print("bitsandbytes is not installed; left out")
     return made
-
-
-def held_bytes(
-    modules: Iterable[nn.Module],
-    optimizers: Iterable[torch.optim.Optimizer],
-    more: Iterable[Tensor],
-) -> int:
-    """Sum the storages of parameters, gradients, buffers, optimizer state and ``more``, each once."""
-    tensors: list[Tensor] = list(more)
-    for module in modules:
-        tensors += module.buffers()
-        for param in module.parameters():
-            tensors += [param, *([] if param.grad is None else [param.grad])]
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        for plain in _plain(tensor):
-            storage = plain.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _plain(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors inside a tensor subclass (torchao's 8-bit state), or the tensor itself."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [inner for name in names for inner in _plain(getattr(tensor, name))]
-    return [tensor]
 
 
 def run(

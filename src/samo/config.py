@@ -106,6 +106,8 @@ class OptimConfig:
     """Decay rates of the two moments."""
     eps: float = 1e-8
     """Added to the denominator."""
+    state: Literal["exact", "lean"] = "exact"
+    """Optimizer state of pruned training: fp32, or 8 bits."""
     clip: float = 1.0
     """Largest norm of the gradient; 0 leaves it alone."""
 
@@ -304,6 +306,10 @@ def _check_together(config: TrainConfig) -> None:
     _require(
         prune.masks is not None or run.mode == "dense" or prune.sparsity > 0 or bool(prune.rules),
         "sparsity 0 prunes nothing; choose a sparsity such as 0.9, or train densely with mode dense",
+    )
+    _require(
+        config.optim.state == "exact" or run.mode == "samo",
+        f"state lean is for mode samo, and the mode is {run.mode}; leave one of them out",
     )
     _require(
         not run.fp32_gradients or run.dtype != "float32",

@@ -11,7 +11,7 @@ from samo import kernels
 from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.shards import Shards, Source, Spec, check_plain, source_of
 from samo.errors import CheckpointError, CompressionError, nearest
-from samo.kernels.rounding import rest_dtype
+from samo.kernels.rounding import convert_rest, rest_dtype
 from samo.masks import Mask
 from samo.owners import owned_weights, put_back_taps
 from samo.weights import Weight, weight_of
@@ -197,7 +197,7 @@ class ModelState:
             weight = self.weights.get(name)
             if self.is_compressed and (
                 weight is None
-                or spec.dtype != rest_dtype(weight.dtype)
+                or spec.dtype not in _rest_dtypes(weight)
                 or spec.shape != (weight.kept,)
             ):
                 raise CheckpointError(
@@ -230,7 +230,7 @@ class ModelState:
             if weight.rest is None:
                 weight.rest = value.to(weight.device, copy=True)
             else:
-                weight.rest.copy_(value)
+                weight.rest.copy_(convert_rest(value, weight.rest.dtype))
 
 
 def _kept_values(weight: Weight, mask: Mask) -> Source:
@@ -240,6 +240,11 @@ def _kept_values(weight: Weight, mask: Mask) -> Source:
         return values
 
     return Source(weight.dtype, (mask.kept,), make)
+
+
+def _rest_dtypes(weight: Weight) -> set[torch.dtype | None]:
+    """Return the types that the rest of a weight has with exact and with lean state."""
+    return {rest_dtype(weight.dtype), rest_dtype(weight.dtype, is_lean=True)}
 
 
 def _start_rest(weight: Weight, rest: Tensor, values: Tensor) -> None:

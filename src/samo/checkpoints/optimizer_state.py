@@ -4,7 +4,8 @@
     groups     [{"names": ["0.weight"], "settings": {"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}}]
     state      {"0.weight": {"step": {"$tensor": "0.weight/step"}, ...}}
 
-What `samo.AdamW` lists as remainder or master is the weight's own rest, and is saved with the model.
+What `samo.AdamW` lists as remainder, correction or master is the weight's own rest, and is saved with
+the model.
 """
 
 from typing import Any, Final
@@ -18,14 +19,18 @@ from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.model_state import ModelState
 from samo.checkpoints.shards import Shards, Source, Spec, source_of
 from samo.errors import CheckpointError
-from samo.kernels.rounding import master_dtype
 from samo.optim import AdamW
 
 __all__ = []
 
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-
-_SHAPED: Final = {*_MOMENTS, "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
+_SHAPED: Final = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "sum",
+}
 """State that has an entry for each of the parameter's, which fused kernels rely on unseen."""
 
 
@@ -73,8 +78,9 @@ class OptimizerState:
         for param, content in self.opt.state.items():
             name = self.names[id(param)]
             if isinstance(self.opt, AdamW) and content:
-                self.opt._state_of(self.model.weights[name])  # takes up a rest loaded before it
-                content = {key: content[key] for key in ("step", *_MOMENTS)}
+                weight = self.model.weights[name]
+                self.opt._state_of(weight)  # takes up a rest loaded before it
+                content = {key: content[key] for key in ("step", *self.opt._layout(weight))}
             state[name] = encode(content, name)
         entry = {
             "class": _class_name(self.opt),
@@ -160,15 +166,23 @@ class OptimizerState:
                 if key in _SHAPED and spec is not None and spec.shape != params[name].shape:
                     raise self._misfit(path, name, key, spec.shape)
             if isinstance(self.opt, AdamW) and content:
-                self._check_adamw(path, name, content, saved)
+                self._check_adamw(path, name, content, saved, self.opt)
 
-    def _check_adamw(self, path: str, name: str, content: dict[str, Any], saved: Shards) -> None:
-        weight = self.model.weights[name]
+    def _check_adamw(
+        self, path: str, name: str, content: dict[str, Any], saved: Shards, opt: AdamW
+    ) -> None:
+        is_lean = "exp_avg_scale" in content
+        if is_lean != opt.is_lean:
+            kinds = ("exact", "lean")
+            raise CheckpointError(
+                f"'{path}' has {kinds[is_lean]} optimizer state and this optimizer keeps "
+                f"{kinds[opt.is_lean]} state; build samo.AdamW with state='{kinds[is_lean]}'"
+            )
         specs = {key: _spec(value, saved) for key, value in content.items()}
         found = {key: spec and (spec.shape, spec.dtype) for key, spec in specs.items()}
-        moment = ((weight.kept,), master_dtype(weight.dtype))
-        expected = {"step": ((), torch.float32), **dict.fromkeys(_MOMENTS, moment)}
-        if found != expected:
+        layout = opt._layout(self.model.weights[name])
+        expected = {key: ((size,), dtype) for key, (dtype, size) in layout.items()}
+        if found != {"step": ((), torch.float32), **expected}:
             raise self._misfit(path, name, "state", found)
 
     def _misfit(self, path: str, name: str, key: str, found: object) -> CheckpointError:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg, subcommand
 
 from samo import __version__
+from samo.bench.settings import KernelsConfig, SparseVsDenseConfig, StepConfig
 from samo.config import OptionalPath, TrainConfig
 from samo.config_files import read_toml
 from samo.errors import ConfigError, SamoError
@@ -91,7 +92,18 @@ class Report:
     """The page to write, and a picture beside it; report.html in the first run if nothing is said."""
 
 
-Command = Demo | Train | Prune | Inspect | Report
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Measure speed and memory on this machine: of the kernels, of a training step, of sparse products."""
+
+    question: (
+        Annotated[KernelsConfig, subcommand("kernels")]
+        | Annotated[StepConfig, subcommand("step")]
+        | Annotated[SparseVsDenseConfig, subcommand("sparse-vs-dense")]
+    )
+
+
+Command = Demo | Train | Prune | Inspect | Report | Bench
 
 _MODULES: Final[dict[type, str]] = {
     Demo: "samo.cli.demo",
@@ -99,6 +111,7 @@ _MODULES: Final[dict[type, str]] = {
     Prune: "samo.cli.prune",
     Inspect: "samo.cli.inspect",
     Report: "samo.cli.report",
+    Bench: "samo.cli.bench",
 }
 
 

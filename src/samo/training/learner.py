@@ -79,6 +79,7 @@ class Learner:
             param_groups(self.model, self._optim.weight_decay),
             betas=self._optim.betas,
             eps=self._optim.eps,
+            state=self._optim.state,
         )
         self.opt.carry_over(dense)
         if isinstance(self.scaler, torch.amp.GradScaler):

@@ -1,0 +1,288 @@
+"""What do compress, expand and the update cost, beside the bytes that they must move?
+
+Every operation runs on one bfloat16 weight of N entries of which the fraction f is kept at random. Its
+floor is the fewest bytes it can move, each input read once and each output written once, over the
+bandwidth of a copy that is measured in turns with it.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from samo import bitmap, kernels
+from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
+from samo.bench.settings import KernelsConfig
+from samo.bench.timing import flusher, free, in_turns, ratio, spread
+from samo.compression import compress_
+from samo.leaves import parameters
+from samo.masks import Mask, Masks
+from samo.optim import AdamW
+from samo.report.amounts import percent
+
+__all__ = []
+
+NOTES: Final = (
+    "N bfloat16 weights in one tensor, the fraction f kept at random. Times are medians of runs in turns, "
+    "with the cache flushed before each.",
+    "Floor: the bytes that must move (compress and expand 2N + N/8 + 2fN, 2fN more to add or to widen; "
+    "update 2(2N + N/8 + 2fN) + 26fN, lean 12fN instead of 26fN; dense update 40N) at the bandwidth of "
+    "the copy.",
+    "The dense update is torch's fused AdamW on an fp32 master: widen the gradient, step, round the weight.",
+    "Linear: time per weight, over that at the largest size.",
+)
+
+_COPY: Final = "copy"
+_DENSE: Final = "update, dense"
+_LR: Final = 1e-4
+_FILL: Final = 2**28
+
+
+def floor_bytes(operation: str, numel: int, kept: int) -> int:
+    """Return the fewest bytes that an operation can move.
+
+    Example:
+        >>> from samo.bench.kernels import floor_bytes
+        >>> [floor_bytes(name, 800, 80) for name in ("copy", "compress", "update, exact")]
+        [3200, 1860, 5800]
+    """
+    # Dense 16-bit values, the mask's bits and 16-bit kept values, each once.
+    once = 2 * numel + numel // 8 + 2 * kept
+    return {
+        _COPY: 4 * numel,
+        "compress": once,
+        "compress, add": once + 2 * kept,  # what was there is read as well
+        "compress, to fp32": once + 2 * kept,
+        "expand": once,
+        # Gather the old values, update them, scatter the new ones. Per kept weight the update reads
+        # 2 bytes of gradient, and reads and writes 2 of value, 2 of remainder and 8 of moments.
+        "update, exact": 2 * once + 26 * kept,
+        # Here a byte of correction and two of moments; scales are not counted.
+        "update, lean": 2 * once + 12 * kept,
+        # Gradient 2 to 4, then 4 in, master 4 in and out, moments 8 in and out; master 4 to weight 2.
+        _DENSE: 40 * numel,
+    }[operation]
+
+
+def measure(config: KernelsConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
+    """Time every operation at every size and density."""
+    powers = config.sizes or (range(26, 31) if device.type == "cuda" else range(18, 23))
+    if config.quick:
+        powers = config.sizes or (14, 15)
+    repeats = min(config.repeats, 2) if config.quick else config.repeats
+    rows: list[Row] = []
+    for power in sorted({*powers, *((32,) if config.large else ())}):
+        for density in config.densities:
+            say(f"2^{power} weights, {percent(density)} kept")
+            rows += _measure_one(2**power, density, device, repeats)
+            rows = with_linearity(rows)
+            save(rows)
+            free(device)
+    return rows
+
+
+def _measure_one(numel: int, density: float, device: torch.device, repeats: int) -> list[Row]:
+    """Time every operation on one weight, in turns."""
+    settings = {"numel": numel, "density": density}
+    rows: list[Row] = []
+    try:
+        problem = Problem(numel, density, device)
+        calls = problem.calls()
+        for name, make in (("update, lean", problem.lean_update), (_DENSE, problem.dense_update)):
+            free(device)
+            try:
+                calls[name] = make()
+            except (torch.OutOfMemoryError, NotImplementedError) as error:
+                rows.append(Row(name=name, parameters=settings, failure=reason(error)))
+        times = in_turns(calls, rounds=repeats, device=device, prepare=flusher(device))
+    except torch.OutOfMemoryError as error:
+        return [Row(name="all operations", parameters=settings, failure=reason(error))]
+    bandwidth = floor_bytes(_COPY, numel, 0) / spread(times[_COPY])["median"]
+    for name, found in times.items():
+        amount = floor_bytes(name, numel, problem.mask.kept)
+        median = spread(found)["median"]
+        figures = {
+            "floor_ms": amount / bandwidth,
+            "times_floor": median * bandwidth / amount,
+            "gb_per_s": amount / median / 1e6,
+            "ns_per_weight": median * 1e6 / numel,
+        }
+        if name.startswith("update") and _DENSE in times:
+            figures["against_dense"] = ratio(found, times[_DENSE])
+        rows.append(
+            Row.timed(
+                name,
+                settings,
+                found,
+                {
+                    "kept": problem.mask.kept,
+                    "floor_bytes": amount,
+                    **{key: float(f"{value:.5g}") for key, value in figures.items()},
+                },
+            )
+        )
+    return sorted(rows, key=lambda row: _order(row.name))
+
+
+class Problem:
+    """One weight with all that the operations read and write; nothing else is as large as it."""
+
+    def __init__(self, numel: int, density: float, device: torch.device) -> None:
+        self.device = device
+        self.mask = random_mask(numel, density, device)
+        self.source = _random(numel, device)
+        self.target = torch.empty_like(self.source)
+        self.grad_Z = _random(self.mask.kept, device)
+        self.model = _OneWeight(_random(numel, device))
+        self._models: list[nn.Module] = []
+        self._exact = self._stepper(self.model)
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        """Return the copy, the kernels and the update, to be called again and again."""
+        chosen = kernels.choose(self.device)
+        source, target, mask = self.source, self.target, self.mask
+        out_Z, wide_Z = torch.empty_like(self.grad_Z), torch.empty_like(self.grad_Z).float()
+        return {
+            _COPY: functools.partial(target.copy_, source),
+            "compress": lambda: chosen.compress_(source, mask, out_Z),
+            "compress, add": lambda: chosen.compress_(source, mask, out_Z, add=True),
+            "compress, to fp32": lambda: chosen.compress_(source, mask, wide_Z),
+            "expand": lambda: chosen.expand_(self.grad_Z, mask, target),
+            "update, exact": self._exact,
+        }
+
+    def lean_update(self) -> Callable[[], object]:
+        """Return the update with 8-bit state.
+
+        Raises:
+            NotImplementedError: This samo has none.
+        """
+        require_lean()
+        return self._stepper(_OneWeight(_random(self.mask.numel, self.device)), state="lean")
+
+    def dense_update(self) -> Callable[[], object]:
+        """Return the update of dense mixed precision, from the 16-bit gradient to the 16-bit weight."""
+        master = nn.Parameter(self.source.float())
+        grad = self.source.float()
+        master.grad = grad
+        opt = torch.optim.AdamW([master], lr=_LR, fused=True)
+
+        def step() -> None:
+            grad.copy_(self.source)
+            opt.step()
+            self.target.copy_(master.detach())
+
+        return step
+
+    def _stepper(self, model: nn.Module, **options: Any) -> Callable[[], object]:
+        """Compress a model of this one weight and return the step of its optimizer."""
+        compress_(model, Masks({"weight": self.mask}))
+        (leaf,) = parameters(model)
+        leaf.grad = self.grad_Z
+        opt = AdamW([leaf], lr=_LR, **options)
+        self._models.append(model)  # an optimizer does not hold the weights it updates
+        return opt.step
+
+
+class _OneWeight(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def require_lean() -> None:
+    """Make sure that there is 8-bit state.
+
+    Raises:
+        NotImplementedError: This samo has none.
+    """
+    if "state" not in inspect.signature(AdamW).parameters:
+        raise NotImplementedError("this samo has no samo.AdamW(state='lean')")
+
+
+def random_mask(numel: int, density: float, device: torch.device) -> Mask:
+    """Return a mask that keeps each weight with a probability; no temporary grows with it.
+
+    Example:
+        >>> import torch
+        >>> from samo.bench.kernels import random_mask
+        >>> mask = random_mask(2**16, 0.1, torch.device("cpu"))
+        >>> abs(mask.kept / mask.numel - 0.1) < 0.01
+        True
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    words = torch.empty(bitmap.num_words(numel), dtype=torch.int32, device=device)
+    for start, stop in bitmap.chunks(numel):
+        keep = torch.rand(stop - start, device=device, generator=generator) < density
+        bitmap.pack(keep, words, start)
+    return Mask((numel,), words)
+
+
+def with_linearity(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with their time per weight over that of the same operation at the largest size.
+
+    Example:
+        >>> from samo.bench.kernels import with_linearity
+        >>> from samo.bench.rows import Row
+        >>> rows = [
+        ...     Row(name="copy", parameters={"numel": n, "density": 0.1}, median=ms)
+        ...     for n, ms in ((100, 2.0), (200, 2.0))
+        ... ]
+        >>> [row.figures["linear"] for row in with_linearity(rows)]
+        [2.0, 1.0]
+    """
+    largest: dict[tuple[str, float], tuple[int, float]] = {}
+    for row in rows:
+        if row.median is not None:
+            key, numel = (row.name, row.parameters["density"]), row.parameters["numel"]
+            largest[key] = max(largest.get(key, (0, 0.0)), (numel, row.median / numel))
+    found = []
+    for row in rows:
+        if row.median is not None:
+            per_weight = largest[row.name, row.parameters["density"]][1]
+            linear = row.median / row.parameters["numel"] / per_weight
+            row = dataclasses.replace(row, figures={**row.figures, "linear": round(linear, 4)})
+        found.append(row)
+    return found
+
+
+def tabulate(rows: Sequence[Row]) -> Table:
+    """Return the table of some rows."""
+    head = ("operation", "weights", "kept", "ms", "p20-p80", "floor, ms", "over floor", "linear")
+    return Table(
+        head,
+        [
+            (
+                row.name,
+                _power(row.parameters["numel"]),
+                percent(row.parameters["density"]),
+                digits(row.median),
+                between(row),
+                digits(row.figures["floor_ms"]),
+                digits(row.figures["times_floor"]),
+                digits(row.figures["linear"]),
+            )
+            for row in rows
+            if row.median is not None
+        ],
+    )
+
+
+def _power(numel: int) -> str:
+    return f"2^{numel.bit_length() - 1}"
+
+
+def _order(name: str) -> int:
+    names = (_COPY, "compress", "compress, add", "compress, to fp32", "expand", "update, exact")
+    return [*names, "update, lean", _DENSE].index(name)
+
+
+def _random(numel: int, device: torch.device) -> Tensor:
+    values = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    for part in values.split(_FILL):
+        part.normal_(std=0.02)
+    return values

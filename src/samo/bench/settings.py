@@ -1,0 +1,198 @@
+"""The settings of ``samo bench``, one dataclass for each question: imports no torch."""
+
+import shlex
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Final, Literal, NamedTuple
+
+from tyro.conf import arg
+
+from samo.config import Auto, OptionalPath
+from samo.errors import ConfigError, nearest
+from samo.shapes import ShapeName
+
+__all__ = ["BenchConfig", "KernelsConfig", "SparseVsDenseConfig", "StepConfig"]
+
+CONTENDERS: Final = (
+    "dense",
+    "masked",
+    "autocast",
+    "samo",
+    "lean",
+    "flashoptim",
+    "flashoptim-release",
+    "torchao",
+    "bitsandbytes",
+)
+"""Ways to train that ``samo bench step`` compares; ``contenders.py`` says what each is."""
+
+_SIZES: Final = (10, 34)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchConfig:
+    """What every measurement takes."""
+
+    out: OptionalPath = None
+    """Folder for the result; benchmarks/results/NAME-DEVICE-DATE if nothing is said."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to measure; auto: on a GPU if there is one."""
+    quick: bool = False
+    """Tiny sizes and two repeats, only to see that it runs; the times mean nothing."""
+    repeats: int = 50
+    """How often each contender is timed, in turns with the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelsConfig(BenchConfig):
+    """Time compress, expand and the update beside the bytes that they must move."""
+
+    sizes: Annotated[tuple[int, ...], arg(metavar="POWER ...")] = ()
+    """Weights, as powers of 2; if nothing is said 26 to 30 on a GPU and 18 to 22 on a CPU."""
+    densities: Annotated[tuple[float, ...], arg(metavar="FRACTION ...")] = (0.1, 0.2)
+    """Fractions of the weights that are kept."""
+    large: bool = False
+    """Measure 2^32 weights as well, which takes 120 GB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig(BenchConfig):
+    """Time training steps of a pruned GPT, with samo and with what people would use instead."""
+
+    repeats: int = 12
+    """Steps of each contender that are timed; each has three more to warm up."""
+    shape: ShapeName | Auto = "auto"
+    """Shape of the GPT by name; auto: gpt3-2.7b on a GPU of 100 GB or more, a smaller one elsewhere."""
+    batch_size: int = 8
+    """Sequences for each step."""
+    context: int = 1024
+    """Length of a sequence, in tokens."""
+    vocab_size: int = 50_304
+    """Tokens the model knows."""
+    sparsity: float = 0.9
+    """Fraction of the weights that is pruned, in every matrix that is pruned by default."""
+    only: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
+    """Contenders to measure, with commas or spaces between; all if nothing is said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseVsDenseConfig(BenchConfig):
+    """Time matrix products with a pruned matrix: sparse libraries against dense cuBLAS."""
+
+    sizes: Annotated[tuple[int, ...], arg(metavar="SIZE ...")] = (
+        128,
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+        8192,
+    )
+    """Rows of the square weight."""
+    tokens: Annotated[tuple[int, ...], arg(metavar="COUNT ...")] = (576, 4096)
+    """Tokens it is multiplied with; 576 is the batch of the SAMO paper's figure 1."""
+    sparsity: float = 0.9
+    """Fraction of the weight that is pruned."""
+
+
+class Question(NamedTuple):
+    """A subcommand: what it is called, and the module with its ``measure``."""
+
+    name: str
+    module: str
+
+
+QUESTIONS: Final[dict[type[BenchConfig], Question]] = {
+    KernelsConfig: Question("kernels", "samo.bench.kernels"),
+    StepConfig: Question("step", "samo.bench.step"),
+    SparseVsDenseConfig: Question("sparse-vs-dense", "samo.bench.sparse_vs_dense"),
+}
+
+
+def check(config: BenchConfig) -> None:
+    """Refuse settings that nothing can be measured with.
+
+    Example:
+        >>> from samo.bench.settings import KernelsConfig, check
+        >>> check(KernelsConfig(sizes=(20, 22)))
+
+    Raises:
+        ConfigError: A setting is out of range, or names no contender.
+    """
+    _require(config.repeats >= 1, f"repeats must be 1 or more, got {config.repeats}")
+    if isinstance(config, KernelsConfig):
+        low, high = _SIZES
+        for size in config.sizes:
+            _require(
+                low <= size <= high,
+                f"sizes are powers of 2 from {low} to {high}, got {size}; 30 stands for 2^30 weights",
+            )
+        for density in config.densities:
+            _require(
+                0 < density < 1,
+                f"densities must lie between 0 and 1, got {density}; 0.1 keeps 10 %",
+            )
+        _require(bool(config.densities), "no densities to measure; leave them out for 0.1 and 0.2")
+    if isinstance(config, StepConfig):
+        for name in ("batch_size", "context", "vocab_size"):
+            value = getattr(config, name)
+            _require(value >= 1, f"{name} must be 1 or more, got {value}")
+        contenders(config)
+    if isinstance(config, SparseVsDenseConfig):
+        for name in ("sizes", "tokens"):
+            values = getattr(config, name)
+            _require(
+                bool(values) and all(value >= 1 and value % 64 == 0 for value in values),
+                f"{name} must be multiples of 64, for blocks of 64 x 64, got {values}",
+            )
+    if isinstance(config, StepConfig | SparseVsDenseConfig):
+        _require(
+            0 < config.sparsity < 1,
+            f"sparsity must lie between 0 and 1, got {config.sparsity}; 0.9 prunes 90 %",
+        )
+
+
+def contenders(config: StepConfig) -> tuple[str, ...]:
+    """Return the names that ``--only`` chooses, in the order in which they are shown.
+
+    Example:
+        >>> from samo.bench.settings import StepConfig, contenders
+        >>> contenders(StepConfig(only=("samo,dense",)))
+        ('dense', 'samo')
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    wanted = [name for entry in config.only for name in entry.split(",") if name]
+    for name in wanted:
+        _require(
+            name in CONTENDERS,
+            f"'{name}' is no contender{nearest(name, CONTENDERS)}; there are {', '.join(CONTENDERS)}",
+        )
+    return tuple(name for name in CONTENDERS if not wanted or name in wanted)
+
+
+def command_line(config: BenchConfig) -> str:
+    """Return what to type for these settings, without what is as it is by default.
+
+    Example:
+        >>> from samo.bench.settings import StepConfig, command_line
+        >>> command_line(StepConfig(shape="gpt3-13b", only=("samo",), quick=True))
+        'samo bench step --quick --shape gpt3-13b --only samo'
+    """
+    words = ["samo", "bench", QUESTIONS[type(config)].name]
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if entry.default is not MISSING and value == entry.default:
+            continue
+        words.append(f"--{entry.name.replace('_', '-')}")
+        if isinstance(value, tuple):
+            words += map(str, value)
+        elif not isinstance(value, bool):
+            words.append(value.as_posix() if isinstance(value, Path) else str(value))
+    return shlex.join(words)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

@@ -1,0 +1,376 @@
+"""What does a training step of a pruned GPT cost, in time and memory, beside what people would use instead?
+
+Every contender trains the same GPT, from the same first weights, on the same tokens, with the same loss and
+the same AdamW settings. Where memory allows they stand beside each other and take turns, a step each;
+otherwise each is built, warmed up, timed and thrown away, all of them once in every round.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from samo.bench.contenders import BYTES, MAKERS, Contender
+from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
+from samo.bench.settings import StepConfig, contenders
+from samo.bench.timing import Clock, free, spread
+from samo.environment import hardware
+from samo.memory.ledger import Ledger
+from samo.models import GPT
+from samo.pruning import prune
+from samo.report.amounts import NOTHING, count
+from samo.shapes import SHAPES, GPTConfig, ShapeName
+
+__all__ = []
+
+NOTES: Final = (
+    "Step: forward, backward and update, median. Update: the last of the three; in backward with gradient "
+    "release.",
+    "TFLOP/s are those of the model: 6 for each weight of blocks and head and token, and attention; what "
+    "checkpointing computes again is not counted.",
+    "Peak: most memory allocated during a step. State: weights, gradients, optimizer state and masks between "
+    "backward and update, over all parameters.",
+    "All but dense and autocast train the pruned weights. Dense optimizers set pruned weights back to 0 "
+    "after each step, which is not timed.",
+    "The tokens are one random batch, learnt by heart: the loss shows that all train, not how well.",
+)
+
+_WARM_UP: Final = 3
+_ROUNDS: Final = 3
+_ROOM: Final = 0.25
+"""Share of the device's memory that is left for activations when contenders stand beside each other."""
+_QUICK: Final = GPTConfig(
+    num_layers=2, width=64, num_heads=2, context=32, vocab_size=256, is_checkpointed=True
+)
+
+
+@dataclass
+class Record:
+    """What was measured of one contender so far."""
+
+    step_ms: list[float] = field(default_factory=list)
+    update_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    state_bytes: int = 0
+    own_bytes: int = 0
+    """What its model and optimizer take of the device's memory between steps."""
+    losses: list[float] = field(default_factory=list)
+    """Of the timed steps since it was built last."""
+    account: Ledger | None = None
+    failure: str | None = None
+
+
+def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
+    """Time the steps of every contender."""
+    shape = gpt_config(config, device)
+    batch = 2 if config.quick else config.batch_size
+    repeats = min(config.repeats, 2) if config.quick else config.repeats
+    generator = torch.Generator(device).manual_seed(1)
+    size = (batch, shape.context + 1)
+    tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
+    session = Session(shape, config.sparsity, tokens, device, say)
+    names = contenders(config)
+    fits = _fits(names, session.num_params, device)
+    how = "in turns" if fits else f"in {_ROUNDS} rounds, one at a time in memory"
+    say(f"{count(session.num_params)} parameters, {batch} x {shape.context} tokens; {how}")
+
+    def rows() -> list[Row]:
+        parameters = {
+            "shape": "quick" if config.quick else shape_name(config, device),
+            "num_params": session.num_params,
+            "batch_size": batch,
+            "context": shape.context,
+            "sparsity": config.sparsity,
+            "dtype": "bfloat16",
+            "order": how,
+        }
+        flops = model_flops(shape, batch * shape.context)
+        return [_row(name, session, parameters, batch * shape.context, flops) for name in names]
+
+    if fits:
+        session.together(names, repeats)
+    else:
+        for steps in _portions(repeats, _ROUNDS):
+            for name in names:
+                session.alone(name, steps)
+                save(rows())
+    save(rows())
+    return rows()
+
+
+class Session:
+    """Builds contenders on equal terms, runs their steps and records them."""
+
+    def __init__(
+        self,
+        shape: GPTConfig,
+        sparsity: float,
+        tokens: Tensor,
+        device: torch.device,
+        say: Say,
+    ) -> None:
+        self.records: dict[str, Record] = {}
+        self._shape = shape
+        self._device = device
+        self._say = say
+        self._clock = Clock(device)
+        self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        model = new_model(shape, device)
+        self.num_params = sum(param.numel() for param in model.parameters())
+        # On the host, so that contenders without masks have no mask in their memory.
+        self._masks = prune(model, sparsity).to("cpu")
+
+    def together(self, names: Sequence[str], repeats: int) -> None:
+        """Build all contenders and let them take turns."""
+        built = {name: made for name in names if (made := self._build(name)) is not None}
+        order = random.Random(0)
+        for _ in range(repeats):
+            for name in order.sample(list(built), len(built)):
+                if not self._step(name, built[name]):
+                    del built[name]
+                    free(self._device)
+
+    def alone(self, name: str, steps: int) -> None:
+        """Build one contender, take some steps and throw it away."""
+        if self.records.get(name, Record()).failure is None:
+            contender = self._build(name)
+            if contender is not None:
+                for _ in range(steps):
+                    if not self._step(name, contender):
+                        break
+            del contender
+            self.records[name].own_bytes = 0
+            free(self._device)
+
+    def _build(self, name: str) -> Contender | None:
+        """Return a contender that has taken its first steps, or None if it cannot."""
+        record = self.records.setdefault(name, Record())
+        record.losses.clear()
+        before = _allocated(self._device)
+        try:
+            contender: Contender | None = self._warmed_up(name)
+        except Exception as error:  # a peer may fail in its own way, and the others go on
+            self._fail(name, error)
+            contender = None
+        if contender is None:  # else what it has cached stays, as it does in training
+            free(self._device)
+        record.own_bytes = 0 if contender is None else _allocated(self._device) - before
+        return contender
+
+    def _warmed_up(self, name: str) -> Contender:
+        record = self.records[name]
+        model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
+        contender = MAKERS[name](model, masks)
+        for step in range(_WARM_UP):
+            contender.gradients(self._inputs, self._targets)
+            if step == _WARM_UP - 1:
+                record.state_bytes = contender.state_bytes()
+                record.account = contender.account()
+            contender.update()
+            contender.keep_masks()
+        self._clock.wait()
+        return contender
+
+    def _step(self, name: str, contender: Contender) -> bool:
+        """Time a step and return whether it could be taken."""
+        record = self.records[name]
+        clock, is_cuda = self._clock, self._device.type == "cuda"
+        others = sum(each.own_bytes for each in self.records.values()) - record.own_bytes
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            start = clock.mark()
+            loss = contender.gradients(self._inputs, self._targets)
+            middle = clock.mark()
+            contender.update()
+            stop = clock.mark()
+            clock.wait()
+            if is_cuda:
+                peak = torch.cuda.max_memory_allocated() - others
+                record.peak_bytes = max(record.peak_bytes, peak)
+            contender.keep_masks()
+            record.losses.append(float(loss))
+        except Exception as error:  # as above
+            self._fail(name, error)
+            record.own_bytes = 0
+            return False
+        record.step_ms.append(clock.ms(start, stop))
+        record.update_ms.append(clock.ms(middle, stop))
+        return True
+
+    def _fail(self, name: str, error: Exception) -> None:
+        self.records[name].failure = reason(error)
+        self._say(f"{name}: {reason(error)}")
+
+
+def new_model(shape: GPTConfig, device: torch.device) -> GPT:
+    """Return a bfloat16 GPT with the same weights each time, made where it will be, with no wider copy."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            return GPT(shape)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def gpt_config(config: StepConfig, device: torch.device) -> GPTConfig:
+    """Return the shape to measure.
+
+    Example:
+        >>> import torch
+        >>> from samo.bench.settings import StepConfig
+        >>> from samo.bench.step import gpt_config
+        >>> gpt_config(StepConfig(shape="gpt3-13b"), torch.device("cpu")).width
+        5120
+    """
+    if config.quick:
+        return _QUICK
+    shape = SHAPES[shape_name(config, device)]
+    return GPTConfig(
+        num_layers=shape.num_layers,
+        width=shape.width,
+        num_heads=shape.num_heads,
+        context=config.context,
+        vocab_size=config.vocab_size,
+        is_checkpointed=True,
+    )
+
+
+def shape_name(config: StepConfig, device: torch.device) -> ShapeName:
+    """Return the shape that is asked for, or the largest of three that dense training fits on a device.
+
+    Example:
+        >>> import torch
+        >>> from samo.bench.settings import StepConfig
+        >>> from samo.bench.step import shape_name
+        >>> shape_name(StepConfig(), torch.device("cpu"))
+        'tiny'
+    """
+    if config.shape != "auto":
+        return config.shape
+    if device.type != "cuda":
+        return "tiny"
+    memory = hardware(device)["memory_bytes"]
+    return "gpt3-2.7b" if memory >= 100e9 else "gpt3-760m" if memory >= 36e9 else "gpt3-125m"
+
+
+def model_flops(shape: GPTConfig, tokens: int) -> float:
+    """Return the operations of one step: forward and backward, without what is computed again.
+
+    6 for each token and each weight of blocks and head, and 12 for each token, layer, column of the
+    width and token it looks at: Narayanan et al. 2021, without recomputation.
+
+    Example:
+        >>> from samo.bench.step import model_flops
+        >>> from samo.shapes import GPTConfig
+        >>> model_flops(GPTConfig(num_layers=1, width=10, num_heads=1, context=5, vocab_size=7), 1)
+        8220.0
+    """
+    layers, width = shape.num_layers, shape.width
+    matrices = 12 * layers * width**2 + shape.vocab_size * width
+    return float(tokens * (6 * matrices + 12 * layers * width * shape.context))
+
+
+def tabulate(rows: Sequence[Row]) -> Table:
+    """Return the table of some rows."""
+    head = (
+        "contender",
+        "step, ms",
+        "p20-p80",
+        "update, ms",
+        "tokens/s",
+        "TFLOP/s",
+        "peak, GB",
+        "state, B/param",
+        "loss",
+    )
+    return Table(
+        head,
+        [
+            (
+                row.name,
+                digits(row.median),
+                between(row),
+                digits(row.figures["update_ms"]),
+                count(row.figures["tokens_per_s"]),
+                digits(row.figures["tflop_per_s"]),
+                digits(_gb(row.figures["peak_bytes"])),
+                digits(row.figures["state_bytes_per_param"]),
+                digits(row.figures["final_loss"]),
+            )
+            for row in rows
+            if row.median is not None
+        ],
+    )
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return what the ledger says of samo's contenders, a line each."""
+    lines = []
+    for row in rows:
+        found = row.figures
+        if row.median is not None and "ledger_measured_bytes" in found:
+            lines.append(
+                f"{row.name}: model state {_shown(found['ledger_measured_bytes'])} measured, "
+                f"{_shown(found['ledger_predicted_bytes'])} predicted; "
+                f"{digits(found['pruned_bytes_per_param'])} B/param on pruned tensors"
+            )
+    return lines
+
+
+def _row(
+    name: str, session: Session, parameters: Mapping[str, Any], tokens: int, flops: float
+) -> Row:
+    record = session.records.get(name, Record(failure="not measured yet"))
+    if record.failure is not None or not record.step_ms:
+        return Row(name=name, parameters=parameters, failure=record.failure or "not measured yet")
+    found = spread(record.step_ms)
+    figures: dict[str, Any] = {
+        "update_ms": spread(record.update_ms)["median"],
+        "tokens_per_s": round(tokens / found["median"] * 1e3, 1),
+        "tflop_per_s": float(f"{flops / found['median'] / 1e9:.5g}"),
+        "peak_bytes": record.peak_bytes or None,
+        "state_bytes": record.state_bytes,
+        "state_bytes_per_param": round(record.state_bytes / session.num_params, 4),
+        "final_loss": record.losses[-1] if math.isfinite(record.losses[-1]) else None,
+        "trained_steps": _WARM_UP + len(record.losses),
+    }
+    if record.account is not None:
+        share = record.account.pruned
+        figures |= {
+            "ledger_measured_bytes": record.account.measured_bytes,
+            "ledger_predicted_bytes": record.account.predicted_bytes,
+            "pruned_bytes_per_param": round(sum(share.measured.values()) / share.num_params, 4),
+        }
+    return Row.timed(name, parameters, record.step_ms, figures)
+
+
+def _fits(names: Sequence[str], num_params: int, device: torch.device) -> bool:
+    """Say whether all contenders can stand beside each other in the device's memory."""
+    if device.type != "cuda":
+        return True  # models that a CPU trains in a reasonable time are small
+    memory = hardware(device)["memory_bytes"]
+    return sum(BYTES[name] for name in names) * num_params <= (1 - _ROOM) * memory
+
+
+def _portions(repeats: int, rounds: int) -> list[int]:
+    """Share out steps among rounds, the first ones get what is left over."""
+    return [part for i in range(rounds) if (part := repeats // rounds + (i < repeats % rounds))]
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _gb(size: float | None) -> float | None:
+    return None if size is None else size / 1e9
+
+
+def _shown(size: float) -> str:
+    return f"{digits(size / 1e9)} GB" if size else NOTHING

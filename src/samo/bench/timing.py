@@ -1,0 +1,142 @@
+"""The clock: contenders take turns, a GPU's own events tell the time, and nothing stands without spread."""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+__all__ = []
+
+_CPU: Final = torch.device("cpu")
+_FLUSH_BYTES: Final = 2**30
+"""More than any cache."""
+
+
+class Clock:
+    """Tells the time on a device.
+
+    Example:
+        >>> import torch
+        >>> from samo.bench.timing import Clock
+        >>> clock = Clock(torch.device("cpu"))
+        >>> before, after = clock.mark(), clock.mark()
+        >>> clock.wait()
+        >>> clock.ms(before, after) >= 0
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """Note the moment at which the device comes to this point of the program."""
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def wait(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+    def ms(self, first: Any, second: Any) -> float:
+        """Return the milliseconds between two marks, after `wait`."""
+        if self._is_cuda:
+            return float(first.elapsed_time(second))
+        return float(second - first) * 1e3
+
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    device: torch.device = _CPU,
+    prepare: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Time contenders in turns, so that a machine that slows down slows them all; milliseconds.
+
+    The order changes from round to round: who comes after whom matters to caches and to memory.
+
+    Example:
+        >>> from samo.bench.timing import in_turns
+        >>> times = in_turns({"sum": lambda: sum(range(9)), "max": lambda: max(range(9))}, rounds=3)
+        >>> {name: len(found) for name, found in times.items()}
+        {'sum': 3, 'max': 3}
+
+    Args:
+        contenders: What to time, by name.
+        rounds: How often each is timed.
+        warm_up: Rounds before that which are not timed.
+        device: Where they run.
+        prepare: Called before each of them, outside of the time.
+    """
+    clock = Clock(device)
+    for _ in range(warm_up):
+        for run in contenders.values():
+            prepare()
+            run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)
+    for _ in range(rounds):
+        marks = {}
+        for name in order.sample(list(contenders), len(contenders)):
+            prepare()
+            start = clock.mark()
+            contenders[name]()
+            marks[name] = (start, clock.mark())
+        clock.wait()
+        for name, (start, stop) in marks.items():
+            times[name].append(clock.ms(start, stop))
+    return times
+
+
+def flusher(device: torch.device) -> Callable[[], object]:
+    """Return what empties a GPU's cache, to be called before each run; a CPU's is left alone."""
+    if device.type != "cuda":
+        return lambda: None
+    buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def flush() -> None:
+        # Twice: it takes a fast GPU half a millisecond, in which the host launches what is timed.
+        buffer.zero_()
+        buffer.zero_()
+
+    return flush
+
+
+def free(device: torch.device) -> None:
+    """Give back the memory of what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Return median, 20th and 80th percentile of some times, with five digits.
+
+    Example:
+        >>> from samo.bench.timing import spread
+        >>> spread([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+        {'p20': 2.0, 'median': 3.0, 'p80': 5.0}
+    """
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    at = {"p20": 0.2, "median": 0.5, "p80": 0.8}
+    return {name: float(f"{ordered[round(part * last)]:.5g}") for name, part in at.items()}
+
+
+def ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
+    """Return the median of the ratios within rounds: neighbours in time see the same machine.
+
+    Example:
+        >>> from samo.bench.timing import ratio
+        >>> ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0])
+        2.0
+    """
+    return spread([a / b for a, b in zip(times, baseline)])["median"]

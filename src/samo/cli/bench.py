@@ -1,0 +1,91 @@
+"""``samo bench``: measure, show the table, and leave rows, page and figure in a folder."""
+
+import datetime
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+
+from samo.bench import figures
+from samo.bench.rows import Results, Row, failures, slug
+from samo.bench.settings import QUESTIONS, check, command_line
+from samo.cli import Bench
+from samo.cli.tables import columns
+from samo.environment import hardware
+from samo.errors import ConfigError, RunError
+from samo.training.folder import check_free, free_folder
+
+__all__ = []
+
+_WIDTH: Final = 120
+_FIGURES: Final[dict[str, Callable[[Sequence[Row]], figures.Figure | None]]] = {
+    "kernels": figures.kernels_figure,
+    "step": figures.step_figure,
+    "sparse-vs-dense": figures.sparse_vs_dense_figure,
+}
+
+
+def run(command: Bench) -> int:
+    """Measure and show what came out."""
+    config = command.question
+    check(config)
+    name, module = QUESTIONS[type(config)]
+    question = importlib.import_module(module)
+    device = _device(config.device)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)  # rich would cut the table to 80 columns
+    out = config.out or _usual_folder(name, device)
+    check_free(out)
+    results = Results(
+        out,
+        name=name,
+        command=command_line(config),
+        device=device,
+        tabulate=question.tabulate,
+        notes=question.NOTES,
+    )
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    rows: list[Row] = question.measure(config, device, results.save, say)
+    missing = failures(rows)
+    if len(missing) and all(row.median is None for row in rows):
+        raise RunError(
+            f"nothing could be measured: {'; '.join(missing)}; rows are in '{out}', choose smaller sizes "
+            "or other contenders"
+        )
+    figure = _FIGURES[name](rows)
+    if figure is not None:
+        results.add_figure(rows, *figure)
+    table = question.tabulate(rows)
+    shown = columns(*table.head)
+    for line in table.lines:
+        shown.add_row(*line)
+    console.print(shown)
+    for line in getattr(question, "summary", lambda rows: [])(rows):
+        say(line)
+    for entry in missing:
+        say(f"not measured: {entry}")
+    say(f"rows, table and figure: {out}")
+    return 0
+
+
+def _device(wanted: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError(
+            "device cuda was asked for, and this machine has none that torch can use; leave it out to "
+            "measure on the CPU"
+        )
+    return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
+
+
+def _usual_folder(name: str, device: torch.device) -> Path:
+    today = datetime.date.today().isoformat()
+    machine = slug(hardware(device)["device_name"])
+    return free_folder(Path("benchmarks") / "results", f"{name}-{machine}-{today}")
