@@ -103,7 +103,7 @@ def test_lean_state_trains_about_as_well_as_exact_state(dtype: torch.dtype) -> N
             seen.append(float(loss.detach()))
         losses[state] = sum(seen[-40:]) / 40
         assert losses[state] < 0.3 * seen[0]
-    # Six seeds differed by 0.14 % at most, and by up to 0.7 % with codes rounded to nearest.
+    # Six seeds differed by 0.2 % at most, and by up to 0.9 % with codes rounded to nearest.
     assert losses["lean"] == pytest.approx(losses["exact"], rel=0.005)
 
 
@@ -269,8 +269,8 @@ def test_moments_of_a_dense_phase_are_carried_over() -> None:
         for key, moment in zip(("exp_avg", "exp_avg_sq"), found):
             whole = old[name][key].view(-1)
             kept = whole if keep is None else whole[keep]
-            # Half a code at the top is 0.8 % of the largest first moment, and less of the others.
-            torch.testing.assert_close(moment, kept, rtol=0, atol=0.01 * float(kept.abs().max()))
+            # Half a code is 1.6 % of the largest, and less further down.
+            torch.testing.assert_close(moment, kept, rtol=0, atol=0.017 * float(kept.abs().max()))
         assert state["step"] == 3
     model(torch.randn(5, 60).bfloat16()).float().square().mean().backward()
     opt.step()

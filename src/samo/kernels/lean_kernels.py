@@ -44,7 +44,6 @@ __all__ = []
 UNPRUNED_GROUP: Final = tl.constexpr(lean.UNPRUNED_GROUP)
 GROUP_PAIRS: Final = tl.constexpr(lean.GROUP // 64)
 BLOCK_GROUPS: Final = tl.constexpr(bitmap.BLOCK_BITS // lean.GROUP)
-FEW: Final = tl.constexpr(lean.FEW)
 LARGEST_ROOT: Final = tl.constexpr(lean.LARGEST_ROOT)
 SMALLEST: Final = tl.constexpr(lean.SMALLEST)
 
@@ -118,9 +117,12 @@ def _advance(
         param = _load(weight_at, mask, IS_FULL)
     grad = _widen(_load(grad_at, mask, IS_FULL))
     part = _load(exp_avg_at, mask, IS_FULL).to(tl.float32) * (1 / 127)
-    exp_avg = part * tl.abs(part) * exp_avg_scale
+    square = part * part
+    exp_avg = square * square * exp_avg_scale
+    exp_avg = tl.where(part < 0, -exp_avg, exp_avg)
     part = _load(exp_avg_sq_at, mask, IS_FULL).to(tl.float32) * (1 / 255)
-    root = part * part * exp_avg_sq_scale
+    square = part * part
+    root = square * square * exp_avg_sq_scale
     step_size = tl.load(scalars)
     denominator = tl.load(scalars + 1)
     decay = tl.load(scalars + 2)
@@ -154,11 +156,11 @@ def _write(
     IS_FULL: tl.constexpr,
 ):
     """Write entries in their stored form."""
-    x = tl.sqrt_rn(tl.abs(exp_avg) * exp_avg_inverse) * 127.0
+    x = tl.sqrt_rn(tl.sqrt_rn(tl.abs(exp_avg) * exp_avg_inverse)) * 127.0
     code = tl.minimum((x + _dither(bits, 8)).to(tl.int32), 127)
     _store(exp_avg_at, tl.where(exp_avg < 0, -code, code).to(tl.int8), mask, IS_FULL)
-    x = tl.sqrt_rn(root * root_inverse) * 255.0
-    code = tl.minimum((x + tl.where(x < FEW, 0.5, _dither(bits, 20))).to(tl.int32), 255)
+    x = tl.sqrt_rn(tl.sqrt_rn(root * root_inverse)) * 255.0
+    code = tl.minimum((x + _dither(bits, 20)).to(tl.int32), 255)
     code = tl.where((code == 0) & (root > 0), 1, code)
     _store(exp_avg_sq_at, code.to(tl.uint8), mask, IS_FULL)
     kind: tl.constexpr = weight_at.dtype.element_ty
