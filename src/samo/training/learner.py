@@ -47,6 +47,9 @@ class Learner:
         self._optim = optim
         self._grad_dtype = torch.float32 if fp32_gradients else None
         self.dense_skipped = 0
+        self._pruned: list[
+            tuple[Tensor, Tensor]
+        ] = []  # of masked state: weights, and where they are 0
         self._gradient_bytes = 0  # of the last dense step, measured before they are freed
         params = list(model.parameters())
         groups = [
@@ -71,7 +74,9 @@ class Learner:
         self.masks = masks
         self.phase = phase
         if phase == "masked":
-            masks.apply_(self.model)
+            parameters_of = masks.parameters_of(self.model)
+            self._pruned = [(parameters_of[name], ~mask.to_bool()) for name, mask in masks.items()]
+            self._zero_pruned()
             return
         dense = self.opt
         compress_(self.model, masks, dtype=self.dtype, grad_dtype=self._grad_dtype)
@@ -157,8 +162,8 @@ class Learner:
         }
         predicted = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
         if self.masks is not None:
-            measured["bitmap"] = sum(mask.nbytes for mask in self.masks.values())
-            predicted["bitmap"] = measured["bitmap"]
+            measured["bitmap"] = sum(pruned.nbytes for _, pruned in self._pruned)
+            predicted["bitmap"] = self.masks.numel  # a byte each, as people do it
         return {
             "num_params": count,
             "measured_bytes": sum(measured.values()),
@@ -202,10 +207,9 @@ class Learner:
         scaler = self.scaler
         if isinstance(scaler, torch.amp.GradScaler):
             scaler.unscale_(self.opt)
-        if self.masks is not None:
-            for name, param in self.masks.parameters_of(self.model).items():
-                if param.grad is not None:
-                    self.masks[name].zero_(param.grad)
+        for param, pruned in self._pruned:
+            if param.grad is not None:
+                param.grad.masked_fill_(pruned, 0)
         norm = self._clip(self.model.parameters())
         if isinstance(scaler, torch.amp.GradScaler):
             before = scaler.get_scale()
@@ -216,9 +220,13 @@ class Learner:
             self.opt.step()
         else:
             self.dense_skipped += 1
-        if self.masks is not None:
-            self.masks.apply_(self.model)
+        self._zero_pruned()
         return norm
+
+    @torch.no_grad()
+    def _zero_pruned(self) -> None:
+        for param, pruned in self._pruned:
+            param.masked_fill_(pruned, 0)
 
     def _clip(self, params: Iterable[nn.Parameter]) -> Tensor:
         return clip_grad_norm_(params, self._optim.clip or float("inf"))
