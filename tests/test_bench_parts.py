@@ -28,7 +28,7 @@ from samo.bench.settings import (
     check,
     command_line,
 )
-from samo.bench.step import Session, model_flops, new_model
+from samo.bench.step import Contest, model_flops, new_model
 from samo.errors import ConfigError, RunError
 from samo.models import GPT
 from samo.shapes import GPTConfig
@@ -366,15 +366,15 @@ def test_the_operations_of_a_step_are_those_of_its_matrices() -> None:
 
 
 @pytest.fixture
-def session() -> Session:
+def contest() -> Contest:
     tokens = torch.randint(0, SMALL.vocab_size, (2, SMALL.context + 1))
-    return Session(SMALL, 0.9, tokens, CPU, lambda _: None)
+    return Contest(SMALL, 0.9, tokens, CPU, lambda _: None)
 
 
-def test_a_contender_alone_is_built_anew_in_every_round(session: Session) -> None:
+def test_a_contender_alone_is_built_anew_in_every_round(contest: Contest) -> None:
     for steps in (2, 1):
-        session.alone("samo", steps)
-    record = session.records["samo"]
+        contest.alone("samo", steps)
+    record = contest.records["samo"]
     assert len(record.step_ms) == len(record.update_ms) == 3
     assert len(record.losses) == 1  # since it was built last
     assert record.state_bytes > 0
@@ -382,7 +382,7 @@ def test_a_contender_alone_is_built_anew_in_every_round(session: Session) -> Non
 
 
 def test_a_contender_that_cannot_be_built_is_not_tried_again(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    contest: Contest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
 
@@ -391,14 +391,14 @@ def test_a_contender_that_cannot_be_built_is_not_tried_again(
         raise RuntimeError("no kernel image\nfor this device")
 
     monkeypatch.setitem(MAKERS, "samo", refuse)
-    session.alone("samo", 2)
-    session.alone("samo", 2)
-    assert session.records["samo"].failure == "no kernel image"
+    contest.alone("samo", 2)
+    contest.alone("samo", 2)
+    assert contest.records["samo"].failure == "no kernel image"
     assert len(tried) == 1
 
 
 def test_a_contender_that_fails_in_a_step_leaves_the_others(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    contest: Contest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(Dense):
         count = 0
@@ -410,11 +410,11 @@ def test_a_contender_that_fails_in_a_step_leaves_the_others(
             super().update()
 
     monkeypatch.setitem(MAKERS, "dense", Failing)
-    session.together(["dense", "samo"], 3)
-    assert session.records["dense"].failure == "it broke"
-    assert not session.records["dense"].step_ms  # it takes no further turns
-    assert session.records["samo"].failure is None
-    assert len(session.records["samo"].step_ms) == 3
+    contest.together(["dense", "samo"], 3)
+    assert contest.records["dense"].failure == "it broke"
+    assert not contest.records["dense"].step_ms  # it takes no further turns
+    assert contest.records["samo"].failure is None
+    assert len(contest.records["samo"].step_ms) == 3
 
 
 def test_steps_are_shared_out_among_rounds() -> None:
@@ -571,9 +571,9 @@ def test_a_checkout_has_a_commit_and_says_if_files_differ(
     assert rows.commit() == f"{clean}-dirty"
 
 
-def test_a_loss_that_is_not_finite_is_no_number(session: Session) -> None:
-    session.records["dense"] = step.Record(step_ms=[1.0], update_ms=[0.5], losses=[math.inf])
-    row = step._row("dense", session, {}, 32, 1e9)
+def test_a_loss_that_is_not_finite_is_no_number(contest: Contest) -> None:
+    contest.records["dense"] = step.Record(step_ms=[1.0], update_ms=[0.5], losses=[math.inf])
+    row = step._row("dense", contest, {}, 32, 1e9)
     assert row.figures["final_loss"] is None
     assert row.figures["tokens_per_s"] == 32_000
     assert row.figures["tflop_per_s"] == 1.0

@@ -72,16 +72,16 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
     generator = torch.Generator(device).manual_seed(1)
     size = (batch, shape.context + 1)
     tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
-    session = Session(shape, config.sparsity, tokens, device, say)
+    contest = Contest(shape, config.sparsity, tokens, device, say)
     names = contenders(config)
-    fits = _fits(names, session.num_params, device)
+    fits = _fits(names, contest.num_params, device)
     how = "in turns" if fits else f"in {_ROUNDS} rounds, one at a time in memory"
-    say(f"{count(session.num_params)} parameters, {batch} x {shape.context} tokens; {how}")
+    say(f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; {how}")
 
     def rows() -> list[Row]:
         parameters = {
             "shape": "quick" if config.quick else shape_name(config, device),
-            "num_params": session.num_params,
+            "num_params": contest.num_params,
             "batch_size": batch,
             "context": shape.context,
             "sparsity": config.sparsity,
@@ -89,20 +89,20 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
             "order": how,
         }
         flops = model_flops(shape, batch * shape.context)
-        return [_row(name, session, parameters, batch * shape.context, flops) for name in names]
+        return [_row(name, contest, parameters, batch * shape.context, flops) for name in names]
 
     if fits:
-        session.together(names, repeats)
+        contest.together(names, repeats)
     else:
         for steps in _portions(repeats, _ROUNDS):
             for name in names:
-                session.alone(name, steps)
+                contest.alone(name, steps)
                 save(rows())
     save(rows())
     return rows()
 
 
-class Session:
+class Contest:
     """Builds contenders on equal terms, runs their steps and records them."""
 
     def __init__(
@@ -325,9 +325,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def _row(
-    name: str, session: Session, parameters: Mapping[str, Any], tokens: int, flops: float
+    name: str, contest: Contest, parameters: Mapping[str, Any], tokens: int, flops: float
 ) -> Row:
-    record = session.records.get(name, Record(failure="not measured yet"))
+    record = contest.records.get(name, Record(failure="not measured yet"))
     if record.failure is not None or not record.step_ms:
         return Row(name=name, parameters=parameters, failure=record.failure or "not measured yet")
     found = spread(record.step_ms)
@@ -337,7 +337,7 @@ def _row(
         "tflop_per_s": float(f"{flops / found['median'] / 1e9:.5g}"),
         "peak_bytes": record.peak_bytes or None,
         "state_bytes": record.state_bytes,
-        "state_bytes_per_param": round(record.state_bytes / session.num_params, 4),
+        "state_bytes_per_param": round(record.state_bytes / contest.num_params, 4),
         "final_loss": record.losses[-1] if math.isfinite(record.losses[-1]) else None,
         "trained_steps": _WARM_UP + len(record.losses),
     }
