@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 import samo
 from samo.bench import contenders, kernels, rows, sparse_vs_dense, step, timing
-from samo.bench.contenders import MAKERS, Autocast, Contender, Dense, Masked, Samo, held_bytes
+from samo.bench.contenders import (
+    MAKERS,
+    Autocast,
+    Contender,
+    Dense,
+    Masked,
+    Samo,
+    UnavailableError,
+    held_bytes,
+)
 from samo.bench.kernels import Problem, floor_bytes, random_mask, with_linearity
 from samo.bench.rows import Results, Row, Table
 from samo.bench.settings import (
@@ -197,14 +206,6 @@ def test_linearity_compares_with_the_largest_size_of_the_same_density() -> None:
     assert [entry.figures.get("linear") for entry in found] == [1.5, 1.0, 1.0, None]
 
 
-def test_lean_state_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_state(params: Any, lr: float) -> None: ...
-
-    monkeypatch.setattr(kernels, "AdamW", without_state)
-    with pytest.raises(NotImplementedError, match=r"this samo has no samo\.AdamW\(state='lean'"):
-        kernels.require_lean()
-
-
 # Contenders
 
 
@@ -319,15 +320,13 @@ def test_a_peer_trains_the_masked_weights(
 
 
 def test_a_peer_that_is_missing_says_so() -> None:
-    with pytest.raises(
-        NotImplementedError, match=r"not installed \(No module named 'no_such_peer'"
-    ):
+    with pytest.raises(UnavailableError, match=r"not installed \(No module named 'no_such_peer'"):
         contenders.peer("no_such_peer")
 
 
 def test_flashoptim_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "flashoptim", SimpleNamespace())
-    with pytest.raises(NotImplementedError, match="FlashOptim needs an NVIDIA GPU"):
+    with pytest.raises(UnavailableError, match="FlashOptim needs an NVIDIA GPU"):
         built(MAKERS["flashoptim"])
 
 

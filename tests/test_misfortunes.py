@@ -106,6 +106,11 @@ def test_a_short_text_to_validate_on_is_told_at_the_start(tmp_path: Path, text: 
     config = small(text)
     with pytest.raises(DataError, match=r"the text to validate on \('short.txt'\)"):
         train(replace(config, data=replace(config.data, valid=(short,))), tmp_path / "run")
+    with pytest.raises(DataError, match=r"the text to train on \('short.txt'\)"):
+        train(
+            replace(config, data=replace(config.data, train=(short,), valid=(text,))),
+            tmp_path / "run",
+        )
     assert not (tmp_path / "run").exists()
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from samo import kernels
-from samo.bench.kernels import require_lean
 from samo.compression import compress_
 from samo.leaves import parameters
 from samo.masks import Mask, Masks
@@ -33,6 +32,10 @@ from samo.optim import AdamW
 __all__ = []
 
 SETTINGS: Final[dict[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+class UnavailableError(Exception):
+    """A contender that cannot take part here; its message stands in the row."""
 
 
 class Contender:
@@ -177,10 +180,6 @@ class Lean(Samo):
 
     options = {"state": "lean"}  # noqa: RUF012
 
-    def __init__(self, model: nn.Module, masks: Masks) -> None:
-        require_lean()
-        super().__init__(model, masks)
-
 
 class FlashOptim(Contender):
     """FlashOptim, which stores weights in 24 bits and moments in 8."""
@@ -190,7 +189,7 @@ class FlashOptim(Contender):
     def __init__(self, model: nn.Module, masks: Masks) -> None:
         library = peer("flashoptim")
         if next(model.parameters()).device.type != "cuda":
-            raise NotImplementedError("FlashOptim needs an NVIDIA GPU")
+            raise UnavailableError("FlashOptim needs an NVIDIA GPU")
         super().__init__(model, masks)
         self.optimizer = library.FlashAdamW(model.parameters(), **SETTINGS)
         if self.releases:
@@ -258,14 +257,14 @@ def peer(module: str) -> Any:
     """Import a library that is compared with.
 
     Raises:
-        NotImplementedError: It is not installed here, or cannot be loaded.
+        UnavailableError: It is not installed here, or cannot be loaded.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     except ImportError as error:
-        raise NotImplementedError(f"not installed ({error})") from error
+        raise UnavailableError(f"not installed ({error})") from error
 
 
 def zero_(dense: Tensor, mask: Mask) -> None:
