@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from samo.kernels import cuda, triton_kernels as tk
+from samo.kernels.triton_parts import KINDS
 
 NAMES = {
     torch.bfloat16: "i16",
@@ -54,9 +55,9 @@ def variants() -> Iterator[Variant]:
         types = {"rows": "*i64", "items": "*i32", "scalars": "*fp32", "skip": "*i8"}
         types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
         constants = {
-            "WEIGHT": tk.KINDS[dtype],
-            "WHOLE": tk.KINDS[cuda._REST_KINDS[dtype]],
-            "GRADIENT": tk.KINDS[grad_dtype],
+            "WEIGHT": KINDS[dtype],
+            "WHOLE": KINDS[cuda._REST_KINDS[dtype]],
+            "GRADIENT": KINDS[grad_dtype],
             "HAS_SKIP": is_first,
             "IS_SMALL": not is_first,
         }
@@ -64,15 +65,15 @@ def variants() -> Iterator[Variant]:
         yield (
             tk.adamw_kept_kernel,
             types,
-            constants | {"BLOCKS": cuda._ITEM_BLOCKS, "SLOTS": 128},
+            constants | {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
             1,
         )
-        whole = {"PARTS": cuda._ITEM_PARTS, "PART": cuda._PART}
+        whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}
         yield tk.adamw_all_kernel, types, constants | whole | {"IS_ALIGNED": is_first}, 8
     for kind, exponent in cuda._EXPONENTS.values():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
-        constants |= {"PARTS": cuda._ITEM_PARTS, "PART": cuda._PART}
+        constants |= {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}
         yield tk.find_exponent_kernel, types, constants, 4
 
 
@@ -90,7 +91,7 @@ def compress_variants() -> Iterator[Variant]:
         yield tk.compress_by_entry_kernel, masked, constants | {"WORDS": 64}, 2
         if has_factor:
             whole = types | {"numel": "i64"}
-            yield tk.compress_all_kernel, whole, constants | {"SIZE": cuda._PART}, 4
+            yield tk.compress_all_kernel, whole, constants | {"SIZE": cuda.PART}, 4
 
 
 def compile_kernel(variant: Variant, capability: int) -> Any:

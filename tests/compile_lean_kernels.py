@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 
-from samo.kernels import cuda_lean, lean_kernels, triton_kernels
+from samo.kernels import cuda, lean_kernels
+from samo.kernels.triton_parts import KINDS
 from tests.compile_kernels import PAIRS, Variant, compile_kernel
 
 
@@ -18,16 +19,16 @@ def variants() -> Iterator[Variant]:
     types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
     for (dtype, grad_dtype), is_first in product(PAIRS, (False, True)):
         constants = {
-            "WEIGHT": triton_kernels.KINDS[dtype],
+            "WEIGHT": KINDS[dtype],
             "WHOLE": lean_kernels.REST_KINDS[dtype],
-            "GRADIENT": triton_kernels.KINDS[grad_dtype],
+            "GRADIENT": KINDS[grad_dtype],
             "HAS_SKIP": is_first,
             "IS_SMALL": not is_first,
         }
         # The other slots differ only in how often the same code stands there.
-        kept = {"GROUPS": cuda_lean._ITEM_GROUPS, "SLOTS": 128 if is_first else 32}
+        kept = {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128 if is_first else 32}
         yield lean_kernels.adamw_lean_kept_kernel, types, constants | kept, 1
-        whole = {"PARTS": cuda_lean._ITEM_PARTS, "PART": cuda_lean._PART, "IS_ALIGNED": is_first}
+        whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART, "IS_ALIGNED": is_first}
         yield lean_kernels.adamw_lean_all_kernel, types, constants | whole, 8
 
 

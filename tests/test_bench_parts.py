@@ -375,6 +375,7 @@ def test_a_contender_alone_is_built_anew_in_every_round(contest: Contest) -> Non
         contest.alone("samo", steps)
     record = contest.records["samo"]
     assert len(record.step_ms) == len(record.update_ms) == 3
+    assert len(record.in_a_row_ms) == 2  # once in each round
     assert len(record.losses) == 1  # since it was built last
     assert record.state_bytes > 0
     assert 0 < record.update_ms[0] < record.step_ms[0]

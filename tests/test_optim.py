@@ -394,6 +394,16 @@ def test_a_step_that_raises_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 
+def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    opt = samo.AdamW(samo.parameters(samo.compress_(model, samo.prune(model, 0.5))))
+    model(torch.ones(1, 8)).sum().backward()
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(samo.CompressionError, match="after each replay"):
+        opt.step()
+
+
 def test_a_copied_optimizer_says_that_it_has_no_model() -> None:
     model = compressed()
     opt = copy.deepcopy(samo.AdamW(samo.parameters(model)))

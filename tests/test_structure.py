@@ -50,6 +50,8 @@ LAYERS: Final = (
         "samo.kernels.reference",
         "samo.kernels.loops",
         "samo.kernels.cpu",
+        "samo.kernels.tables",
+        "samo.kernels.triton_parts",
         "samo.kernels.triton_kernels",
         "samo.kernels.cuda",
         "samo.kernels.lean",

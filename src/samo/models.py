@@ -3,6 +3,8 @@
 Shape suffixes: B = batch, T = tokens, D = model width, V = vocabulary.
 """
 
+from typing import Final, Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from samo.shapes import GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]
+
+_MAX_LOGITS: Final = 2**27
+"""Logits that exist at once when a loss is computed: 2 GB with their gradients."""
+_IGNORE: Final = -100
+"""The target that torch's cross-entropy leaves out."""
 
 
 class GPT(nn.Module):
@@ -42,10 +49,17 @@ class GPT(nn.Module):
         if config.is_tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return logits, or the mean cross-entropy if targets are given: for each token the next one.
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Tensor:
+        """Return logits, or the cross-entropy if targets are given: for each token the next one.
 
-        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy.
+        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy. Targets of -100 do not
+        count, as everywhere in torch.
         """
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT) + self.position(places_T)
@@ -54,10 +68,28 @@ class GPT(nn.Module):
                 x_BTD = checkpoint(block, x_BTD, use_reentrant=False)
             else:
                 x_BTD = block(x_BTD)
-        logits_BTV = self.head(self.norm(x_BTD))
+        x_BTD = self.norm(x_BTD)
         if targets_BT is None:
-            return logits_BTV
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+            return self.head(x_BTD)
+        return self._loss(x_BTD.flatten(0, 1), targets_BT.flatten(), reduction)
+
+    def _loss(self, x_ND: Tensor, targets_N: Tensor, reduction: str) -> Tensor:
+        """Return the loss of many tokens without the logits of all of them.
+
+        With a large vocabulary logits and their gradients would take more memory than the whole state
+        of a pruned model. So they are computed a part of the tokens at a time, and again in backward.
+        """
+        size = 1 << max(_MAX_LOGITS // self.config.vocab_size, 1).bit_length() - 1
+        if len(targets_N) <= size:
+            return F.cross_entropy(self.head(x_ND).float(), targets_N, reduction=reduction)
+        parts = zip(x_ND.split(size), targets_N.split(size))
+        total = torch.stack(
+            [checkpoint(self._loss_sum, x, y, use_reentrant=False) for x, y in parts]
+        ).sum()
+        return total / (targets_N != _IGNORE).sum() if reduction == "mean" else total
+
+    def _loss_sum(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x_ND).float(), targets_N, reduction="sum")
 
 
 class _Block(nn.Module):

@@ -2,25 +2,21 @@
 
 ``docs/decisions/0011-triton-kernels.md`` says why the kernels are as they are. Nothing here waits for
 the device: numbers that decide something on the host (sizes, kept entries) are on the host already.
-
-All weights of an AdamW step go into a few launches, whatever their number. A table on the device has
-a row of addresses for each weight, and a list of items says which weight a program works on. Both
-are sent anew only when an address or a size has changed.
+All weights of an AdamW step go into a few launches: ``tables.py``.
 
 What the kernels do not cover (float64 sums, weights with strides) falls back to ``reference``.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels
+from samo.kernels.tables import cdiv, items, on, plan, rows, where_of
+from samo.kernels.triton_parts import INTS, KINDS, SCALARS
 from samo.masks import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
@@ -39,9 +35,9 @@ _FEW: Final = 0.2
 """Density up to which a search for each kept entry is cheaper than a count for each entry."""
 
 _EXPAND: Final = Config("entry", bitmap.BLOCK_WORDS, 2)
-_ITEM_BLOCKS: Final = 4
-_PART: Final = 1024
-_ITEM_PARTS: Final = 4
+ITEM_BLOCKS: Final = 4
+PART: Final = 1024
+ITEM_PARTS: Final = 4
 """Blocks of a pruned weight, and parts of an unpruned one, to an item in the list on the device."""
 
 
@@ -58,7 +54,7 @@ def compress_(
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
     is_move = dense.dtype == out_Z.dtype and not add and factor is None
-    is_covered = is_move or {dense.dtype, out_Z.dtype} <= triton_kernels.KINDS.keys()
+    is_covered = is_move or {dense.dtype, out_Z.dtype} <= KINDS.keys()
     if not is_covered or not out_Z.is_contiguous():
         reference.compress_(dense, mask, out_Z, add=add, factor=factor)
     elif mask is not None:
@@ -108,18 +104,19 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
             together.setdefault(tensor.dtype, []).append(tensor.detach().contiguous())
     for dtype, members in together.items():
         kind, exponent = _EXPONENTS[dtype]
-        items, firsts = _items(_where(device), tuple(_num_parts(t.numel()) for t in members))
-        rows = [(t.data_ptr(), t.numel(), first) for t, first in zip(members, firsts)]
-        with _on(device):
-            triton_kernels.find_exponent_kernel[(items.numel() * _ITEM_PARTS,)](
-                _rows(_where(device), tuple(rows)),
-                items,
+        where = where_of(device)
+        listed, firsts = items(where, tuple(_num_parts(t.numel()) for t in members))
+        on_host = [(t.data_ptr(), t.numel(), first) for t, first in zip(members, firsts)]
+        with on(device):
+            triton_kernels.find_exponent_kernel[(listed.numel() * ITEM_PARTS,)](
+                rows(where, tuple(on_host)),
+                listed,
                 found.view(torch.int8),
                 EXPONENT=exponent,
                 KIND=kind,
-                IS_ALIGNED=all(address % 16 == 0 for address, _, _ in rows),
-                PARTS=_ITEM_PARTS,
-                PART=_PART,
+                IS_ALIGNED=all(address % 16 == 0 for address, _, _ in on_host),
+                PARTS=ITEM_PARTS,
+                PART=PART,
             )
     return found
 
@@ -161,7 +158,7 @@ def launch_compress(
         "enable_fp_fusion": False,  # a factor and a sum round twice, as torch's do
     }
     scale = target if factor is None else factor
-    with _on(dense.device):
+    with on(dense.device):
         if config.way == "slot":
             pairs = mask.words.view(torch.int64)
             triton_kernels.compress_by_slot_kernel[(mask.offsets.numel(),)](
@@ -175,7 +172,7 @@ def launch_compress(
                 **options,
             )
         else:
-            triton_kernels.compress_by_entry_kernel[(_cdiv(mask.words.numel(), config.size),)](
+            triton_kernels.compress_by_entry_kernel[(cdiv(mask.words.numel(), config.size),)](
                 source,
                 mask.words,
                 mask.offsets,
@@ -193,8 +190,8 @@ def launch_expand(config: Config, values_Z: Tensor, mask: Mask, dense: Tensor) -
     if mask.numel == 0:
         return
     values = values_Z.detach().to(dense.dtype).contiguous()
-    with _on(dense.device):
-        triton_kernels.expand_kernel[(_cdiv(mask.words.numel(), config.size),)](
+    with on(dense.device):
+        triton_kernels.expand_kernel[(cdiv(mask.words.numel(), config.size),)](
             _raw(values),
             mask.words,
             mask.offsets,
@@ -214,52 +211,33 @@ def launch_adamw(
 ) -> None:
     """Update plain weights, the pruned ones in the way of ``config``."""
     _, beta1, beta2, eps, _ = settings
-    device = updates[0].dense.device
-    where = _where(device)
-    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
-    for index, update in enumerate(updates):
-        kind = (update.dense.dtype, update.grad_Z.dtype, update.mask is None)
-        kinds.setdefault(kind, []).append(index)
-    firsts = [0] * len(updates)
-    items: dict[tuple[torch.dtype, torch.dtype, bool], Tensor] = {}
-    for kind, members in kinds.items():
-        sizes = [0] * len(updates)
-        for index in members:
-            sizes[index] = _num_items(updates[index])
-        items[kind], starts = _items(where, tuple(sizes))
-        for index in members:
-            firsts[index] = starts[index]
-    rows_on_host = tuple(_row(update, first) for update, first in zip(updates, firsts))
-    rows = _rows(where, rows_on_host)
-    scalars, skip_at = count_steps(rows, settings, skip)
-    with _on(device):
-        for (dtype, grad_dtype, is_whole), members in kinds.items():
-            found = items[dtype, grad_dtype, is_whole]
-            if not found.numel():
-                continue
-            arguments = (rows, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
+    table, launches = plan(updates, num_items)
+    scalars, skip_at = count_steps(table, settings, skip)
+    with on(table.device):
+        for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
+            arguments = (table, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
             options = {
-                "WEIGHT": triton_kernels.KINDS[dtype],
-                "WHOLE": triton_kernels.KINDS[_REST_KINDS[dtype]],
-                "GRADIENT": triton_kernels.KINDS[grad_dtype],
+                "WEIGHT": KINDS[dtype],
+                "WHOLE": KINDS[_REST_KINDS[dtype]],
+                "GRADIENT": KINDS[grad_dtype],
                 "HAS_SKIP": skip is not None,
                 "IS_SMALL": 1 - beta1 < 0.5,
                 "enable_fp_fusion": False,  # a multiply and an add round twice, as torch's do
             }
             if is_whole:
-                triton_kernels.adamw_all_kernel[(found.numel() * _ITEM_PARTS,)](
+                triton_kernels.adamw_all_kernel[(found.numel() * ITEM_PARTS,)](
                     *arguments,
-                    IS_ALIGNED=all(_is_aligned(rows_on_host[index]) for index in members),
-                    PARTS=_ITEM_PARTS,
-                    PART=_PART,
+                    IS_ALIGNED=is_aligned,
+                    PARTS=ITEM_PARTS,
+                    PART=PART,
                     num_warps=8,
                     **options,
                 )
             else:
                 how = config or adamw_config([updates[index] for index in members])
-                triton_kernels.adamw_kept_kernel[(found.numel() * _ITEM_BLOCKS,)](
+                triton_kernels.adamw_kept_kernel[(found.numel() * ITEM_BLOCKS,)](
                     *arguments,
-                    BLOCKS=_ITEM_BLOCKS,
+                    BLOCKS=ITEM_BLOCKS,
                     SLOTS=how.size,
                     num_warps=how.num_warps,
                     **options,
@@ -267,18 +245,18 @@ def launch_adamw(
 
 
 def count_steps(
-    rows: Tensor, settings: AdamWSettings, skip: Tensor | None
+    table: Tensor, settings: AdamWSettings, skip: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Count the step of every weight in a table; return what its entries share, and where to skip."""
     lr, beta1, beta2, _, weight_decay = settings
-    device, count, size = rows.device, len(rows), 128
-    scalars = torch.empty(count, triton_kernels.SCALARS.value, dtype=torch.float32, device=device)
+    device, count, size = table.device, len(table), 128
+    scalars = torch.empty(count, SCALARS.value, dtype=torch.float32, device=device)
     is_lr_there = isinstance(lr, Tensor) and lr.device == device
     # A number for each pointer that is not used: Triton wants something of the right type.
     skip_at = scalars if skip is None else skip.view(torch.int8)
-    with _on(device):
-        triton_kernels.adamw_scalars_kernel[(_cdiv(count, size),)](
-            rows,
+    with on(device):
+        triton_kernels.adamw_scalars_kernel[(cdiv(count, size),)](
+            table,
             scalars,
             skip_at,
             lr if is_lr_there else scalars,
@@ -304,10 +282,10 @@ def adamw_config(updates: Sequence[AdamWUpdate]) -> Config:
 # What the kernels are told -----------------------------------------------------------------------
 
 _EXPONENTS: Final = {
-    torch.bfloat16: (triton_kernels.INTS[2], 0x7F80),
-    torch.float16: (triton_kernels.INTS[2], 0x7C00),
-    torch.float32: (triton_kernels.INTS[4], 0x7F800000),
-    torch.float64: (triton_kernels.INTS[8], 0x7FF0000000000000),
+    torch.bfloat16: (INTS[2], 0x7F80),
+    torch.float16: (INTS[2], 0x7C00),
+    torch.float32: (INTS[4], 0x7F800000),
+    torch.float64: (INTS[8], 0x7FF0000000000000),
 }
 """For each type its entries as integers, and the bits that are all set in no finite number."""
 
@@ -318,71 +296,15 @@ _REST_KINDS: Final = {
 }
 """Which of the kernels' types the rest beside a weight has."""
 
-Where = tuple[torch.device, int]
-"""A device and a stream: what was sent on one stream is not there yet for another."""
 
-
-def _where(device: torch.device) -> Where:
-    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make ``device`` the current one: Triton launches there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@lru_cache(maxsize=64)
-def _items(where: Where, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """Return the weight of each item, and the first item of each weight.
-
-    Example: weights of 2, 0 and 1 items give [0, 0, 2] and [0, 2, 2].
-    """
-    counts = np.array(sizes, dtype=np.int64)
-    items = torch.from_numpy(np.repeat(np.arange(len(sizes), dtype=np.int32), counts))
-    return _send(items, where), (counts.cumsum() - counts).tolist()
-
-
-@lru_cache(maxsize=16)
-def _rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
-    """Return a table on the device, sent anew only when a number in it has changed."""
-    return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), where)
-
-
-def _send(tensor: Tensor, where: Where) -> Tensor:
-    """Copy to the device without waiting, which takes pinned memory."""
-    device = where[0]
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _row(update: AdamWUpdate, first: int) -> tuple[int, ...]:
-    """Return what the kernels have to know of one weight, in the order of their columns."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step = update
-    return (
-        dense.data_ptr(),
-        0 if mask is None else mask.words.data_ptr(),
-        0 if mask is None else mask.offsets.data_ptr(),
-        0 if rest_Z is None else rest_Z.data_ptr(),
-        grad_Z.data_ptr(),
-        exp_avg_Z.data_ptr(),
-        exp_avg_sq_Z.data_ptr(),
-        step.data_ptr(),
-        dense.numel() if mask is None else mask.words.numel() // 2,
-        first,
-    )
-
-
-def _is_aligned(row: tuple[int, ...]) -> bool:
-    return all(address % 16 == 0 for address in (row[0], *row[3:7]))
-
-
-def _num_items(update: AdamWUpdate) -> int:
+def num_items(update: AdamWUpdate) -> int:
     if update.mask is None:
         return _num_parts(update.dense.numel())
-    return _cdiv(bitmap.num_blocks(update.mask.numel), _ITEM_BLOCKS)
+    return cdiv(bitmap.num_blocks(update.mask.numel), ITEM_BLOCKS)
 
 
 def _num_parts(numel: int) -> int:
-    return _cdiv(numel, _PART * _ITEM_PARTS)
+    return cdiv(numel, PART * ITEM_PARTS)
 
 
 def _is_plain(update: AdamWUpdate) -> bool:
@@ -393,7 +315,7 @@ def _is_plain(update: AdamWUpdate) -> bool:
     is_rest_plain = rest_Z is None if rest_dtype is None else rest_Z is not None
     vectors = [grad_Z, exp_avg_Z, exp_avg_sq_Z, *([] if rest_Z is None else [rest_Z])]
     return (
-        {dense.dtype, grad_Z.dtype} <= triton_kernels.KINDS.keys()
+        {dense.dtype, grad_Z.dtype} <= KINDS.keys()
         and is_rest_plain
         and (rest_Z is None or rest_Z.dtype == rest_dtype)
         and exp_avg_Z.dtype == exp_avg_sq_Z.dtype == step.dtype == torch.float32
@@ -419,18 +341,14 @@ def _raw(tensor: Tensor) -> Tensor:
 def _launch_compress_all(dense: Tensor, out_Z: Tensor, add: bool, factor: Tensor) -> None:
     if dense.numel() == 0:
         return
-    with _on(dense.device):
-        triton_kernels.compress_all_kernel[(_cdiv(dense.numel(), _PART),)](
+    with on(dense.device):
+        triton_kernels.compress_all_kernel[(cdiv(dense.numel(), PART),)](
             _raw(dense.detach().reshape(-1)),
             _raw(out_Z.detach()),
             factor,
             dense.numel(),
             ADD=add,
             HAS_FACTOR=True,
-            SIZE=_PART,
+            SIZE=PART,
             enable_fp_fusion=False,
         )
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)

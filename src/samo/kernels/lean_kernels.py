@@ -1,11 +1,12 @@
 """AdamW with 8-bit state for the CUDA path, compiled by Triton; ``cuda_lean.py`` launches the kernels.
 
-A program takes one group of a pruned weight, half a block, or 1,024 entries of an unpruned one, four
-groups: nobody else writes their scales. Kept entries stay in registers from the old codes to the new
-ones; only those past a program's slots are read and updated once for the new scales and once more to be
-written.
+A program takes a block of a pruned weight, one group after the other, or 1,024 entries of an unpruned
+one, four groups: nobody else writes their scales. The kept entries of a group stay in registers from
+the old codes to the new ones, unless they are unusually many.
 
-What the codes mean, and how they are dithered: ``lean.py``, which does the same in the same order.
+What the codes mean, and how they are dithered: ``lean.py``, which does the same in the same order. Roots
+and quotients are the GPU's fast ones here, which may be 2 in the last place of fp32 off: a code
+changes by that once in ten thousand, and dithering moves it more.
 """
 
 from typing import Final
@@ -16,27 +17,26 @@ import triton.language as tl
 
 from samo import bitmap
 from samo.kernels import lean
-from samo.kernels.triton_kernels import (
+from samo.kernels.triton_parts import (
     BLOCK_BITS,
     BLOCK_PAIRS,
-    COLUMNS,
     DENSE,
     EXP_AVG,
     EXP_AVG_SQ,
-    FIRST,
     GRAD,
-    OFFSETS,
-    PAIRS,
     REST,
     SCALARS,
     SIZE,
     STEP,
-    _address,
-    _load,
-    _places,
-    _read_block,
-    _store,
-    _widen,
+    address_in,
+    find_block,
+    find_part,
+    load_entries,
+    load_master,
+    places_of,
+    store_entries,
+    store_master,
+    widen,
 )
 
 __all__ = []
@@ -70,10 +70,34 @@ def _random_bits(index, step):
     return bits ^ (bits >> 16)
 
 
+# Between floats and small integers by their bits: the instructions that convert run at a quarter of the
+# speed of those that add. An fp32 number from 2**23 on has whole numbers as its lowest bits.
+
+
 @triton.jit
-def _dither(bits, SHIFT: tl.constexpr):
-    """Return 12 of 32 bits as a number between 0 and 1. Example: 0x800 in them gives 0.5 + 2**-13."""
-    return ((bits >> SHIFT) & 0xFFF).to(tl.int32).to(tl.float32) * 2**-12 + 2**-13
+def _to_float(code):
+    """Return codes from 0 to 255 as fp32."""
+    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _to_signed_float(code):
+    """Return codes from -128 to 127 as fp32."""
+    shifted = (code.to(tl.int32) & 0xFF) ^ (0x4B000000 | 0x80)
+    return shifted.to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
+
+
+@triton.jit
+def _to_code(x, bits, SHIFT: tl.constexpr, MOST: tl.constexpr):
+    """Return floor(x + dither), at most ``MOST``; 12 of the 32 bits are the dither, between 0 and 1.
+
+    Example: x = 2.6 gives 3 for six of ten dithers, and 2 for the others.
+    """
+    part = ((bits >> SHIFT) & 0xFFF).to(tl.int32)
+    dither = ((part << 11) | 0x3F800000).to(tl.float32, bitcast=True) - (1.5 - 2**-13)
+    # Half less, and rounded to nearest, is down: no tie, since the dither is an odd multiple of 2**-13.
+    whole = (tl.minimum(x + dither, MOST) + 8388864.0).to(tl.int32, bitcast=True)
+    return whole & 0xFF
 
 
 @triton.jit
@@ -106,21 +130,13 @@ def _advance(
 
     Entries outside of the mask are 0 in all moments.
     """
-    kind: tl.constexpr = weight_at.dtype.element_ty
-    if kind == tl.int16:
-        upper = _load(weight_at, mask, IS_FULL).to(tl.int32) << 16
-        rest = _load(rest_at, mask, IS_FULL).to(tl.int32) << 8
-        param = (upper + rest).to(tl.float32, bitcast=True)
-    elif kind == tl.float16:
-        param = _load(rest_at, mask, IS_FULL)
-    else:
-        param = _load(weight_at, mask, IS_FULL)
-    grad = _widen(_load(grad_at, mask, IS_FULL))
-    part = _load(exp_avg_at, mask, IS_FULL).to(tl.float32) * (1 / 127)
+    param = load_master(weight_at, rest_at, mask, IS_FULL)
+    grad = widen(load_entries(grad_at, mask, IS_FULL))
+    part = _to_signed_float(load_entries(exp_avg_at, mask, IS_FULL)) * (1 / 127)
     square = part * part
     exp_avg = square * square * exp_avg_scale
     exp_avg = tl.where(part < 0, -exp_avg, exp_avg)
-    part = _load(exp_avg_sq_at, mask, IS_FULL).to(tl.float32) * (1 / 255)
+    part = _to_float(load_entries(exp_avg_sq_at, mask, IS_FULL)) * (1 / 255)
     square = part * part
     root = square * square * exp_avg_sq_scale
     step_size = tl.load(scalars)
@@ -132,9 +148,9 @@ def _advance(
     else:
         exp_avg = tl.fma(grad - exp_avg, tl.zeros_like(grad) + (lerp - 1.0), grad)
     exp_avg_sq = tl.fma(grad * rest2, grad, root * root * beta2)
-    root = tl.sqrt_rn(exp_avg_sq)
-    under = tl.div_rn(root, tl.zeros_like(grad) + denominator) + eps
-    param = param * decay + tl.div_rn(exp_avg * step_size, under)
+    root = tl.sqrt_rn(exp_avg_sq)  # right for the smallest numbers too, which must not become 0
+    under = root * (1.0 / denominator) + eps
+    param = param * decay + exp_avg * step_size / under
     # Past fp32 the second moment loses its size, and the first must not stay without it.
     exp_avg = tl.where(root > LARGEST_ROOT, 0.0, exp_avg)
     return param, exp_avg, tl.minimum(root, LARGEST_ROOT)
@@ -156,26 +172,148 @@ def _write(
     IS_FULL: tl.constexpr,
 ):
     """Write entries in their stored form."""
-    x = tl.sqrt_rn(tl.sqrt_rn(tl.abs(exp_avg) * exp_avg_inverse)) * 127.0
-    code = tl.minimum((x + _dither(bits, 8)).to(tl.int32), 127)
-    _store(exp_avg_at, tl.where(exp_avg < 0, -code, code).to(tl.int8), mask, IS_FULL)
-    x = tl.sqrt_rn(tl.sqrt_rn(root * root_inverse)) * 255.0
-    code = tl.minimum((x + _dither(bits, 20)).to(tl.int32), 255)
+    x = tl.sqrt(tl.sqrt(tl.abs(exp_avg) * exp_avg_inverse)) * 127.0
+    code = _to_code(x, bits, 8, 127)
+    store_entries(exp_avg_at, tl.where(exp_avg < 0, -code, code).to(tl.int8), mask, IS_FULL)
+    x = tl.sqrt(tl.sqrt(root * root_inverse)) * 255.0
+    code = _to_code(x, bits, 20, 255)
     code = tl.where((code == 0) & (root > 0), 1, code)
-    _store(exp_avg_sq_at, code.to(tl.uint8), mask, IS_FULL)
-    kind: tl.constexpr = weight_at.dtype.element_ty
-    if kind == tl.int16:
-        whole = param.to(tl.int32, bitcast=True)
-        whole = tl.where(param != param, 0x7FC00000, whole)
-        rounded = (whole + 0x8000) >> 16  # half away from zero: see kernels/rounding.py
-        rest = (whole - (rounded << 16) + (bits & 0xFF).to(tl.int32)) >> 8
-        _store(rest_at, tl.minimum(rest, 127).to(tl.int8), mask, IS_FULL)
-        _store(weight_at, rounded.to(tl.int16), mask, IS_FULL)
-    elif kind == tl.float16:
-        _store(rest_at, param, mask, IS_FULL)
-        _store(weight_at, param.to(tl.float16), mask, IS_FULL)
-    else:
-        _store(weight_at, param, mask, IS_FULL)
+    store_entries(exp_avg_sq_at, code.to(tl.uint8), mask, IS_FULL)
+    dither = (bits & 0xFF).to(tl.int32)
+    store_master(weight_at, rest_at, param, dither, mask, IS_FULL)
+
+
+@triton.jit
+def _update_group(
+    weight_at,
+    rest_at,
+    grad_at,
+    exp_avg_at,
+    exp_avg_sq_at,
+    exp_avg_scale_at,
+    root_scale_at,
+    low,
+    high,
+    ends,
+    begin,
+    first,
+    stop,
+    step,
+    shared,
+    lerp,
+    beta2,
+    rest2,
+    eps,
+    IS_SMALL: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Update the kept entries ``first`` to ``stop`` of a block, which are a group.
+
+    If they are more than ``SLOTS``, they are updated twice: once for the new scales, once to be written.
+    """
+    exp_avg_scale = tl.load(exp_avg_scale_at)
+    root_scale = tl.load(root_scale_at)
+    slots = first + tl.arange(0, SLOTS)
+    places = places_of(low, high, ends, slots, SLOTS)
+    param, exp_avg, root = _advance(
+        weight_at + places,
+        rest_at + slots,
+        grad_at + slots,
+        exp_avg_at + slots,
+        exp_avg_sq_at + slots,
+        slots < stop,
+        exp_avg_scale,
+        root_scale,
+        shared,
+        lerp,
+        beta2,
+        rest2,
+        eps,
+        IS_SMALL,
+        False,
+    )
+    exp_avg_size = tl.max(tl.abs(exp_avg), 0)
+    root_size = tl.max(root, 0)
+    second = first + SLOTS
+    while second < stop:
+        slots = second + tl.arange(0, SLOTS)
+        places = places_of(low, high, ends, slots, SLOTS)
+        param, exp_avg, root = _advance(
+            weight_at + places,
+            rest_at + slots,
+            grad_at + slots,
+            exp_avg_at + slots,
+            exp_avg_sq_at + slots,
+            slots < stop,
+            exp_avg_scale,
+            root_scale,
+            shared,
+            lerp,
+            beta2,
+            rest2,
+            eps,
+            IS_SMALL,
+            False,
+        )
+        exp_avg_size = tl.maximum(exp_avg_size, tl.max(tl.abs(exp_avg), 0))
+        root_size = tl.maximum(root_size, tl.max(root, 0))
+        second += SLOTS
+
+    new_exp_avg_scale, exp_avg_inverse = _invert(exp_avg_size)
+    new_root_scale, root_inverse = _invert(root_size)
+    tl.store(exp_avg_scale_at, new_exp_avg_scale)
+    tl.store(root_scale_at, new_root_scale)
+    # Those in registers now are the last ones; the others come after them, from the first on.
+    _write(
+        weight_at + places,
+        rest_at + slots,
+        exp_avg_at + slots,
+        exp_avg_sq_at + slots,
+        slots < stop,
+        param,
+        exp_avg,
+        root,
+        exp_avg_inverse,
+        root_inverse,
+        _random_bits(begin + slots, step),
+        False,
+    )
+    second = first + SLOTS
+    while second < stop:
+        slots = second - SLOTS + tl.arange(0, SLOTS)
+        places = places_of(low, high, ends, slots, SLOTS)
+        param, exp_avg, root = _advance(
+            weight_at + places,
+            rest_at + slots,
+            grad_at + slots,
+            exp_avg_at + slots,
+            exp_avg_sq_at + slots,
+            slots < stop,
+            exp_avg_scale,
+            root_scale,
+            shared,
+            lerp,
+            beta2,
+            rest2,
+            eps,
+            IS_SMALL,
+            False,
+        )
+        _write(
+            weight_at + places,
+            rest_at + slots,
+            exp_avg_at + slots,
+            exp_avg_sq_at + slots,
+            slots < stop,
+            param,
+            exp_avg,
+            root,
+            exp_avg_inverse,
+            root_inverse,
+            _random_bits(begin + slots, step),
+            False,
+        )
+        second += SLOTS
 
 
 @triton.jit
@@ -194,144 +332,52 @@ def adamw_lean_kept_kernel(
     GRADIENT: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     IS_SMALL: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Update the kept entries of a group of a pruned weight; an item is ``GROUPS`` groups.
-
-    The first ``SLOTS`` of them, mostly all, stay in registers. Further ones are updated twice: once for
-    the new scales, once to be written.
-    """
-    item = tl.program_id(0) // GROUPS
-    weight = tl.load(items + item)
-    row = rows + weight * COLUMNS
-    group = (item - tl.load(row + FIRST)) * GROUPS + tl.program_id(0) % GROUPS
-    block = group // BLOCK_GROUPS
-    low, high, ends, _count, begin = _read_block(
-        _address(row, PAIRS, tl.int64),
-        _address(row, OFFSETS, tl.int64),
-        block,
-        tl.load(row + SIZE),
-    )
-    pair = tl.arange(0, BLOCK_PAIRS) - group % BLOCK_GROUPS * GROUP_PAIRS
-    first = tl.max(tl.where(pair < 0, ends, 0), 0)
-    stop = tl.max(tl.where(pair < GROUP_PAIRS, ends, 0), 0)
+    """Update the kept entries of a block of a pruned weight; an item is ``BLOCKS`` blocks."""
+    row, weight, block, low, high, ends, count, begin = find_block(rows, items, BLOCKS)
     if HAS_SKIP:
-        stop = tl.where(tl.load(skip) == 0, stop, first)
-    if first < stop:
-        dense = _address(row, DENSE, WEIGHT) + block * BLOCK_BITS
-        rest = _address(row, REST, WHOLE) + begin
-        grad = _address(row, GRAD, GRADIENT) + begin
-        exp_avg_at = _address(row, EXP_AVG, tl.int8) + begin
-        exp_avg_sq_at = _address(row, EXP_AVG_SQ, tl.uint8) + begin
-        scale_row = scales + weight * SCALE_COLUMNS
-        exp_avg_scale_at = _address(scale_row, EXP_AVG_SCALE, tl.float32) + group
-        root_scale_at = _address(scale_row, EXP_AVG_SQ_SCALE, tl.float32) + group
-        exp_avg_scale = tl.load(exp_avg_scale_at)
-        root_scale = tl.load(root_scale_at)
-        shared = scalars + weight * SCALARS
-        step = tl.load(_address(row, STEP, tl.float32)).to(tl.int32)
-
-        slots = first + tl.arange(0, SLOTS)
-        places = _places(low, high, ends, slots, SLOTS)
-        param, exp_avg, root = _advance(
-            dense + places,
-            rest + slots,
-            grad + slots,
-            exp_avg_at + slots,
-            exp_avg_sq_at + slots,
-            slots < stop,
-            exp_avg_scale,
-            root_scale,
-            shared,
-            lerp,
-            beta2,
-            rest2,
-            eps,
-            IS_SMALL,
-            False,
-        )
-        exp_avg_size = tl.max(tl.abs(exp_avg), 0)
-        root_size = tl.max(root, 0)
-        second = first + SLOTS
-        while second < stop:
-            more = second + tl.arange(0, SLOTS)
-            more_places = _places(low, high, ends, more, SLOTS)
-            _param, more_exp_avg, more_root = _advance(
-                dense + more_places,
-                rest + more,
-                grad + more,
-                exp_avg_at + more,
-                exp_avg_sq_at + more,
-                more < stop,
-                exp_avg_scale,
-                root_scale,
-                shared,
+        count = tl.where(tl.load(skip) == 0, count, 0)
+    dense = address_in(row, DENSE, WEIGHT) + block * BLOCK_BITS
+    rest = address_in(row, REST, WHOLE) + begin
+    grad = address_in(row, GRAD, GRADIENT) + begin
+    exp_avg = address_in(row, EXP_AVG, tl.int8) + begin
+    exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.uint8) + begin
+    scale_row = scales + weight * SCALE_COLUMNS
+    exp_avg_scale = address_in(scale_row, EXP_AVG_SCALE, tl.float32) + block * BLOCK_GROUPS
+    root_scale = address_in(scale_row, EXP_AVG_SQ_SCALE, tl.float32) + block * BLOCK_GROUPS
+    step = tl.load(address_in(row, STEP, tl.float32)).to(tl.int32)
+    pair = tl.arange(0, BLOCK_PAIRS)
+    first = 0
+    for group in tl.static_range(BLOCK_GROUPS):
+        upto = tl.max(tl.where(pair < (group + 1) * GROUP_PAIRS, ends, 0), 0)
+        stop = tl.minimum(upto, count)
+        if first < stop:
+            _update_group(
+                dense,
+                rest,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                exp_avg_scale + group,
+                root_scale + group,
+                low,
+                high,
+                ends,
+                begin,
+                first,
+                stop,
+                step,
+                scalars + weight * SCALARS,
                 lerp,
                 beta2,
                 rest2,
                 eps,
                 IS_SMALL,
-                False,
+                SLOTS,
             )
-            exp_avg_size = tl.maximum(exp_avg_size, tl.max(tl.abs(more_exp_avg), 0))
-            root_size = tl.maximum(root_size, tl.max(more_root, 0))
-            second += SLOTS
-
-        new_exp_avg_scale, exp_avg_inverse = _invert(exp_avg_size)
-        new_root_scale, root_inverse = _invert(root_size)
-        tl.store(exp_avg_scale_at, new_exp_avg_scale)
-        tl.store(root_scale_at, new_root_scale)
-        _write(
-            dense + places,
-            rest + slots,
-            exp_avg_at + slots,
-            exp_avg_sq_at + slots,
-            slots < stop,
-            param,
-            exp_avg,
-            root,
-            exp_avg_inverse,
-            root_inverse,
-            _random_bits(begin + slots, step),
-            False,
-        )
-        second = first + SLOTS
-        while second < stop:
-            more = second + tl.arange(0, SLOTS)
-            more_places = _places(low, high, ends, more, SLOTS)
-            more_param, more_exp_avg, more_root = _advance(
-                dense + more_places,
-                rest + more,
-                grad + more,
-                exp_avg_at + more,
-                exp_avg_sq_at + more,
-                more < stop,
-                exp_avg_scale,
-                root_scale,
-                shared,
-                lerp,
-                beta2,
-                rest2,
-                eps,
-                IS_SMALL,
-                False,
-            )
-            _write(
-                dense + more_places,
-                rest + more,
-                exp_avg_at + more,
-                exp_avg_sq_at + more,
-                more < stop,
-                more_param,
-                more_exp_avg,
-                more_root,
-                exp_avg_inverse,
-                root_inverse,
-                _random_bits(begin + more, step),
-                False,
-            )
-            second += SLOTS
+        first = stop
 
 
 @triton.jit
@@ -354,14 +400,14 @@ def _update_part(
     PART: tl.constexpr,
 ):
     """Update a part of an unpruned weight, a row of entries for each of its groups."""
-    dense = _address(row, DENSE, WEIGHT, IS_ALIGNED)
-    rest = _address(row, REST, WHOLE, IS_ALIGNED)
-    grad = _address(row, GRAD, GRADIENT, IS_ALIGNED)
-    exp_avg_at = _address(row, EXP_AVG, tl.int8, IS_ALIGNED)
-    exp_avg_sq_at = _address(row, EXP_AVG_SQ, tl.uint8, IS_ALIGNED)
+    dense = address_in(row, DENSE, WEIGHT, IS_ALIGNED)
+    rest = address_in(row, REST, WHOLE, IS_ALIGNED)
+    grad = address_in(row, GRAD, GRADIENT, IS_ALIGNED)
+    exp_avg_at = address_in(row, EXP_AVG, tl.int8, IS_ALIGNED)
+    exp_avg_sq_at = address_in(row, EXP_AVG_SQ, tl.uint8, IS_ALIGNED)
     group = start // UNPRUNED_GROUP + tl.arange(0, PART // UNPRUNED_GROUP)
-    exp_avg_scale_at = _address(scale_row, EXP_AVG_SCALE, tl.float32) + group
-    root_scale_at = _address(scale_row, EXP_AVG_SQ_SCALE, tl.float32) + group
+    exp_avg_scale_at = address_in(scale_row, EXP_AVG_SCALE, tl.float32) + group
+    root_scale_at = address_in(scale_row, EXP_AVG_SQ_SCALE, tl.float32) + group
     is_group = group * UNPRUNED_GROUP < size
     exp_avg_scale = tl.load(exp_avg_scale_at, mask=is_group, other=0.0)
     root_scale = tl.load(root_scale_at, mask=is_group, other=0.0)
@@ -387,7 +433,7 @@ def _update_part(
     root_scale, root_inverse = _invert(tl.max(root, 1))
     tl.store(exp_avg_scale_at, exp_avg_scale, mask=is_group)
     tl.store(root_scale_at, root_scale, mask=is_group)
-    step = tl.load(_address(row, STEP, tl.float32)).to(tl.int32)
+    step = tl.load(address_in(row, STEP, tl.float32)).to(tl.int32)
     _write(
         dense + entry,
         rest + entry,
@@ -425,11 +471,8 @@ def adamw_lean_all_kernel(
     PART: tl.constexpr,
 ):
     """Update a part of an unpruned weight; an item is ``PARTS`` parts of ``PART`` entries."""
-    item = tl.program_id(0) // PARTS
-    weight = tl.load(items + item)
-    row = rows + weight * COLUMNS
+    row, weight, start = find_part(rows, items, PARTS, PART)
     scale_row = scales + weight * SCALE_COLUMNS
-    start = ((item - tl.load(row + FIRST)) * PARTS + tl.program_id(0) % PARTS) * PART
     size = tl.load(row + SIZE)
     if HAS_SKIP:
         size = tl.where(tl.load(skip) == 0, size, 0)

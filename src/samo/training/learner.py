@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from samo.compression import compress_
 from samo.config import OptimConfig
-from samo.data.batches import IGNORE, Batch
+from samo.data.batches import Batch
 from samo.leaves import param_groups, parameters
 from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
@@ -187,13 +186,8 @@ class Learner:
         inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
         targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
         with self._autocast():
-            logits_BTV = self.model(inputs_BT)
-        return F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(),
-            targets_BT.flatten(),
-            ignore_index=IGNORE,
-            reduction="sum",
-        )
+            loss: Tensor = self.model(inputs_BT, targets_BT, reduction="sum")
+        return loss
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.phase == "samo" or self.dtype == torch.float32:

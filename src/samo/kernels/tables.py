@@ -1,0 +1,125 @@
+"""What the Triton kernels are told of many weights at once: tables of addresses on the device.
+
+All weights of an AdamW step go into a few launches, whatever their number. A table has a row of
+addresses for each weight, and a list of items says which weight a program works on. Both are sent anew
+only when an address or a size has changed, and nothing waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samo.kernels import AdamWUpdate
+
+__all__ = []
+
+Where = tuple[torch.device, int]
+"""A device and a stream: what was sent on one stream is not there yet for another."""
+
+
+def where_of(device: torch.device) -> Where:
+    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current one: Triton launches there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@lru_cache(maxsize=64)
+def items(where: Where, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """Return the weight of each item, and the first item of each weight.
+
+    Example: weights of 2, 0 and 1 items give [0, 0, 2] and [0, 2, 2].
+    """
+    counts = np.array(sizes, dtype=np.int64)
+    items = torch.from_numpy(np.repeat(np.arange(len(sizes), dtype=np.int32), counts))
+    return _send(items, where), (counts.cumsum() - counts).tolist()
+
+
+@lru_cache(maxsize=16)
+def rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Return a table on the device, sent anew only when a number in it has changed."""
+    return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), where)
+
+
+def _send(tensor: Tensor, where: Where) -> Tensor:
+    """Copy to the device without waiting, which takes pinned memory."""
+    device = where[0]
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _row(update: AdamWUpdate, first: int) -> tuple[int, ...]:
+    """Return what the kernels have to know of one weight, in the order of their columns."""
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step = update
+    return (
+        dense.data_ptr(),
+        0 if mask is None else mask.words.data_ptr(),
+        0 if mask is None else mask.offsets.data_ptr(),
+        0 if rest_Z is None else rest_Z.data_ptr(),
+        grad_Z.data_ptr(),
+        exp_avg_Z.data_ptr(),
+        exp_avg_sq_Z.data_ptr(),
+        step.data_ptr(),
+        dense.numel() if mask is None else mask.words.numel() // 2,
+        first,
+    )
+
+
+def _is_aligned(row: tuple[int, ...]) -> bool:
+    return all(address % 16 == 0 for address in (row[0], *row[3:7]))
+
+
+class Kind(NamedTuple):
+    """Weights of one kind go into one launch."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    is_whole: bool
+    """Whether there is no mask."""
+
+
+class Launch(NamedTuple):
+    """The weights of one kind."""
+
+    kind: Kind
+    members: list[int]
+    items: Tensor
+    is_aligned: bool
+    """Whether all addresses are multiples of 16 bytes."""
+
+
+def plan(
+    updates: Sequence[AdamWUpdate], num_items: Callable[[AdamWUpdate], int]
+) -> tuple[Tensor, list[Launch]]:
+    """Return the table of some weights, and what is launched for which of them."""
+    where = where_of(updates[0].dense.device)
+    kinds: dict[Kind, list[int]] = {}
+    for index, update in enumerate(updates):
+        kind = Kind(update.dense.dtype, update.grad_Z.dtype, update.mask is None)
+        kinds.setdefault(kind, []).append(index)
+    firsts = [0] * len(updates)
+    lists: dict[Kind, Tensor] = {}
+    for kind, members in kinds.items():
+        sizes = [0] * len(updates)
+        for index in members:
+            sizes[index] = num_items(updates[index])
+        lists[kind], starts = items(where, tuple(sizes))
+        for index in members:
+            firsts[index] = starts[index]
+    on_host = tuple(_row(update, first) for update, first in zip(updates, firsts))
+    launches = [
+        Launch(kind, members, lists[kind], all(_is_aligned(on_host[index]) for index in members))
+        for kind, members in kinds.items()
+        if lists[kind].numel()
+    ]
+    return rows(where, on_host), launches
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
