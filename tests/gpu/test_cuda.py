@@ -352,12 +352,12 @@ def test_forward_and_backward_in_a_cuda_graph_train_as_without() -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
-def test_blocks_compiled_by_inductor_train(mode: str) -> None:
+@ignores_dynamo
+def test_blocks_compiled_by_inductor_train() -> None:
     model, masks = compressed_gpt(torch.bfloat16)
     plain = copy.deepcopy(model)
     for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(mode=mode)
+        block.compile()
     losses = [train(each, samo.AdamW(samo.parameters(each), lr=1e-2), 5) for each in (model, plain)]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0)
     for name, mask in masks.items():

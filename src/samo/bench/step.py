@@ -189,7 +189,8 @@ class Contest:
         """Time a step and return whether it could be taken."""
         record = self.records[name]
         clock, is_cuda = self._clock, self._device.type == "cuda"
-        others = sum(each.own_bytes for each in self.records.values()) - record.own_bytes
+        # What else is allocated: other contenders, and what a library has not let go of.
+        others = _allocated(self._device) - record.own_bytes
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
             time.sleep(_REST_S)
