@@ -43,6 +43,8 @@ LAYERS: Final = (
     {"samo.layouts", "samo.candidates"},
     {"samo.masks"},
     {"samo.selection", "samo.neighbours", "samo.pruning"},
+    {"samo.channels", "samo.channel_graph"},
+    {"samo.settling", "samo.early_bird"},
     {
         "samo.kernels",
         "samo.kernels.rounding",

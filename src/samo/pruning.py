@@ -1,7 +1,7 @@
 """Choose the weights to keep: by magnitude or at random, tensor by tensor or over the model.
 
 First it is decided which tensors are compared with one another and how many weights such a group
-keeps (`_groups`); then each group is looked at on its own.
+keeps (`decide`); then each group is looked at on its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,6 +83,32 @@ def prune(
         MaskError: Nothing of a tensor would be kept.
     """
     _check_choice("method", method, get_args(Method))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    decision = decide(
+        model, sparsity, scope=scope, pattern=pattern, skip=skip, rules=rules, parameters=parameters
+    )
+    masks: dict[str, Mask] = {}
+    for group in decision:
+        entries = _entries({name: parameters[name] for name in group.names}, method, seed)
+        masks.update(_masks(entries, group))
+    return Masks({name: masks[name] for name in parameters if name in masks})
+
+
+def decide(
+    model: nn.Module,
+    sparsity: float | None,
+    *,
+    scope: Scope,
+    pattern: str | None,
+    skip: Iterable[str],
+    rules: Mapping[str, float] | None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+) -> list["Group"]:
+    """Decide what `prune` compares and how many weights it keeps, without a look at their values.
+
+    Raises:
+        ValueError: As `prune`, but for weights that have no values or bad ones.
+    """
     _check_choice("scope", scope, get_args(Scope))
     neighbours = _check_pattern(pattern, sparsity, scope)
     fraction = pattern_sparsity(neighbours, sparsity) if neighbours is not None else sparsity
@@ -90,62 +116,83 @@ def prune(
     assert fraction is not None
     for name, value in (rules or {}).items():
         _check_sparsity(f"rules['{name}']", value)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if parameters is None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
     skip = [skip] if isinstance(skip, str) else list(skip)
     wanted = _choose(model, parameters, skip, rules or {})
-    dimensions = layouts(model) if scope == "erk" or neighbours is not None else {}
-    masks: dict[str, Mask] = {}
-    for group in _groups(wanted, parameters, dimensions, fraction, scope):
-        entries = _entries({name: parameters[name] for name in group.names}, method, seed)
-        if neighbours is not None and wanted[group.names[0]] is None:
-            layout = dimensions.get(id(parameters[group.names[0]]))
-            masks.update(_pattern_mask(entries[0], neighbours, layout))
-        else:
-            masks.update(_masks(entries, group))
-    return Masks({name: masks[name] for name in wanted if name in masks})
+    ruled = [
+        _group(parameters, [name], value) for name, value in wanted.items() if value is not None
+    ]
+    others = [name for name, value in wanted.items() if value is None]
+    groups: list[Group]
+    if fraction == 0 or not others:
+        groups = []
+    elif neighbours is not None:
+        found = layouts(model)
+        groups = [
+            _pattern_group(name, parameters[name], found.get(id(parameters[name])), neighbours)
+            for name in others
+        ]
+    elif scope == "erk":
+        groups = _erk_groups(parameters, others, fraction, layouts(model))
+    else:
+        together = [others] if scope == "global" else [[name] for name in others]
+        groups = [_group(parameters, names, fraction) for names in together]
+    return [group for group in [*groups, *ruled] if group.sparsity > 0]
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """Tensors that are compared with one another, and how many weights they keep together."""
 
     names: tuple[str, ...]
     kept: int
     sparsity: float
+    pattern: Pattern | None = None
+    """How many are kept of every group of neighbours, if that is set."""
+    input_dim: int = 0
+    """Where the neighbours are."""
 
 
-def _groups(
-    wanted: Mapping[str, float | None],
+def _group(parameters: Mapping[str, nn.Parameter], names: Sequence[str], sparsity: float) -> Group:
+    numel = sum(parameters[name].numel() for name in names)
+    return Group(tuple(names), numel - round(numel * sparsity), sparsity)
+
+
+def _erk_groups(
     parameters: Mapping[str, nn.Parameter],
-    dimensions: Mapping[int, Layout],
+    names: Sequence[str],
     sparsity: float,
-    scope: Scope,
-) -> list[_Group]:
-    """Decide what is compared with what; ``wanted`` has the sparsities that rules set."""
-
-    def group_of(names: Sequence[str], sparsity: float) -> _Group:
-        numel = sum(parameters[name].numel() for name in names)
-        return _Group(tuple(names), numel - round(numel * sparsity), sparsity)
-
-    ruled = [group_of([name], value) for name, value in wanted.items() if value is not None]
-    others = [name for name, value in wanted.items() if value is None]
-    if scope == "tensor" or not others:
-        groups = [group_of([name], sparsity) for name in others]
-    elif scope == "global" or sparsity == 0:
-        groups = [group_of(others, sparsity)]
-    else:
-        matrices = [_matrices(parameters[name], dimensions) for name in others]
-        counts = erk_counts(matrices, group_of(others, sparsity).kept)
-        groups = [_Group((name,), kept, sparsity) for name, kept in zip(others, counts)]
-    return [group for group in [*groups, *ruled] if group.sparsity > 0]
+    found: Mapping[int, Layout],
+) -> list[Group]:
+    matrices = []
+    for name in names:
+        shape, layout = tuple(parameters[name].shape), found.get(id(parameters[name]))
+        is_stack = layout is not None and layout.is_stack
+        matrices.append((shape[0], shape[1:]) if is_stack else (1, shape))
+    counts = erk_counts(matrices, _group(parameters, names, sparsity).kept)
+    return [Group((name,), kept, sparsity) for name, kept in zip(names, counts)]
 
 
-def _matrices(
-    parameter: nn.Parameter, dimensions: Mapping[int, Layout]
-) -> tuple[int, tuple[int, ...]]:
-    """Return how many matrices a tensor stacks, and the sizes of one."""
-    shape, layout = tuple(parameter.shape), dimensions.get(id(parameter))
-    return (shape[0], shape[1:]) if layout is not None and layout.is_stack else (1, shape)
+def _pattern_group(
+    name: str, parameter: nn.Parameter, layout: Layout | None, pattern: Pattern
+) -> Group:
+    shape = tuple(parameter.shape)
+    apart = f"prune it without the pattern by rules={{'{name}': 0.5}} or not with skip=['{name}']"
+    if layout is None or layout.input_dim is None:
+        raise ValueError(
+            f"'{name}' of shape {shape} does not say which dimension runs over its inputs, along which "
+            f"pattern '{pattern.kept}:{pattern.group}' groups; set `is_transposed` of its module (True: "
+            f"(experts, in, out), False: (experts, out, in)), or {apart}"
+        )
+    if shape[layout.input_dim] % pattern.group:
+        raise ValueError(
+            f"'{name}' of shape {shape} has {shape[layout.input_dim]:,} inputs (dimension "
+            f"{layout.input_dim}), and pattern '{pattern.kept}:{pattern.group}' needs a multiple of "
+            f"{pattern.group}; {apart}"
+        )
+    kept = parameter.numel() // pattern.group * pattern.kept
+    return Group((name,), kept, pattern.sparsity, pattern, layout.input_dim)
 
 
 def _choose(
@@ -215,25 +262,11 @@ def _entries(
     return group
 
 
-def _pattern_mask(entries: Entries, pattern: Pattern, layout: Layout | None) -> dict[str, Mask]:
-    name, shape = entries.name, tuple(entries.dense.shape)
-    apart = f"prune it without the pattern by rules={{'{name}': 0.5}} or not with skip=['{name}']"
-    if layout is None or layout.input_dim is None:
-        raise ValueError(
-            f"'{name}' of shape {shape} does not say which dimension runs over its inputs, along which "
-            f"pattern '{pattern.kept}:{pattern.group}' groups; set `is_transposed` of its module (True: "
-            f"(experts, in, out), False: (experts, out, in)), or {apart}"
-        )
-    if shape[layout.input_dim] % pattern.group:
-        raise ValueError(
-            f"'{name}' of shape {shape} has {shape[layout.input_dim]:,} inputs (dimension "
-            f"{layout.input_dim}), and pattern '{pattern.kept}:{pattern.group}' needs a multiple of "
-            f"{pattern.group}; {apart}"
-        )
-    return {name: Mask(shape, keep_pattern(entries, pattern, layout.input_dim))}
-
-
-def _masks(entries: Sequence[Entries], group: _Group) -> dict[str, Mask]:
+def _masks(entries: Sequence[Entries], group: Group) -> dict[str, Mask]:
+    if group.pattern is not None:
+        (tensor,) = entries
+        words = keep_pattern(tensor, group.pattern, group.input_dim)
+        return {tensor.name: Mask(tensor.dense.shape, words)}
     numel = sum(tensor.dense.numel() for tensor in entries)
     masks: dict[str, Mask] = {}
     if group.kept:

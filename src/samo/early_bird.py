@@ -1,0 +1,389 @@
+"""`EarlyBird`: watch the masks of a dense model in training, and draw them once they have settled."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, get_args
+
+import torch
+from torch import nn
+
+from samo import channels
+from samo.candidates import matching
+from samo.channel_graph import find_channels
+from samo.errors import TicketError
+from samo.masks import Masks
+from samo.pruning import Scope, decide, prune
+from samo.settling import Distance, Settling, describe, pack, unpack
+
+__all__ = ["EarlyBird"]
+
+Score = Literal["magnitude", "batchnorm"]
+
+_CHANGEABLE: Final = {"limit"}
+
+
+class EarlyBird:
+    """Watch a dense model in training and draw a ticket, its masks, once they have settled.
+
+    Long before a network is trained it is clear which of its weights will be the large ones (You et
+    al. 2020). Every observation takes the masks that pruning would give now. They have settled when the
+    queue is full and the newest are within ``threshold`` of all others in it.
+
+    The model is not changed and stays dense; `samo.compress_` with the masks starts pruned training.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        >>> bird = samo.EarlyBird(model, sparsity=0.9, queue=3)
+        >>> for step in range(10):
+        ...     if masks := bird.observe(step):  # nothing is trained here, so they settle at once
+        ...         break
+        >>> step, masks
+        (2, Masks(2 tensors, 461 of 4,608 weights kept, sparsity 0.900))
+        >>> bird.reason
+        'settled at observation 3: distances 0.000, 0.000, threshold 0.1'
+
+    Args:
+        model: The model under training, itself and not a wrapper such as DDP: masks are named as here.
+        sparsity: Fraction to prune; of the channels with ``score="batchnorm"``.
+        every: Take masks at every ``every``-th call of `observe`, the first included.
+        queue: Masks that must agree, the newest counted; 5 as published.
+        threshold: Largest distance at which masks agree.
+        distance: ``"kept"`` is the share of the kept weights not in common, over all tensors together. It
+            means the same at any sparsity. ``"hamming"``, as published, is the share of all weights on
+            which masks differ; at sparsity 0.9 it is at most 0.2, and 0.18 for random masks.
+        score: ``"magnitude"`` takes masks as `samo.prune` does. ``"batchnorm"``, as published, prunes
+            channels by the scales of BatchNorm layers: one threshold for all, the score at place
+            ``int(n * sparsity)``, and only larger ones are kept. See docs/early-bird.md for which
+            weights a channel takes along.
+        scope: As in `samo.prune`.
+        pattern: As in `samo.prune`.
+        skip: As in `samo.prune`. With ``score="batchnorm"``, the scale of a BatchNorm leaves its channels
+            out, and another weight is left whole.
+        rules: As in `samo.prune`.
+        seed: As in `samo.prune`.
+        pairs: For ``score="batchnorm"`` and models that ``torch.fx`` cannot trace: name of each BatchNorm
+            to the name of the layer before it.
+        limit: Observations after which `observe` raises if masks have not settled.
+        device: Where masks are held until they are drawn, such as ``"cpu"``: an eighth of a byte for
+            each weight and place of the queue. None leaves them on the devices of the weights.
+        history: Hold all masks, on the CPU, so that `matrix` has no gaps.
+
+    Raises:
+        ValueError: A setting is out of range or contradicts another; or with ``score="batchnorm"`` there
+            is no BatchNorm, or it is not clear which layer one belongs to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sparsity: float | None = None,
+        *,
+        every: int = 1,
+        queue: int = 5,
+        threshold: float = 0.1,
+        distance: Distance = "kept",
+        score: Score = "magnitude",
+        scope: Scope = "tensor",
+        pattern: str | None = None,
+        skip: Iterable[str] = (),
+        rules: Mapping[str, float] | None = None,
+        seed: int = 0,
+        pairs: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        device: torch.device | str | None = None,
+        history: bool = False,
+    ) -> None:
+        skip = [skip] if isinstance(skip, str) else list(skip)
+        self._settings: Final[dict[str, Any]] = {
+            **{"sparsity": sparsity, "every": every, "queue": queue, "threshold": threshold},
+            **{"distance": distance, "score": score, "scope": scope, "pattern": pattern},
+            **{"skip": skip, "rules": dict(rules or {}), "seed": seed, "history": history},
+            **{"limit": limit},
+        }
+        self.model: Final = model
+        self._device: Final = device if device is not None or not history else "cpu"
+        self._calls = 0
+        self._drawn: Masks | None = None
+        self._how = ""
+        self._norms: Mapping[str, nn.Module] = {}
+        _check(self._settings, self._device, pairs)
+        self._settling: Final = Settling(queue, threshold, distance, keeps_all=history)
+        self.steps: Final[list[int]] = []
+        """The step of each observation."""
+        if score == "batchnorm":
+            known = dict(model.named_parameters())
+            self._skipped = matching(skip, known, "skip")
+            self._norms = channels.batch_norms(model, self._skipped)
+            self._channels = find_channels(model, list(self._norms), pairs)
+        else:
+            settings = {key: value for key, value in self._prune_settings.items() if key != "seed"}
+            if not decide(model, **settings):
+                raise ValueError(
+                    "sparsity 0 prunes nothing, so there is nothing to watch; choose one such as 0.9"
+                )
+
+    def observe(self, step: int | None = None) -> Masks | None:
+        """Look at the model, and return its masks if they have settled.
+
+        Call it at any interval, of steps or epochs. Once a ticket is drawn it is returned at every call,
+        and the model is not looked at any more.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> bird = samo.EarlyBird(model, sparsity=0.5, queue=2)
+            >>> bird.observe()
+            >>> bird.observe()
+            Masks(1 tensors, 32 of 64 weights kept, sparsity 0.500)
+
+        Args:
+            step: What `steps` calls this observation; the number of calls before it if nothing is said.
+
+        Raises:
+            TicketError: ``limit`` observations were made, and masks have not settled. `draw_now` draws
+                them all the same.
+            ValueError: A weight is NaN or infinite.
+            MaskError: Nothing of a tensor would be kept.
+        """
+        if self._drawn is not None:
+            return self._drawn
+        self._check_limit()
+        self._calls += 1
+        if (self._calls - 1) % self._settings["every"]:
+            return None
+        masks = self._take()
+        has_settled = self._settling.add(masks if self._device is None else masks.to(self._device))
+        self.steps.append(self._calls - 1 if step is None else step)
+        if not has_settled:
+            self._check_limit()
+            return None
+        distances = describe(self._settling.recent)
+        how = f"distances {distances}, threshold {self._settling.threshold}"
+        return self._draw(masks, f"settled at observation {len(self.steps):,}: {how}")
+
+    def draw_now(self) -> Masks:
+        """Return the masks of the model as it is now, whether they have settled or not.
+
+        A ticket that is drawn already stays as it is. `reason` says how far masks were from settling.
+
+        Example:
+            >>> import torch, samo
+            >>> bird = samo.EarlyBird(torch.nn.Sequential(torch.nn.Linear(8, 8)), sparsity=0.5)
+            >>> bird.draw_now()
+            Masks(1 tensors, 32 of 64 weights kept, sparsity 0.500)
+            >>> bird.reason
+            'drawn on demand after 0 observations: the queue holds 0 of 5 masks'
+
+        Raises:
+            ValueError: A weight is NaN or infinite.
+            MaskError: Nothing of a tensor would be kept.
+        """
+        if self._drawn is None:
+            how = f"drawn on demand after {_count(len(self.steps))}: {self._state()}"
+            return self._draw(self._take(), how)
+        return self._drawn
+
+    @property
+    def masks(self) -> Masks | None:
+        """The ticket, or None while none is drawn."""
+        return self._drawn
+
+    @property
+    def reason(self) -> str:
+        """Why the ticket was drawn, or why it is not yet: a sentence for the log."""
+        return self._how or f"not settled after {_count(len(self.steps))}: {self._state()}"
+
+    @property
+    def distances(self) -> list[list[float]]:
+        """For each observation its distances to those before it that were still held, oldest first."""
+        return [list(row) for row in self._settling.rows]
+
+    def matrix(self) -> list[list[float | None]]:
+        """Return the distances of all observations to all others; None where they were not compared.
+
+        Masks that were never in the queue together are not compared, unless ``history`` holds all.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> bird = samo.EarlyBird(model, sparsity=0.5, queue=2)
+            >>> _ = bird.observe()
+            >>> with torch.no_grad():
+            ...     _ = model[0].weight.copy_(torch.arange(64).view(8, 8))
+            >>> _ = bird.observe()
+            >>> bird.matrix()[1][0] == bird.distances[1][0]
+            True
+        """
+        return self._settling.matrix()
+
+    def add_l1_(self, strength: float = 1e-4) -> None:
+        """Add the sub-gradient of an L1 penalty, ``strength * sign(gamma)``, to each BatchNorm scale.
+
+        As published, it makes the scales of channels that matter little small. Call it after
+        ``backward()`` and before the optimizer's ``step()``.
+
+        Example:
+            >>> import torch, samo
+            >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+            >>> model = torch.nn.Sequential(*layers)
+            >>> bird = samo.EarlyBird(model, sparsity=0.5, score="batchnorm")
+            >>> model(torch.randn(2, 3, 8, 8)).sum().backward()
+            >>> bird.add_l1_()
+
+        Raises:
+            ValueError: The score is not ``"batchnorm"``.
+            RuntimeError: A scale has no gradient.
+        """
+        if not self._norms:
+            raise ValueError(
+                "add_l1_ makes BatchNorm scales small, and score='magnitude' does not look at them; use "
+                "score='batchnorm', or leave it out"
+            )
+        channels.add_l1_(self._norms, strength)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything observed so far, for ``samo.save(..., extra={"bird": bird.state_dict()})``.
+
+        Example:
+            >>> import torch, samo
+            >>> bird = samo.EarlyBird(torch.nn.Sequential(torch.nn.Linear(8, 8)), sparsity=0.5)
+            >>> _ = bird.observe()
+            >>> bird.state_dict()["steps"]
+            [0]
+        """
+        return {
+            "settings": dict(self._settings),
+            "calls": self._calls,
+            "steps": list(self.steps),
+            "drawn": None if self._drawn is None else pack(self._drawn),
+            "how": self._how,
+            **self._settling.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state: what is drawn then is what would have been drawn without a break.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> first = samo.EarlyBird(model, sparsity=0.5, queue=2)
+            >>> _ = first.observe()
+            >>> bird = samo.EarlyBird(model, sparsity=0.5, queue=2)
+            >>> bird.load_state_dict(first.state_dict())
+            >>> bird.observe()
+            Masks(1 tensors, 32 of 64 weights kept, sparsity 0.500)
+
+        Raises:
+            ValueError: The state is of other settings; ``limit`` alone may differ.
+            MaskError: Its masks are of another model.
+        """
+        for name, value in self._settings.items():
+            saved = state["settings"].get(name)
+            if name not in _CHANGEABLE and saved != value:
+                raise ValueError(
+                    f"the saved state is of an EarlyBird with {name}={saved!r}, and this one has "
+                    f"{value!r}; build it with the settings it had (limit alone may differ)"
+                )
+        drawn = None if state["drawn"] is None else self._placed(state["drawn"])
+        for masks in state["masks"]:
+            unpack(masks, "cpu").parameters_of(self.model)
+        self._settling.load_state_dict(state, self._device)
+        if self._device is None:
+            self._settling.masks = [self._placed(masks) for masks in state["masks"]]
+        self._drawn = drawn
+        self._calls, self._how = state["calls"], state["how"]
+        self.steps[:] = state["steps"]
+
+    def __repr__(self) -> str:
+        shown = self._settings["sparsity"] or self._settings["pattern"]
+        return f"EarlyBird({type(self.model).__name__}, {shown}, {self.reason})"
+
+    @property
+    def _prune_settings(self) -> dict[str, Any]:
+        names = ("sparsity", "scope", "pattern", "skip", "rules", "seed")
+        return {name: self._settings[name] for name in names}
+
+    def _take(self) -> Masks:
+        """Return the masks that are compared: of weights, or of channels."""
+        if self._norms:
+            return channels.channel_masks(self._norms, self._settings["sparsity"])
+        return prune(self.model, **self._prune_settings)
+
+    def _draw(self, masks: Masks, how: str) -> Masks:
+        if self._norms:
+            masks = channels.weight_masks(self.model, self._channels, masks, self._skipped)
+        self._drawn, self._how = masks, how
+        self._settling.drop_masks()
+        return masks
+
+    def _placed(self, packed: dict[str, Any]) -> Masks:
+        """Return packed masks on the devices of their weights."""
+        masks = unpack(packed, None)
+        parameters = masks.parameters_of(self.model)
+        return Masks({name: mask.to(parameters[name].device) for name, mask in masks.items()})
+
+    def _state(self) -> str:
+        settling = self._settling
+        held, recent = min(len(self.steps), settling.queue), settling.recent
+        if held < settling.queue:
+            known = f", distances {describe(recent)}" if recent else ""
+            return f"the queue holds {held} of {settling.queue} masks{known}"
+        return (
+            f"distances {describe(recent)} to the {settling.queue - 1} masks before, threshold "
+            f"{settling.threshold}"
+        )
+
+    def _check_limit(self) -> None:
+        limit = self._settings["limit"]
+        if limit is not None and len(self.steps) >= limit:
+            raise TicketError(
+                f"no ticket after {_count(len(self.steps))}, the limit: {self._state()}; take the masks "
+                "as they are with draw_now(), or give it more time, a larger threshold or a smaller "
+                "learning rate"
+            )
+
+
+def _check(settings: dict[str, Any], device: Any, pairs: Mapping[str, str] | None) -> None:
+    for name, kinds in (("distance", Distance), ("score", Score)):
+        if settings[name] not in get_args(kinds):
+            raise ValueError(
+                f"{name}={settings[name]!r} is unknown; it is one of {', '.join(get_args(kinds))}"
+            )
+    for name, least in (("every", 1), ("queue", 2), ("limit", 1)):
+        value = settings[name]
+        if (name != "limit" or value is not None) and (
+            not isinstance(value, int) or isinstance(value, bool) or value < least
+        ):
+            raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}")
+    if not 0 <= settings["threshold"] < 1:
+        raise ValueError(
+            f"threshold must be at least 0 and less than 1, got {settings['threshold']}; 0.1 is usual"
+        )
+    if settings["history"] and torch.device(device).type != "cpu":
+        raise ValueError(
+            f"history holds all masks on the CPU, and device is '{device}'; leave one of them out"
+        )
+    if settings["score"] == "magnitude":
+        if pairs is not None:
+            raise ValueError("pairs are for score='batchnorm', and the score is 'magnitude'")
+        return
+    unused = [
+        name
+        for name, default in (("scope", "tensor"), ("pattern", None), ("rules", {}), ("seed", 0))
+        if settings[name] != default
+    ]
+    if unused:
+        raise ValueError(
+            f"score='batchnorm' prunes channels over the whole model, and {', '.join(unused)} would "
+            "have no effect; leave it out"
+        )
+    sparsity = settings["sparsity"]
+    if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+        raise ValueError(
+            f"sparsity is {sparsity!r}, but it is the fraction of channels to prune: at least 0 and "
+            "less than 1"
+        )
+
+
+def _count(number: int) -> str:
+    return f"{number:,} observation{'' if number == 1 else 's'}"
