@@ -181,7 +181,7 @@ def _is_flatten(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     if node.op == "call_module":
         module = modules[str(node.target)]
         return isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1)
-    rest = [*node.args[1:]]
+    rest: list[Any] = [*node.args[1:]]
     if node.target in (torch.flatten, "flatten"):
         return (rest == [1] and not node.kwargs) or (not rest and node.kwargs == {"start_dim": 1})
     if node.target in ("view", "reshape"):

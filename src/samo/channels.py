@@ -43,7 +43,7 @@ def batch_norms(model: nn.Module, skipped: Collection[str] = ()) -> dict[str, nn
     Raises:
         ValueError: There is none.
     """
-    found = {
+    found: dict[str, nn.Module] = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, BATCH_NORMS)

@@ -10,15 +10,16 @@ from samo import channels
 from samo.candidates import matching
 from samo.channel_graph import find_channels
 from samo.errors import TicketError
-from samo.masks import Masks
+from samo.masks import Mask, Masks
 from samo.pruning import Scope, decide, prune
-from samo.settling import Distance, Settling, describe, pack, unpack
+from samo.settling import Distance, Settling, describe
 
 __all__ = ["EarlyBird"]
 
 Score = Literal["magnitude", "batchnorm"]
 
 _CHANGEABLE: Final = {"limit"}
+_KEY: Final = "early_bird"
 
 
 class EarlyBird:
@@ -148,12 +149,13 @@ class EarlyBird:
         if self._drawn is not None:
             return self._drawn
         self._check_limit()
-        self._calls += 1
-        if (self._calls - 1) % self._settings["every"]:
+        if self._calls % self._settings["every"]:
+            self._calls += 1
             return None
         masks = self._take()
-        has_settled = self._settling.add(masks if self._device is None else masks.to(self._device))
-        self.steps.append(self._calls - 1 if step is None else step)
+        has_settled = self._settling.add(self._held(masks))
+        self.steps.append(self._calls if step is None else step)
+        self._calls += 1
         if not has_settled:
             self._check_limit()
             return None
@@ -242,26 +244,44 @@ class EarlyBird:
         channels.add_l1_(self._norms, strength)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything observed so far, for ``samo.save(..., extra={"bird": bird.state_dict()})``.
+        """Return everything observed so far: plain values under one key, and a tensor for each mask.
+
+        All keys begin with ``early_bird``, so that they can stand beside others in the extras of a
+        checkpoint: ``samo.save(path, model, opt, extra={"step": step, **bird.state_dict()})``.
 
         Example:
             >>> import torch, samo
             >>> bird = samo.EarlyBird(torch.nn.Sequential(torch.nn.Linear(8, 8)), sparsity=0.5)
-            >>> _ = bird.observe()
-            >>> bird.state_dict()["steps"]
-            [0]
+            >>> _ = bird.observe(step=100)
+            >>> list(bird.state_dict())
+            ['early_bird', 'early_bird/0/0.weight']
+            >>> bird.state_dict()["early_bird"]["steps"]
+            [100]
         """
-        return {
+        held = {str(place): masks for place, masks in enumerate(self._settling.masks)}
+        if self._drawn is not None:
+            held["drawn"] = self._drawn
+        values = {
             "settings": dict(self._settings),
             "calls": self._calls,
             "steps": list(self.steps),
-            "drawn": None if self._drawn is None else pack(self._drawn),
+            "distances": self.distances,
             "how": self._how,
-            **self._settling.state_dict(),
+            "masks": {
+                key: {n: list(m.shape) for n, m in masks.items()} for key, masks in held.items()
+            },
         }
+        words = {
+            f"{_KEY}/{key}/{name}": mask.words.clone()
+            for key, masks in held.items()
+            for name, mask in masks.items()
+        }
+        return {_KEY: values, **words}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state: what is drawn then is what would have been drawn without a break.
+
+        Keys that are not of `state_dict` are passed over: ``bird.load_state_dict(samo.load(path, model))``.
 
         Example:
             >>> import torch, samo
@@ -274,25 +294,32 @@ class EarlyBird:
             Masks(1 tensors, 32 of 64 weights kept, sparsity 0.500)
 
         Raises:
-            ValueError: The state is of other settings; ``limit`` alone may differ.
+            ValueError: There is no such state, or it is of other settings; ``limit`` alone may differ.
             MaskError: Its masks are of another model.
         """
+        if _KEY not in state:
+            raise ValueError(
+                f"there is no state of an EarlyBird here (no '{_KEY}' among {len(state)} keys); save it "
+                "with samo.save(..., extra=bird.state_dict())"
+            )
+        values = state[_KEY]
         for name, value in self._settings.items():
-            saved = state["settings"].get(name)
+            saved = values["settings"].get(name)
             if name not in _CHANGEABLE and saved != value:
                 raise ValueError(
                     f"the saved state is of an EarlyBird with {name}={saved!r}, and this one has "
                     f"{value!r}; build it with the settings it had (limit alone may differ)"
                 )
-        drawn = None if state["drawn"] is None else self._placed(state["drawn"])
-        for masks in state["masks"]:
-            unpack(masks, "cpu").parameters_of(self.model)
-        self._settling.load_state_dict(state, self._device)
-        if self._device is None:
-            self._settling.masks = [self._placed(masks) for masks in state["masks"]]
-        self._drawn = drawn
-        self._calls, self._how = state["calls"], state["how"]
-        self.steps[:] = state["steps"]
+        held = {
+            key: self._placed({n: Mask(shapes[n], state[f"{_KEY}/{key}/{n}"]) for n in shapes})
+            for key, shapes in values["masks"].items()
+        }
+        self._drawn = held.pop("drawn", None)
+        queued = [held[str(place)] for place in range(len(held))]
+        self._settling.masks = [self._held(masks) for masks in queued]
+        self._settling.rows = [list(row) for row in values["distances"]]
+        self._calls, self._how = values["calls"], values["how"]
+        self.steps[:] = values["steps"]
 
     def __repr__(self) -> str:
         shown = self._settings["sparsity"] or self._settings["pattern"]
@@ -316,11 +343,14 @@ class EarlyBird:
         self._settling.drop_masks()
         return masks
 
-    def _placed(self, packed: dict[str, Any]) -> Masks:
-        """Return packed masks on the devices of their weights."""
-        masks = unpack(packed, None)
-        parameters = masks.parameters_of(self.model)
+    def _placed(self, masks: Mapping[str, Mask]) -> Masks:
+        """Return masks on the devices of their weights."""
+        parameters = Masks(masks).parameters_of(self.model)
         return Masks({name: mask.to(parameters[name].device) for name, mask in masks.items()})
+
+    def _held(self, masks: Masks) -> Masks:
+        """Return masks where the queue is held."""
+        return masks if self._device is None else masks.to(self._device)
 
     def _state(self) -> str:
         settling = self._settling

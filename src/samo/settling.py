@@ -9,11 +9,9 @@ for the queue alone, or for all of them with ``keeps_all``.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from samo.masks import Mask, Masks
+from samo.masks import Masks
 
 __all__ = []
 
@@ -75,29 +73,6 @@ class Settling:
             for j, distance in enumerate(row, start=i - len(row)):
                 square[i][j] = square[j][i] = distance
         return square
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return masks and distances as tensors and plain values."""
-        return {"masks": [pack(masks) for masks in self.masks], "rows": [*map(list, self.rows)]}
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device | str | None) -> None:
-        """Take over masks and distances."""
-        self.masks = [unpack(masks, device) for masks in state["masks"]]
-        self.rows = [list(row) for row in state["rows"]]
-
-
-def pack(masks: Masks) -> dict[str, Any]:
-    """Return masks as tensors and plain values."""
-    return {
-        name: {"shape": list(mask.shape), "words": mask.words.clone()}
-        for name, mask in masks.items()
-    }
-
-
-def unpack(state: dict[str, Any], device: torch.device | str | None) -> Masks:
-    """Return what was packed, on ``device`` if one is given."""
-    found = {name: Mask(entry["shape"], entry["words"]) for name, entry in state.items()}
-    return Masks(found) if device is None else Masks(found).to(device)
 
 
 def describe(distances: Sequence[float]) -> str:
