@@ -397,7 +397,7 @@ def test_settings_that_mean_nothing_for_channels_are_refused(how: Any, message: 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(8, 8)), nn.BatchNorm2d(4, affine=False)])
 def test_a_model_without_scales_is_refused(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="and the model has none .*use score='magnitude'"):
+    with pytest.raises(ValueError, match=r"and the model has none .*use score='magnitude'"):
         samo.EarlyBird(model, 0.5, score="batchnorm")
 
 

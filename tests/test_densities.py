@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from samo import bitmap
+from samo import bitmap, neighbours
 from samo.densities import Pattern, erk_counts, parse_pattern
 from samo.errors import MaskError
 from samo.layouts import Layout, layouts
 from samo.masks import Masks
 from samo.pruning import prune
+from samo.selection import Entries
 from tests.test_pruning import model_of, models, reference_hashes, transient_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=4), min_size=1, max_size=6)
@@ -166,7 +167,7 @@ def keep_of_groups(
 
 @st.composite
 def pattern_cases(draw: st.DrawFn) -> tuple[nn.Sequential, int, int]:
-    m = draw(st.integers(2, 8))
+    m = draw(st.integers(2, 12))
     n = draw(st.integers(1, m - 1))
     weights = [
         weight[:, : weight.shape[1] // m * m].detach()
@@ -227,7 +228,7 @@ def test_groups_run_along_the_inputs_of_every_kind_of_layer(module: nn.Module, d
 def test_experts_say_where_their_inputs_are(is_transposed: bool, dim: int) -> None:
     model = nn.ModuleDict({"experts": nn.Module()})
     model["experts"].up = nn.Parameter(torch.randn(2, 8, 12))
-    model["experts"].is_transposed = is_transposed
+    model["experts"].is_transposed = is_transposed  # type: ignore[assignment]
     assert layouts(model)[id(model["experts"].up)] == Layout(input_dim=dim, is_stack=True)
     mask = prune(model, pattern="2:4")["experts.up"]
     weight = model["experts"].up.detach()
@@ -315,3 +316,18 @@ def test_strides_make_no_difference_to_a_pattern() -> None:
     expected: Mapping[str, Any] = prune(model_of(weight), pattern="2:4")
     assert prune(model_of(weight.t().contiguous().t()), pattern="2:4") == expected
     assert isinstance(expected, Masks)
+
+
+@pytest.mark.parametrize("most", [2, 8], ids=["sorted", "compared"])
+def test_neighbours_whose_hashes_collide_are_taken_in_order(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_MOST_COMPARED", most)
+
+    def few_hashes(self: Entries, index: Tensor) -> Tensor:
+        return (index % 2).to(torch.int32)
+
+    monkeypatch.setattr(Entries, "hashes", few_hashes)
+    keep = prune(model_of(torch.ones(3, 12)), pattern="4:6")["0.weight"].to_bool()
+    group = [True, True, False, True, False, True]  # the odd places, and the first even one
+    assert torch.equal(keep, torch.tensor(group * 2).repeat(3, 1))

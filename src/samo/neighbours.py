@@ -10,6 +10,7 @@ Entries with equal keys are told apart by the larger hash, and by order where ha
 """
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from samo.densities import Pattern
 from samo.selection import Entries
 
 __all__ = []
+
+_MOST_COMPARED: Final = 8
+"""Largest group whose members are compared one by one: 2**20 scores on a CPU core take 5 ms for 2:4, 11 ms
+for 4:8 and 27 ms for 4:16; sorting them takes 24, 19 and 22 ms."""
 
 
 def keep_pattern(entries: Entries, pattern: Pattern, input_dim: int) -> Tensor:
@@ -47,6 +52,14 @@ def _scores(entries: Entries, start: int, stop: int) -> Tensor:
 
 def _largest(scores: Tensor, kept: int) -> Tensor:
     """Say of each of (groups, neighbours, after) whether it is among the ``kept`` largest."""
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
-    keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-    return keep.scatter_(1, order, True)
+    if scores.shape[1] > _MOST_COMPARED:
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
+        keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+        return keep.scatter_(1, order, True)
+    num_larger = torch.zeros(scores.shape, dtype=torch.uint8, device=scores.device)
+    for i in range(scores.shape[1]):
+        for j in range(i + 1, scores.shape[1]):
+            is_larger = scores[:, j] > scores[:, i]
+            num_larger[:, i] += is_larger
+            num_larger[:, j] += ~is_larger  # equal ones: the first counts as the larger
+    return num_larger < kept
