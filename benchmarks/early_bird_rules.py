@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     arguments = parser.parse_args()
     taken = observe(arguments.steps, arguments.batch_size)
-    print("| sparsity | hamming: step, changed later | kept: step, changed later | random masks, hamming |")
+    print(
+        "| sparsity | hamming: step, changed later | kept: step, changed later | random masks, hamming |"
+    )
     print("| --- | --- | --- | --- |")
     for sparsity, masks in taken.items():
         cells = [describe(masks, distance) for distance in DISTANCES]

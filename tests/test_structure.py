@@ -44,7 +44,7 @@ LAYERS: Final = (
     {"samo.masks"},
     {"samo.selection", "samo.neighbours", "samo.pruning"},
     {"samo.channels", "samo.channel_graph"},
-    {"samo.settling", "samo.early_bird"},
+    {"samo.settling", "samo.early_bird_settings", "samo.early_bird"},
     {
         "samo.kernels",
         "samo.kernels.rounding",

@@ -1,7 +1,7 @@
 """`EarlyBird`: watch the masks of a dense model in training, and draw them once they have settled."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -9,14 +9,13 @@ from torch import nn
 from samo import channels
 from samo.candidates import matching
 from samo.channel_graph import find_channels
+from samo.early_bird_settings import Score, check_settings
 from samo.errors import TicketError
 from samo.masks import Mask, Masks
 from samo.pruning import Scope, decide, prune
 from samo.settling import Distance, Settling, describe
 
 __all__ = ["EarlyBird"]
-
-Score = Literal["magnitude", "batchnorm"]
 
 _CHANGEABLE: Final = {"limit"}
 _KEY: Final = "early_bird"
@@ -107,10 +106,9 @@ class EarlyBird:
         self._drawn: Masks | None = None
         self._how = ""
         self._norms: Mapping[str, nn.Module] = {}
-        _check(self._settings, self._device, pairs)
+        check_settings(self._settings, self._device, pairs)
         self._settling: Final = Settling(queue, threshold, distance, keeps_all=history)
-        self.steps: Final[list[int]] = []
-        """The step of each observation."""
+        self._steps: list[int] = []
         if score == "batchnorm":
             known = dict(model.named_parameters())
             self._skipped = matching(skip, known, "skip")
@@ -154,14 +152,14 @@ class EarlyBird:
             return None
         masks = self._take()
         has_settled = self._settling.add(self._held(masks))
-        self.steps.append(self._calls if step is None else step)
+        self._steps.append(self._calls if step is None else step)
         self._calls += 1
         if not has_settled:
             self._check_limit()
             return None
         distances = describe(self._settling.recent)
         how = f"distances {distances}, threshold {self._settling.threshold}"
-        return self._draw(masks, f"settled at observation {len(self.steps):,}: {how}")
+        return self._draw(masks, f"settled at observation {len(self._steps):,}: {how}")
 
     def draw_now(self) -> Masks:
         """Return the masks of the model as it is now, whether they have settled or not.
@@ -181,7 +179,7 @@ class EarlyBird:
             MaskError: Nothing of a tensor would be kept.
         """
         if self._drawn is None:
-            how = f"drawn on demand after {_count(len(self.steps))}: {self._state()}"
+            how = f"drawn on demand after {_count(len(self._steps))}: {self._state()}"
             return self._draw(self._take(), how)
         return self._drawn
 
@@ -193,7 +191,12 @@ class EarlyBird:
     @property
     def reason(self) -> str:
         """Why the ticket was drawn, or why it is not yet: a sentence for the log."""
-        return self._how or f"not settled after {_count(len(self.steps))}: {self._state()}"
+        return self._how or f"not settled after {_count(len(self._steps))}: {self._state()}"
+
+    @property
+    def steps(self) -> list[int]:
+        """The step of each observation."""
+        return list(self._steps)
 
     @property
     def distances(self) -> list[list[float]]:
@@ -264,7 +267,7 @@ class EarlyBird:
         values = {
             "settings": dict(self._settings),
             "calls": self._calls,
-            "steps": list(self.steps),
+            "steps": self.steps,
             "distances": self.distances,
             "how": self._how,
             "masks": {
@@ -319,7 +322,7 @@ class EarlyBird:
         self._settling.masks = [self._held(masks) for masks in queued]
         self._settling.rows = [list(row) for row in values["distances"]]
         self._calls, self._how = values["calls"], values["how"]
-        self.steps[:] = values["steps"]
+        self._steps = list(values["steps"])
 
     def __repr__(self) -> str:
         shown = self._settings["sparsity"] or self._settings["pattern"]
@@ -354,7 +357,7 @@ class EarlyBird:
 
     def _state(self) -> str:
         settling = self._settling
-        held, recent = min(len(self.steps), settling.queue), settling.recent
+        held, recent = min(len(self._steps), settling.queue), settling.recent
         if held < settling.queue:
             known = f", distances {describe(recent)}" if recent else ""
             return f"the queue holds {held} of {settling.queue} masks{known}"
@@ -365,54 +368,12 @@ class EarlyBird:
 
     def _check_limit(self) -> None:
         limit = self._settings["limit"]
-        if limit is not None and len(self.steps) >= limit:
+        if limit is not None and len(self._steps) >= limit:
             raise TicketError(
-                f"no ticket after {_count(len(self.steps))}, the limit: {self._state()}; take the masks "
+                f"no ticket after {_count(len(self._steps))}, the limit: {self._state()}; take the masks "
                 "as they are with draw_now(), or give it more time, a larger threshold or a smaller "
                 "learning rate"
             )
-
-
-def _check(settings: dict[str, Any], device: Any, pairs: Mapping[str, str] | None) -> None:
-    for name, kinds in (("distance", Distance), ("score", Score)):
-        if settings[name] not in get_args(kinds):
-            raise ValueError(
-                f"{name}={settings[name]!r} is unknown; it is one of {', '.join(get_args(kinds))}"
-            )
-    for name, least in (("every", 1), ("queue", 2), ("limit", 1)):
-        value = settings[name]
-        if (name != "limit" or value is not None) and (
-            not isinstance(value, int) or isinstance(value, bool) or value < least
-        ):
-            raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}")
-    if not 0 <= settings["threshold"] < 1:
-        raise ValueError(
-            f"threshold must be at least 0 and less than 1, got {settings['threshold']}; 0.1 is usual"
-        )
-    if settings["history"] and torch.device(device).type != "cpu":
-        raise ValueError(
-            f"history holds all masks on the CPU, and device is '{device}'; leave one of them out"
-        )
-    if settings["score"] == "magnitude":
-        if pairs is not None:
-            raise ValueError("pairs are for score='batchnorm', and the score is 'magnitude'")
-        return
-    unused = [
-        name
-        for name, default in (("scope", "tensor"), ("pattern", None), ("rules", {}), ("seed", 0))
-        if settings[name] != default
-    ]
-    if unused:
-        raise ValueError(
-            f"score='batchnorm' prunes channels over the whole model, and {', '.join(unused)} would "
-            "have no effect; leave it out"
-        )
-    sparsity = settings["sparsity"]
-    if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
-        raise ValueError(
-            f"sparsity is {sparsity!r}, but it is the fraction of channels to prune: at least 0 and "
-            "less than 1"
-        )
 
 
 def _count(number: int) -> str:

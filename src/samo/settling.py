@@ -37,8 +37,8 @@ class Settling:
         self.distance: Distance = distance
         self.keeps_all = keeps_all
         self.masks: list[Masks] = []
+        # For each observation its distances to the ones before it, oldest first, as far as known.
         self.rows: list[list[float]] = []
-        """For each observation its distances to the ones before it, oldest first, as far as known."""
 
     def add(self, masks: Masks) -> bool:
         """Take a new mask, and return whether masks have settled."""
