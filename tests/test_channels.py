@@ -335,6 +335,24 @@ def test_wrong_pairs_are_refused(pairs: Any, message: str) -> None:
         samo.EarlyBird(READ["directly"], 0.5, score="batchnorm", pairs=pairs)
 
 
+@pytest.mark.parametrize("pairs", [None, {"bn": "conv"}, {"all.1": "all.0"}], ids=str)
+def test_a_module_with_two_names_is_known_by_its_first(pairs: Any) -> None:
+    model = net(lambda m, x: m.all(x))
+    model.all = nn.Sequential(model.conv, model.bn)
+    random_scales_(model)
+    bird = samo.EarlyBird(model, 0.5, score="batchnorm", pairs=pairs)
+    assert list(bird.draw_now()) == ["conv.weight", "conv.bias", "bn.weight", "bn.bias"]
+
+
+def test_a_shared_scale_is_refused() -> None:
+    model = net(
+        lambda m, x: m.other(m.end(norm(m, x))), nn.Conv2d(6, 6, 1), other=nn.BatchNorm2d(6)
+    )
+    model.other.weight = model.bn.weight
+    with pytest.raises(ValueError, match="'bn' shares its scale with another module"):
+        samo.EarlyBird(model, 0.5, score="batchnorm")
+
+
 def test_a_subclass_of_a_layer_is_one_layer() -> None:
     class MyNorm(nn.BatchNorm2d):
         def forward(self, input: Tensor) -> Tensor:

@@ -331,3 +331,19 @@ def test_neighbours_whose_hashes_collide_are_taken_in_order(
     keep = prune(model_of(torch.ones(3, 12)), pattern="4:6")["0.weight"].to_bool()
     group = [True, True, False, True, False, True]  # the odd places, and the first even one
     assert torch.equal(keep, torch.tensor(group * 2).repeat(3, 1))
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "how", [{"pattern": "2:4"}, {"pattern": "3:16"}, {"scope": "erk"}], ids=str
+)
+def test_a_gpu_keeps_what_a_cpu_keeps(how: Any, dtype: torch.dtype) -> None:
+    model = model_of(torch.randn(512, 640).round(decimals=1), torch.randn(48, 48)).to(dtype)
+    settings = how if "pattern" in how else {"sparsity": 0.9, **how}
+    expected = prune(model, **settings)
+    assert prune(model.cuda(), **settings).to("cpu") == expected

@@ -62,8 +62,8 @@ def find_channels(
     modules = dict(model.named_modules(remove_duplicate=False))
     shared = _shared_weights(model)
     if pairs is not None:
-        _check_pairs(pairs, norms, modules)
-        return [_checked(Channels(norm, pairs[norm], ()), modules, shared) for norm in norms]
+        known = _first_names(pairs, norms, modules)
+        return [_checked(Channels(norm, known[norm], ()), modules, shared) for norm in norms]
     graph = _trace(model)
     calls: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -207,35 +207,47 @@ def _is_module(node: fx.Node, modules: Mapping[str, nn.Module], kind: Any) -> bo
 
 
 def _shared_weights(model: nn.Module) -> set[str]:
-    """Return the modules whose weight another one has too, or that have several names."""
+    """Return the modules whose weight another one has too."""
     users: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter):
             users.setdefault(id(weight), []).append(name)
     return {name for names in users.values() if len(names) > 1 for name in names}
 
 
-def _check_pairs(
+def _first_names(
     pairs: Mapping[str, str], norms: Collection[str], modules: Mapping[str, nn.Module]
-) -> None:
-    missing = [norm for norm in norms if norm not in pairs]
+) -> dict[str, str]:
+    """Check pairs, and return them with the first of a module's names, by which masks are named."""
+    first: dict[int, str] = {}
+    for name, module in modules.items():
+        first.setdefault(id(module), name)
+    for name in [name for pair in pairs.items() for name in pair]:
+        if name not in modules:
+            raise ValueError(
+                f"pairs names '{name}', which is no module of the model{nearest(name, modules)}; "
+                "model.named_modules() lists them"
+            )
+    known = {first[id(modules[norm])]: first[id(modules[layer])] for norm, layer in pairs.items()}
+    missing = [norm for norm in norms if norm not in known]
     if missing:
         raise ValueError(
             f"pairs names no layer for BatchNorm '{missing[0]}' ({len(missing)} of {len(norms)}); name "
             f"one, or leave it out with skip=['{missing[0]}.weight']"
         )
-    for name in [name for pair in pairs.items() for name in pair]:
-        if name not in modules:
-            raise ValueError(
-                f"pairs names '{name}', which is no module of the model{nearest(name, modules)}"
-            )
+    return known
 
 
 def _checked(
     channels: Channels, modules: Mapping[str, nn.Module], shared: Collection[str]
 ) -> Channels:
     producer, norm = modules[channels.producer], modules[channels.norm]
+    if channels.norm in shared:
+        raise ValueError(
+            f"BatchNorm '{channels.norm}' shares its scale with another module, and its channels cannot "
+            f"be pruned alone; leave it out with skip=['{channels.norm}.weight']"
+        )
     if channels.producer in shared or _outputs(producer) != norm.num_features:
         raise ValueError(
             f"'{channels.producer}' ({type(producer).__name__}) cannot be the layer before BatchNorm "
