@@ -140,7 +140,11 @@ def test_a_channel_ticket_is_drawn_as_published(distance: Any) -> None:
             extra = 0.1 / (1 + step) * parameter.detach().sign() if is_scale else 0
             assert torch.allclose(parameter.grad, before[name] + extra, atol=1e-7)
         opt.step()
+        with torch.no_grad():  # as a large learning rate would
+            for layer in batch_norms(model).values():
+                layer.weight.add_(2 * torch.randn(layer.num_features) / (1 + step))
     assert ticket is not None
+    assert len(bird.steps) > 6, "masks settled before the rule was put to the test"
     for place, mask in zip((1, 5, 9), held[-1].split([8, 12, 10])):
         assert torch.equal(ticket[f"feature.{place}.weight"].to_bool(), mask)
 
