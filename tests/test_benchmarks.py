@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import early_bird_rules
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
 
@@ -28,3 +29,14 @@ def test_it_runs_and_writes_its_rows(
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(written) == rows
     assert all({"cpu", "torch", "commit", "date"} <= row.keys() for row in written)
+
+
+def test_the_rules_of_tickets_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(early_bird_rules, "EVERY", 1)
+    monkeypatch.setattr(early_bird_rules, "QUEUE", 2)
+    monkeypatch.setattr(sys, "argv", ["rules", "--steps", "2", "--batch-size", "1"])
+    early_bird_rules.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 0.")]
+    assert len(rows) == len(early_bird_rules.SPARSITIES)

@@ -267,6 +267,17 @@ def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixtu
     assert main(["prune", "llama", "--sparsity", "0.75"]) == 0
     assert "model.layers.0.mlp.up_proj.weight" in capsys.readouterr().out
     assert samo.Masks.load("masks.safetensors").sparsity == pytest.approx(0.75, abs=1e-3)
+    assert main(["prune", "llama", "--pattern", "2:4"]) == 0
+    masks = samo.Masks.load("masks.safetensors")
+    keep = masks["model.layers.0.mlp.down_proj.weight"].to_bool()
+    assert (keep.view(32, 12, 4).sum(2) == 2).all()
+    assert main(["prune", "llama", "--scope", "erk", "--sparsity", "0.8"]) == 0
+    masks = samo.Masks.load("masks.safetensors")
+    assert masks.kept == masks.numel - round(masks.numel * 0.8)
+    assert len({round(mask.sparsity, 2) for mask in masks.values()}) == 2
+    capsys.readouterr()
+    assert main(["prune", "llama", "--pattern", "2:4", "--sparsity", "0.9"]) == 2
+    assert "'2:4' prunes 0.5 of the weights, which contradicts" in capsys.readouterr().err
     (here / "llama" / "config.json").write_text("{}")
     assert main(["prune", "llama"]) == 1
     assert "cannot be read as a Hugging Face model" in capsys.readouterr().err

@@ -101,6 +101,10 @@ BAD = [
     (config(run=RunConfig(mode="dense"), prune=PruneConfig(method="random")), "mode dense prunes nothing, and method would have no effect"),
     (config(run=RunConfig(mode="dense"), prune=PruneConfig(dense_steps=5)), "mode dense prunes nothing, and dense_steps would"),
     (config(prune=PruneConfig(masks=Path("m"), sparsity=0.5)), "masks are taken from 'm', so sparsity would have no effect"),
+    (config(prune=PruneConfig(masks=Path("m"), pattern="2:4")), "masks are taken from 'm', so sparsity, pattern would"),
+    (config(prune=PruneConfig(pattern="4:2")), "pattern is '4:2', but a pattern is 'n:m'"),
+    (config(prune=PruneConfig(pattern="2:4", sparsity=0.9)), "pattern '2:4' prunes 0.5 of the weights, which contradicts"),
+    (config(prune=PruneConfig(pattern="2:4", scope="erk")), "pattern 2:4 gives every matrix the same sparsity, and scope erk"),
     (config(prune=PruneConfig(sparsity=0.0)), "sparsity 0 prunes nothing"),
     (config(run=RunConfig(dtype="float32", fp32_gradients=True)), "fp32_gradients has no effect with dtype float32"),
     (config(run=RunConfig(mode="masked"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is masked"),
@@ -112,6 +116,13 @@ BAD = [
 def test_settings_that_cannot_be_meant_are_refused(bad: TrainConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(bad)
+
+
+def test_the_sparsity_is_nine_tenths_or_that_of_the_pattern_and_stays_so() -> None:
+    assert resolve(config()).prune.sparsity == 0.9
+    once = resolve(config(prune=PruneConfig(pattern="1:4")))
+    assert once.prune.sparsity == 0.75
+    assert resolve(once) == once
 
 
 def test_a_gpt_of_no_layers_is_refused() -> None:

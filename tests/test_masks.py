@@ -81,7 +81,7 @@ def test_hamming_and_distance_are_those_of_booleans(
     mask_a, mask_b = Mask.from_bool(a), Mask.from_bool(b)
     most = max(int(a.sum()), int(b.sum()))
     assert mask_a.hamming(mask_b) == (int((a ^ b).sum()) / a.numel() if a.numel() else 0)
-    assert mask_a.distance(mask_b) == (1 - int((a & b).sum()) / most if most else 0)
+    assert mask_a.distance(mask_b) == ((most - int((a & b).sum())) / most if most else 0)
     assert mask_a.distance(mask_b) == mask_b.distance(mask_a)
 
 

@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
-    {"samo.errors", "samo.shapes", "samo.models", "samo.generation"},
+    {"samo.errors", "samo.shapes", "samo.densities", "samo.models", "samo.generation"},
     {"samo.config", "samo.config_files"},
     {
         "samo.data",
@@ -40,9 +40,11 @@ LAYERS: Final = (
         "samo.checkpoints.folder",
     },
     {"samo.bitmap", "samo.mask_files"},
-    {"samo.candidates"},
+    {"samo.layouts", "samo.candidates"},
     {"samo.masks"},
-    {"samo.selection", "samo.pruning"},
+    {"samo.selection", "samo.neighbours", "samo.pruning"},
+    {"samo.channels", "samo.channel_graph"},
+    {"samo.settling", "samo.early_bird_settings", "samo.early_bird"},
     {
         "samo.kernels",
         "samo.kernels.rounding",

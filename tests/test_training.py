@@ -379,6 +379,16 @@ def test_a_diverged_run_ends_with_advice(
     assert lines(tmp_path / "run", "step")[-1]["loss"] is None
 
 
+@pytest.mark.parametrize("settings", [{"scope": "erk"}, {"pattern": "1:4"}], ids=str)
+def test_a_run_is_pruned_by_its_density_rule(settings: Any, text: Path) -> None:
+    config = starting.on_this_machine(replace(small(text), prune=PruneConfig(**settings)))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
+    expected = samo.prune(model, config.prune.sparsity, seed=config.run.seed, **settings)
+    assert starting.draw_masks(model, config) == expected
+    assert expected.sparsity == pytest.approx(0.75 if "pattern" in settings else 0.9, abs=1e-3)
+
+
 def test_best_counts_only_what_is_pruned(tmp_path: Path, text: Path) -> None:
     """Dense weights may be better, but are not what the run is for."""
     config = small(text, steps=12, eval_every=2)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from samo.checkpoints.loading import load as load
     from samo.checkpoints.saving import save as save
     from samo.compression import compress_ as compress_
+    from samo.early_bird import EarlyBird as EarlyBird
     from samo.errors import (
         CheckpointError as CheckpointError,
         CompressionError as CompressionError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         MaskError as MaskError,
         RunError as RunError,
         SamoError as SamoError,
+        TicketError as TicketError,
     )
     from samo.leaves import (
         named_parameters as named_parameters,
@@ -51,12 +53,14 @@ _MODULES: Final = {
     "CheckpointError": "samo.errors",
     "AdamW": "samo.optim",
     "CompressionError": "samo.errors",
+    "EarlyBird": "samo.early_bird",
     "Ledger": "samo.memory.ledger",
     "LossScaler": "samo.scaling",
     "Mask": "samo.masks",
     "MaskError": "samo.errors",
     "Masks": "samo.masks",
     "SamoError": "samo.errors",
+    "TicketError": "samo.errors",
     "compress_": "samo.compression",
     "ledger": "samo.memory.ledger",
     "load": "samo.checkpoints.loading",

@@ -38,9 +38,9 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK_BITS)
 
 
-def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """Cut ``numel`` bits into ranges that start on a block and hold at most 2**20 bits."""
-    size = _CHUNK_BLOCKS * BLOCK_BITS
+def chunks(numel: int, unit: int = BLOCK_BITS) -> Iterator[tuple[int, int]]:
+    """Cut ``numel`` bits into ranges of at most 2**20 that start on a ``unit``, or of one unit."""
+    size = max(1, _CHUNK_BLOCKS * BLOCK_BITS // unit) * unit
     for start in range(0, numel, size):
         yield start, min(start + size, numel)
 
@@ -69,16 +69,25 @@ def unpack(words: Tensor, start: int, stop: int) -> Tensor:
 
 def popcount(words: Tensor) -> Tensor:
     """Count the set bits of each word."""
-    x = words.view(torch.uint8).to(torch.int32)
-    x = x - ((x >> 1) & 0x55)
-    x = (x & 0x33) + ((x >> 2) & 0x33)
-    x = (x + (x >> 4)) & 0x0F
-    return x.view(-1, 4).sum(1)
+    # Sums of neighbouring 1, 2 and 4 bits, then of the four bytes. A shift repeats the sign of a word;
+    # the masks cut that off, and no sum of bytes reaches the sign again.
+    x = words - ((words >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 0x3F
 
 
 def count(words: Tensor) -> int:
     """Count all set bits."""
-    return sum(int(popcount(part).sum()) for part in words.split(_CHUNK_BLOCKS * BLOCK_WORDS))
+    return count_common(words, words)
+
+
+def count_common(a: Tensor, b: Tensor) -> int:
+    """Count the bits that are set in both of two bitmaps of one size, on one device."""
+    step = _CHUNK_BLOCKS * BLOCK_WORDS
+    counts = [popcount(x & y).sum() for x, y in zip(a.split(step), b.split(step))]
+    return int(torch.stack(counts).sum()) if counts else 0
 
 
 def block_offsets(words: Tensor, numel: int) -> tuple[Tensor, int]:

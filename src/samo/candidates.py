@@ -12,6 +12,7 @@ from typing import Final
 from torch import Tensor, nn
 
 from samo.errors import nearest
+from samo.layouts import is_experts
 
 __all__ = ["prunable"]
 
@@ -94,9 +95,8 @@ def _is_matrix(path: str, module: nn.Module, name: str, parameter: Tensor) -> bo
         return name == "weight"
     if isinstance(module, nn.MultiheadAttention):
         return name in _ATTENTION_WEIGHTS
-    # Experts stacked in one tensor: (experts, rows, columns), whatever the model calls them.
-    is_experts = "expert" in type(module).__name__.lower() or "expert" in path.lower()
-    return is_experts and parameter.dim() == 3 and "bias" not in name
+    # Experts stacked in one tensor: (experts, rows, columns).
+    return is_experts(path, module) and parameter.dim() == 3 and "bias" not in name
 
 
 def _exempt(model: nn.Module) -> set[int]:

@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
+from samo.densities import parse_pattern, pattern_sparsity
 from samo.errors import ConfigError
 from samo.shapes import SHAPES, GPTConfig, ShapeName
 
@@ -22,6 +23,8 @@ __all__ = ["DataConfig", "ModelConfig", "OptimConfig", "PruneConfig", "RunConfig
 
 VERSION: Final = 1
 """Version of the settings' format, in files as ``version = 1``."""
+
+DEFAULT_SPARSITY: Final = 0.9
 
 Auto = Literal["auto"]
 OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
@@ -72,14 +75,16 @@ class ModelConfig:
 class PruneConfig:
     """What is pruned, and when."""
 
-    sparsity: float = 0.9
-    """Fraction of the weights to prune, in every pruned matrix."""
+    sparsity: float | Auto = "auto"
+    """Fraction of the weights to prune; auto: 0.9, or what --pattern prunes."""
     dense_steps: int | Auto = "auto"
     """Steps of dense training before pruning; auto: a fifth of all, none with --init or --masks."""
     method: Literal["magnitude", "random"] = "magnitude"
     """Keep the largest weights, or any."""
-    scope: Literal["tensor", "global"] = "tensor"
-    """Prune each matrix to the sparsity, or all of them together."""
+    scope: Literal["tensor", "global", "erk"] = "tensor"
+    """Prune each matrix to the sparsity, or all of them together; erk: small ones less."""
+    pattern: str | None = None
+    """Keep n of every m neighbours along the inputs: "2:4" and the like."""
     skip: tuple[str, ...] = ()
     """Patterns of weights to leave whole, such as "blocks.0.*"."""
     rules: dict[str, float] = field(default_factory=dict)
@@ -153,8 +158,8 @@ class TrainConfig:
     Example:
         >>> from samo.config import DataConfig, RunConfig, TrainConfig
         >>> config = TrainConfig(data=DataConfig(train=("notes.txt",)), run=RunConfig(steps=500))
-        >>> config.prune.sparsity
-        0.9
+        >>> config.prune.method
+        'magnitude'
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -189,7 +194,11 @@ def resolve(config: TrainConfig) -> TrainConfig:
     resolved = replace(
         config,
         model=model,
-        prune=replace(config.prune, dense_steps=_or(config.prune.dense_steps, dense_steps)),
+        prune=replace(
+            config.prune,
+            sparsity=resolve_sparsity(config.prune.sparsity, config.prune.pattern),
+            dense_steps=_or(config.prune.dense_steps, dense_steps),
+        ),
         optim=replace(
             config.optim,
             lr=_or(config.optim.lr, shape.lr),
@@ -198,6 +207,21 @@ def resolve(config: TrainConfig) -> TrainConfig:
     )
     _check(resolved)
     return resolved
+
+
+def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
+    """Return the sparsity that "auto" stands for: that of the pattern, if there is one.
+
+    Raises:
+        ConfigError: The pattern is none, or sparsity and pattern contradict each other.
+    """
+    if pattern is None:
+        return _or(sparsity, DEFAULT_SPARSITY)
+    try:
+        given = None if isinstance(sparsity, str) else sparsity
+        return pattern_sparsity(parse_pattern(pattern), given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def gpt_config(model: ModelConfig, vocab_size: int) -> GPTConfig:
@@ -246,7 +270,7 @@ def _check(config: TrainConfig) -> None:
         0 < data.valid_fraction < 1,
         f"valid_fraction must lie between 0 and 1, got {data.valid_fraction}",
     )
-    for name, value in (("sparsity", prune.sparsity), *prune.rules.items()):
+    for name, value in (("sparsity", _number(prune.sparsity)), *prune.rules.items()):
         _require(
             0 <= value < 1,
             f"{name} must be at least 0 and less than 1, got {value}; 0.9 prunes 90 %",
@@ -292,10 +316,10 @@ def _check_together(config: TrainConfig) -> None:
             "effect; leave it out, or choose mode samo or masked",
         )
     if prune.masks is not None:
-        defaults = PruneConfig()
+        defaults = PruneConfig(sparsity=DEFAULT_SPARSITY)
         changed = [
             name
-            for name in ("sparsity", "method", "scope", "skip", "rules")
+            for name in ("sparsity", "method", "scope", "pattern", "skip", "rules")
             if getattr(prune, name) != getattr(defaults, name)
         ]
         _require(
@@ -304,8 +328,16 @@ def _check_together(config: TrainConfig) -> None:
             "give one or the other",
         )
     _require(
-        prune.masks is not None or run.mode == "dense" or prune.sparsity > 0 or bool(prune.rules),
+        prune.masks is not None
+        or run.mode == "dense"
+        or _number(prune.sparsity) > 0
+        or bool(prune.rules),
         "sparsity 0 prunes nothing; choose a sparsity such as 0.9, or train densely with mode dense",
+    )
+    _require(
+        prune.pattern is None or prune.scope == "tensor",
+        f"pattern {prune.pattern} gives every matrix the same sparsity, and scope {prune.scope} would "
+        "have no effect; leave one of them out",
     )
     _require(
         config.optim.state == "exact" or run.mode == "samo",

@@ -150,7 +150,7 @@ class Mask:
             >>> a.hamming(b)
             0.5
         """
-        return bitmap.count((self ^ other).words) / self.numel if self.numel else 0.0
+        return _hamming(self.common(other), self.kept + other.kept, self.numel)
 
     def distance(self, other: "Mask") -> float:
         """Return the share of the kept entries that two masks do not have in common.
@@ -165,7 +165,22 @@ class Mask:
             >>> a.distance(b)
             0.5
         """
-        return _distance(bitmap.count((self & other).words), max(self.kept, other.kept))
+        return _distance(self.common(other), max(self.kept, other.kept))
+
+    def common(self, other: "Mask") -> int:
+        """Count the entries that two masks both keep.
+
+        Example:
+            >>> import torch, samo
+            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
+            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
+            >>> a.common(b)
+            1
+
+        Raises:
+            MaskError: The masks have different shapes.
+        """
+        return bitmap.count_common(self.words, self._words_of(other))
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of shape and bits: equal masks, and only those, have equal ones.
@@ -417,9 +432,7 @@ class Masks(Mapping[str, Mask]):
             >>> 0.16 < a.hamming(b) < 0.20
             True
         """
-        self._check_same(other)
-        differ = sum(bitmap.count((mask ^ other[name]).words) for name, mask in self.items())
-        return differ / self.numel if self.numel else 0.0
+        return _hamming(self._common(other), self.kept + other.kept, self.numel)
 
     def distance(self, other: "Masks") -> float:
         """Return the share of the kept entries that two sets of masks do not have in common.
@@ -433,9 +446,7 @@ class Masks(Mapping[str, Mask]):
             >>> 0.86 < a.distance(b) < 0.94
             True
         """
-        self._check_same(other)
-        common = sum(bitmap.count((mask & other[name]).words) for name, mask in self.items())
-        return _distance(common, max(self.kept, other.kept))
+        return _distance(self._common(other), max(self.kept, other.kept))
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of all names, shapes and bits, whatever their order.
@@ -524,6 +535,10 @@ class Masks(Mapping[str, Mask]):
         self._check_same(other)
         return Masks({name: mask | other[name] for name, mask in self.items()})
 
+    def _common(self, other: "Masks") -> int:
+        self._check_same(other)
+        return sum(mask.common(other[name]) for name, mask in self.items())
+
     def _check_same(self, other: "Masks") -> None:
         if set(self) != set(other):
             name = sorted(set(self) ^ set(other))[0]
@@ -534,7 +549,12 @@ class Masks(Mapping[str, Mask]):
 
 
 def _distance(common: int, kept: int) -> float:
-    return 1.0 - common / kept if kept else 0.0
+    # Not 1 - common / kept, which rounds twice: 3 of 10 would be more than 0.3.
+    return (kept - common) / kept if kept else 0.0
+
+
+def _hamming(common: int, kept_of_both: int, numel: int) -> float:
+    return (kept_of_both - 2 * common) / numel if numel else 0.0
 
 
 def _nonzero(dense: Tensor) -> Mask:

@@ -1,29 +1,38 @@
-"""Choose the weights to keep: by magnitude or at random, tensor by tensor or over the model."""
+"""Choose the weights to keep: by magnitude or at random, tensor by tensor or over the model.
+
+First it is decided which tensors are compared with one another and how many weights such a group
+keeps (`decide`); then each group is looked at on its own.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import torch
 from torch import nn
 
 from samo.candidates import matching, prunable
+from samo.densities import Pattern, erk_counts, parse_pattern, pattern_sparsity
 from samo.errors import MaskError
+from samo.layouts import Layout, layouts
 from samo.masks import Mask, Masks
+from samo.neighbours import keep_pattern
 from samo.selection import Entries, Method, keep_largest
 
 __all__ = ["prune"]
 
-Scope = Literal["tensor", "global"]
+Scope = Literal["tensor", "global", "erk"]
 
 _HALF_DTYPES: Final = {torch.float16, torch.bfloat16}
 
 
 def prune(
     model: nn.Module,
-    sparsity: float,
+    sparsity: float | None = None,
     *,
     method: Method = "magnitude",
     scope: Scope = "tensor",
+    pattern: str | None = None,
     skip: Iterable[str] = (),
     rules: Mapping[str, float] | None = None,
     seed: int = 0,
@@ -44,17 +53,23 @@ def prune(
         >>> masks = samo.prune(model, sparsity=0.9, scope="global", rules={"0.weight": 0.5})
         >>> masks["0.weight"].kept
         2048
+        >>> samo.prune(model, pattern="2:4").sparsity
+        0.5
 
     Args:
         model: The model; the weights that `samo.prunable` names are pruned.
-        sparsity: Fraction to prune, at least 0 and less than 1. At 0 a tensor gets no mask.
+        sparsity: Fraction to prune, at least 0 and less than 1. At 0 a tensor gets no mask. With a
+            ``pattern`` it follows from that and can be left out.
         method: ``"magnitude"`` keeps the weights furthest from 0 (float64 is compared after rounding
             to float32), ``"random"`` keeps any.
         scope: ``"tensor"`` prunes each tensor to ``sparsity``; ``"global"`` compares all of them, so
-            that tensors with small weights lose more.
+            that tensors with small weights lose more; ``"erk"`` prunes all of them together to
+            ``sparsity``, each to a density proportional to the sum of its sizes over their product
+            (Erdos-Renyi-Kernel), at most 1: small tensors keep more, whatever their values.
+        pattern: ``"n:m"``, such as ``"2:4"``: keep n of every m neighbours along a weight's inputs.
         skip: Shell-style patterns of weights to leave alone, whatever ``rules`` say.
-        rules: Sparsities for the weights that match a pattern, each tensor on its own; the last match
-            counts. A pattern sets those of `samo.prunable` that it matches; if there are none, as
+        rules: Sparsities for the weights that match a pattern, each tensor on its own, apart from
+            ``scope`` and ``pattern``; the last match counts. A pattern sets those of `samo.prunable` that it matches; if there are none, as
             with ``"lm_head.weight"``, it adds what it matches.
         seed: Chooses between equals, and the weights of ``method="random"``.
 
@@ -62,30 +77,122 @@ def prune(
         A mask for each pruned tensor, on the tensor's device, in the order of the model.
 
     Raises:
-        ValueError: A setting is out of range, a pattern matches nothing, there is nothing to prune,
-            or a weight is not a finite floating-point number.
+        ValueError: A setting is out of range or contradicts another, a pattern matches nothing, there
+            is nothing to prune, a weight is not a finite floating-point number, or the inputs of one
+            cannot be cut into groups of m.
         MaskError: Nothing of a tensor would be kept.
     """
     _check_choice("method", method, get_args(Method))
-    _check_choice("scope", scope, get_args(Scope))
-    _check_sparsity("sparsity", sparsity)
-    for pattern, value in (rules or {}).items():
-        _check_sparsity(f"rules['{pattern}']", value)
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    decision = decide(
+        model, sparsity, scope=scope, pattern=pattern, skip=skip, rules=rules, parameters=parameters
+    )
+    masks: dict[str, Mask] = {}
+    for group in decision:
+        entries = _entries({name: parameters[name] for name in group.names}, method, seed)
+        masks.update(_masks(entries, group))
+    return Masks({name: masks[name] for name in parameters if name in masks})
+
+
+def decide(
+    model: nn.Module,
+    sparsity: float | None,
+    *,
+    scope: Scope,
+    pattern: str | None,
+    skip: Iterable[str],
+    rules: Mapping[str, float] | None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+) -> list["Group"]:
+    """Decide what `prune` compares and how many weights it keeps, without a look at their values.
+
+    Raises:
+        ValueError: As `prune`, but for weights that have no values or bad ones.
+    """
+    _check_choice("scope", scope, get_args(Scope))
+    neighbours = _check_pattern(pattern, sparsity, scope)
+    fraction = pattern_sparsity(neighbours, sparsity) if neighbours is not None else sparsity
+    _check_sparsity("sparsity", fraction)
+    assert fraction is not None
+    for name, value in (rules or {}).items():
+        _check_sparsity(f"rules['{name}']", value)
+    if parameters is None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
     skip = [skip] if isinstance(skip, str) else list(skip)
     wanted = _choose(model, parameters, skip, rules or {})
+    ruled = [
+        _group(parameters, [name], value) for name, value in wanted.items() if value is not None
+    ]
+    others = [name for name, value in wanted.items() if value is None]
+    groups: list[Group]
+    if fraction == 0 or not others:
+        groups = []
+    elif neighbours is not None:
+        found = layouts(model)
+        groups = [
+            _pattern_group(name, parameters[name], found.get(id(parameters[name])), neighbours)
+            for name in others
+        ]
+    elif scope == "erk":
+        groups = _erk_groups(parameters, others, fraction, layouts(model))
+    else:
+        together = [others] if scope == "global" else [[name] for name in others]
+        groups = [_group(parameters, names, fraction) for names in together]
+    return [group for group in [*groups, *ruled] if group.sparsity > 0]
 
-    groups = [([name], sparsity if value is None else value) for name, value in wanted.items()]
-    if scope == "global":
-        ruled = [([name], value) for name, value in wanted.items() if value is not None]
-        groups = [([name for name, value in wanted.items() if value is None], sparsity), *ruled]
 
-    masks: dict[str, Mask] = {}
-    for names, value in groups:
-        if names and value > 0:
-            group = _entries({name: parameters[name] for name in names}, method, seed)
-            masks.update(_masks(group, value))
-    return Masks({name: masks[name] for name in wanted if name in masks})
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tensors that are compared with one another, and how many weights they keep together."""
+
+    names: tuple[str, ...]
+    kept: int
+    sparsity: float
+    pattern: Pattern | None = None
+    """How many are kept of every group of neighbours, if that is set."""
+    input_dim: int = 0
+    """Where the neighbours are."""
+
+
+def _group(parameters: Mapping[str, nn.Parameter], names: Sequence[str], sparsity: float) -> Group:
+    numel = sum(parameters[name].numel() for name in names)
+    return Group(tuple(names), numel - round(numel * sparsity), sparsity)
+
+
+def _erk_groups(
+    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    sparsity: float,
+    found: Mapping[int, Layout],
+) -> list[Group]:
+    matrices = []
+    for name in names:
+        shape, layout = tuple(parameters[name].shape), found.get(id(parameters[name]))
+        is_stack = layout is not None and layout.is_stack
+        matrices.append((shape[0], shape[1:]) if is_stack else (1, shape))
+    counts = erk_counts(matrices, _group(parameters, names, sparsity).kept)
+    return [Group((name,), kept, sparsity) for name, kept in zip(names, counts)]
+
+
+def _pattern_group(
+    name: str, parameter: nn.Parameter, layout: Layout | None, pattern: Pattern
+) -> Group:
+    shape = tuple(parameter.shape)
+    apart = f"prune it without the pattern by rules={{'{name}': 0.5}} or not with skip=['{name}']"
+    if layout is None or layout.input_dim is None:
+        raise ValueError(
+            f"'{name}' of shape {shape} does not say which dimension runs over its inputs, along which "
+            f"pattern '{pattern.kept}:{pattern.group}' groups; set `is_transposed` of its module (True: "
+            f"(experts, in, out), False: (experts, out, in)), or {apart}"
+        )
+    if shape[layout.input_dim] % pattern.group:
+        raise ValueError(
+            f"'{name}' of shape {shape} has {shape[layout.input_dim]:,} inputs (dimension "
+            f"{layout.input_dim}), and pattern '{pattern.kept}:{pattern.group}' needs a multiple of "
+            f"{pattern.group}; {apart}"
+        )
+    kept = parameter.numel() // pattern.group * pattern.kept
+    return Group((name,), kept, pattern.sparsity, pattern, layout.input_dim)
 
 
 def _choose(
@@ -155,21 +262,37 @@ def _entries(
     return group
 
 
-def _masks(group: Sequence[Entries], sparsity: float) -> dict[str, Mask]:
-    numel = sum(entries.dense.numel() for entries in group)
-    kept = numel - round(numel * sparsity)
+def _masks(entries: Sequence[Entries], group: Group) -> dict[str, Mask]:
+    if group.pattern is not None:
+        (tensor,) = entries
+        words = keep_pattern(tensor, group.pattern, group.input_dim)
+        return {tensor.name: Mask(tensor.dense.shape, words)}
+    numel = sum(tensor.dense.numel() for tensor in entries)
     masks: dict[str, Mask] = {}
-    if kept:
-        for entries, words in zip(group, keep_largest(group, kept)):
-            masks[entries.name] = Mask(entries.dense.shape, words)
-    empty = [entries.name for entries in group if not kept or masks[entries.name].kept == 0]
+    if group.kept:
+        for tensor, words in zip(entries, keep_largest(entries, group.kept)):
+            masks[tensor.name] = Mask(tensor.dense.shape, words)
+    empty = [tensor.name for tensor in entries if not group.kept or masks[tensor.name].kept == 0]
     if empty:
         raise MaskError(
-            f"sparsity {sparsity} would keep none of the weights of '{empty[0]}' and could not train it "
-            f"({len(empty)} of {len(group)} tensors; {kept:,} of {numel:,} weights kept in all); "
-            f"prune it less with rules={{'{empty[0]}': 0.5}} or not with skip=['{empty[0]}']"
+            f"sparsity {group.sparsity} would keep none of the weights of '{empty[0]}' and could not "
+            f"train it ({len(empty)} of {len(entries)} tensors; {group.kept:,} of {numel:,} weights kept "
+            f"in all); prune it less with rules={{'{empty[0]}': 0.5}} or not with skip=['{empty[0]}']"
         )
     return masks
+
+
+def _check_pattern(text: str | None, sparsity: float | None, scope: Scope) -> Pattern | None:
+    if text is None:
+        return None
+    if scope != "tensor":
+        raise ValueError(
+            f"pattern '{text}' gives every tensor the same sparsity, which contradicts scope='{scope}'; "
+            "leave one of them out"
+        )
+    if sparsity is not None:
+        _check_sparsity("sparsity", sparsity)
+    return parse_pattern(text)
 
 
 def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
@@ -177,7 +300,7 @@ def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{argument}={value!r} is unknown; it is one of {', '.join(choices)}")
 
 
-def _check_sparsity(argument: str, value: float) -> None:
+def _check_sparsity(argument: str, value: float | None) -> None:
     if not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
             f"{argument} is {value!r}, but sparsity is the fraction pruned: at least 0 and less than 1, "

@@ -19,7 +19,7 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg, 
 
 from samo import __version__
 from samo.bench.settings import KernelsConfig, SparseVsDenseConfig, StepConfig
-from samo.config import OptionalPath, TrainConfig
+from samo.config import Auto, OptionalPath, TrainConfig
 from samo.config_files import read_toml
 from samo.errors import ConfigError, SamoError
 
@@ -54,12 +54,14 @@ class Prune:
     """A checkpoint, a run folder, or a folder with config.json and model weights."""
     out: Path = Path("masks.safetensors")
     """File to write the masks to."""
-    sparsity: float = 0.9
-    """Fraction of the weights to prune."""
+    sparsity: float | Auto = "auto"
+    """Fraction of the weights to prune; auto: 0.9, or what --pattern prunes."""
     method: Literal["magnitude", "random", "zeros"] = "magnitude"
     """Keep the largest weights, or any; zeros: read the masks off a model that is pruned already."""
-    scope: Literal["tensor", "global"] = "tensor"
-    """Prune each matrix to the sparsity, or all of them together."""
+    scope: Literal["tensor", "global", "erk"] = "tensor"
+    """Prune each matrix to the sparsity, or all of them together; erk: small ones less."""
+    pattern: str | None = None
+    """Keep n of every m neighbours along the inputs: "2:4" and the like."""
     skip: tuple[str, ...] = ()
     """Patterns of weights to leave whole, such as "blocks.0.*"."""
     rules: dict[str, float] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from torch import nn
 from samo import mask_files
 from samo.cli import Prune
 from samo.cli.tables import mask_records, mask_table
+from samo.config import resolve_sparsity
 from samo.errors import ConfigError, MaskError
 from samo.masks import Masks
 from samo.model_folders import open_model
@@ -33,9 +34,10 @@ def run(command: Prune) -> int:
         else:
             masks = prune(
                 model,
-                command.sparsity,
+                resolve_sparsity(command.sparsity, command.pattern),
                 method=command.method,
                 scope=command.scope,
+                pattern=command.pattern,
                 skip=command.skip,
                 rules=command.rules,
                 seed=command.seed,

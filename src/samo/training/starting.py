@@ -126,12 +126,14 @@ def draw_masks(model: torch.nn.Module, config: TrainConfig) -> Masks:
         masks = Masks.load(settings.masks).to(config.run.device)
         masks.parameters_of(model)
         return masks
+    assert not isinstance(settings.sparsity, str), "resolve() comes first"
     try:
         return prune(
             model,
             settings.sparsity,
             method=settings.method,
             scope=settings.scope,
+            pattern=settings.pattern,
             skip=settings.skip,
             rules=settings.rules,
             seed=config.run.seed,

@@ -1,0 +1,97 @@
+"""How many weights each tensor keeps, before anybody looks at their values: imports no torch.
+
+    n:m    of every m neighbours n are kept, so the sparsity is 1 - n/m
+    ERK    small tensors keep more: density proportional to (sum of sizes) / (product of sizes)
+
+ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020). A density over 1 is cut to 1, and what
+that tensor cannot take is spread over the others.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+__all__ = []
+
+
+class Pattern(NamedTuple):
+    """A pattern n:m: ``kept`` of every ``group`` neighbours along a weight's inputs."""
+
+    kept: int
+    group: int
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the weights that the pattern prunes."""
+        return (self.group - self.kept) / self.group
+
+
+def parse_pattern(text: str) -> Pattern:
+    """Read a pattern such as ``"2:4"``.
+
+    Example:
+        >>> from samo.densities import parse_pattern
+        >>> parse_pattern("2:4").sparsity
+        0.5
+
+    Raises:
+        ValueError: It is no pattern, or keeps nothing or everything.
+    """
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text) if isinstance(text, str) else None
+    if match is None or not 0 < int(match[1]) < int(match[2]):
+        raise ValueError(
+            f"pattern is {text!r}, but a pattern is 'n:m', n of every m neighbours kept with 0 < n < m, "
+            "for example '2:4'"
+        )
+    return Pattern(int(match[1]), int(match[2]))
+
+
+def pattern_sparsity(pattern: Pattern, sparsity: float | None) -> float:
+    """Return the sparsity that follows from a pattern, which a given one must not contradict.
+
+    Raises:
+        ValueError: ``sparsity`` is another one.
+    """
+    if sparsity is not None and not math.isclose(sparsity, pattern.sparsity, abs_tol=1e-6):
+        raise ValueError(
+            f"pattern '{pattern.kept}:{pattern.group}' prunes {pattern.sparsity:.6g} of the weights, "
+            f"which contradicts sparsity {sparsity}; give one of the two"
+        )
+    return pattern.sparsity
+
+
+def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list[int]:
+    """Share ``kept`` weights among tensors by the Erdos-Renyi-Kernel rule.
+
+    The counts add up to ``kept`` exactly: shares are rounded down, and what is left goes to the
+    largest fractions, to the earlier tensor among equal ones.
+
+    Example:
+        >>> from samo.densities import erk_counts
+        >>> erk_counts([(1, (10, 10)), (1, (100, 100))], kept=1100)
+        [100, 1000]
+
+    Args:
+        matrices: For each tensor the number of matrices stacked in it, mostly 1, and the sizes of one.
+        kept: Weights to keep in all, at most as many as there are.
+    """
+    numels = [count * math.prod(sizes) for count, sizes in matrices]
+    # A count is density times numel, so counts are in proportion to the sums of sizes.
+    parts = [count * sum(sizes) for count, sizes in matrices]
+    open_ = set(range(len(matrices)))
+    while True:
+        left = kept - sum(numel for i, numel in enumerate(numels) if i not in open_)
+        total = sum(parts[i] for i in open_)
+        shares = {i: Fraction(left * parts[i], total) for i in sorted(open_)}
+        # What one tensor cannot take makes the shares of the others larger: those over stay over.
+        over = {i for i in open_ if shares[i] > numels[i]}
+        if not over:
+            break
+        open_ -= over
+    counts = [math.floor(shares[i]) if i in open_ else numel for i, numel in enumerate(numels)]
+    by_fraction = sorted(shares, key=lambda i: (counts[i] - shares[i], i))
+    for i in by_fraction[: kept - sum(counts)]:
+        counts[i] += 1
+    return counts

@@ -1,0 +1,61 @@
+"""Which settings of `samo.EarlyBird` can be meant, and which contradict each other."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from samo.settling import Distance
+
+__all__ = []
+
+Score = Literal["magnitude", "batchnorm"]
+
+
+def check_settings(
+    settings: Mapping[str, Any], device: torch.device | str | None, pairs: Mapping[str, str] | None
+) -> None:
+    """Refuse what cannot be meant; what `samo.prune` checks is left to it.
+
+    Raises:
+        ValueError: A setting is out of range, or contradicts another.
+    """
+    for name, kinds in (("distance", Distance), ("score", Score)):
+        if settings[name] not in get_args(kinds):
+            raise ValueError(
+                f"{name}={settings[name]!r} is unknown; it is one of {', '.join(get_args(kinds))}"
+            )
+    for name, least in (("every", 1), ("queue", 2), ("limit", 1)):
+        value = settings[name]
+        if (name != "limit" or value is not None) and (
+            not isinstance(value, int) or isinstance(value, bool) or value < least
+        ):
+            raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}")
+    if not 0 <= settings["threshold"] < 1:
+        raise ValueError(
+            f"threshold must be at least 0 and less than 1, got {settings['threshold']}; 0.1 is usual"
+        )
+    if settings["history"] and device is not None and torch.device(device).type != "cpu":
+        raise ValueError(
+            f"history holds all masks on the CPU, and device is '{device}'; leave one of them out"
+        )
+    if settings["score"] == "magnitude":
+        if pairs is not None:
+            raise ValueError("pairs are for score='batchnorm', and the score is 'magnitude'")
+        return
+    unused = [
+        name
+        for name, default in (("scope", "tensor"), ("pattern", None), ("rules", {}), ("seed", 0))
+        if settings[name] != default
+    ]
+    if unused:
+        raise ValueError(
+            f"score='batchnorm' prunes channels over the whole model, and {', '.join(unused)} would "
+            "have no effect; leave it out"
+        )
+    sparsity = settings["sparsity"]
+    if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+        raise ValueError(
+            f"sparsity is {sparsity!r}, but it is the fraction of channels to prune: at least 0 and "
+            "less than 1"
+        )
