@@ -42,7 +42,7 @@ LAYERS: Final = (
     {"samo.bitmap", "samo.mask_files"},
     {"samo.candidates"},
     {"samo.masks"},
-    {"samo.selection", "samo.pruning"},
+    {"samo.selection", "samo.pruning", "samo.transfer"},
     {
         "samo.kernels",
         "samo.kernels.rounding",
@@ -52,6 +52,7 @@ LAYERS: Final = (
         "samo.kernels.cpu",
         "samo.kernels.triton_kernels",
         "samo.kernels.cuda",
+        "samo.kernels.ages",
         "samo.kernels.lean",
         "samo.kernels.lean_kernels",
         "samo.kernels.cuda_lean",
@@ -60,6 +61,10 @@ LAYERS: Final = (
     {"samo.stepping", "samo.owners"},
     {"samo.compression", "samo.leaves", "samo.scaling"},
     {"samo.optim"},
+    {"samo.remapping"},
+    {"samo.dynamic", "samo.dynamic.schedules", "samo.dynamic.choices", "samo.dynamic.members"},
+    {"samo.dynamic.growth", "samo.dynamic.rates"},
+    {"samo.dynamic.gradual", "samo.dynamic.sparse"},
     {
         "samo.checkpoints.shards",
         "samo.checkpoints.model_state",

@@ -12,7 +12,8 @@ Four operations carry everything else; the first three read the mask's bits bloc
 another device is one more module with these four functions and one more line in `choose`.
 
 A fifth, ``adamw_lean_``, is an AdamW update with 8-bit state, in modules of its own: ``lean`` in plain
-torch operations, and ``cuda_lean`` for an NVIDIA GPU. A CPU takes the former.
+torch operations, and ``cuda_lean`` for an NVIDIA GPU. A CPU takes the former. A sixth, ``adamw_aged_`` in
+``ages``, is one whose entries have step counts of their own, in plain torch operations everywhere.
 
 Shape suffixes below: N = entries of the dense tensor, Z = kept entries, G = groups of entries.
 """
@@ -58,6 +59,14 @@ class LeanUpdate(NamedTuple):
     """Moments as int8 and uint8; the rest of a bfloat16 weight as int8."""
     exp_avg_scale_G: Tensor
     exp_avg_sq_scale_G: Tensor
+
+
+class AgedUpdate(NamedTuple):
+    """One weight's part of an AdamW step with an age for each entry: see `samo.kernels.ages`."""
+
+    update: AdamWUpdate
+    age_Z: Tensor
+    """How many updates each entry has had, int16; the update counts itself."""
 
 
 class AdamWSettings(NamedTuple):
