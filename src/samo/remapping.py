@@ -297,7 +297,9 @@ def _vectors_of(opt: Optimizer, state: dict[str, Any], weight: Weight) -> Vector
     if isinstance(
         opt, AdamW
     ):  # scales of lean state belong to places in the dense tensor, and stay
-        vectors = {key: state[key] for key in ("exp_avg", "exp_avg_sq", "age") if key in state}
+        vectors: Vectors = {
+            key: state[key] for key in ("exp_avg", "exp_avg_sq", "age") if key in state
+        }
         if opt.entry_steps and weight.mask is None:
             vectors["age"] = ages_at(state["step"], weight.kept)
         return vectors

@@ -85,8 +85,8 @@ class _Span(NamedTuple):
     stop: int
     at: int
     """Place of its first kept entry in compressed vectors."""
-    count: int
-    """Its kept entries."""
+    kept: int
+    """How many kept entries it has."""
 
 
 def _spans(mask: Mask) -> Iterator[_Span]:

@@ -215,13 +215,13 @@ class Weight:
         return join(self.values(), self.rest)
 
     def remap(
-        self, mask: Mask | None, values_Z: Tensor, rest_Z: Tensor | None, grad_Z: Tensor | None
+        self, mask: Mask | None, values: Tensor, rest: Tensor | None, grad: Tensor | None
     ) -> None:
         """Take another mask, with the vectors that belong to it; the leaf stays the same object."""
-        self.mask, self.rest, self._buffer = mask, rest_Z, grad_Z
+        self.mask, self.rest, self._buffer = mask, rest, grad
         self._empty_leaf()
-        self.leaf.grad = grad_Z
-        self.kernels.expand_(values_Z, mask, self.param)
+        self.leaf.grad = grad
+        self.kernels.expand_(values, mask, self.param)
         self.changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":

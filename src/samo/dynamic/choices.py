@@ -20,7 +20,7 @@ __all__ = []
 _LARGEST_KEY: Final = 0x7FFFFFFE
 
 
-def largest(name: str, values_Z: Tensor, count: int, seed: int) -> Tensor:
+def largest(name: str, values: Tensor, count: int, seed: int) -> Tensor:
     """Return the words of packed bits that are set for the ``count`` largest magnitudes.
 
     Example:
@@ -30,13 +30,13 @@ def largest(name: str, values_Z: Tensor, count: int, seed: int) -> Tensor:
     """
     if count == 0:
         return torch.zeros(
-            bitmap.num_words(values_Z.numel()), dtype=torch.int32, device=values_Z.device
+            bitmap.num_words(values.numel()), dtype=torch.int32, device=values.device
         )
-    (words,) = keep_largest([Entries(name, values_Z, "magnitude", torch.float32, seed)], count)
+    (words,) = keep_largest([Entries(name, values, "magnitude", torch.float32, seed)], count)
     return words
 
 
-def prune_to(name: str, mask: Mask, values_Z: Tensor, kept: int, seed: int) -> Mask:
+def prune_to(name: str, mask: Mask, values: Tensor, kept: int, seed: int) -> Mask:
     """Return a mask that keeps the ``kept`` largest of what ``mask`` keeps.
 
     Example:
@@ -44,7 +44,7 @@ def prune_to(name: str, mask: Mask, values_Z: Tensor, kept: int, seed: int) -> M
         >>> prune_to("a", mask, torch.tensor([1.0, -3.0, 2.0]), 2, seed=0).to_bool()
         tensor([False, False,  True,  True])
     """
-    return narrow(mask, largest(name, values_Z, kept, seed))
+    return narrow(mask, largest(name, values, kept, seed))
 
 
 def grow_random(name: str, survivors: Mask, count: int, seed: int) -> Mask:

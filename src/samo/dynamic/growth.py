@@ -12,7 +12,7 @@ Scores are sums, as gradients are. What is a candidate gets the exact sum from i
 later part brings in starts there. With one part, which is the rule, that is the exact choice.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,57 +25,63 @@ from samo.weights import Weight
 __all__ = []
 
 
+class _Found(NamedTuple):
+    kept_words: Tensor
+    """Packed bits: which of the kept entries stay."""
+    candidates: Mask
+    scores: Tensor
+    """The gradients of the candidates, summed up."""
+
+
 class Growth:
     """Watches a weight's dense gradients, and decides what to drop and what to grow."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.count: Final = count
         self.seed: Final = seed
-        self._kept_words: Tensor | None = None
-        self._candidates: Mask | None = None
-        self._scores: Tensor | None = None
-
-    @torch.no_grad()
-    def __call__(self, weight: Weight, grad: Tensor, is_first: bool) -> None:
-        """Take in a dense gradient, the first of a sum or a further part of it."""
-        assert weight.mask is not None
-        if is_first or self._candidates is None or self._kept_words is None:
-            staying = weight.kept - self.count
-            self._kept_words = largest(weight.name, weight.masters(), staying, self.seed)
-            self._candidates = self._best(weight, grad)
-            self._scores = _at(weight, grad, self._candidates)
-        else:
-            self._add(weight, grad, self._candidates)
-
-    def decide(self, weight: Weight) -> Mask | None:
-        """Return the new mask; None if there was no gradient, or one that is not finite."""
-        if self._candidates is None or self._kept_words is None or self._scores is None:
-            return None
-        if not bool(self._scores.isfinite().all()):
-            return None
-        assert weight.mask is not None
-        return narrow(weight.mask, self._kept_words) | self._candidates
+        self._found: _Found | None = None
 
     @property
     def has_seen(self) -> bool:
         """Whether there was a gradient."""
-        return self._candidates is not None
+        return self._found is not None
 
-    def _best(self, weight: Weight, grad: Tensor) -> Mask:
-        assert weight.mask is not None and self._kept_words is not None
-        survivors = narrow(weight.mask, self._kept_words)
-        return grow_largest(weight.name, grad, survivors, self.count, self.seed)
+    @torch.no_grad()
+    def __call__(self, weight: Weight, grad: Tensor, is_first: bool) -> None:
+        """Take in a dense gradient, the first of a sum or a further part of it."""
+        if is_first or self._found is None:
+            staying = weight.kept - self.count
+            kept_words = largest(weight.name, weight.masters(), staying, self.seed)
+            survivors = _survivors(weight, kept_words)
+            candidates = grow_largest(weight.name, grad, survivors, self.count, self.seed)
+            self._found = _Found(kept_words, candidates, _at(weight, grad, candidates))
+        else:
+            self._found = self._sum(weight, grad, *self._found)
 
-    def _add(self, weight: Weight, grad: Tensor, candidates: Mask) -> None:
-        assert self._scores is not None
-        weight.kernels.compress_(grad, candidates, self._scores, add=True)
-        union = candidates | self._best(weight, grad)
-        added = {"scores": _at(weight, grad, union ^ candidates)}
-        moved, _ = move({"scores": self._scores}, candidates, union, added)
+    def decide(self, weight: Weight) -> Mask | None:
+        """Return the new mask; None if there was no gradient, or one that is not finite."""
+        if self._found is None or not bool(self._found.scores.isfinite().all()):
+            return None
+        return _survivors(weight, self._found.kept_words) | self._found.candidates
+
+    def _sum(
+        self, weight: Weight, grad: Tensor, kept_words: Tensor, candidates: Mask, scores: Tensor
+    ) -> _Found:
+        weight.kernels.compress_(grad, candidates, scores, add=True)
+        taken = _survivors(weight, kept_words) | candidates
+        count = min(self.count, taken.numel - taken.kept)
+        more = grow_largest(weight.name, grad, taken, count, self.seed)
+        union = candidates | more
+        added = {"scores": _at(weight, grad, more)}
+        moved, _ = move({"scores": scores}, candidates, union, added)
         words = largest(weight.name, moved["scores"], self.count, self.seed)
-        self._candidates = narrow(union, words)
-        best, _ = move(moved, union, self._candidates, {})
-        self._scores = best["scores"]
+        best = narrow(union, words)
+        return _Found(kept_words, best, move(moved, union, best, {})[0]["scores"])
+
+
+def _survivors(weight: Weight, kept_words: Tensor) -> Mask:
+    assert weight.mask is not None  # only weights with a mask are watched
+    return narrow(weight.mask, kept_words)
 
 
 def _at(weight: Weight, grad: Tensor, mask: Mask) -> Tensor:

@@ -13,7 +13,7 @@ for it, so that entries which were kept all along are corrected as without ages,
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import torch
@@ -48,27 +48,26 @@ def adamw_aged_(
         whole = count_step(update.step, settings, skip)
         younger_Z = age_Z < OLDEST
         age_Z += younger_Z if skip is None else younger_Z & ~skip
-        step_sizes, denominators = _tables(whole, settings, update.exp_avg_Z)
+        tables = _tables(whole, settings, update.exp_avg_Z)
+        update_pieces(update, settings, skip, partial(_look_up, age_Z, tables, whole))
 
-        def corrections_of(
-            piece_Z: slice,
-            age_Z: Tensor = age_Z,
-            whole: Corrections = whole,
-            step_sizes: Tensor = step_sizes,
-            denominators: Tensor = denominators,
-        ) -> Corrections:
-            ages = age_Z[piece_Z].to(torch.int32)
-            return Corrections(
-                step_sizes.index_select(0, ages), denominators.index_select(0, ages), whole.decay
-            )
 
-        update_pieces(update, settings, skip, corrections_of)
+def _look_up(
+    age_Z: Tensor, tables: tuple[Tensor, Tensor], whole: Corrections, piece_Z: slice
+) -> Corrections:
+    ages = age_Z[piece_Z].to(torch.int32)
+    step_sizes, denominators = (table.index_select(0, ages) for table in tables)
+    return Corrections(step_sizes, denominators, whole.decay)
 
 
 def _tables(whole: Corrections, settings: AdamWSettings, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return step sizes and denominators by age, in the type of the moments ``like``."""
     first, second = _bias_corrections(settings.beta1, settings.beta2, like.device)
-    step_sizes, denominators = settings.lr / first, second.clone()
+    lr = settings.lr
+    if not isinstance(lr, Tensor):
+        lr = torch.full((), lr, dtype=torch.float64, device=like.device)
+    # A tensor over a tensor: torch takes a number over a tensor for its inverse times the number.
+    step_sizes, denominators = lr.to(first) / first, second.clone()
     step_sizes[OLDEST] = whole.step_size
     denominators[OLDEST] = whole.denominator
     return step_sizes.to(like.dtype), denominators.to(like.dtype)
@@ -81,4 +80,7 @@ def _bias_corrections(beta1: float, beta2: float, device: torch.device) -> tuple
     ages = range(1, OLDEST + 1)
     first = [1.0, *(1 - beta1**age for age in ages)]  # age 0, before any update, is never looked up
     second = [1.0, *((1 - beta2**age) ** 0.5 for age in ages)]
-    return tuple(torch.tensor(t, dtype=torch.float64, device=device) for t in (first, second))
+    return (
+        torch.tensor(first, dtype=torch.float64, device=device),
+        torch.tensor(second, dtype=torch.float64, device=device),
+    )

@@ -5,6 +5,7 @@ mask is ever unpacked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
     for update in updates:
         corrections = count_step(update.step, settings, skip)
-        update_pieces(update, settings, skip, lambda _, corrections=corrections: corrections)
+        update_pieces(update, settings, skip, partial(_same, corrections))
 
 
 def update_pieces(
@@ -93,6 +94,10 @@ def update_pieces(
         if rest is not None and new_rest is not None:
             rest.copy_(new_rest)
     write_back(flat_N, update.dense)
+
+
+def _same(corrections: Corrections, piece_Z: slice) -> Corrections:
+    return corrections
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
