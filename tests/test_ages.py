@@ -1,21 +1,34 @@
 """Step counts of entries: without late entries they change nothing, with them they correct."""
 
 import copy
-from pathlib import Path
+import pathlib
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import samo
-from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, reference
+from samo.kernels import (
+    AdamWSettings,
+    AdamWUpdate,
+    AgedUpdate,
+    Path,
+    ages as ages_module,
+    choose_aged,
+    cpu_ages,
+    reference,
+)
 from samo.kernels.ages import OLDEST, adamw_aged_, ages_at
+from samo.kernels.rounding import join, split
 from samo.owners import owned_weights
+from tests.meters import assert_ulps
 
 SETTINGS = AdamWSettings(3e-3, 0.9, 0.999, 1e-8, 0.1)
 
 
-def build(dtype: torch.dtype, *, entry_steps: bool, kernels: str = "reference"):
+def build(
+    dtype: torch.dtype, *, entry_steps: bool, kernels: Path = "reference"
+) -> tuple[nn.Module, samo.AdamW]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
     masks = samo.prune(model, sparsity=0.7)
@@ -34,9 +47,12 @@ def train(model: nn.Module, opt: samo.AdamW, steps: int, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_without_late_entries_results_are_the_same_bit_for_bit(dtype: torch.dtype) -> None:
-    plain, plain_opt = build(dtype, entry_steps=False)
-    aged, aged_opt = build(dtype, entry_steps=True)
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_without_late_entries_results_are_the_same_bit_for_bit(
+    dtype: torch.dtype, kernels: Path
+) -> None:
+    plain, plain_opt = build(dtype, entry_steps=False, kernels=kernels)
+    aged, aged_opt = build(dtype, entry_steps=True, kernels=kernels)
     train(plain, plain_opt, 60, dtype)
     train(aged, aged_opt, 60, dtype)
     for name, value in plain.state_dict().items():
@@ -49,14 +65,18 @@ def test_without_late_entries_results_are_the_same_bit_for_bit(dtype: torch.dtyp
     assert "age" not in aged_opt.state[owned_weights(aged)["0.bias"].leaf]
 
 
-def update_of(step: float, seed: int = 0) -> AdamWUpdate:
-    generator = torch.Generator().manual_seed(seed)
-    mask = samo.Mask.from_bool(torch.rand(50, 60, generator=generator) < 0.3)
-    dense = mask.zero_(torch.randn(50, 60, generator=generator))
-    vectors = [torch.randn(mask.kept, generator=generator) for _ in range(3)]
-    return AdamWUpdate(
-        dense, mask, None, vectors[0], vectors[1], vectors[2].abs(), torch.tensor(step)
-    )
+def update_of(
+    step: float, dtype: torch.dtype = torch.float32, grad_dtype: torch.dtype | None = None
+) -> AdamWUpdate:
+    mask = samo.Mask.from_bool(torch.rand(50, 60) < 0.3)
+    moment = torch.float64 if dtype == torch.float64 else torch.float32
+    master = torch.randn(mask.kept, dtype=moment)
+    values, rest = split(master, dtype)
+    dense = torch.zeros(50, 60, dtype=dtype)
+    dense[mask.to_bool()] = values
+    grad = torch.randn(mask.kept).to(grad_dtype or dtype)
+    exp_avg, exp_avg_sq = torch.randn(2, mask.kept, dtype=moment)
+    return AdamWUpdate(dense, mask, rest, grad, exp_avg, exp_avg_sq.abs(), torch.tensor(step))
 
 
 def copy_of(update: AdamWUpdate) -> AdamWUpdate:
@@ -84,6 +104,7 @@ def test_each_entry_is_updated_as_a_weight_of_its_age_would_be() -> None:
     expected = ages.clone()
     adamw_aged_([AgedUpdate(ours, ages)], SETTINGS, None)
     assert torch.equal(ages, expected + 1)
+    assert ours.mask is not None
     kept = ours.mask.to_bool()
     for age in expected.unique().tolist():
         single = copy_of(before)._replace(step=torch.tensor(float(age)))
@@ -93,12 +114,85 @@ def test_each_entry_is_updated_as_a_weight_of_its_age_would_be() -> None:
         assert torch.equal(ours.exp_avg_sq_Z[mine], single.exp_avg_sq_Z[mine])
 
 
+TYPES = [
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+]
+
+
+def master_of(update: AdamWUpdate) -> Tensor:
+    assert update.mask is not None
+    return join(update.dense[update.mask.to_bool()], update.rest_Z)
+
+
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("beta1", [0.9, 0.4])
+def test_the_fast_path_is_within_two_ulp_of_the_reference(
+    types: tuple[torch.dtype, torch.dtype], beta1: float
+) -> None:
+    ours = update_of(500.0, *types)
+    theirs, before = copy_of(ours), master_of(ours)
+    ages = torch.randint(0, OLDEST + 1, ours.grad_Z.shape, dtype=torch.int16)
+    ages[:3] = OLDEST
+    expected = ages.clone()
+    settings = SETTINGS._replace(beta1=beta1)
+    cpu_ages.adamw_aged_([AgedUpdate(ours, ages)], settings, None)
+    adamw_aged_([AgedUpdate(theirs, expected)], settings, None)
+    assert torch.equal(ages, expected)
+    assert ours.step == theirs.step == 501
+    torch.testing.assert_close(ours.exp_avg_Z, theirs.exp_avg_Z)
+    torch.testing.assert_close(ours.exp_avg_sq_Z, theirs.exp_avg_sq_Z)
+    assert_ulps(master_of(ours), master_of(theirs), before, at_most=2)
+    assert not ours.dense[~ours.mask.to_bool()].any()
+
+
+def test_two_threads_give_the_bits_of_one() -> None:
+    mask = samo.Mask.from_bool(torch.rand(400, 500) < 0.4)
+    vectors = [torch.randn(mask.kept) for _ in range(2)] + [torch.rand(mask.kept)]
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            for dtype in (torch.float32, torch.bfloat16):
+                rest = None if dtype == torch.float32 else torch.zeros(mask.kept, dtype=torch.int16)
+                update = AdamWUpdate(
+                    mask.zero_(torch.ones(400, 500, dtype=dtype)),
+                    mask,
+                    rest,
+                    vectors[0].to(dtype),
+                    vectors[1].clone(),
+                    vectors[2].clone(),
+                    torch.tensor(3.0),
+                )
+                ages = torch.arange(mask.kept).remainder(9).to(torch.int16)
+                cpu_ages.adamw_aged_([AgedUpdate(update, ages)], SETTINGS, None)
+                found.append((update, ages))
+        finally:
+            torch.set_num_threads(1)
+    for (one, ages), (two, others) in zip(found[:2], found[2:]):
+        assert torch.equal(one.dense, two.dense)
+        assert torch.equal(ages, others)
+
+
+def test_a_cpu_takes_the_fast_path_and_others_the_plain_one() -> None:
+    assert choose_aged(torch.device("cpu")) is cpu_ages
+    assert choose_aged(torch.device("cpu"), "reference") is ages_module
+    assert choose_aged(torch.device("cpu"), "triton") is ages_module
+    assert choose_aged(torch.device("cuda")) is ages_module
+
+
+@pytest.mark.parametrize("path", ["auto", "reference"])
 @pytest.mark.parametrize("is_skipped", [True, False])
-def test_a_skipped_step_counts_nothing(is_skipped: bool) -> None:
+def test_a_skipped_step_counts_nothing(is_skipped: bool, path: Path) -> None:
     ours = update_of(7.0)
     before = copy_of(ours)
     ages = torch.full(ours.grad_Z.shape, 3, dtype=torch.int16)
-    adamw_aged_([AgedUpdate(ours, ages)], SETTINGS, torch.tensor(is_skipped))
+    choose_aged(torch.device("cpu"), path).adamw_aged_(
+        [AgedUpdate(ours, ages)], SETTINGS, torch.tensor(is_skipped)
+    )
     assert (ages == (3 if is_skipped else 4)).all()
     assert ours.step == (7 if is_skipped else 8)
     assert torch.equal(ours.dense, before.dense) == is_skipped
@@ -168,7 +262,7 @@ def remapped(*, entry_steps: bool) -> tuple[nn.Module, samo.AdamW]:
     return model, opt
 
 
-def test_a_checkpoint_brings_the_ages_back(tmp_path: Path) -> None:
+def test_a_checkpoint_brings_the_ages_back(tmp_path: pathlib.Path) -> None:
     model, opt = remapped(entry_steps=True)
     weight = owned_weights(model)["0.weight"]
     ages = opt.state[weight.leaf]["age"]
@@ -194,7 +288,7 @@ def test_a_checkpoint_brings_the_ages_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("entry_steps", [True, False])
 def test_a_checkpoint_with_ages_fits_only_an_optimizer_with_them(
-    tmp_path: Path, entry_steps: bool
+    tmp_path: pathlib.Path, entry_steps: bool
 ) -> None:
     model, opt = remapped(entry_steps=entry_steps)
     samo.save(tmp_path / "at", model, opt)

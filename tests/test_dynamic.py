@@ -162,7 +162,7 @@ def test_a_model_that_is_sparser_than_the_schedule_waits_for_it() -> None:
 def test_gradual_pruning_refuses_what_makes_no_sense() -> None:
     model = build(None)
     opt = samo.AdamW(samo.parameters(model))
-    with pytest.raises(ValueError, match="0 <= initial <= sparsity < 1, got initial=0.9 and"):
+    with pytest.raises(ValueError, match=r"0 <= initial <= sparsity < 1, got initial=0.9 and"):
         samo.GradualPruning(model, opt, 0.8, start=0, stop=10, every=1, initial=0.9)
     with pytest.raises(ValueError, match="got start=5, stop=5, every=1"):
         samo.GradualPruning(model, opt, 0.8, start=5, stop=5, every=1)

@@ -53,6 +53,8 @@ LAYERS: Final = (
         "samo.kernels.triton_kernels",
         "samo.kernels.cuda",
         "samo.kernels.ages",
+        "samo.kernels.age_loops",
+        "samo.kernels.cpu_ages",
         "samo.kernels.lean",
         "samo.kernels.lean_kernels",
         "samo.kernels.cuda_lean",

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
-from samo.kernels.ages import adamw_aged_, ages_at
+from samo.kernels.ages import ages_at
 from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.rounding import master_dtype, rest_dtype
 from samo.stepping import tell_scalers
@@ -66,7 +66,7 @@ class AdamW(Optimizer):
         state: "exact", or "lean" for 8-bit state.
         entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so that
             entries which `samo.remap_` adds late get Adam's bias correction for their own age. Without
-            such entries results are the same bit for bit. Updates run in plain torch operations.
+            such entries results are the same bit for bit. On a GPU updates run in plain torch operations.
 
     Raises:
         ValueError: A setting is out of range, or a float64 weight would get lean state, or
@@ -211,7 +211,7 @@ class AdamW(Optimizer):
         if lean:
             members[0][0].lean_kernels.adamw_lean_(lean, settings, skip)
         if aged:
-            adamw_aged_(aged, settings, skip)
+            members[0][0].aged_kernels.adamw_aged_(aged, settings, skip)
         if plain:
             members[0][0].kernels.adamw_(plain, settings, skip)
         for weight, _ in members:

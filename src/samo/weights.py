@@ -87,6 +87,11 @@ class Weight:
         return _kernels.choose_lean(self.device, self._path)
 
     @property
+    def aged_kernels(self) -> _kernels.AgedKernels:
+        """What updates the weight with an age for each entry."""
+        return _kernels.choose_aged(self.device, self._path)
+
+    @property
     def gradient(self) -> Tensor | None:
         """The tensor that holds the compressed gradient, or will hold the next one."""
         return self._buffer if self.leaf.grad is None else self.leaf.grad

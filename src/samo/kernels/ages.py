@@ -1,4 +1,4 @@
-"""AdamW whose entries have step counts of their own, in plain torch operations.
+"""AdamW whose entries have step counts of their own, in plain torch operations: what "right" means.
 
 Adam divides its moments, which start at 0, by how much of a full average they can have seen: 1 - beta**t
 after t updates. An entry that is kept anew at step 1,000 has seen one gradient, not 1,000:
@@ -48,19 +48,19 @@ def adamw_aged_(
         whole = count_step(update.step, settings, skip)
         younger_Z = age_Z < OLDEST
         age_Z += younger_Z if skip is None else younger_Z & ~skip
-        tables = _tables(whole, settings, update.exp_avg_Z)
-        update_pieces(update, settings, skip, partial(_look_up, age_Z, tables, whole))
+        found = tables(whole, settings, update.exp_avg_Z)
+        update_pieces(update, settings, skip, partial(_look_up, age_Z, found, whole))
 
 
 def _look_up(
-    age_Z: Tensor, tables: tuple[Tensor, Tensor], whole: Corrections, piece_Z: slice
+    age_Z: Tensor, found: tuple[Tensor, Tensor], whole: Corrections, piece_Z: slice
 ) -> Corrections:
     ages = age_Z[piece_Z].to(torch.int32)
-    step_sizes, denominators = (table.index_select(0, ages) for table in tables)
+    step_sizes, denominators = (table.index_select(0, ages) for table in found)
     return Corrections(step_sizes, denominators, whole.decay)
 
 
-def _tables(whole: Corrections, settings: AdamWSettings, like: Tensor) -> tuple[Tensor, Tensor]:
+def tables(whole: Corrections, settings: AdamWSettings, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return step sizes and denominators by age, in the type of the moments ``like``."""
     first, second = _bias_corrections(settings.beta1, settings.beta2, like.device)
     lr = settings.lr
