@@ -253,7 +253,7 @@ class Weight:
                 warnings.warn(
                     f"{written:,} values other than 0 were written to pruned entries of "
                     f"'{self.name}' and are set back to 0: the mask stays as it is. To train them, "
-                    "compress a new model with other masks",
+                    "give it another one with samo.remap_",
                     stacklevel=3,
                 )
                 self.mask.zero_(self.param)
