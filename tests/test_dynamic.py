@@ -16,7 +16,7 @@ from samo.dynamic import choices, schedules
 from samo.dynamic.growth import Growth
 from samo.owners import owned_weights
 from samo.weights import Weight
-from tests.meters import DenseGradients, small_gpt, tokens
+from tests.meters import DenseGradients, LargestTensor, small_gpt, tokens
 
 NAMES = ("0.weight", "2.weight")
 
@@ -284,7 +284,7 @@ def test_parts_of_a_gradient_are_summed_from_the_first_in_which_an_entry_is_larg
     with torch.no_grad():
         weight.param.copy_(torch.tensor([[5.0, 1.0, 0, 0, 0, 0]]))
     weight.check()
-    growth = Growth(1, seed=0)
+    growth = Growth(0.5, seed=0)
     assert growth.decide(weight) is None
     part(weight, growth, [9, 9, 3, 0, 2, 0], is_first=True)
     assert growth.decide(weight).to_bool().tolist() == [[True, True] + [False] * 4]  # its own place
@@ -294,6 +294,34 @@ def test_parts_of_a_gradient_are_summed_from_the_first_in_which_an_entry_is_larg
     assert growth.decide(weight).to_bool().tolist() == [[True] + [False] * 3 + [True, False]]
     part(weight, growth, [9, 0, 0, float("inf"), 0, 0])
     assert growth.decide(weight) is None  # and the masks stay as they are
+
+
+def test_a_mask_that_changed_in_between_is_left_alone_until_there_is_a_new_gradient() -> None:
+    model = build()
+    weight = owned_weights(model)["0.weight"]
+    growth = Growth(0.3, seed=0)
+    growth(weight, torch.randn(64, 40), True)
+    assert growth.decide(weight) is not None
+    samo.remap_(model, samo.prune(model, 0.95))
+    assert growth.decide(weight) is None
+    growth(weight, torch.randn(64, 40), False)
+    decided = growth.decide(weight)
+    assert decided is not None
+    assert decided.kept == weight.kept
+
+
+def test_nothing_as_large_as_a_large_weight_is_made_to_choose_its_entries() -> None:
+    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
+    samo.compress_(model, samo.prune(model, 0.95, method="random"))
+    weight = owned_weights(model)["0.weight"]
+    growth = Growth(0.3, seed=0)
+    grad = torch.randn(2048, 2048)
+    with LargestTensor() as meter:
+        growth(weight, grad, True)
+        growth(weight, grad, False)
+        decided = growth.decide(weight)
+    assert decided is not None
+    assert 0 < meter.numel <= 2**20 < weight.param.numel()
 
 
 def test_a_tied_weight_counts_all_its_uses() -> None:

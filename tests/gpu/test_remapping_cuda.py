@@ -1,6 +1,5 @@
 """Masks that change on a CUDA device: the bits of a CPU's."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 import samo
+from samo.kernels import AgedUpdate
 from samo.kernels.ages import adamw_aged_
 from samo.owners import owned_weights
 from tests.test_ages import SETTINGS, copy_of, update_of
@@ -35,9 +35,9 @@ def test_a_remap_on_a_gpu_is_that_of_a_cpu(kind: str, dtype: torch.dtype) -> Non
     there_opt.load_state_dict(opt.state_dict())
     samo.remap_(model, new, opt)
     samo.remap_(there, new, there_opt)
-    moved = dense_state(there.cpu(), there_opt)
+    moved = dense_state(there, there_opt)
     for what, value in dense_state(model, opt).items():
-        assert torch.equal(moved[what].cpu(), value), what
+        assert torch.equal(moved[what], value), what
 
 
 def test_ages_on_a_gpu_are_those_of_a_cpu() -> None:
@@ -51,8 +51,8 @@ def test_ages_on_a_gpu_are_those_of_a_cpu() -> None:
         },
     )
     there_ages = ages.cuda()
-    adamw_aged_([(ours, ages)], SETTINGS, None)
-    adamw_aged_([(there, there_ages)], SETTINGS, torch.tensor(False, device="cuda"))
+    adamw_aged_([AgedUpdate(ours, ages)], SETTINGS, None)
+    adamw_aged_([AgedUpdate(there, there_ages)], SETTINGS, torch.tensor(False, device="cuda"))
     assert torch.equal(there_ages.cpu(), ages)
     # torch's CUDA operations fuse a product and a sum here and there.
     torch.testing.assert_close(there.dense.cpu(), ours.dense, rtol=1e-5, atol=1e-6)
@@ -80,5 +80,3 @@ def test_masks_move_and_the_model_trains(grow: Any, dtype: torch.dtype) -> None:
             assert mask.kept == masks[name].kept
             assert not model.get_parameter(name)[~mask.to_bool()].any()
     assert losses[-1] < 0.5 * losses[0]
-    held = samo.ledger(copy.deepcopy(model))
-    assert held.pruned.measured["weights"] == held.pruned.predicted["weights"]

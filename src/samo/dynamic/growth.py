@@ -26,18 +26,24 @@ __all__ = []
 
 
 class _Found(NamedTuple):
+    mask: Mask
+    """The weight's, on which all of this stands."""
     kept_words: Tensor
-    """Packed bits: which of the kept entries stay."""
+    """Packed bits: which of its kept entries stay."""
     candidates: Mask
     scores: Tensor
     """The gradients of the candidates, summed up."""
+
+    @property
+    def survivors(self) -> Mask:
+        return narrow(self.mask, self.kept_words)
 
 
 class Growth:
     """Watches a weight's dense gradients, and decides what to drop and what to grow."""
 
-    def __init__(self, count: int, seed: int) -> None:
-        self.count: Final = count
+    def __init__(self, fraction: float, seed: int) -> None:
+        self.fraction: Final = fraction
         self.seed: Final = seed
         self._found: _Found | None = None
 
@@ -49,39 +55,39 @@ class Growth:
     @torch.no_grad()
     def __call__(self, weight: Weight, grad: Tensor, is_first: bool) -> None:
         """Take in a dense gradient, the first of a sum or a further part of it."""
-        if is_first or self._found is None:
-            staying = weight.kept - self.count
-            kept_words = largest(weight.name, weight.masters(), staying, self.seed)
-            survivors = _survivors(weight, kept_words)
-            candidates = grow_largest(weight.name, grad, survivors, self.count, self.seed)
-            self._found = _Found(kept_words, candidates, _at(weight, grad, candidates))
+        assert weight.mask is not None  # only weights with a mask are watched
+        if is_first or self._found is None or self._found.mask is not weight.mask:
+            self._found = self._first(weight, weight.mask, grad)
         else:
-            self._found = self._sum(weight, grad, *self._found)
+            self._found = self._sum(weight, grad, self._found)
 
     def decide(self, weight: Weight) -> Mask | None:
-        """Return the new mask; None if there was no gradient, or one that is not finite."""
-        if self._found is None or not bool(self._found.scores.isfinite().all()):
+        """Return the new mask; None without a gradient, or if it or the mask cannot be trusted."""
+        found = self._found
+        if found is None or found.mask is not weight.mask:
             return None
-        return _survivors(weight, self._found.kept_words) | self._found.candidates
+        return found.survivors | found.candidates if bool(found.scores.isfinite().all()) else None
 
-    def _sum(
-        self, weight: Weight, grad: Tensor, kept_words: Tensor, candidates: Mask, scores: Tensor
-    ) -> _Found:
+    def _first(self, weight: Weight, mask: Mask, grad: Tensor) -> _Found:
+        count = round(self.fraction * mask.kept)
+        kept_words = largest(weight.name, weight.masters(), mask.kept - count, self.seed)
+        survivors = narrow(mask, kept_words)
+        candidates = grow_largest(weight.name, grad, survivors, count, self.seed)
+        return _Found(mask, kept_words, candidates, _at(weight, grad, candidates))
+
+    def _sum(self, weight: Weight, grad: Tensor, found: _Found) -> _Found:
+        candidates, scores = found.candidates, found.scores
         weight.kernels.compress_(grad, candidates, scores, add=True)
-        taken = _survivors(weight, kept_words) | candidates
-        count = min(self.count, taken.numel - taken.kept)
+        taken = found.survivors | candidates
+        count = min(candidates.kept, taken.numel - taken.kept)
         more = grow_largest(weight.name, grad, taken, count, self.seed)
         union = candidates | more
         added = {"scores": _at(weight, grad, more)}
         moved, _ = move({"scores": scores}, candidates, union, added)
-        words = largest(weight.name, moved["scores"], self.count, self.seed)
+        words = largest(weight.name, moved["scores"], candidates.kept, self.seed)
         best = narrow(union, words)
-        return _Found(kept_words, best, move(moved, union, best, {})[0]["scores"])
-
-
-def _survivors(weight: Weight, kept_words: Tensor) -> Mask:
-    assert weight.mask is not None  # only weights with a mask are watched
-    return narrow(weight.mask, kept_words)
+        best_scores = move(moved, union, best, {})[0]["scores"]
+        return found._replace(candidates=best, scores=best_scores)
 
 
 def _at(weight: Weight, grad: Tensor, mask: Mask) -> Tensor:

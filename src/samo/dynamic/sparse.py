@@ -177,12 +177,12 @@ class DynamicSparse:
         """Let the weights be watched in the backward passes before a replacement, and in no others."""
         step = self._steps + 1
         is_watched = self._grow == "gradient" and is_replacing_step(step, self._stop, self._every)
+        fraction, seed = cosine_fraction(step, self._stop, self._drop), self._seed_at(step)
         self._growths = {}
         for name, weight in pruned_weights(self._model).items():
             weight.watcher = None
             if is_watched:
-                count = self._count(weight, step)
-                weight.watcher = self._growths[name] = Growth(count, self._seed_at(step))
+                weight.watcher = self._growths[name] = Growth(fraction, seed)
 
     def _by_gradient(self, weights: dict[str, Weight]) -> Masks:
         if not any(growth.has_seen for growth in self._growths.values()):
@@ -203,14 +203,11 @@ class DynamicSparse:
         seed = self._seed_at(step)
         for name, weight in weights.items():
             assert weight.mask is not None
-            count = self._count(weight, step)
+            count = round(cosine_fraction(step, self._stop, self._drop) * weight.kept)
             staying = weight.kept - count
             survivors = prune_to(name, weight.mask, weight.masters(), staying, seed)
             masks[name] = survivors | grow_random(name, survivors, count, seed)
         return Masks(masks)
-
-    def _count(self, weight: Weight, step: int) -> int:
-        return round(cosine_fraction(step, self._stop, self._drop) * weight.kept)
 
     def _seed_at(self, step: int) -> int:
         return self._seed * 2**32 + step
