@@ -68,6 +68,29 @@ class DenseGradients(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, passing)
 
 
+class LargestTensor(TorchDispatchMode):
+    """Notes the entries of the largest tensor that is made, views of older ones left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                entries = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.numel = max(self.numel, entries)
+        return out
+
+
 def live_storages() -> dict[int, int]:
     """Return address and bytes of every storage that a live tensor of this process refers to."""
     gc.collect()

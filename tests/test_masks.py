@@ -670,3 +670,18 @@ def test_from_zeros_sees_a_pruned_head_and_passes_over_one_that_starts_at_zero()
         model["head"].weight[:, :4] = 0
         model["lm_head"].weight.zero_()
     assert sorted(Masks.from_zeros(model)) == ["body.weight", "head.weight"]
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (63,), (64,), (65,), (2048,), (3, 683)], ids=str)
+def test_a_whole_mask_keeps_everything(shape: tuple[int, ...]) -> None:
+    assert Mask.whole(shape) == Mask.from_bool(torch.ones(shape, dtype=torch.bool))
+
+
+def test_whole_masks_are_for_what_would_be_pruned() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    assert list(Masks.whole(model)) == ["1.weight", "2.weight"]
+    masks = Masks.whole(model, skip=["2.*"])
+    assert list(masks) == ["1.weight"]
+    assert masks.sparsity == 0
+    with pytest.raises(ValueError, match="skip pattern '3"):
+        Masks.whole(model, skip=["3.*"])

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from samo.checkpoints.loading import load as load
     from samo.checkpoints.saving import save as save
     from samo.compression import compress_ as compress_
+    from samo.dynamic.gradual import GradualPruning as GradualPruning
+    from samo.dynamic.sparse import DynamicSparse as DynamicSparse
     from samo.early_bird import EarlyBird as EarlyBird
     from samo.errors import (
         CheckpointError as CheckpointError,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
     from samo.pruning import prune as prune
+    from samo.remapping import remap_ as remap_
     from samo.scaling import LossScaler as LossScaler
 
 __version__: Final = "0.1.0"
@@ -54,6 +57,8 @@ _MODULES: Final = {
     "AdamW": "samo.optim",
     "CompressionError": "samo.errors",
     "EarlyBird": "samo.early_bird",
+    "DynamicSparse": "samo.dynamic.sparse",
+    "GradualPruning": "samo.dynamic.gradual",
     "Ledger": "samo.memory.ledger",
     "LossScaler": "samo.scaling",
     "Mask": "samo.masks",
@@ -69,6 +74,7 @@ _MODULES: Final = {
     "parameters": "samo.leaves",
     "prunable": "samo.candidates",
     "prune": "samo.pruning",
+    "remap_": "samo.remapping",
     "save": "samo.checkpoints.saving",
 }
 

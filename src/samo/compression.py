@@ -112,8 +112,8 @@ def _check_arguments(
     if owned_weights(model):
         name = next(iter(owned_weights(model)))
         raise CompressionError(
-            f"the model is compressed already (its parameter '{name}' is); load the weights into a "
-            "new model to compress it with other masks"
+            f"the model is compressed already (its parameter '{name}' is); to give it other masks, call "
+            "samo.remap_(model, masks, opt)"
         )
     if weights != "resident":
         raise ValueError(f"weights must be 'resident', got {weights!r}")

@@ -88,6 +88,23 @@ class Mask:
         bitmap.pack(keep.reshape(-1), words)
         return cls(keep.shape, words)
 
+    @classmethod
+    def whole(cls, shape: Iterable[int], device: torch.device | str = "cpu") -> "Mask":
+        """Build a mask that keeps everything.
+
+        Example:
+            >>> import samo
+            >>> samo.Mask.whole((2, 3))
+            Mask(2x3, 6 of 6 kept, sparsity 0.000)
+        """
+        shape = tuple(shape)
+        numel = math.prod(shape)
+        words = torch.full((bitmap.num_words(numel),), -1, dtype=torch.int32, device=device)
+        tail = numel // (2 * bitmap.WORD_BITS) * 2 * bitmap.WORD_BITS
+        if tail < numel:
+            bitmap.pack(torch.ones(numel - tail, dtype=torch.bool, device=device), words, tail)
+        return cls(shape, words)
+
     def to_bool(self) -> Tensor:
         """Return the mask as a boolean tensor of its shape: 1 byte a weight, for looking at.
 
@@ -264,6 +281,35 @@ class Masks(Mapping[str, Mask]):
         return (
             f"Masks({len(self)} tensors, {self.kept:,} of {self.numel:,} weights kept, "
             f"sparsity {self.sparsity:.3f})"
+        )
+
+    @classmethod
+    def whole(cls, model: nn.Module, *, skip: Iterable[str] = ()) -> "Masks":
+        """Build masks that keep everything, of the weights that `samo.prune` would prune.
+
+        A model compressed with them trains as a dense one, and can be pruned step by step
+        (`samo.GradualPruning`).
+
+        Example:
+            >>> import torch, samo
+            >>> samo.Masks.whole(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+            Masks(1 tensors, 4,096 of 4,096 weights kept, sparsity 0.000)
+
+        Args:
+            model: Any module.
+            skip: Shell-style patterns of weights to leave without a mask.
+
+        Raises:
+            ValueError: A pattern matches no parameter.
+        """
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        skipped = matching(skip, parameters, "skip")
+        return cls(
+            {
+                name: Mask.whole(parameters[name].shape, parameters[name].device)
+                for name in prunable(model)
+                if name not in skipped
+            }
         )
 
     @classmethod

@@ -1,6 +1,7 @@
 """`AdamW` on compressed state, exact or lean: no fp32 copy of weights or gradients."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samo.errors import CompressionError, MaskError
-from samo.kernels import AdamWSettings, AdamWUpdate, LeanUpdate
+from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
+from samo.kernels.ages import ages_at
 from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.rounding import master_dtype, rest_dtype
 from samo.stepping import tell_scalers
@@ -23,6 +25,9 @@ _REST_KEYS: Final = {
     torch.float32: "master",
 }
 """Name, in the optimizer's state, of what is stored beside a weight, by its type."""
+
+_AGE: Final = "age"
+"""Name of the updates that each entry has had."""
 
 
 class AdamW(Optimizer):
@@ -59,9 +64,13 @@ class AdamW(Optimizer):
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
         state: "exact", or "lean" for 8-bit state.
+        entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so that
+            entries which `samo.remap_` adds late get Adam's bias correction for their own age. Without
+            such entries results are the same bit for bit. On a GPU updates run in plain torch operations.
 
     Raises:
-        ValueError: A setting is out of range, or a float64 weight would get lean state.
+        ValueError: A setting is out of range, or a float64 weight would get lean state, or
+            ``entry_steps`` is asked for with lean state.
         CompressionError: A parameter is not a leaf of a compressed model.
     """
 
@@ -76,10 +85,17 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         state: Literal["exact", "lean"] = "exact",
+        entry_steps: bool = False,
     ) -> None:
         if state not in ("exact", "lean"):
             raise ValueError(f"state must be 'exact' or 'lean', got {state!r}")
+        if entry_steps and state == "lean":
+            raise ValueError(
+                "entry_steps=True goes with state='exact' alone, got state='lean', whose updates correct "
+                "all entries of a weight alike; leave out one of the two"
+            )
         self.is_lean: Final = state == "lean"
+        self.entry_steps: Final = entry_steps
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
@@ -181,34 +197,38 @@ class AdamW(Optimizer):
             return
         beta1, beta2 = group["betas"]
         settings = AdamWSettings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-        updates, states = [], []
+        plain: list[AdamWUpdate] = []
+        lean: list[LeanUpdate] = []
+        aged: list[AgedUpdate] = []
         for weight, gradient in members:
             state = self._state_of(weight)
-            states.append(state)
-            updates.append(
-                AdamWUpdate(
-                    weight.param,
-                    weight.mask,
-                    weight.rest,
-                    gradient,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state["step"],
-                )
+            update = AdamWUpdate(
+                weight.param,
+                weight.mask,
+                weight.rest,
+                gradient,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state["step"],
             )
-        if self.is_lean:
-            lean_updates = [
-                LeanUpdate(update, state["exp_avg_scale"], state["exp_avg_sq_scale"])
-                for update, state in zip(updates, states)
-            ]
-            members[0][0].lean_kernels.adamw_lean_(lean_updates, settings, skip)
-        else:
-            members[0][0].kernels.adamw_(updates, settings, skip)
+            if self.is_lean:
+                lean.append(LeanUpdate(update, state["exp_avg_scale"], state["exp_avg_sq_scale"]))
+            elif _AGE in state:
+                aged.append(AgedUpdate(update, state[_AGE]))
+            else:
+                plain.append(update)
+        if lean:
+            members[0][0].lean_kernels.adamw_lean_(lean, settings, skip)
+        if aged:
+            members[0][0].aged_kernels.adamw_aged_(aged, settings, skip)
+        if plain:
+            members[0][0].kernels.adamw_(plain, settings, skip)
         for weight, _ in members:
             weight.changed()
 
     def _state_of(self, weight: Weight) -> dict[str, Any]:
         state = self.state[weight.leaf]
+        weight.stepped_by = weakref.ref(self)
         if not state:
             grad = weight.leaf.grad
             assert grad is not None
@@ -233,9 +253,11 @@ class AdamW(Optimizer):
     def _layout(self, weight: Weight) -> dict[str, tuple[torch.dtype, int]]:
         """Return type and size of what is kept for a weight beside its step count and its rest."""
         if not self.is_lean:
-            return dict.fromkeys(
-                ("exp_avg", "exp_avg_sq"), (master_dtype(weight.dtype), weight.kept)
-            )
+            moment = (master_dtype(weight.dtype), weight.kept)
+            layout = {"exp_avg": moment, "exp_avg_sq": moment}
+            if self.entry_steps and weight.mask is not None:
+                layout[_AGE] = (torch.int16, weight.kept)
+            return layout
         scale = (torch.float32, num_groups(weight.param.numel(), weight.mask))
         return {
             "exp_avg": (torch.int8, weight.kept),
@@ -299,6 +321,7 @@ class AdamW(Optimizer):
             self.state[weight.leaf] = {
                 key: value.to(weight.device, copy=True) for key, value in saved[index].items()
             }
+            weight.stepped_by = weakref.ref(self)
         skipped = state_dict.get("skipped_steps", 0)
         self._skipped = torch.tensor(skipped, device=weights[0].device) if weights else None
 
@@ -313,6 +336,11 @@ class AdamW(Optimizer):
                 f"keeps {kinds[self.is_lean]} state; build it with state='{kinds[is_lean]}'"
             )
         expected = self._layout(weight)
+        if (_AGE in found) != (_AGE in expected):
+            raise MaskError(
+                f"the saved optimizer state of '{weight.name}' has {'' if _AGE in found else 'no '}step "
+                f"counts of its entries; build the optimizer with entry_steps={_AGE in found}"
+            )
         rest = rest_dtype(weight.dtype, is_lean=self.is_lean)
         if rest is not None:
             expected[_REST_KEYS[rest]] = (rest, weight.kept)
@@ -374,7 +402,10 @@ class AdamW(Optimizer):
                 exp_avg, exp_avg_sq = moments.values()
                 codes = quantise_weight(exp_avg, exp_avg_sq, weight.param.numel(), weight.mask)
                 moments = dict(zip(self._layout(weight), codes))
+            if _AGE in self._layout(weight):
+                moments[_AGE] = ages_at(state["step"], weight.kept)
             self.state[weight.leaf] = {**state, **moments}
+            weight.stepped_by = weakref.ref(self)
 
     def _all_weights(self) -> list[Weight]:
         return _weights_of(leaf for group in self.param_groups for leaf in group["params"])

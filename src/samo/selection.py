@@ -77,7 +77,11 @@ def keep_largest(group: Sequence[Entries], kept: int) -> list[Tensor]:
 
     Entries with equal keys are taken by the largest hash, and by order only where hashes agree too.
     """
-    cut = _find_cut(group, Entries.keys, group[0].bits, kept)
+
+    def keys(entries: Entries, start: int, stop: int) -> Tensor:
+        return entries.keys(start, stop)  # those of its own class
+
+    cut = _find_cut(group, keys, group[0].bits, kept)
     if cut.fits == cut.equal:
         return [_words(entries, cut.key, None) for entries in group]
 

@@ -6,6 +6,7 @@ A gradient that is not finite makes the step do nothing, as with `samo.AdamW`, u
 from a closure; to know it costs one synchronisation with the device, which `samo.AdamW` does without.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -61,6 +62,8 @@ def _before_step(
     weights = _compressed_weights(optimizer)
     if not weights:
         return None
+    for weight in weights:
+        weight.stepped_by = weakref.ref(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
         for weight in weights:

@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from samo import kernels as _kernels
 from samo.errors import CompressionError
@@ -28,6 +29,9 @@ from samo.masks import Mask
 __all__ = []
 
 _TAG: Final = "_samo_weight"
+
+Watcher = Callable[["Weight", Tensor, bool], None]
+"""Looks at a weight's dense gradient before it is compressed; told whether it is the first of a sum."""
 
 
 class Scaler(Protocol):
@@ -64,6 +68,8 @@ class Weight:
         self.rest: Tensor | None = None
         self.scaler: Scaler | None = None
         self.is_lent = False
+        self.watcher: Watcher | None = None
+        self.stepped_by: weakref.ref[Optimizer] | None = None
         self._path: Final = path
         self._buffer: Tensor | None = None
         self._set_dense()
@@ -79,6 +85,11 @@ class Weight:
     def lean_kernels(self) -> _kernels.LeanKernels:
         """What updates the weight with 8-bit state."""
         return _kernels.choose_lean(self.device, self._path)
+
+    @property
+    def aged_kernels(self) -> _kernels.AgedKernels:
+        """What updates the weight with an age for each entry."""
+        return _kernels.choose_aged(self.device, self._path)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -103,6 +114,8 @@ class Weight:
         """Add a dense gradient to the compressed one."""
         if grad.layout != torch.strided:
             grad = grad.to_dense()
+        if self.watcher is not None:
+            self.watcher(self, grad, self.leaf.grad is None)
         factor = None if self.scaler is None else self.scaler.inverse
         if self.leaf.grad is not None:
             self.kernels.compress_(grad, self.mask, self.leaf.grad, add=True, factor=factor)
@@ -151,7 +164,7 @@ class Weight:
         With ``is_lean`` in the type that lean or exact state has it, which it keeps from then on.
         """
         if self.rest is None and rest_dtype(self.dtype) is not None:
-            self.rest = split(join(self._compressed(), None), self.dtype)[1]
+            self.rest = split(join(self.values(), None), self.dtype)[1]
         if self.rest is not None and is_lean is not None:
             dtype = rest_dtype(self.dtype, is_lean=is_lean)
             assert dtype is not None
@@ -162,7 +175,7 @@ class Weight:
         """Put the master values, and a gradient of their type, into the leaf for an optimizer."""
         self.check()
         grad = self.leaf.grad
-        self._set_leaf(join(self._compressed(), self.ensure_rest()))
+        self._set_leaf(join(self.values(), self.ensure_rest()))
         self.leaf.grad = None if grad is None else grad.to(self.leaf.dtype)
         self.is_lent = True
 
@@ -196,6 +209,26 @@ class Weight:
         torch.autograd.graph.increment_version(self.param)
         self._note_state()
 
+    def values(self) -> Tensor:
+        """Return the kept values in the weight's type: a new vector."""
+        values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
+        self.kernels.compress_(self.param, self.mask, values)
+        return values
+
+    def masters(self) -> Tensor:
+        """Return the kept values with what their rounding left over, as an update sees them."""
+        return join(self.values(), self.rest)
+
+    def remap(
+        self, mask: Mask | None, values: Tensor, rest: Tensor | None, grad: Tensor | None
+    ) -> None:
+        """Take another mask, with the vectors that belong to it; the leaf stays the same object."""
+        self.mask, self.rest, self._buffer = mask, rest, grad
+        self._empty_leaf()
+        self.leaf.grad = grad
+        self.kernels.expand_(values, mask, self.param)
+        self.changed()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
         new = object.__new__(Weight)
         memo[id(self)] = new
@@ -204,6 +237,7 @@ class Weight:
         new.__dict__["leaf"] = memo[id(self.leaf)] = new._new_leaf()
         new.rest = None if self.rest is None else self.rest.clone()
         new._buffer, new.is_lent = None, False
+        new.watcher, new.stepped_by = None, None
         if self.leaf.grad is not None:
             new.leaf.grad = self.leaf.grad.to(self.grad_dtype, copy=True)
         new._note_state()
@@ -212,14 +246,14 @@ class Weight:
 
     def _adopt(self) -> None:
         """Take the parameter's present values, written by somebody else, as the new weights."""
-        values = self._compressed()
+        values = self.values()
         if self.mask is not None:
             written = int(self.param.count_nonzero()) - int(values.count_nonzero())
             if written:
                 warnings.warn(
                     f"{written:,} values other than 0 were written to pruned entries of "
                     f"'{self.name}' and are set back to 0: the mask stays as it is. To train them, "
-                    "compress a new model with other masks",
+                    "give it another one with samo.remap_",
                     stacklevel=3,
                 )
                 self.mask.zero_(self.param)
@@ -243,11 +277,6 @@ class Weight:
         self.rest = rest if param.requires_grad else None
         param.grad = None
         self.changed()
-
-    def _compressed(self) -> Tensor:
-        values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
-        self.kernels.compress_(self.param, self.mask, values)
-        return values
 
     def _free_buffer(self) -> Tensor:
         """Return the buffer of the last gradient, or a new one if somebody still looks at that."""

@@ -178,9 +178,15 @@ class OptimizerState:
                 f"'{path}' has {kinds[is_lean]} optimizer state and this optimizer keeps "
                 f"{kinds[opt.is_lean]} state; build samo.AdamW with state='{kinds[is_lean]}'"
             )
+        layout = opt._layout(self.model.weights[name])
+        if ("age" in content) != ("age" in layout):
+            has = "age" in content
+            raise CheckpointError(
+                f"'{path}' has {'' if has else 'no '}step counts of the entries of '{name}'; build "
+                f"samo.AdamW with entry_steps={has}"
+            )
         specs = {key: _spec(value, saved) for key, value in content.items()}
         found = {key: spec and (spec.shape, spec.dtype) for key, spec in specs.items()}
-        layout = opt._layout(self.model.weights[name])
         expected = {key: ((size,), dtype) for key, (dtype, size) in layout.items()}
         if found != {"step": ((), torch.float32), **expected}:
             raise self._misfit(path, name, "state", found)

@@ -12,7 +12,9 @@ Four operations carry everything else; the first three read the mask's bits bloc
 another device is one more module with these four functions and one more line in `choose`.
 
 A fifth, ``adamw_lean_``, is an AdamW update with 8-bit state, in modules of its own: ``lean`` in plain
-torch operations, and ``cuda_lean`` for an NVIDIA GPU. A CPU takes the former.
+torch operations, and ``cuda_lean`` for an NVIDIA GPU. A CPU takes the former. A sixth, ``adamw_aged_``, is
+one whose entries have step counts of their own: ``ages`` in plain torch operations, which a GPU takes as
+well, and ``cpu_ages``.
 
 Shape suffixes below: N = entries of the dense tensor, Z = kept entries, G = groups of entries.
 """
@@ -60,6 +62,14 @@ class LeanUpdate(NamedTuple):
     exp_avg_sq_scale_G: Tensor
 
 
+class AgedUpdate(NamedTuple):
+    """One weight's part of an AdamW step with an age for each entry: see `samo.kernels.ages`."""
+
+    update: AdamWUpdate
+    age_Z: Tensor
+    """How many updates each entry has had, int16; the update counts itself."""
+
+
 class AdamWSettings(NamedTuple):
     """What all weights of one parameter group share in an AdamW step."""
 
@@ -105,6 +115,15 @@ class LeanKernels(Protocol):
         """Update weights, corrections, moments, scales and step counts in place, as ``adamw_`` does."""
 
 
+class AgedKernels(Protocol):
+    """What an implementation of AdamW with an age for each entry provides."""
+
+    def adamw_aged_(
+        self, updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor | None
+    ) -> None:
+        """Update weights, remainders, moments, ages and step counts in place, as ``adamw_`` does."""
+
+
 def choose(device: torch.device, path: Path = "auto") -> Kernels:
     """Return the fastest implementation for ``device``, or the one that ``path`` asks for."""
     from samo.kernels import reference
@@ -143,6 +162,17 @@ def choose_lean(device: torch.device, path: Path = "auto") -> LeanKernels:
     from samo.kernels import cuda_lean
 
     return cuda_lean
+
+
+def choose_aged(device: torch.device, path: Path = "auto") -> AgedKernels:
+    """Return the implementation of AdamW with ages that goes with `choose`."""
+    from samo.kernels import ages, reference
+
+    if device.type != "cpu" or path != "auto" or choose(device, path) is reference:
+        return ages
+    from samo.kernels import cpu_ages
+
+    return cpu_ages
 
 
 @cache

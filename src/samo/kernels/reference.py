@@ -4,7 +4,8 @@ Tensors are walked in pieces of 2**20 entries, so that no temporary grows with a
 mask is ever unpacked.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,30 +60,44 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
     for update in updates:
         corrections = count_step(update.step, settings, skip)
-        flat_N = update.dense.detach().reshape(-1)
-        for piece_N, keep, piece_Z in pieces(flat_N, update.mask):
-            old = piece_N if keep is None else piece_N[keep]
-            rest = None if update.rest_Z is None else update.rest_Z[piece_Z]
-            master = join(old, rest)
-            exp_avg, exp_avg_sq = update.exp_avg_Z[piece_Z], update.exp_avg_sq_Z[piece_Z]
-            new = adamw_values(
-                master,
-                update.grad_Z[piece_Z].to(master.dtype),
-                exp_avg,
-                exp_avg_sq,
-                corrections,
-                settings,
-            )
-            for target, source in zip((master, exp_avg, exp_avg_sq), new):
-                target.copy_(source if skip is None else torch.where(skip, target, source))
-            values, new_rest = split(master, piece_N.dtype)
-            if keep is None:
-                piece_N.copy_(values)
-            else:
-                piece_N[keep] = values
-            if rest is not None and new_rest is not None:
-                rest.copy_(new_rest)
-        write_back(flat_N, update.dense)
+        update_pieces(update, settings, skip, partial(_same, corrections))
+
+
+def update_pieces(
+    update: AdamWUpdate,
+    settings: AdamWSettings,
+    skip: Tensor | None,
+    corrections_of: Callable[[slice], Corrections],
+) -> None:
+    """Update a weight piece by piece; ``corrections_of`` is asked for each piece's corrections."""
+    flat_N = update.dense.detach().reshape(-1)
+    for piece_N, keep, piece_Z in pieces(flat_N, update.mask):
+        old = piece_N if keep is None else piece_N[keep]
+        rest = None if update.rest_Z is None else update.rest_Z[piece_Z]
+        master = join(old, rest)
+        exp_avg, exp_avg_sq = update.exp_avg_Z[piece_Z], update.exp_avg_sq_Z[piece_Z]
+        new = adamw_values(
+            master,
+            update.grad_Z[piece_Z].to(master.dtype),
+            exp_avg,
+            exp_avg_sq,
+            corrections_of(piece_Z),
+            settings,
+        )
+        for target, source in zip((master, exp_avg, exp_avg_sq), new):
+            target.copy_(source if skip is None else torch.where(skip, target, source))
+        values, new_rest = split(master, piece_N.dtype)
+        if keep is None:
+            piece_N.copy_(values)
+        else:
+            piece_N[keep] = values
+        if rest is not None and new_rest is not None:
+            rest.copy_(new_rest)
+    write_back(flat_N, update.dense)
+
+
+def _same(corrections: Corrections, piece_Z: slice) -> Corrections:
+    return corrections
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:

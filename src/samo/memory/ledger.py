@@ -23,6 +23,7 @@ _LABELS: dict[Kind, str] = {
     "gradients": "gradients",
     "rest": "remainder or master",
     "moments": "moments",
+    "ages": "ages of entries",
 }
 
 
@@ -227,7 +228,8 @@ class _Meter:
 
 def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share:
     is_lean = isinstance(opt, AdamW) and opt.is_lean
-    specs = [_spec(weight, is_lean=is_lean) for weight in weights]
+    has_ages = isinstance(opt, AdamW) and opt.entry_steps
+    specs = [_spec(weight, is_lean=is_lean, has_ages=has_ages) for weight in weights]
     vectors = [_vectors(weight, opt) for weight in weights]
     measured: dict[Kind, int] = {
         "weights": sum(meter.count(weight.param) for weight in weights),
@@ -239,6 +241,7 @@ def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share
         "gradients": sum(meter.count(weight.gradient, weight.leaf.grad) for weight in weights),
         "rest": sum(meter.count(weight.rest) for weight in weights),
         "moments": sum(meter.count(*tensors) for tensors in vectors),
+        "ages": sum(meter.count(_age(weight, opt)) for weight in weights),
     }
     moments = 0
     if opt is not None:
@@ -253,7 +256,7 @@ def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share
     )
 
 
-def _spec(weight: Weight, *, is_lean: bool) -> TensorSpec:
+def _spec(weight: Weight, *, is_lean: bool, has_ages: bool) -> TensorSpec:
     return TensorSpec(
         numel=weight.param.numel(),
         kept=None if weight.mask is None else weight.mask.kept,
@@ -261,17 +264,26 @@ def _spec(weight: Weight, *, is_lean: bool) -> TensorSpec:
         grad_dtype=str(weight.grad_dtype).removeprefix("torch."),
         is_trained=weight.param.requires_grad,
         is_lean=is_lean and weight.dtype != torch.float64,  # a frozen one
+        has_ages=has_ages,
     )
 
 
 def _vectors(weight: Weight, opt: Optimizer | None) -> list[Tensor]:
-    """Return what the optimizer keeps for each kept entry of a weight."""
+    """Return what the optimizer keeps for each kept entry of a weight, but for its age."""
     state: dict[str, Any] = {} if opt is None else opt.state.get(weight.leaf, {})
+    others = (weight.rest, _age(weight, opt))
     return [
         value
         for value in state.values()
-        if isinstance(value, Tensor) and value is not weight.rest and value.dim() > 0
+        if isinstance(value, Tensor)
+        and value.dim() > 0
+        and all(value is not other for other in others)
     ]
+
+
+def _age(weight: Weight, opt: Optimizer | None) -> Tensor | None:
+    """Return the ages of a weight's entries, if they are counted."""
+    return opt.state.get(weight.leaf, {}).get("age") if isinstance(opt, AdamW) else None
 
 
 def _row(label: str, measured: int | None, predicted: int, count: int) -> str:

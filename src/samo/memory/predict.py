@@ -8,6 +8,7 @@ Bytes for each dense parameter at density f (fraction kept), AdamW, no activatio
     gradients   2f        2f        4f            compressed; 4f with fp32 accumulation
     rest        2f        4f        0             remainder (bfloat16) or fp32 master (float16)
     moments     8f        8f        8f            both of AdamW's, fp32
+    ages        2f        2f        2f            step counts of entries, only with entry_steps=True
 
 and with lean state, 8 bits for each moment and two fp32 scales for 1,024 entries (256 of an unpruned
 tensor):
@@ -24,9 +25,9 @@ from typing import Final, Literal
 
 __all__ = []
 
-Kind = Literal["weights", "bitmap", "gradients", "rest", "moments"]
+Kind = Literal["weights", "bitmap", "gradients", "rest", "moments", "ages"]
 
-KINDS: Final[tuple[Kind, ...]] = ("weights", "bitmap", "gradients", "rest", "moments")
+KINDS: Final[tuple[Kind, ...]] = ("weights", "bitmap", "gradients", "rest", "moments", "ages")
 
 _BITS_A_PAIR: Final = 64
 _BITS_A_BLOCK: Final = 2048
@@ -38,6 +39,7 @@ _LEAN_REST_SIZES: Final = {"bfloat16": 1, "float16": 4, "float32": 0}
 _GROUP: Final = 1024
 _UNPRUNED_GROUP: Final = 256
 _SCALE_SIZE: Final = 4
+_AGE_SIZE: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +64,8 @@ class TensorSpec:
     """False for a frozen parameter, which holds its weights and its bitmap and nothing else."""
     is_lean: bool = False
     """True for 8-bit optimizer state."""
+    has_ages: bool = False
+    """True where the optimizer counts the updates of each kept entry; unpruned tensors have none."""
 
     def __post_init__(self) -> None:
         for dtype in (self.dtype, self.grad_dtype):
@@ -86,7 +90,8 @@ def predict(tensor: TensorSpec, *, moments: int = 2) -> dict[Kind, int]:
     Example:
         >>> from samo.memory.predict import TensorSpec, predict
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000))
-        {'weights': 2000000, 'bitmap': 128912, 'gradients': 200000, 'rest': 200000, 'moments': 800000}
+        {'weights': 2000000, 'bitmap': 128912, 'gradients': 200000, 'rest': 200000, 'moments': 800000,
+         'ages': 0}
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000, is_lean=True))["moments"]
         207816
     """
@@ -107,6 +112,7 @@ def predict(tensor: TensorSpec, *, moments: int = 2) -> dict[Kind, int]:
         "gradients": _SIZES[tensor.grad_dtype] * trained,
         "rest": rest_sizes[tensor.dtype] * trained,
         "moments": moments * moment_bytes,
+        "ages": _AGE_SIZE * trained if tensor.has_ages and tensor.is_pruned else 0,
     }
 
 

@@ -41,6 +41,7 @@ LIGHT: Final = {
     "gradients": "#62809e",
     "rest": "#98b0c3",
     "moments": "#c3d1dc",
+    "ages": "#8a7fa8",
     "whole": "#a9adb2",
     "accent": "#2f7fc1",
 }
@@ -61,6 +62,7 @@ DARK: Final = {
     "gradients": "#9db8d1",
     "rest": "#6b87a2",
     "moments": "#465c73",
+    "ages": "#8f84b5",
     "whole": "#6a7077",
     "accent": "#4c9be0",
 }
@@ -72,6 +74,7 @@ KIND_NAMES: Final[dict[Kind, str]] = {
     "gradients": "gradients",
     "rest": "remainder or master",
     "moments": "moments",
+    "ages": "ages of entries",
 }
 
 _RC: Final[dict[Any, Any]] = {

@@ -1,0 +1,12 @@
+"""Masks that change while a model trains: when, which entries, and the remap that follows.
+
+schedules   when masks change and by how much     numbers in, numbers out
+choices     which entries to drop and to grow     magnitudes, scores and a seed in, masks out
+members     the weights whose masks can change
+growth      the best entries to grow, found while a weight's dense gradient is there
+rates       the learning rate after a change
+gradual     `GradualPruning`: drop only
+sparse      `DynamicSparse`: drop and grow as many
+"""
+
+__all__ = []

@@ -1,0 +1,167 @@
+"""`GradualPruning`: a model that grows sparser while it trains."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from samo.dynamic.choices import prune_to
+from samo.dynamic.members import pruned_weights
+from samo.dynamic.schedules import cubic_sparsity, is_pruning_step
+from samo.errors import MaskError
+from samo.masks import Mask, Masks
+from samo.remapping import remap_
+from samo.weights import Weight
+
+__all__ = ["GradualPruning"]
+
+
+class GradualPruning:
+    """Prune a compressed model step by step, by magnitude, on a cubic schedule (Zhu and Gupta, 2017).
+
+    Every so many steps each pruned tensor loses its smallest kept entries until it has the sparsity of
+    that step:
+
+        sparsity + (initial - sparsity) * (1 - (step - start) / (stop - start)) ** 3
+
+    State shrinks along: what is dropped is freed. Entries never come back. A tensor that is sparser than
+    the schedule asks for waits until the schedule has caught up.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> model = samo.compress_(model, samo.Masks.whole(model))
+        >>> opt = samo.AdamW(samo.parameters(model))
+        >>> pruning = samo.GradualPruning(model, opt, sparsity=0.9, start=0, stop=20, every=5)
+        >>> for _ in range(20):
+        ...     model(torch.randn(4, 64)).square().mean().backward()
+        ...     opt.step()
+        ...     opt.zero_grad()
+        ...     masks = pruning.step()
+        >>> masks
+        Masks(1 tensors, 410 of 4,096 weights kept, sparsity 0.900)
+
+    Args:
+        model: A compressed model; its tensors with a mask are pruned. `samo.Masks.whole` makes masks
+            that keep everything to start from.
+        opt: Its optimizer, ours or torch's, or several.
+        sparsity: Fraction pruned of each tensor in the end.
+        start: Step from which on it is pruned.
+        stop: Step at which it has the final sparsity.
+        every: Steps from one pruning to the next.
+        initial: Sparsity that the schedule starts from.
+        seed: Chooses between entries of equal magnitude.
+
+    Raises:
+        ValueError: A setting is out of range.
+        CompressionError: The model is not compressed.
+        MaskError: No tensor has a mask, or one would keep nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opt: Optimizer | Iterable[Optimizer],
+        sparsity: float,
+        start: int,
+        stop: int,
+        every: int,
+        initial: float = 0.0,
+        *,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= initial <= sparsity < 1:
+            raise ValueError(
+                f"sparsity is the fraction pruned and may only grow: 0 <= initial <= sparsity < 1, got "
+                f"initial={initial} and sparsity={sparsity}"
+            )
+        if not 0 <= start < stop or every < 1:
+            raise ValueError(
+                f"pruning goes on from step start to a later step stop, every 1 or more steps, got "
+                f"start={start}, stop={stop}, every={every}"
+            )
+        self._model: Final = model
+        self._optimizers: Final = [opt] if isinstance(opt, Optimizer) else list(opt)
+        self._schedule: Final = (start, stop, initial, sparsity)
+        self._every: Final = every
+        self._seed: Final = seed
+        self._steps = 0
+        for name, weight in pruned_weights(model).items():
+            if _num_kept(weight, sparsity) == 0:
+                raise MaskError(
+                    f"sparsity {sparsity} would keep none of the {weight.param.numel():,} weights of "
+                    f"'{name}'; leave it without a mask, or prune less"
+                )
+
+    @torch.no_grad()
+    def step(self) -> Masks | None:
+        """Count a step, after the optimizer's, and prune if it is time.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+            >>> model = samo.compress_(model, samo.Masks.whole(model))
+            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> pruning = samo.GradualPruning(model, opt, 0.75, start=1, stop=3, every=1)
+            >>> [masks and round(masks.sparsity, 2) for masks in (pruning.step() for _ in range(4))]
+            [None, 0.66, 0.75, None]
+
+        Returns:
+            The new masks, or None if they stay as they are.
+        """
+        step = self._steps + 1
+        start, stop, initial, final = self._schedule
+        masks = None
+        if is_pruning_step(step, start, stop, self._every):
+            masks = self._prune(cubic_sparsity(step, start, stop, initial, final))
+        self._steps = step
+        return masks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside model and optimizer.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+            >>> model = samo.compress_(model, samo.Masks.whole(model))
+            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> samo.GradualPruning(model, opt, 0.9, start=0, stop=9, every=1).state_dict()
+            {'steps': 0}
+        """
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+            >>> model = samo.compress_(model, samo.Masks.whole(model))
+            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=9, every=1)
+            >>> pruning.load_state_dict({"steps": 7})
+        """
+        self._steps = int(state["steps"])
+
+    def _prune(self, sparsity: float) -> Masks | None:
+        masks: dict[str, Mask] = {}
+        is_changed = False
+        for name, weight in pruned_weights(self._model).items():
+            assert weight.mask is not None
+            kept = _num_kept(weight, sparsity)
+            masks[name] = weight.mask
+            if kept < weight.kept:
+                is_changed = True
+                seed = self._seed
+                masks[name] = prune_to(name, weight.mask, weight.masters(), kept, seed)
+        if not is_changed:
+            return None
+        remap_(self._model, Masks(masks), self._optimizers)
+        return Masks(masks)
+
+
+def _num_kept(weight: Weight, sparsity: float) -> int:
+    numel = weight.param.numel()
+    return numel - round(numel * sparsity)

@@ -1,0 +1,96 @@
+"""The entries of one weight that a gradient asks for, found while the dense gradient is there.
+
+A dense gradient lives for a moment: it is compressed and freed before the next weight's. So the
+entries to grow are chosen right then, and only they are held on to, as a mask and their scores:
+
+    weight           a  .  b  .  c  .       kept a, b, c; the smallest, b, is to be dropped
+    dense gradient   .  4  1  .  .  9       the largest where nothing is kept after that: the last
+    held             mask 0 0 0 0 0 1, scores 9
+
+Gradients of one step may come in parts: micro-batches, the uses of a tied weight, recomputed blocks.
+Scores are sums, as gradients are. What is a candidate gets the exact sum from its first part on; what a
+later part brings in starts there. With one part, which is the rule, that is the exact choice.
+"""
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samo.dynamic.choices import grow_largest, largest
+from samo.masks import Mask
+from samo.transfer import move, narrow
+from samo.weights import Weight
+
+__all__ = []
+
+
+class _Found(NamedTuple):
+    mask: Mask
+    """The weight's, on which all of this stands."""
+    kept_words: Tensor
+    """Packed bits: which of its kept entries stay."""
+    candidates: Mask
+    scores: Tensor
+    """The gradients of the candidates, summed up."""
+
+    @property
+    def survivors(self) -> Mask:
+        return narrow(self.mask, self.kept_words)
+
+
+class Growth:
+    """Watches a weight's dense gradients, and decides what to drop and what to grow."""
+
+    def __init__(self, fraction: float, seed: int) -> None:
+        self.fraction: Final = fraction
+        self.seed: Final = seed
+        self._found: _Found | None = None
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether there was a gradient."""
+        return self._found is not None
+
+    @torch.no_grad()
+    def __call__(self, weight: Weight, grad: Tensor, is_first: bool) -> None:
+        """Take in a dense gradient, the first of a sum or a further part of it."""
+        assert weight.mask is not None  # only weights with a mask are watched
+        if is_first or self._found is None or self._found.mask is not weight.mask:
+            self._found = self._first(weight, weight.mask, grad)
+        else:
+            self._found = self._sum(weight, grad, self._found)
+
+    def decide(self, weight: Weight) -> Mask | None:
+        """Return the new mask; None without a gradient, or if it or the mask cannot be trusted."""
+        found = self._found
+        if found is None or found.mask is not weight.mask:
+            return None
+        return found.survivors | found.candidates if bool(found.scores.isfinite().all()) else None
+
+    def _first(self, weight: Weight, mask: Mask, grad: Tensor) -> _Found:
+        count = round(self.fraction * mask.kept)
+        kept_words = largest(weight.name, weight.masters(), mask.kept - count, self.seed)
+        survivors = narrow(mask, kept_words)
+        candidates = grow_largest(weight.name, grad, survivors, count, self.seed)
+        return _Found(mask, kept_words, candidates, _at(weight, grad, candidates))
+
+    def _sum(self, weight: Weight, grad: Tensor, found: _Found) -> _Found:
+        candidates, scores = found.candidates, found.scores
+        weight.kernels.compress_(grad, candidates, scores, add=True)
+        taken = found.survivors | candidates
+        count = min(candidates.kept, taken.numel - taken.kept)
+        more = grow_largest(weight.name, grad, taken, count, self.seed)
+        union = candidates | more
+        added = {"scores": _at(weight, grad, more)}
+        moved, _ = move({"scores": scores}, candidates, union, added)
+        words = largest(weight.name, moved["scores"], candidates.kept, self.seed)
+        best = narrow(union, words)
+        best_scores = move(moved, union, best, {})[0]["scores"]
+        return found._replace(candidates=best, scores=best_scores)
+
+
+def _at(weight: Weight, grad: Tensor, mask: Mask) -> Tensor:
+    scores = torch.empty(mask.kept, dtype=torch.float32, device=grad.device)
+    weight.kernels.compress_(grad, mask, scores)
+    return scores

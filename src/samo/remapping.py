@@ -1,0 +1,308 @@
+"""`remap_`: give a compressed model other masks, in place, without ever building a dense state.
+
+Everything compressed beside a weight is a vector with an entry for each kept one: values, remainders,
+gradients, moments, ages. All of them move alike:
+
+    old mask   1 1 0 1 0      old vector  a b d
+    new mask   1 0 1 1 0      new vector  a 0 d        dropped: b
+
+Weights are taken one after the other, and a weight in pieces of 2**20 entries. What is dropped is held
+until the last weight is done: if one fails (memory runs out), the same exchange with the masks the other
+way round puts back those that came before it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samo.errors import CompressionError, MaskError, nearest
+from samo.kernels.ages import ages_at
+from samo.kernels.rounding import convert_rest, master_dtype, split
+from samo.masks import Mask, Masks
+from samo.optim import AdamW
+from samo.owners import owned_weights, put_back_taps
+from samo.transfer import move
+from samo.weights import Weight, weight_of
+
+__all__ = ["remap_"]
+
+Vectors = dict[str, Tensor]
+"""What belongs to the kept entries of a weight, by name."""
+
+
+@torch.no_grad()
+def remap_(
+    model: nn.Module,
+    masks: Masks,
+    opt: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    fill: Mapping[str, Tensor] | None = None,
+) -> nn.Module:
+    """Give a compressed model other masks, in place, and let training go on.
+
+    Entries kept by the old and the new mask keep their values, remainders, gradients and optimizer
+    state bit for bit. Entries kept anew start at 0, with zero optimizer state. Dropped entries become
+    exactly 0. The leaves stay the objects they were, with another length.
+
+    Everything that could be wrong is looked for first, and a failure in the middle is undone, so that
+    the model has either all of the new masks or all of the old ones.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
+        >>> opt = samo.AdamW(samo.parameters(model))
+        >>> model(torch.randn(4, 64)).square().mean().backward()
+        >>> opt.step()
+        >>> opt.zero_grad()
+        >>> model = samo.remap_(model, samo.prune(model, sparsity=0.9), opt)
+        >>> [leaf.numel() for leaf in samo.parameters(model)]
+        [410, 64]
+
+    Args:
+        model: A compressed model.
+        masks: A mask for each pruned parameter; to keep all of one, give a mask that keeps everything.
+            A parameter without a mask so far may get one.
+        opt: The optimizer of the model, `samo.AdamW` or one of torch, or several of them.
+        fill: Values for the entries kept anew, by name: a vector in the order of the flat tensor.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CompressionError: The model is not compressed, or its optimizer was left out or keeps state
+            that cannot be moved.
+        MaskError: The masks do not fit the model.
+        ValueError: ``fill`` does not fit the entries kept anew.
+    """
+    plans = _plan(model, masks, _optimizers(opt), dict(fill or {}))
+    done: list[tuple[_Plan, Mask | None, Vectors]] = []
+    try:
+        for plan in plans:
+            before = plan.weight.mask
+            done.append((plan, before, _exchange(plan, plan.mask, plan.added)))
+    except BaseException:
+        for plan, before, dropped in reversed(done):
+            _exchange(plan, before, dropped)
+        raise
+    return model
+
+
+class _Plan(NamedTuple):
+    """What happens to one weight."""
+
+    weight: Weight
+    mask: Mask
+    added: Vectors
+    """Of the entries kept anew what is not 0."""
+    states: list[tuple[Optimizer, dict[str, Any]]]
+    """The optimizers that keep something for the weight, and what."""
+
+
+# Deciding ----------------------------------------------------------------------------------------
+
+
+def _optimizers(opt: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    found = [] if opt is None else [opt] if isinstance(opt, Optimizer) else list(opt)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"opt must be a torch.optim.Optimizer or several of them, got {type(one).__name__}; "
+                "give new values as fill="
+            )
+    return found
+
+
+def _plan(
+    model: nn.Module, masks: Masks, optimizers: list[Optimizer], fill: dict[str, Tensor]
+) -> list[_Plan]:
+    """Find everything that could be wrong, before anything is changed."""
+    if not owned_weights(model):
+        raise CompressionError(
+            "the model is not compressed; call samo.compress_(model, masks) first"
+        )
+    put_back_taps(model)
+    mask_of = _masks_by_weight(model, masks, fill)
+    plans = []
+    for name, (weight, mask) in mask_of.items():
+        _check_mask(name, weight, mask)
+        weight.check()
+        weight.reclaim()
+        _check_optimizer(name, weight, optimizers)
+        states = []
+        for opt in optimizers:
+            if opt.state.get(weight.leaf):
+                if isinstance(opt, AdamW):
+                    opt._state_of(weight)  # takes up a rest loaded before it
+                _check_state(name, weight, opt)
+                states.append((opt, opt.state[weight.leaf]))
+        mask = mask.to(weight.device)
+        values = fill.get(name)
+        if weight.mask != mask:
+            plans.append(_Plan(weight, mask, _added(name, weight, mask, values), states))
+        elif values is not None and values.numel():
+            raise ValueError(
+                f"fill has {values.numel():,} values for '{name}', but its mask stays as it is and "
+                "keeps nothing anew; leave its name out of fill"
+            )
+    return plans
+
+
+def _masks_by_weight(
+    model: nn.Module, masks: Masks, fill: dict[str, Tensor]
+) -> dict[str, tuple[Weight, Mask]]:
+    if not isinstance(masks, Masks):
+        raise TypeError(
+            f"masks must be samo.Masks, got {type(masks).__name__}; build them with "
+            "samo.prune(model, sparsity), or from samo.Mask objects with samo.Masks({name: mask})"
+        )
+    found: dict[str, tuple[Weight, Mask]] = {}
+    seen: dict[int, str] = {}
+    for name, param in masks.parameters_of(model).items():
+        weight = weight_of(param)
+        if weight is None:
+            raise CompressionError(
+                f"parameter '{name}' is not compressed (it was added to the model after compress_, or "
+                "is no floating-point tensor); leave its name out of the masks"
+            )
+        other = seen.setdefault(id(weight), name)
+        if masks[other] != masks[name]:
+            raise MaskError(
+                f"'{other}' and '{name}' are one tied parameter but have different masks; "
+                "give a mask to one of the names"
+            )
+        if other == name:
+            found[name] = (weight, masks[name])
+    for name, weight in owned_weights(model).items():
+        if weight.mask is not None and id(weight) not in seen:
+            raise MaskError(
+                f"the masks leave out '{name}', which is pruned; give its mask too, the old one or, to "
+                "keep all of its weights, one that keeps everything"
+            )
+    for name in fill:
+        if name not in found:
+            raise ValueError(
+                f"fill has values for '{name}'{nearest(name, found)}, which has no new mask; fill takes "
+                "the names of the masks"
+            )
+    return found
+
+
+def _check_mask(name: str, weight: Weight, mask: Mask) -> None:
+    if mask.kept == 0:
+        raise MaskError(
+            f"the mask of '{name}' keeps none of its {mask.numel:,} weights, so it could never be "
+            "trained; keep one at least"
+        )
+
+
+def _check_optimizer(name: str, weight: Weight, optimizers: list[Optimizer]) -> None:
+    stepped_by = None if weight.stepped_by is None else weight.stepped_by()
+    if stepped_by is None or not stepped_by.state.get(weight.leaf):
+        return
+    if not any(opt is stepped_by for opt in optimizers):
+        raise CompressionError(
+            f"'{name}' was last updated by a {type(stepped_by).__name__} whose state belongs to the old "
+            "mask; pass that optimizer: samo.remap_(model, masks, opt)"
+        )
+
+
+def _check_state(name: str, weight: Weight, opt: Optimizer) -> None:
+    """Refuse state that has no entry for each kept one, nor one for all."""
+    if isinstance(opt, AdamW):
+        if opt.is_lean and weight.mask is None:
+            raise CompressionError(
+                f"'{name}' has no mask so far, and lean state has other groups for pruned weights; give "
+                "it a mask that keeps everything when the model is compressed, or use state='exact'"
+            )
+        return
+    for key, value in opt.state[weight.leaf].items():
+        is_known = value is None or isinstance(value, int | float | str)
+        if isinstance(value, Tensor):
+            is_known = value.dim() == 0 or value.shape == (weight.kept,)
+        if not is_known:
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"
+            raise CompressionError(
+                f"{type(opt).__name__} keeps '{key}' of {what} for '{name}', which has no entry for each "
+                f"of its {weight.kept:,} kept weights and cannot be moved; build a new optimizer and "
+                "pass no opt"
+            )
+
+
+def _added(name: str, weight: Weight, mask: Mask, values: Tensor | None) -> Vectors:
+    """Return the vectors of the entries kept anew, in the types the weight stores them in."""
+    if values is None:
+        return {}
+    old = weight.mask
+    count = 0 if old is None else mask.kept - (mask & old).kept
+    if values.shape != (count,) or not values.is_floating_point():
+        raise ValueError(
+            f"fill has {values.dtype} of shape {tuple(values.shape)} for '{name}', whose new mask keeps "
+            f"{count:,} entries anew; give one floating-point number for each, in flat order"
+        )
+    master = values.detach().to(weight.device, master_dtype(weight.dtype))
+    split_values, rest = split(master, weight.dtype)
+    if not bool(split_values.isfinite().all()):
+        raise ValueError(
+            f"fill has values for '{name}' that are NaN, infinite or too large for {weight.dtype}; give "
+            "finite ones"
+        )
+    added = {"values": split_values}
+    if rest is not None and weight.rest is not None:
+        added["rest"] = convert_rest(rest, weight.rest.dtype)
+    return added
+
+
+# Doing -------------------------------------------------------------------------------------------
+
+
+def _exchange(plan: _Plan, mask: Mask | None, added: Vectors) -> Vectors:
+    """Give a weight another mask and return what it drops; ``None`` only to undo."""
+    weight = plan.weight
+    old = _or_whole(weight, weight.mask)
+    vectors: Vectors = {"values": weight.values()}
+    if weight.rest is not None:
+        vectors["rest"] = weight.rest
+    if weight.leaf.grad is not None:
+        vectors["grad"] = weight.leaf.grad
+    places: dict[str, tuple[dict[str, Any], str]] = {}
+    for index, (opt, state) in enumerate(plan.states):
+        for key, value in _vectors_of(opt, state, weight).items():
+            places[f"{index}/{key}"] = (state, key)
+            vectors[f"{index}/{key}"] = value
+    moved, dropped = move(vectors, old, _or_whole(weight, mask), added)
+
+    rest = weight.rest
+    weight.remap(mask, moved["values"], moved.get("rest"), moved.get("grad"))
+    for name, (state, key) in places.items():
+        state[key] = moved[name]
+    for _, state in plan.states:
+        if mask is None:
+            state.pop("age", None)  # which only pruned weights have
+        for key, value in state.items():
+            if rest is not None and value is rest:  # AdamW lists it
+                state[key] = weight.rest
+    return dropped
+
+
+def _or_whole(weight: Weight, mask: Mask | None) -> Mask:
+    return Mask.whole(weight.shape, weight.device) if mask is None else mask
+
+
+def _vectors_of(opt: Optimizer, state: dict[str, Any], weight: Weight) -> Vectors:
+    """Return what an optimizer keeps for each kept entry."""
+    if isinstance(
+        opt, AdamW
+    ):  # scales of lean state belong to places in the dense tensor, and stay
+        vectors: Vectors = {
+            key: state[key] for key in ("exp_avg", "exp_avg_sq", "age") if key in state
+        }
+        if opt.entry_steps and weight.mask is None:
+            vectors["age"] = ages_at(state["step"], weight.kept)
+        return vectors
+    return {
+        key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1
+    }

@@ -1,0 +1,513 @@
+"""Gradual pruning, SET and RigL on compressed state, against the same told plainly on dense tensors."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import samo
+from samo.dynamic import choices, schedules
+from samo.dynamic.growth import Growth
+from samo.owners import owned_weights
+from samo.weights import Weight
+from tests.meters import DenseGradients, LargestTensor, small_gpt, tokens
+
+NAMES = ("0.weight", "2.weight")
+
+
+def build(sparsity: float | None = 0.8, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
+    if sparsity is None:
+        masks = samo.Masks.whole(model)
+    else:
+        masks = samo.prune(model, sparsity, method="random")
+    return samo.compress_(model, masks, dtype=dtype, kernels="reference")
+
+
+def masks_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: owned_weights(model)[name].mask.to_bool() for name in NAMES}
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model(x).float().square().mean().backward()
+
+
+def dense_gradients(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the same weights in an ordinary model."""
+    dense = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
+    dense.load_state_dict(model.state_dict())
+    for x in batches:
+        backward(dense, x)
+    return {name: gradient_of(dense, name) for name in NAMES}
+
+
+def gradient_of(model: nn.Module, name: str) -> Tensor:
+    grad = model.get_parameter(name).grad
+    assert grad is not None
+    return grad
+
+
+# Schedules
+
+
+def test_the_cubic_schedule_is_that_of_the_paper() -> None:
+    for step in range(10, 111):
+        expected = 0.95 + (0.2 - 0.95) * (1 - (step - 10) / 100) ** 3
+        assert schedules.cubic_sparsity(step, 10, 110, 0.2, 0.95) == pytest.approx(expected)
+    assert schedules.cubic_sparsity(0, 10, 110, 0.2, 0.95) == pytest.approx(0.2)
+    assert schedules.cubic_sparsity(500, 10, 110, 0.2, 0.95) == 0.95
+
+
+def test_the_replaced_fraction_falls_by_a_cosine() -> None:
+    for step in range(100):
+        expected = 0.4 / 2 * (1 + math.cos(step * math.pi / 100))
+        assert schedules.cosine_fraction(step, 100, 0.4) == pytest.approx(expected)
+
+
+# Choices, against sorting
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_choices_are_those_of_sorting(data: st.DataObject) -> None:
+    numel = data.draw(st.integers(1, 300))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    keep = torch.rand(numel, generator=generator) < data.draw(st.floats(0, 1))
+    scores = torch.randperm(numel, generator=generator) - numel / 2 + 0.25  # no two of one size
+    mask = samo.Mask.from_bool(keep)
+    free = numel - mask.kept
+    count = data.draw(st.integers(0, free))
+    grown = choices.grow_largest("a", scores, mask, count, seed=1)
+    order = scores.abs().masked_fill(keep, -1).argsort(descending=True)[:count]
+    assert torch.equal(
+        grown.to_bool(), torch.zeros(numel, dtype=torch.bool).scatter(0, order, True)
+    )
+
+    drawn = choices.grow_random("a", mask, count, seed=1)
+    assert drawn.kept == count
+    assert (drawn & mask).kept == 0
+    assert drawn == choices.grow_random("a", mask, count, seed=1)
+
+    kept = data.draw(st.integers(0, mask.kept))
+    pruned = choices.prune_to("a", mask, scores[keep], kept, seed=1)
+    order = scores.abs().masked_fill(~keep, -1).argsort(descending=True)[:kept]
+    assert torch.equal(
+        pruned.to_bool(), torch.zeros(numel, dtype=torch.bool).scatter(0, order, True)
+    )
+
+
+def test_entries_without_a_gradient_are_grown_before_entries_that_are_taken() -> None:
+    mask = samo.Mask.from_bool(torch.tensor([True, True, False, False, False, True]))
+    grown = choices.grow_largest("a", torch.tensor([9.0, 9, 0, 1, 0, 9]), mask, 3, seed=0)
+    assert grown.to_bool().tolist() == [False, False, True, True, True, False]
+
+
+def test_another_seed_draws_others_and_all_are_drawn_alike() -> None:
+    mask = samo.Mask.from_bool(torch.arange(64) < 32)
+    counts = sum(choices.grow_random("a", mask, 8, seed).to_bool().int() for seed in range(400))
+    assert not counts[:32].any()
+    assert counts[32:].float().mean() == 100
+    assert counts[32:].min() > 60  # 100 expected, standard deviation 8.7
+    assert counts[32:].max() < 140
+
+
+# Gradual pruning
+
+
+def test_gradual_pruning_keeps_the_largest_of_what_was_kept() -> None:
+    model = build(None)
+    opt = samo.AdamW(samo.parameters(model), lr=1e-2)
+    pruning = samo.GradualPruning(model, opt, 0.9, start=4, stop=27, every=5, initial=0.3)
+    kept = masks_of(model)
+    changes = []
+    for step in range(1, 31):
+        backward(model, torch.randn(8, 40))
+        opt.step()
+        opt.zero_grad()
+        before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+        masks = pruning.step()
+        if masks is None:
+            continue
+        changes.append(step)
+        for name in NAMES:
+            part = min(1.0, (step - 4) / 23)
+            numel = before[name].numel()
+            count = numel - round(numel * (0.9 + (0.3 - 0.9) * (1 - part) ** 3))
+            score = before[name].abs().masked_fill(~kept[name], -1).view(-1)
+            expected = torch.zeros(numel, dtype=torch.bool)
+            expected[score.argsort(descending=True)[:count]] = True
+            kept[name] = expected.view_as(before[name])
+            assert torch.equal(masks[name].to_bool(), kept[name])
+            assert torch.equal(model.get_parameter(name), before[name] * kept[name])
+    assert changes == [4, 9, 14, 19, 24, 27]
+
+
+def test_a_model_that_is_sparser_than_the_schedule_waits_for_it() -> None:
+    model = build(0.8)
+    opt = samo.AdamW(samo.parameters(model))
+    pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=1)
+    masks = [pruning.step() for _ in range(10)]
+    assert [found is not None for found in masks].index(True) == 5  # 0.9 * (1 - 0.4**3) = 0.84
+    assert masks[-1] is not None
+    assert masks[-1].sparsity == pytest.approx(0.9, abs=1e-3)
+
+
+def test_gradual_pruning_refuses_what_makes_no_sense() -> None:
+    model = build(None)
+    opt = samo.AdamW(samo.parameters(model))
+    with pytest.raises(ValueError, match=r"0 <= initial <= sparsity < 1, got initial=0.9 and"):
+        samo.GradualPruning(model, opt, 0.8, start=0, stop=10, every=1, initial=0.9)
+    with pytest.raises(ValueError, match="got start=5, stop=5, every=1"):
+        samo.GradualPruning(model, opt, 0.8, start=5, stop=5, every=1)
+    with pytest.raises(samo.MaskError, match=r"would keep none of the 576 weights of '2.weight'"):
+        samo.GradualPruning(model, opt, 0.9995, start=0, stop=5, every=1)
+    with pytest.raises(samo.CompressionError, match="the model is not compressed"):
+        samo.GradualPruning(nn.Linear(3, 3), opt, 0.5, start=0, stop=5, every=1)
+    bare = samo.compress_(nn.Linear(3, 3), samo.Masks({}))
+    with pytest.raises(samo.MaskError, match=r"none of the 2 parameters of the model has a mask"):
+        samo.GradualPruning(bare, opt, 0.5, start=0, stop=5, every=1)
+
+
+# Dynamic masks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_set_drops_the_smallest_and_grows_at_random(dtype: torch.dtype) -> None:
+    model = build(dtype=dtype)
+    opt = samo.AdamW(samo.parameters(model), lr=1e-2, entry_steps=True)
+    moving = samo.DynamicSparse(model, opt, drop=0.4, every=3, stop=10)
+    for step in range(1, 13):
+        backward(model, torch.randn(8, 40, dtype=dtype))
+        opt.step()
+        opt.zero_grad()
+        before = masks_of(model)
+        dense = {name: torch.zeros(before[name].shape) for name in NAMES}
+        for name in NAMES:
+            dense[name][before[name]] = owned_weights(model)[name].masters()
+        masks = moving.step()
+        assert (masks is not None) == (step in (3, 6, 9))
+        for name in NAMES if masks is not None else ():
+            count = round(0.4 / 2 * (1 + math.cos(step * math.pi / 10)) * int(before[name].sum()))
+            after = masks[name].to_bool()
+            assert after.sum() == before[name].sum()
+            score = dense[name].abs().masked_fill(~before[name], -1).view(-1)
+            cut = score.sort(descending=True)[0][int(before[name].sum()) - count - 1]
+            assert after.view(-1)[score > cut].all()  # late entries often have equal magnitudes
+            new = after & ~before[name]
+            assert 0 < new.sum() <= count
+            assert not model.get_parameter(name)[new].any()
+            ages = torch.full(after.shape, -1, dtype=torch.int16)
+            ages[after] = opt.state[owned_weights(model)[name].leaf]["age"]
+            assert (ages[new] == 0).all()
+            assert (ages[after & before[name]] > 0).all()
+
+
+def rigl_retold(weight: Tensor, kept: Tensor, grad: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Drop the smallest, then grow the largest gradients among all that are not kept any more."""
+    score = weight.abs().masked_fill(~kept, -1).view(-1)
+    survivors = torch.zeros(weight.numel(), dtype=torch.bool)
+    survivors[score.argsort(descending=True)[: int(kept.sum()) - count]] = True
+    score = grad.abs().view(-1).masked_fill(survivors, -1)
+    grown = torch.zeros(weight.numel(), dtype=torch.bool)
+    grown[score.argsort(descending=True)[:count]] = True
+    return survivors.view_as(weight), (survivors | grown).view_as(weight)
+
+
+def test_rigl_decides_as_its_dense_retelling() -> None:
+    model = build()
+    # Adam's first updates are all of one size, and equals are told apart by a hash.
+    opt = torch.optim.SGD(samo.parameters(model), lr=1e-2, momentum=0.9)
+    moving = samo.DynamicSparse(model, opt, grow="gradient", drop=0.5, every=4, stop=14)
+    changes = []
+    for step in range(1, 18):
+        x = torch.randn(8, 40)
+        gradients = dense_gradients(model, [x])
+        before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+        kept = masks_of(model)
+        backward(model, x)
+        opt.step()
+        opt.zero_grad()
+        stepped = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+        masks = moving.step()
+        if masks is None:
+            continue
+        changes.append(step)
+        for name in NAMES:
+            count = round(0.25 * (1 + math.cos(step * math.pi / 14)) * int(kept[name].sum()))
+            _, expected = rigl_retold(before[name], kept[name], gradients[name], count)
+            assert torch.equal(masks[name].to_bool(), expected), (step, name)
+            # what was dropped and chosen again has stayed as it was
+            assert torch.equal(model.get_parameter(name), stepped[name] * expected)
+    assert changes == [4, 8, 12]
+
+
+def test_micro_batches_add_up_and_an_earlier_step_leaves_nothing_behind() -> None:
+    """The sum of two parts that agree on which entries are large is the choice of their sum."""
+    model = build()
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=100)
+    backward(model, 10 * torch.randn(8, 40))
+    model.zero_grad()  # not a step: those gradients are gone, and so are their scores
+    x = torch.randn(8, 40)
+    gradients = dense_gradients(model, [x, x, x])
+    before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+    kept = masks_of(model)
+    for _ in range(3):
+        backward(model, x)
+    masks = moving.step()
+    assert masks is not None
+    for name in NAMES:
+        count = round(0.15 * (1 + math.cos(math.pi / 100)) * int(kept[name].sum()))
+        assert torch.equal(
+            masks[name].to_bool(), rigl_retold(before[name], kept[name], gradients[name], count)[1]
+        )
+
+
+def part(weight: Weight, growth: Growth, grad: list[float], *, is_first: bool = False) -> None:
+    growth(weight, torch.tensor([grad]), is_first)
+
+
+def test_parts_of_a_gradient_are_summed_from_the_first_in_which_an_entry_is_large() -> None:
+    model = nn.Sequential(nn.Linear(6, 1, bias=False))
+    samo.compress_(
+        model,
+        samo.Masks({"0.weight": samo.Mask.from_bool(torch.tensor([[True] * 2 + [False] * 4]))}),
+    )
+    weight = owned_weights(model)["0.weight"]
+    with torch.no_grad():
+        weight.param.copy_(torch.tensor([[5.0, 1.0, 0, 0, 0, 0]]))
+    weight.check()
+    growth = Growth(0.5, seed=0)
+    assert growth.decide(weight) is None
+    part(weight, growth, [9, 9, 3, 0, 2, 0], is_first=True)
+    assert growth.decide(weight).to_bool().tolist() == [[True, True] + [False] * 4]  # its own place
+    part(weight, growth, [9, 0, 3, 0, 2, 0], is_first=True)  # a new sum
+    assert growth.decide(weight).to_bool().tolist() == [[True, False, True] + [False] * 3]
+    part(weight, growth, [9, 0, -3, 1, 2, 0])  # the candidate is at 0, the fifth enters with 2
+    assert growth.decide(weight).to_bool().tolist() == [[True] + [False] * 3 + [True, False]]
+    part(weight, growth, [9, 0, 0, float("inf"), 0, 0])
+    assert growth.decide(weight) is None  # and the masks stay as they are
+
+
+def test_a_mask_that_changed_in_between_is_left_alone_until_there_is_a_new_gradient() -> None:
+    model = build()
+    weight = owned_weights(model)["0.weight"]
+    growth = Growth(0.3, seed=0)
+    growth(weight, torch.randn(64, 40), True)
+    assert growth.decide(weight) is not None
+    samo.remap_(model, samo.prune(model, 0.95))
+    assert growth.decide(weight) is None
+    growth(weight, torch.randn(64, 40), False)
+    decided = growth.decide(weight)
+    assert decided is not None
+    assert decided.kept == weight.kept
+
+
+def test_nothing_as_large_as_a_large_weight_is_made_to_choose_its_entries() -> None:
+    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
+    samo.compress_(model, samo.prune(model, 0.95, method="random"))
+    weight = owned_weights(model)["0.weight"]
+    growth = Growth(0.3, seed=0)
+    grad = torch.randn(2048, 2048)
+    with LargestTensor() as meter:
+        growth(weight, grad, True)
+        growth(weight, grad, False)
+        decided = growth.decide(weight)
+    assert decided is not None
+    assert 0 < meter.numel <= 2**20 < weight.param.numel()
+
+
+def test_a_tied_weight_counts_all_its_uses() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(20, 20, bias=False)
+            self.b = nn.Linear(20, 20, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(x) + self.a(x)  # two equal gradients
+
+    model = samo.compress_(Twice(), samo.prune(Twice(), 0.8, method="random"))
+    weight = owned_weights(model)["a.weight"]
+    kept, before = weight.mask.to_bool(), weight.param.detach().clone()
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=10)
+    x = torch.randn(8, 20)
+    dense = nn.Linear(20, 20, bias=False)
+    dense.weight.data.copy_(before)
+    (2 * dense(x)).square().mean().backward()
+    model(x).square().mean().backward()
+    masks = moving.step()
+    count = round(0.15 * (1 + math.cos(math.pi / 10)) * 80)
+    assert torch.equal(
+        masks["a.weight"].to_bool(), rigl_retold(before, kept, dense.weight.grad, count)[1]
+    )
+
+
+@pytest.mark.parametrize("style", ["plain", "tied", "checkpointed", "reentrant"])
+def test_rigl_holds_at_most_the_largest_dense_gradient(style: str) -> None:
+    model = small_gpt(is_tied=style == "tied", is_checkpointed=style == "checkpointed")
+    if style == "reentrant":
+        for block in model.blocks:
+            forward = block.forward
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=True)
+    masks = samo.prune(model, sparsity=0.9)
+    samo.compress_(model, masks)
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=10)
+    largest = max(param.nbytes for param in model.parameters())
+    batch = tokens()
+    for _ in range(2):
+        with DenseGradients(model.parameters(), samo.parameters(model)) as meter:
+            for _ in range(3):
+                model(batch, batch).backward()
+            opt.step()
+            opt.zero_grad()
+            assert moving.step() is not None
+        assert 0 < meter.peak_bytes <= largest
+    for name, weight in owned_weights(model).items():
+        assert name not in masks or weight.kept == masks[name].kept
+
+
+def test_float16_gradients_that_overflow_leave_the_masks_alone() -> None:
+    model = build(dtype=torch.float16)
+    scaler = samo.LossScaler(model)
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
+    before = masks_of(model)
+    for scale in (1e30, 1.0):
+        loss = model(torch.randn(8, 40).half()).float().square().mean()
+        (scaler.scale(loss) * scale).backward()
+        opt.step()
+        opt.zero_grad()
+        moving.step()
+        same = all(torch.equal(mask, before[name]) for name, mask in masks_of(model).items())
+        assert same == (scale > 1)
+
+
+def test_weights_are_watched_in_the_step_of_a_replacement_alone() -> None:
+    model = build()
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=3, stop=7)
+    watched = []
+    for _ in range(10):
+        watched.append(all(owned_weights(model)[name].watcher is not None for name in NAMES))
+        backward(model, torch.randn(8, 40))
+        moving.step()
+    assert watched == [False, False, True, False, False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("grow", ["random", "gradient"])
+def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
+    def start(model: nn.Module) -> tuple[samo.AdamW, samo.DynamicSparse]:
+        opt = samo.AdamW(samo.parameters(model), lr=1e-2, entry_steps=True)
+        return opt, samo.DynamicSparse(model, opt, grow=grow, every=2, stop=30, seed=7, warmup=3)
+
+    def run(model: nn.Module, opt: samo.AdamW, moving: samo.DynamicSparse, first: int) -> None:
+        for step in range(first, first + 5):
+            backward(model, torch.randn(8, 40, generator=torch.Generator().manual_seed(step)))
+            opt.step()
+            opt.zero_grad()
+            moving.step()
+
+    model = build()
+    opt, moving = start(model)
+    run(model, opt, moving, 0)
+    samo.save(tmp_path / "at", model, opt, extra={"moving": moving.state_dict()})
+    run(model, opt, moving, 5)
+
+    again = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
+    samo.compress_(again, samo.Masks.load(tmp_path / "at"), kernels="reference")
+    again_opt, again_moving = start(again)
+    extra = samo.load(tmp_path / "at", again, again_opt)
+    again_moving.load_state_dict(extra["moving"])
+    run(again, again_opt, again_moving, 5)
+    assert again_moving.state_dict() == moving.state_dict() == {"steps": 10, "seed": 7}
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+def test_a_resumed_gradual_pruning_counts_on() -> None:
+    model = build(None)
+    opt = samo.AdamW(samo.parameters(model))
+    pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
+    other = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
+    for _ in range(9):
+        assert pruning.step() is None
+    other.load_state_dict(pruning.state_dict())
+    assert other.step() is not None
+
+
+def test_dynamic_sparse_refuses_what_makes_no_sense() -> None:
+    model = build()
+    opt = samo.AdamW(samo.parameters(model))
+    with pytest.raises(ValueError, match="grow must be one of random, gradient, got 'magic'"):
+        samo.DynamicSparse(model, opt, grow="magic", stop=10)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"in \(0, 1\], got 0"):
+        samo.DynamicSparse(model, opt, drop=0, stop=10)
+    with pytest.raises(ValueError, match="got every=0, stop=10, warmup=0"):
+        samo.DynamicSparse(model, opt, every=0, stop=10)
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=10)
+    with pytest.raises(samo.CompressionError, match="step 1 is to grow entries by their gradients"):
+        moving.step()
+    backward(model, torch.randn(8, 40))
+    assert moving.step() is not None  # the step was not counted
+
+
+def test_a_copy_of_the_model_is_not_watched() -> None:
+    model = build()
+    samo.DynamicSparse(model, samo.AdamW(samo.parameters(model)), grow="gradient", every=1, stop=9)
+    assert owned_weights(model)["0.weight"].watcher is not None
+    assert owned_weights(copy.deepcopy(model))["0.weight"].watcher is None
+
+
+# The learning rate
+
+
+@pytest.mark.parametrize("kind", ["samo", "torch"])
+def test_the_rate_rises_after_a_replacement_and_is_the_schedulers_again(kind: str) -> None:
+    model = build(0.75)
+    opt: torch.optim.Optimizer
+    if kind == "samo":
+        opt = samo.AdamW(samo.param_groups(model, 0.1), lr=0.5)
+    else:
+        opt = torch.optim.SGD(samo.param_groups(model, 0.1), lr=0.5)
+    seen: list[list[float]] = []
+    moving = samo.DynamicSparse(model, opt, every=4, stop=6, warmup=2, density_power=-0.5)
+    opt.register_step_pre_hook(
+        lambda opt, args, kwargs: seen.append([group["lr"] for group in opt.param_groups])
+    )
+    for _ in range(7):
+        backward(model, torch.randn(8, 40))
+        opt.step()
+        opt.zero_grad()
+        assert [group["lr"] for group in opt.param_groups] == [0.5, 0.5]
+        moving.step()
+    # a quarter is kept: twice the rate; biases, in a group of their own, have theirs
+    assert [rates[0] for rates in seen] == pytest.approx([1, 1, 1, 1, 0.5, 1, 1], rel=1e-3)
+    assert [rates[1] for rates in seen] == [0.5] * 7
+
+
+def test_a_step_that_raises_leaves_no_factor_behind() -> None:
+    model = build()
+    opt = torch.optim.SGD(samo.parameters(model), lr=0.5)
+    samo.DynamicSparse(model, opt, stop=9, density_power=1.0)
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError
+
+    handle = opt.register_step_pre_hook(fail)
+    backward(model, torch.randn(8, 40))
+    with pytest.raises(ArithmeticError):
+        opt.step()
+    handle.remove()
+    opt.step()
+    assert opt.param_groups[0]["lr"] == 0.5
