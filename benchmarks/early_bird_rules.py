@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from samo.data.library import write_library_text
+from samo.early_bird.settling import Distance, Settling
 from samo.masks import Masks
 from samo.models import GPT
-from samo.pruning import prune
-from samo.settling import Distance, Settling
+from samo.pruning.choosing import prune
 from samo.shapes import SHAPES, GPTConfig
 
 __all__ = []

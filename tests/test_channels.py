@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import samo
-from samo.channel_graph import find_channels
-from samo.channels import Channels, batch_norms, channel_masks, weight_masks
+from samo.early_bird.channel_graph import find_channels
+from samo.early_bird.channels import Channels, batch_norms, channel_masks, weight_masks
 from samo.masks import Mask, Masks
 
 

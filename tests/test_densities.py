@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from samo import bitmap, neighbours
-from samo.densities import Pattern, erk_counts, parse_pattern
+from samo import bitmap
 from samo.errors import MaskError
 from samo.layouts import Layout, layouts
 from samo.masks import Masks
-from samo.pruning import prune
-from samo.selection import Entries
+from samo.pruning import neighbours
+from samo.pruning.choosing import prune
+from samo.pruning.densities import Pattern, erk_counts, parse_pattern
+from samo.pruning.selection import Entries
 from tests.test_pruning import model_of, models, reference_hashes, transient_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=4), min_size=1, max_size=6)

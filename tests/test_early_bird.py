@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import samo
 from samo import bitmap
+from samo.early_bird.settling import Settling
 from samo.masks import Mask, Masks
-from samo.settling import Settling
 
 Distance = Literal["kept", "hamming"]
 

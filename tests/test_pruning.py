@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from samo import bitmap
 from samo.errors import MaskError
 from samo.masks import Masks
-from samo.pruning import prune
-from samo.selection import Entries, flat_slice
+from samo.pruning.choosing import prune
+from samo.pruning.selection import Entries, flat_slice
 
 Scope = Literal["tensor", "global"]
 

@@ -20,7 +20,7 @@ ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
-    {"samo.errors", "samo.shapes", "samo.densities", "samo.models", "samo.generation"},
+    {"samo.errors", "samo.shapes", "samo.pruning.densities", "samo.models", "samo.generation"},
     {"samo.config", "samo.config_files"},
     {
         "samo.data",
@@ -42,9 +42,15 @@ LAYERS: Final = (
     {"samo.bitmap", "samo.mask_files"},
     {"samo.layouts", "samo.candidates"},
     {"samo.masks"},
-    {"samo.selection", "samo.neighbours", "samo.pruning", "samo.transfer"},
-    {"samo.channels", "samo.channel_graph"},
-    {"samo.settling", "samo.early_bird_settings", "samo.early_bird"},
+    {
+        "samo.pruning",
+        "samo.pruning.selection",
+        "samo.pruning.neighbours",
+        "samo.pruning.choosing",
+        "samo.transfer",
+    },
+    {"samo.early_bird", "samo.early_bird.channels", "samo.early_bird.channel_graph"},
+    {"samo.early_bird.settling", "samo.early_bird.settings", "samo.early_bird.bird"},
     {
         "samo.kernels",
         "samo.kernels.rounding",

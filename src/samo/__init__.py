@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from samo.compression import compress_ as compress_
     from samo.dynamic.gradual import GradualPruning as GradualPruning
     from samo.dynamic.sparse import DynamicSparse as DynamicSparse
-    from samo.early_bird import EarlyBird as EarlyBird
+    from samo.early_bird.bird import EarlyBird as EarlyBird
     from samo.errors import (
         CheckpointError as CheckpointError,
         CompressionError as CompressionError,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from samo.masks import Mask as Mask, Masks as Masks
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
-    from samo.pruning import prune as prune
+    from samo.pruning.choosing import prune as prune
     from samo.remapping import remap_ as remap_
     from samo.scaling import LossScaler as LossScaler
 
@@ -56,7 +56,7 @@ _MODULES: Final = {
     "CheckpointError": "samo.errors",
     "AdamW": "samo.optim",
     "CompressionError": "samo.errors",
-    "EarlyBird": "samo.early_bird",
+    "EarlyBird": "samo.early_bird.bird",
     "DynamicSparse": "samo.dynamic.sparse",
     "GradualPruning": "samo.dynamic.gradual",
     "Ledger": "samo.memory.ledger",
@@ -73,7 +73,7 @@ _MODULES: Final = {
     "param_groups": "samo.leaves",
     "parameters": "samo.leaves",
     "prunable": "samo.candidates",
-    "prune": "samo.pruning",
+    "prune": "samo.pruning.choosing",
     "remap_": "samo.remapping",
     "save": "samo.checkpoints.saving",
 }

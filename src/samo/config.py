@@ -15,8 +15,8 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
-from samo.densities import parse_pattern, pattern_sparsity
 from samo.errors import ConfigError
+from samo.pruning.densities import parse_pattern, pattern_sparsity
 from samo.shapes import SHAPES, GPTConfig, ShapeName
 
 __all__ = ["DataConfig", "ModelConfig", "OptimConfig", "PruneConfig", "RunConfig", "TrainConfig"]

@@ -22,7 +22,7 @@ from samo.bench.timing import Clock, free, spread
 from samo.environment import hardware
 from samo.memory.ledger import Ledger
 from samo.models import GPT
-from samo.pruning import prune
+from samo.pruning.choosing import prune
 from samo.report.amounts import NOTHING, count
 from samo.shapes import SHAPES, GPTConfig, ShapeName
 

@@ -13,7 +13,7 @@ from samo.config import resolve_sparsity
 from samo.errors import ConfigError, MaskError
 from samo.masks import Masks
 from samo.model_folders import open_model
-from samo.pruning import prune
+from samo.pruning.choosing import prune
 
 __all__ = []
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samo import bitmap
 from samo.masks import Mask
-from samo.selection import Entries, Method, keep_largest
+from samo.pruning.selection import Entries, Method, keep_largest
 from samo.transfer import narrow
 
 __all__ = []

@@ -16,7 +16,7 @@ from samo.environment import hardware, versions
 from samo.errors import ConfigError
 from samo.masks import Masks
 from samo.models import GPT
-from samo.pruning import prune
+from samo.pruning.choosing import prune
 from samo.training.learner import Learner
 from samo.training.text import Text
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from samo.candidates import matching, prunable
-from samo.densities import Pattern, erk_counts, parse_pattern, pattern_sparsity
 from samo.errors import MaskError
 from samo.layouts import Layout, layouts
 from samo.masks import Mask, Masks
-from samo.neighbours import keep_pattern
-from samo.selection import Entries, Method, keep_largest
+from samo.pruning.densities import Pattern, erk_counts, parse_pattern, pattern_sparsity
+from samo.pruning.neighbours import keep_pattern
+from samo.pruning.selection import Entries, Method, keep_largest
 
 __all__ = ["prune"]
 

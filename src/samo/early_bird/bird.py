@@ -6,14 +6,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from samo import channels
 from samo.candidates import matching
-from samo.channel_graph import find_channels
-from samo.early_bird_settings import Score, check_settings
+from samo.early_bird import channels
+from samo.early_bird.channel_graph import find_channels
+from samo.early_bird.settings import Score, check_settings
+from samo.early_bird.settling import Distance, Settling, describe
 from samo.errors import TicketError
 from samo.masks import Mask, Masks
-from samo.pruning import Scope, decide, prune
-from samo.settling import Distance, Settling, describe
+from samo.pruning.choosing import Scope, decide, prune
 
 __all__ = ["EarlyBird"]
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from samo.channels import BATCH_NORMS, TRANSPOSED, Channels, output_dim
+from samo.early_bird.channels import BATCH_NORMS, TRANSPOSED, Channels, output_dim
 from samo.errors import nearest
 
 __all__ = []

@@ -32,7 +32,7 @@ def parse_pattern(text: str) -> Pattern:
     """Read a pattern such as ``"2:4"``.
 
     Example:
-        >>> from samo.densities import parse_pattern
+        >>> from samo.pruning.densities import parse_pattern
         >>> parse_pattern("2:4").sparsity
         0.5
 
@@ -69,7 +69,7 @@ def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list
     largest fractions, to the earlier tensor among equal ones.
 
     Example:
-        >>> from samo.densities import erk_counts
+        >>> from samo.pruning.densities import erk_counts
         >>> erk_counts([(1, (10, 10)), (1, (100, 100))], kept=1100)
         [100, 1000]
 

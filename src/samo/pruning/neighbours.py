@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from samo import bitmap
-from samo.densities import Pattern
-from samo.selection import Entries
+from samo.pruning.densities import Pattern
+from samo.pruning.selection import Entries
 
 __all__ = []
 

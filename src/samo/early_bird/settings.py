@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from samo.settling import Distance
+from samo.early_bird.settling import Distance
 
 __all__ = []
 
