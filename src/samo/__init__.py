@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ConfigError as ConfigError,
         DataError as DataError,
         MaskError as MaskError,
+        PeerError as PeerError,
         RunError as RunError,
         SamoError as SamoError,
     )
@@ -39,12 +40,15 @@ if TYPE_CHECKING:
     from samo.masks import Mask as Mask, Masks as Masks
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
+    from samo.pipeline.api import Pipeline as Pipeline
     from samo.pruning import prune as prune
     from samo.scaling import LossScaler as LossScaler
 
 __version__: Final = "0.1.0"
 
 _MODULES: Final = {
+    "PeerError": "samo.errors",
+    "Pipeline": "samo.pipeline.api",
     "RunError": "samo.errors",
     "DataError": "samo.errors",
     "ConfigError": "samo.errors",

@@ -7,6 +7,7 @@
      +- DataError (ValueError)      a data file or a tokenizer
      +- CheckpointError (RuntimeError)    a checkpoint that is damaged, does not fit, or cannot be written
      +- RunError (RuntimeError)     a run folder that cannot be used
+     +- PeerError (RuntimeError)    another rank died, hung or sent nonsense
 
 Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is wrong,
 the values in hand, the rule and the next step.
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "MaskError",
+    "PeerError",
     "RunError",
     "SamoError",
 ]
@@ -105,6 +107,28 @@ class RunError(SamoError, RuntimeError):
         >>> issubclass(samo.RunError, RuntimeError)
         True
     """
+
+
+class PeerError(SamoError, RuntimeError):
+    """Another rank died, hung or sent nonsense; the message names it.
+
+    Attributes:
+        rank: Its global rank, where that is known.
+        stage: Its pipeline stage, where it has one.
+
+    Example:
+        >>> import samo
+        >>> error = samo.PeerError("rank 3 (stage 1) is gone", rank=3, stage=1)
+        >>> error.rank, error.stage
+        (3, 1)
+    """
+
+    def __init__(
+        self, message: str = "", *, rank: int | None = None, stage: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.stage = stage
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
