@@ -103,8 +103,9 @@ def simulate(
     Example:
         >>> from samo.pipeline.simulator import simulate
         >>> print(simulate(3, 4).text(width=36))
-        stage 0  00112233......--------------------..
-        ...
+        stage 0  001122........----33----..----..----
+        stage 1  ..001122..----..----33----..----....
+        stage 2  ....00----11----22----33----........
         >>> simulate(2, 2, in_flight=1).peak_in_flight(0)
         1
 
