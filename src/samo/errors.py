@@ -112,22 +112,23 @@ class RunError(SamoError, RuntimeError):
 class PeerError(SamoError, RuntimeError):
     """Another rank died, hung or sent nonsense; the message names it.
 
-    Attributes:
-        rank: Its global rank, where that is known.
-        stage: Its pipeline stage, where it has one.
-
     Example:
         >>> import samo
-        >>> error = samo.PeerError("rank 3 (stage 1) is gone", rank=3, stage=1)
-        >>> error.rank, error.stage
-        (3, 1)
+        >>> error = samo.PeerError("rank 3 (stage 1) is gone", ranks=(3,), stage=1)
+        >>> error.ranks, error.stage
+        ((3,), 1)
+
+    Args:
+        message: Who did what, and what to do.
+        ranks: The ranks that are known to be at fault.
+        stage: The pipeline stage at fault, if it is one.
     """
 
     def __init__(
-        self, message: str = "", *, rank: int | None = None, stage: int | None = None
+        self, message: str, ranks: tuple[int, ...] = (), *, stage: int | None = None
     ) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.ranks = ranks
         self.stage = stage
 
 

@@ -227,9 +227,7 @@ class Pipeline:
         batch = self._batch(x, target, is_training=is_training)
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
         _check_even(inputs, self.micro_batches, self.schedule)
-        where = tuple(tensor.to(self.device) for tensor in inputs)
-        first = target if isinstance(target, Tensor) or target is None else target[0]
-        return self._runner.run(batch, where, None if first is None else first.to(self.device))
+        return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
 
     def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
         """Cut what this stage needs of a batch."""
@@ -266,7 +264,7 @@ class Pipeline:
             raise PeerError(
                 f"rank {rank} (stage {stage}) did not add up the tied weight '{tie.names[0]}' "
                 f"({str(error).splitlines()[0]}); start the ranks again",
-                rank=rank,
+                ranks=(rank,),
                 stage=stage,
             ) from error
 

@@ -270,12 +270,12 @@ class Runner:
     def _end(self, origin: int, what: str, *, came_from: int) -> None:
         own = self.transport.stage
         self._say_goodbye(origin, what, {own - 1, own + 1} - {came_from, origin})
-        known = 0 <= origin < self.transport.num_stages
-        rank = self.transport.ranks[origin] if known else None
+        is_known = 0 <= origin < self.transport.num_stages
+        rank = self.transport.ranks[origin] if is_known else -1
         raise PeerError(
             f"rank {rank} (stage {origin} of {self.transport.num_stages}) {what}; this is stage "
             f"{own}. The batch is lost: start the ranks again from the last checkpoint",
-            rank=rank,
+            ranks=(rank,),
             stage=origin,
         )
 

@@ -72,7 +72,6 @@ class TorchRunner:
         self.device: Final = device
         self._last_rank: Final = dist.get_process_group_ranks(group)[(num_pieces - 1) % group.size()]
         self._batch: Batch | None = None
-        self._place = 0
         watched = _watched(pipelining.PipelineStage, num_micro_batches, context)
         stages = [watched(m, i, num_pieces, device, group=group) for i, m in pieces]
         cls = getattr(pipelining, FIXED[schedule])
@@ -85,12 +84,14 @@ class TorchRunner:
         self._is_first: Final = pieces[0][0] == 0
         self._is_last: Final = pieces[-1][0] == num_pieces - 1
 
-    def run(self, batch: Batch, inputs: tuple[Tensor, ...], target: Tensor | None) -> Tensor:
+    def run(self, batch: Batch, inputs: tuple[Tensor, ...]) -> Tensor:
         """Compute a batch and return its loss."""
-        self._batch, self._place = batch, 0
+        self._batch = batch
         losses: list[Tensor] = []
         arguments = inputs if self._is_first else ()
-        wanted: dict[str, Any] = {"target": target, "losses": losses} if self._is_last else {}
+        # torch also asks for a loss to find out shapes: its number, not its turn, tells which one.
+        numbers = torch.arange(self.num_micro_batches)
+        wanted: dict[str, Any] = {"target": numbers, "losses": losses} if self._is_last else {}
         compute = self._schedule.step if batch.is_training else self._schedule.eval
         with nullcontext() if batch.is_training else torch.no_grad():
             compute(*arguments, **wanted)
@@ -103,11 +104,10 @@ class TorchRunner:
         dist.broadcast(total, self._last_rank, group=self.group)
         return total
 
-    def _loss(self, output: Any, target: Any, **_: Any) -> Tensor:
-        """Return the weighted loss of the next micro-batch; torch asks for them in order."""
+    def _loss(self, output: Any, number: Tensor, **_: Any) -> Tensor:
+        """Return the weighted loss of a micro-batch."""
         assert self._batch is not None and self._batch.loss is not None, "run() sets the batch"
-        place, self._place = self._place, self._place + 1
-        return self._batch.loss(place % self.num_micro_batches, output)
+        return self._batch.loss(int(number), output)
 
 
 def _watched(
