@@ -2,8 +2,8 @@
 
 A gloo receive cannot be polled: it says that it is done only to whoever waits for it. So a thread for
 each neighbour waits, and puts what came into one queue, from which the stage takes whatever is first.
-Sends have a thread for each neighbour too: an unfinished send is cancelled when its tensor is dropped,
-and one that waits for a GPU would hold up the stage.
+An unfinished gloo send is cancelled when its tensor is dropped. So a thread for each neighbour waits for
+those too; where tensors lie on a GPU it sends as well, once they have been copied to pinned memory.
 """
 
 import datetime
@@ -11,23 +11,57 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from samo.pipeline.transport import Arrival
-from samo.pipeline.wire import DATA_KINDS, HEADER_WORDS, Decoder, Encoder, Form, Packet
+from samo.pipeline.wire import (
+    DATA_KINDS,
+    Decoder,
+    Encoder,
+    Form,
+    Packet,
+    pack,
+    places,
+    room_for,
+    unpack,
+)
 
 __all__ = ["GlooTransport"]
+
+_FIRST_ROOM: Final = 4096
+"""Bytes a receiver makes room for before it knows better: more than any control packet has."""
+
+Sent = tuple[Any, Tensor]
+
+
+@dataclass
+class Incoming:
+    """The receiving end of a link."""
+
+    stage: int
+    decoder: Decoder
+    room: int = _FIRST_ROOM
+
+
+@dataclass
+class Outgoing:
+    """The sending end of a link."""
+
+    stage: int
+    encoder: Encoder
+    room: int = _FIRST_ROOM
 
 
 class GlooTransport:
     """The links of this rank within a group of ranks, one for each stage.
 
-    The group is its own: a batch that fails takes the connections with it, and the group that the
-    caller gave stays in order.
+    Connections are its own: a batch that fails takes them along, and the group that the caller gave
+    stays in order.
 
     Args:
         group: Ranks in the order of the stages.
@@ -35,6 +69,9 @@ class GlooTransport:
         timeout: Seconds after which a send or receive is given up.
         tied: Sets of stages that add up gradients.
     """
+
+    is_inline = True
+    """Whether tensors travel in the same message as their header."""
 
     def __init__(
         self,
@@ -50,26 +87,28 @@ class GlooTransport:
         self.device: Final = device
         # The stage gives up first and says whom it waited for; gloo's own limit is for threads.
         self._limit: Final = datetime.timedelta(seconds=2 * timeout + 5)
-        self._group: Final = self._new_group(self.ranks, "gloo")
+        self._group: Final = self.new_group(self.ranks, "gloo")
         self._tied: Final = {
-            stages: self._new_group([self.ranks[s] for s in stages], "gloo")
-            for stages in tied
+            stages: self.new_group([self.ranks[s] for s in stages], "gloo")
+            for stages in dict.fromkeys(tied)
             if self.stage in stages
         }
         self._inbox: Final[queue.Queue[Arrival]] = queue.Queue()
-        neighbours = [s for s in (self.stage - 1, self.stage + 1) if 0 <= s < self.num_stages]
-        self._receivers: Final = {s: _Receiver(self, s) for s in neighbours}
-        self._senders: Final = {s: _Sender(self, s) for s in neighbours}
+        self._receivers: Final[dict[int, _Receiver]] = {}
+        self._senders: Final[dict[int, _Sender]] = {}
+        for stage in (self.stage - 1, self.stage + 1):
+            if 0 <= stage < self.num_stages:
+                self._receivers[stage] = _Receiver(self, Incoming(stage, Decoder(stage)))
+                self._senders[stage] = _Sender(self, Outgoing(stage, Encoder(self.stage)))
 
     def begin(self, expected: dict[int, int]) -> None:
         """Start to receive."""
         for stage, count in expected.items():
-            if count:
-                self._receivers[stage].wanted.put(count)
+            self._receivers[stage].expect(count)
 
     def send(self, stage: int, packet: Packet) -> None:
         """Send to a neighbour, without waiting for it."""
-        self._senders[stage].put(packet)
+        self._senders[stage].send(packet)
 
     def receive(self, timeout: float) -> Arrival | None:
         """Return whatever came first."""
@@ -79,14 +118,14 @@ class GlooTransport:
             return None
         if arrival.packet is not None and self.device.type == "cuda":
             for tensor in arrival.packet.tensors:
-                _take_over(tensor)
+                take_over(tensor)
         return arrival
 
     def flush(self, timeout: float) -> int | None:
         """Wait until everything is sent."""
         deadline = time.monotonic() + timeout
         for stage, sender in self._senders.items():
-            if not sender.join(deadline - time.monotonic()):
+            if not sender.wait_idle(deadline - time.monotonic()):
                 return stage
         return None
 
@@ -103,9 +142,17 @@ class GlooTransport:
     def close(self) -> None:
         """Stop the threads that wait for nothing; one in the middle of a transfer ends with it."""
         for receiver in self._receivers.values():
-            receiver.wanted.put(None)
+            receiver.expect(None)
         for sender in self._senders.values():
-            sender.put(None)
+            sender.end()
+
+    def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """Return connections between some ranks, all of which call this."""
+        group = dist.new_group(
+            list(ranks), timeout=self._limit, backend=backend, use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup), "this rank is one of the ranks"
+        return group
 
     # What threads call ---------------------------------------------------------------------------
 
@@ -113,110 +160,122 @@ class GlooTransport:
         """Put something into the queue."""
         self._inbox.put(arrival)
 
-    def transmit(self, stage: int, encoder: Encoder, packet: Packet, ready: object) -> None:
-        """Send header, body and tensors, and wait until they are gone."""
-        words, body = encoder.encode(packet)
-        self._send_words(words, stage)
-        if body:
-            self._send_words(body, stage)
-        for tensor in packet.tensors:
-            if tensor.numel():
-                self._send_tensor(tensor, stage, ready)
+    def start_sending(self, link: Outgoing, packet: Packet, ready: object) -> list[Sent]:
+        """Begin to send; return what must be kept until it is gone."""
+        sent: list[Sent] = []
+        form = packet.form if self.is_inline else ()
+        needed = places(form, len(link.encoder.body(packet)))[1]
+        if needed > link.room:
+            sent.append(self._send(link, Packet("grow", packet.step, room_for(needed)), None))
+            link.room = room_for(needed)
+        sent.append(self._send(link, packet, ready))
+        return sent
 
-    def fetch(self, stage: int, decoder: Decoder) -> Packet:
+    def _send(self, link: Outgoing, packet: Packet, ready: object) -> Sent:
+        words, body = link.encoder.encode(packet)
+        tensors = packet.tensors if self.is_inline else ()
+        form = packet.form if self.is_inline else ()
+        is_cuda = any(tensor.is_cuda for tensor in tensors)
+        buffer = torch.empty(places(form, len(body))[1], dtype=torch.uint8, pin_memory=is_cuda)
+        if is_cuda:
+            _pack_from_gpu(words, body, tensors, buffer, ready)
+        else:
+            pack(words, body, tensors, buffer)
+        # The tag is the sender: a link is told from its way back by it.
+        return dist.isend(buffer, self.ranks[link.stage], self._group, self.stage), buffer
+
+    def fetch(self, link: Incoming) -> Packet:
         """Wait for the next packet of a link."""
-        header = decoder.header(self._receive_words(HEADER_WORDS, stage))
-        body = self._receive_words(header.body_words, stage) if header.body_words else []
-        form: Form = decoder.form(header, body) if header.kind in DATA_KINDS else ()
-        tensors = tuple(self._receive_tensor(dtype, shape, stage) for dtype, _, shape in form)
-        return decoder.packet(header, body, tensors, form)
+        while True:
+            is_pinned = self.device.type == "cuda" and self.is_inline
+            buffer = torch.empty(link.room, dtype=torch.uint8, pin_memory=is_pinned)
+            dist.recv(buffer, self.ranks[link.stage], self._group, link.stage)
+            packet, form = unpack(link.decoder, buffer, has_tensors=self.is_inline)
+            if packet.kind != "grow":
+                break
+            link.room = packet.micro_batch
+        if packet.kind not in DATA_KINDS:
+            return packet
+        tensors = self._tensors(link, packet, form)
+        return Packet(packet.kind, packet.step, packet.micro_batch, tensors, packet.needs_grad)
 
-    def _send_words(self, words: list[int], stage: int) -> None:
-        dist.send(torch.tensor(words), self.ranks[stage], self._group, tag=self.stage)
-
-    def _receive_words(self, count: int, stage: int) -> list[int]:
-        words = torch.empty(count, dtype=torch.int64)
-        dist.recv(words, self.ranks[stage], self._group, tag=stage)
-        return words.tolist()
-
-    def _send_tensor(self, tensor: Tensor, stage: int, ready: object) -> None:
-        if tensor.is_cuda:
-            tensor = _to_host(tensor, ready)
-        dist.send(tensor.contiguous(), self.ranks[stage], self._group, tag=self.stage)
-
-    def _receive_tensor(self, dtype: torch.dtype, shape: tuple[int, ...], stage: int) -> Tensor:
-        is_cuda = self.device.type == "cuda"
-        host = torch.empty(shape, dtype=dtype, pin_memory=is_cuda)
-        if host.numel():
-            dist.recv(host, self.ranks[stage], self._group, tag=stage)
-        return _to_device(host, self.device) if is_cuda else host
-
-    def _new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
-        group = dist.new_group(
-            list(ranks), timeout=self._limit, backend=backend, use_local_synchronization=True
-        )
-        assert isinstance(group, dist.ProcessGroup), "this rank is one of the ranks"
-        return group
+    def _tensors(self, link: Incoming, packet: Packet, form: Form) -> tuple[Tensor, ...]:
+        """Return the tensors of a packet where they are wanted."""
+        if self.device.type != "cuda":
+            return packet.tensors
+        return tuple(_to_device(tensor, self.device) for tensor in packet.tensors)
 
 
 class _Receiver(threading.Thread):
-    """Waits for packets of one neighbour, as many as are wanted."""
+    """Waits for packets of one neighbour, as many as are expected."""
 
-    def __init__(self, transport: GlooTransport, stage: int) -> None:
-        super().__init__(name=f"samo-receive-{stage}", daemon=True)
-        self.wanted: Final[queue.Queue[int | None]] = queue.Queue()
+    def __init__(self, transport: GlooTransport, link: Incoming) -> None:
+        super().__init__(name=f"samo-receive-{link.stage}", daemon=True)
+        self._expected: Final[queue.Queue[int | None]] = queue.Queue()
         self._transport = transport
-        self._stage = stage
-        self._decoder = Decoder(stage)
+        self._link = link
         self.start()
 
+    def expect(self, count: int | None) -> None:
+        self._expected.put(count)
+
     def run(self) -> None:
-        while (count := self.wanted.get()) is not None:
+        while (count := self._expected.get()) is not None:
             while count:
                 try:
-                    packet = self._transport.fetch(self._stage, self._decoder)
+                    packet = self._transport.fetch(self._link)
                 except Exception as error:
-                    self._transport.arrived(Arrival(self._stage, error=error))
+                    self._transport.arrived(Arrival(self._link.stage, error=error))
                     return
                 count -= packet.kind in DATA_KINDS
-                self._transport.arrived(Arrival(self._stage, packet))
+                self._transport.arrived(Arrival(self._link.stage, packet))
 
 
 class _Sender(threading.Thread):
-    """Sends packets to one neighbour, one after the other."""
+    """Keeps what is sent to one neighbour until it is gone, and sends what comes from a GPU."""
 
-    def __init__(self, transport: GlooTransport, stage: int) -> None:
-        super().__init__(name=f"samo-send-{stage}", daemon=True)
-        self._queue: Final[queue.Queue[tuple[Packet, object] | None]] = queue.Queue()
+    def __init__(self, transport: GlooTransport, link: Outgoing) -> None:
+        super().__init__(name=f"samo-send-{link.stage}", daemon=True)
+        self._queue: Final[queue.Queue[Any]] = queue.Queue()
         self._transport = transport
-        self._stage = stage
-        self._encoder = Encoder(transport.stage)
+        self._link = link
+        self._is_direct = transport.device.type != "cuda"
         self._pending = 0
         self._changed = threading.Condition()
         self.start()
 
-    def put(self, packet: Packet | None) -> None:
-        if packet is None:
-            self._queue.put(None)
-            return
+    def send(self, packet: Packet) -> None:
+        """Send, now if it is in this machine's memory. One way for all packets keeps their order."""
+        entry: Any = (packet, _ready_event(packet.tensors))
+        if self._is_direct:
+            try:
+                entry = self._transport.start_sending(self._link, packet, None)
+            except RuntimeError as error:  # the connection is gone
+                self._transport.arrived(Arrival(self._link.stage, error=error))
+                return
         with self._changed:
             self._pending += 1
-        self._queue.put((packet, _ready_event(packet.tensors)))
+        self._queue.put(entry)
 
-    def join(self, timeout: float | None = None) -> bool:  # type: ignore[override]
+    def wait_idle(self, timeout: float) -> bool:
         """Wait until nothing is left to send; return whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
+    def end(self) -> None:
+        self._queue.put(None)
+
     def run(self) -> None:
         while (entry := self._queue.get()) is not None:
-            packet, ready = entry
             try:
-                self._transport.transmit(self._stage, self._encoder, packet, ready)
+                if not self._is_direct:
+                    entry = self._transport.start_sending(self._link, *entry)
+                for work, _ in entry:
+                    work.wait()
             except Exception as error:
-                self._transport.arrived(Arrival(self._stage, error=error))
+                self._transport.arrived(Arrival(self._link.stage, error=error))
                 return
-            del entry, packet
+            del entry
             with self._changed:
                 self._pending -= 1
                 self._changed.notify_all()
@@ -232,21 +291,23 @@ def _ready_event(tensors: Sequence[Tensor]) -> object:
     return None
 
 
-def _to_host(tensor: Tensor, ready: object) -> Tensor:
-    """Copy to pinned memory on a stream of its own; waits for that copy, not for the device."""
+def _pack_from_gpu(
+    words: list[int], body: list[int], tensors: Sequence[Tensor], buffer: Tensor, ready: object
+) -> None:
+    """Copy to pinned memory on a stream of its own; waits for the copy, not for the device."""
     assert isinstance(ready, torch.cuda.Event), "packets with CUDA tensors have an event"
-    stream = torch.cuda.Stream(tensor.device)
+    stream = torch.cuda.Stream(tensors[0].device)
     with torch.cuda.stream(stream):
         stream.wait_event(ready)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
+        pack(words, body, tensors, buffer)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
         stream.synchronize()
-    return host
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy from pinned memory on a stream of its own; `_take_over` lets the reader wait for it."""
+    """Copy from pinned memory on a stream of its own; `take_over` lets the reader wait for it."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         tensor = host.to(device, non_blocking=True)
@@ -254,13 +315,11 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-def _take_over(tensor: Tensor) -> None:
-    """Let the current stream wait until a tensor is there."""
+def take_over(tensor: Tensor) -> None:
+    """Let the current stream wait until a received tensor is there."""
     ready = getattr(tensor, "_samo_ready", None)
     if ready is not None:
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(ready)
         tensor.record_stream(stream)
         del tensor._samo_ready  # type: ignore[attr-defined]
-
-

@@ -6,13 +6,15 @@ other. Nothing waits for the whole device: streams wait for events.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samo.pipeline.gloo import GlooTransport
+from samo.pipeline.gloo import GlooTransport, Incoming, Outgoing, Sent
+from samo.pipeline.wire import Form, Packet
 
 __all__ = ["NcclTransport"]
 
@@ -28,6 +30,8 @@ class NcclTransport(GlooTransport):
         backend: "nccl"; tests without GPUs say "gloo".
     """
 
+    is_inline = False
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -42,37 +46,41 @@ class NcclTransport(GlooTransport):
                 f"NCCL sends between GPUs, got device '{device}'; build the mesh on 'cuda', or with the "
                 "gloo backend for a CPU"
             )
-        super().__init__(group, device, timeout=timeout, tied=tied)
         self._links: Final[dict[tuple[int, int], dist.ProcessGroup]] = {}
+        super().__init__(group, device, timeout=timeout, tied=tied)
         # One order for all: stage after stage, forward before backward.
         for left in range(self.num_stages - 1):
             for link in ((left, left + 1), (left + 1, left)):
                 if self.stage in link:
                     ranks = sorted(self.ranks[stage] for stage in link)
-                    self._links[link] = self._new_group(ranks, backend)
+                    self._links[link] = self.new_group(ranks, backend)
 
-    def _send_tensor(self, tensor: Tensor, stage: int, ready: object) -> None:
-        link, rank = self._links[self.stage, stage], self.ranks[stage]
+    def start_sending(self, link: Outgoing, packet: Packet, ready: object) -> list[Sent]:
+        """Send the header over gloo, and put the tensors into the GPU's queue."""
+        sent = super().start_sending(link, packet, ready)
+        group, rank = self._links[self.stage, link.stage], self.ranks[link.stage]
+        tensors = [tensor.contiguous() for tensor in packet.tensors if tensor.numel()]
         if not isinstance(ready, torch.cuda.Event):
-            dist.send(tensor.contiguous(), rank, link)
-            return
-        stream = torch.cuda.Stream(tensor.device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            tensor.record_stream(stream)
-            dist.send(tensor.contiguous(), rank, link)
-
-    def _receive_tensor(self, dtype: torch.dtype, shape: tuple[int, ...], stage: int) -> Tensor:
-        link, rank = self._links[stage, self.stage], self.ranks[stage]
-        if self.device.type != "cuda":
-            tensor = torch.empty(shape, dtype=dtype)
-            if tensor.numel():
-                dist.recv(tensor, rank, link)
-            return tensor
+            return sent + [(dist.isend(tensor, rank, group), tensor) for tensor in tensors]
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            if tensor.numel():
-                dist.recv(tensor, rank, link)
-            tensor._samo_ready = stream.record_event()  # type: ignore[attr-defined]
-        return tensor
+            stream.wait_event(ready)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+                dist.send(tensor, rank, group)
+        return sent
+
+    def _tensors(self, link: Incoming, packet: Packet, form: Form) -> tuple[Tensor, ...]:
+        group, rank = self._links[link.stage, self.stage], self.ranks[link.stage]
+        is_cuda = self.device.type == "cuda"
+        stream = torch.cuda.Stream(self.device) if is_cuda else None
+        received = []
+        with torch.cuda.stream(stream) if is_cuda else nullcontext():  # type: ignore[arg-type]
+            for dtype, _, shape in form:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                if tensor.numel():
+                    dist.recv(tensor, rank, group)
+                if stream is not None:
+                    tensor._samo_ready = stream.record_event()  # type: ignore[attr-defined]
+                received.append(tensor)
+        return tuple(received)

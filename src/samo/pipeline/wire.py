@@ -3,9 +3,12 @@
 A packet is a header of fixed size, sometimes a body of a known number of words, then its tensors. The
 header says which tensors come by the number of their *form*: types and shapes. A form is sent once,
 in the body of the first packet that has it, so a smaller last micro-batch costs one body and no more.
-Order alone tells packets apart: no tags are needed, which NCCL does not have.
+`pack` puts all of it into one buffer, so that a packet is one message. A receiver waits with room for
+the largest packet so far; "grow" comes before a larger one. Order alone tells packets apart: no tags are
+needed, which NCCL does not have.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -15,11 +18,11 @@ from torch import Tensor
 
 from samo.errors import PeerError
 
-__all__ = ["HEADER_WORDS", "Decoder", "Encoder", "Form", "Header", "Packet", "PacketKind"]
+__all__ = ["Decoder", "Encoder", "Form", "Header", "Packet", "PacketKind", "pack", "places", "room_for", "unpack"]
 
-PacketKind = Literal["activation", "gradient", "loss", "probe", "alive", "abort"]
-DATA_KINDS: Final = ("activation", "gradient", "loss")
-_KINDS: Final[tuple[PacketKind, ...]] = ("activation", "gradient", "loss", "probe", "alive", "abort")
+PacketKind = Literal["activation", "gradient", "loss", "probe", "alive", "abort", "grow"]
+DATA_KINDS: Final[tuple[PacketKind, ...]] = ("activation", "gradient", "loss")
+_KINDS: Final[tuple[PacketKind, ...]] = (*DATA_KINDS, "probe", "alive", "abort", "grow")
 _MAGIC: Final = 0x73616D6F
 _MAX_WORDS: Final = 1 << 16
 _DTYPES: Final = (
@@ -37,6 +40,7 @@ _DTYPES: Final = (
     torch.complex128,
 )
 HEADER_WORDS: Final = 10
+_ALIGNMENT: Final = 64
 
 TensorForm = tuple[torch.dtype, bool, tuple[int, ...]]
 Form = tuple[TensorForm, ...]
@@ -53,9 +57,9 @@ class Packet:
         ()
 
     Attributes:
-        kind: Data ("activation", "gradient", "loss") or control ("probe", "alive", "abort").
+        kind: Data ("activation", "gradient", "loss") or control ("probe", "alive", "abort", "grow").
         step: Number of the batch.
-        micro_batch: Number of the micro-batch, -1 for control.
+        micro_batch: Number of the micro-batch; for "grow", the bytes to make room for.
         tensors: What is sent.
         needs_grad: For each tensor, whether the receiver sends its gradient back.
         origin: For "abort", the stage to blame.
@@ -106,17 +110,18 @@ class Encoder:
     sequence: int = 0
     forms: dict[Form, int] = field(default_factory=dict)
 
+    def body(self, packet: Packet) -> list[int]:
+        """Return the words that follow the header: a form that is new, or a reason."""
+        if packet.kind in DATA_KINDS:
+            return [] if packet.form in self.forms else _form_words(packet.form)
+        return _text_words(packet.reason[:2000])
+
     def encode(self, packet: Packet) -> tuple[list[int], list[int]]:
-        """Return the words of the header and of the body."""
-        body: list[int] = []
+        """Return the words of the header and of the body, and count the packet as sent."""
+        body = self.body(packet)
         form = 0
         if packet.kind in DATA_KINDS:
-            form = self.forms.get(packet.form, -1)
-            if form < 0:
-                form = self.forms[packet.form] = len(self.forms)
-                body = _form_words(packet.form)
-        elif packet.reason:
-            body = _text_words(packet.reason[:2000])
+            form = self.forms.setdefault(packet.form, len(self.forms))
         words = [
             _MAGIC,
             _KINDS.index(packet.kind),
@@ -157,14 +162,14 @@ class Decoder:
             PeerError: It is none, or not the next one.
         """
         if len(words) != HEADER_WORDS or words[0] != _MAGIC or words[-1] != _checksum(words[:-1]):
-            raise self._nonsense(f"a header that is none: {list(words)}")
+            raise self.nonsense(f"a header that is none: {list(words)}")
         _, kind, step, sequence, micro_batch, form, body_words, origin, stage = words[:-1]
         if not 0 <= kind < len(_KINDS) or not 0 <= body_words <= _MAX_WORDS:
-            raise self._nonsense(f"a header with kind {kind} and {body_words} words")
+            raise self.nonsense(f"a header with kind {kind} and {body_words} words")
         if stage != self.stage:
-            raise self._nonsense(f"a header that calls itself stage {stage}")
+            raise self.nonsense(f"a header that calls itself stage {stage}")
         if sequence != self.sequence:
-            raise self._nonsense(f"message {sequence}, where message {self.sequence} was due")
+            raise self.nonsense(f"message {sequence}, where message {self.sequence} was due")
         self.sequence += 1
         return Header(_KINDS[kind], step, sequence, micro_batch, form, body_words, origin)
 
@@ -176,10 +181,10 @@ class Decoder:
         """
         if body:
             if header.form != len(self.forms):
-                raise self._nonsense(f"form {header.form}, where {len(self.forms)} was next")
+                raise self.nonsense(f"form {header.form}, where {len(self.forms)} was next")
             self.forms.append(self._read_form(body))
         if not 0 <= header.form < len(self.forms):
-            raise self._nonsense(f"tensors of form {header.form} of {len(self.forms)} known ones")
+            raise self.nonsense(f"tensors of form {header.form} of {len(self.forms)} known ones")
         return self.forms[header.form]
 
     def packet(
@@ -200,19 +205,79 @@ class Decoder:
                 dtype, flag, rank = next(numbers), next(numbers), next(numbers)
                 shape = tuple(next(numbers) for _ in range(rank))
                 if not 0 <= dtype < len(_DTYPES) or any(size < 0 for size in shape):
-                    raise self._nonsense(f"a form with type {dtype} and shape {shape}")
+                    raise self.nonsense(f"a form with type {dtype} and shape {shape}")
                 found.append((_DTYPES[dtype], bool(flag), shape))
         except (StopIteration, RuntimeError) as error:
             if isinstance(error, PeerError):
                 raise
-            raise self._nonsense(f"a form that breaks off after {len(found)} tensors") from None
+            raise self.nonsense(f"a form that breaks off after {len(found)} tensors") from None
         return tuple(found)
 
-    def _nonsense(self, what: str) -> PeerError:
+    def nonsense(self, what: str) -> PeerError:
+        """Return an error that names the sender."""
         return PeerError(
             f"stage {self.stage} sent {what}; do all ranks run the same program and version?",
             stage=self.stage,
         )
+
+
+def places(form: Form, body_words: int) -> tuple[list[int], int]:
+    """Return where in a buffer the tensors of a form begin, and the buffer's bytes.
+
+    Example:
+        >>> import torch
+        >>> from samo.pipeline.wire import places
+        >>> places(((torch.float32, False, (3,)), (torch.bool, False, (2,))), 0)
+        ([128, 192], 256)
+    """
+    starts, place = [], _aligned(8 * (HEADER_WORDS + body_words))
+    for dtype, _, shape in form:
+        starts.append(place)
+        place += _aligned(math.prod(shape) * dtype.itemsize)
+    return starts, place
+
+
+def room_for(num_bytes: int) -> int:
+    """Return what to make room for: as many bytes and a form before them."""
+    return num_bytes + _aligned(8 * 64)
+
+
+def pack(words: list[int], body: list[int], tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Write header, body and tensors into a buffer of `places`; copies from a GPU are not waited for."""
+    numbers = [*words, *body]
+    buffer[: 8 * len(numbers)].view(torch.int64).copy_(torch.tensor(numbers))
+    form = tuple((t.dtype, False, tuple(t.shape)) for t in tensors)
+    for start, tensor in zip(places(form, len(body))[0], tensors):
+        target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        target.copy_(tensor, non_blocking=True)
+
+
+def unpack(decoder: "Decoder", buffer: Tensor, *, has_tensors: bool) -> tuple[Packet, Form]:
+    """Read a packet out of a buffer; its tensors share the buffer's memory unless they are small.
+
+    Raises:
+        PeerError: What stands there is no packet.
+    """
+    header = decoder.header(buffer[: 8 * HEADER_WORDS].view(torch.int64).tolist())
+    end = 8 * (HEADER_WORDS + header.body_words)
+    if end > buffer.numel():
+        raise decoder.nonsense(f"a body of {header.body_words} words in {buffer.numel()} bytes")
+    body = buffer[8 * HEADER_WORDS : end].view(torch.int64).tolist()
+    form = decoder.form(header, body) if header.kind in DATA_KINDS else ()
+    tensors: list[Tensor] = []
+    starts, needed = places(form, header.body_words)
+    if has_tensors and form:
+        if needed > buffer.numel():
+            raise decoder.nonsense(f"a form of {needed} bytes where there are {buffer.numel()}")
+        for start, (dtype, _, shape) in zip(starts, form):
+            size = math.prod(shape) * dtype.itemsize
+            tensor = buffer[start : start + size].view(dtype).view(shape)
+            tensors.append(tensor.clone() if 2 * needed < buffer.numel() else tensor)
+    return decoder.packet(header, body, tuple(tensors), form), form
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _form_words(form: Form) -> list[int]:
