@@ -25,21 +25,23 @@ __all__ = ["main"]
 STAGES: Final = 4
 MICRO_BATCHES: Final = 16
 FORWARD_MS: Final = 10.0
-JITTERS: Final = {"even": 0.0, "jittering": 0.5}
+SPREADS: Final = {"even": 0.0, "jittering": 0.5, "often late": 1.2}
+"""Standard deviation of the logarithm of a pass's time, by case."""
 CONTENDERS: Final[dict[str, dict[str, Any]]] = {
     "torch Schedule1F1B": {"schedule": "1f1b"},
     "message-driven, limits 4 4 4 4": {"schedule": "message-driven"},
     "message-driven, limits 4 3 2 1": {"schedule": "message-driven", "in_flight": [4, 3, 2, 1]},
+    "message-driven, limits 5 5 5 5": {"schedule": "message-driven", "in_flight": 5},
 }
 
 
 class SleepyLayer(nn.Module):
     """Sleeps in both passes, as long as a seed says."""
 
-    def __init__(self, stage: int, jitter: float, scale: float) -> None:
+    def __init__(self, stage: int, spread: float, scale: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
-        self.stage, self.jitter, self.scale = stage, jitter, scale
+        self.stage, self.spread, self.scale = stage, spread, scale
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -52,7 +54,9 @@ class SleepyLayer(nn.Module):
         number = self.counts[what]
         self.counts[what] = number + 1
         draw = random.Random(f"{self.step} {self.stage} {what} {number % MICRO_BATCHES}")
-        factor = draw.uniform(1 - self.jitter, 1 + self.jitter) * (2 if what == "backward" else 1)
+        # Of mean 1, so that cases compare.
+        factor = draw.lognormvariate(-(self.spread**2) / 2, self.spread)
+        factor *= 2 if what == "backward" else 1
         time.sleep(FORWARD_MS * self.scale * factor / 1e3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,10 +83,10 @@ def work(rank: int, store: str, rounds: int, scale: float, results: Any) -> None
     mesh = init_device_mesh("cpu", (STAGES,), mesh_dim_names=("pipe",))
     x, y = torch.randn(MICRO_BATCHES, 16_384), torch.randn(MICRO_BATCHES, 16_384)
     found: list[tuple[str, str, list[float]]] = []
-    for case, jitter in JITTERS.items():
+    for case, deviation in SPREADS.items():
         pipelines = {
             name: samo.Pipeline(
-                [SleepyLayer(stage, jitter, scale) for stage in range(STAGES)],
+                [SleepyLayer(stage, deviation, scale) for stage in range(STAGES)],
                 nn.functional.mse_loss,
                 mesh,
                 MICRO_BATCHES,
@@ -105,11 +109,11 @@ def work(rank: int, store: str, rounds: int, scale: float, results: Any) -> None
                 dist.barrier()
                 times[name].append((time.perf_counter() - begin) * 1e3)
         found += [(case, name, values[2:]) for name, values in times.items()]
+        for pipeline in pipelines.values():
+            pipeline.close()
     if rank == 0:
         results.put(found)
     dist.barrier()
-    for pipeline in pipelines.values():
-        pipeline.close()
     dist.destroy_process_group()
 
 
@@ -145,7 +149,7 @@ def run(*, rounds: int, scale: float) -> list[Row]:
                 "num_stages": STAGES,
                 "micro_batches": MICRO_BATCHES,
                 "forward_ms": FORWARD_MS * scale,
-                "jitter": JITTERS[case],
+                "spread": SPREADS[case],
                 "rounds": rounds,
             }
         )

@@ -119,9 +119,7 @@ class Pipeline:
         self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
         self._ties: Final = ties_of(row, self.cuts, num_ranks)
-        self._transport: Final = _transport(
-            group, self.device, timeout, [tie.ranks for tie in self._ties]
-        )
+        self._transport: Final = _transport(group, self.device, timeout)
         self._is_tie_checked = False
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
@@ -350,12 +348,9 @@ def _chunks(module: Stage, cuts: list[tuple[int, int]]) -> list[Chunk]:
 
 
 def _transport(
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    timeout: float,
-    tied: list[tuple[int, ...]],
+    group: dist.ProcessGroup | None, device: torch.device, timeout: float
 ) -> Transport:
     if group is None:
         return MemoryNetwork(1).transport(0)
     is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
-    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout=timeout, tied=tied)
+    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout=timeout)

@@ -10,7 +10,7 @@ import datetime
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -67,7 +67,6 @@ class GlooTransport:
         group: Ranks in the order of the stages.
         device: Where received tensors are wanted.
         timeout: Seconds after which a send or receive is given up.
-        tied: Sets of stages that add up gradients.
     """
 
     is_inline = True
@@ -79,7 +78,6 @@ class GlooTransport:
         device: torch.device,
         *,
         timeout: float,
-        tied: Sequence[tuple[int, ...]] = (),
     ) -> None:
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.stage = dist.get_rank(group)
@@ -87,12 +85,7 @@ class GlooTransport:
         self.device: Final = device
         # The stage gives up first and says whom it waited for; gloo's own limit is for threads.
         self._limit: Final = datetime.timedelta(seconds=2 * timeout + 5)
-        self._group: Final = self.new_group(self.ranks, "gloo")
-        self._tied: Final = {
-            stages: self.new_group([self.ranks[s] for s in stages], "gloo")
-            for stages in dict.fromkeys(tied)
-            if self.stage in stages
-        }
+        self._group: Final = self.new_group("gloo")
         self._inbox: Final[queue.Queue[Arrival]] = queue.Queue()
         self._receivers: Final[dict[int, _Receiver]] = {}
         self._senders: Final[dict[int, _Sender]] = {}
@@ -101,10 +94,10 @@ class GlooTransport:
                 self._receivers[stage] = _Receiver(self, Incoming(stage, Decoder(stage)))
                 self._senders[stage] = _Sender(self, Outgoing(stage, Encoder(self.stage)))
 
-    def begin(self, expected: dict[int, int]) -> None:
+    def begin(self) -> None:
         """Start to receive."""
-        for stage, count in expected.items():
-            self._receivers[stage].expect(count)
+        for receiver in self._receivers.values():
+            receiver.expect(True)
 
     def send(self, stage: int, packet: Packet) -> None:
         """Send to a neighbour, without waiting for it."""
@@ -121,35 +114,64 @@ class GlooTransport:
                 take_over(tensor)
         return arrival
 
-    def flush(self, timeout: float) -> int | None:
-        """Wait until everything is sent."""
+    def flush(self, timeout: float, stages: Iterable[int]) -> int | None:
+        """Wait until all is sent to some stages."""
         deadline = time.monotonic() + timeout
-        for stage, sender in self._senders.items():
-            if not sender.wait_idle(deadline - time.monotonic()):
+        for stage in stages:
+            if not self._senders[stage].wait_idle(deadline - time.monotonic()):
                 return stage
         return None
 
     def add_up(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
-        """Replace each tensor by its sum over some stages."""
+        """Replace each tensor by its sum over some stages, added in their order by each of them."""
         for tensor in tensors:
-            dist.all_reduce(tensor, group=self._tied[stages])
+            own = tensor.detach().to("cpu", copy=True)
+            sends = [self._isend_tied(own, stage) for stage in stages if stage != self.stage]
+            parts = [own if s == self.stage else self._recv_tied(own, s) for s in stages]
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            for work in sends:
+                work.wait()
+            tensor.copy_(total)
 
     def copy_first(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
         """Replace each tensor by that of the first of some stages."""
         for tensor in tensors:
-            dist.broadcast(tensor, self.ranks[stages[0]], group=self._tied[stages])
+            own = tensor.detach().to("cpu", copy=True)
+            if self.stage != stages[0]:
+                tensor.copy_(self._recv_tied(own, stages[0]))
+                continue
+            for work in [self._isend_tied(own, stage) for stage in stages[1:]]:
+                work.wait()
+
+    def _isend_tied(self, tensor: Tensor, stage: int) -> Any:
+        # Tags from num_stages on: no packet has them.
+        tag = self.num_stages + self.stage
+        return dist.isend(tensor.contiguous(), self.ranks[stage], self._group, tag)
+
+    def _recv_tied(self, like: Tensor, stage: int) -> Tensor:
+        received = torch.empty(like.shape, dtype=like.dtype)
+        dist.recv(received, self.ranks[stage], self._group, self.num_stages + stage)
+        return received
 
     def close(self) -> None:
-        """Stop the threads that wait for nothing; one in the middle of a transfer ends with it."""
+        """End the threads; one in the middle of a transfer ends with it, and is not waited for."""
         for receiver in self._receivers.values():
-            receiver.expect(None)
+            receiver.expect(False)
         for sender in self._senders.values():
             sender.end()
+        for thread in (*self._receivers.values(), *self._senders.values()):
+            thread.join(timeout=0.2)
 
-    def new_group(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
-        """Return connections between some ranks, all of which call this."""
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        """Return new connections between all stages.
+
+        Always all of them: torch names a group by how many its ranks have made, so that ranks which
+        have made different numbers never meet.
+        """
         group = dist.new_group(
-            list(ranks), timeout=self._limit, backend=backend, use_local_synchronization=True
+            list(self.ranks), timeout=self._limit, backend=backend, use_local_synchronization=True
         )
         assert isinstance(group, dist.ProcessGroup), "this rank is one of the ranks"
         return group
@@ -207,27 +229,29 @@ class GlooTransport:
 
 
 class _Receiver(threading.Thread):
-    """Waits for packets of one neighbour, as many as are expected."""
+    """Waits for packets of one neighbour, from the beginning of a batch to its end."""
 
     def __init__(self, transport: GlooTransport, link: Incoming) -> None:
         super().__init__(name=f"samo-receive-{link.stage}", daemon=True)
-        self._expected: Final[queue.Queue[int | None]] = queue.Queue()
+        self._expected: Final[queue.Queue[bool]] = queue.Queue()
         self._transport = transport
         self._link = link
         self.start()
 
-    def expect(self, count: int | None) -> None:
-        self._expected.put(count)
+    def expect(self, is_batch: bool) -> None:
+        """Expect another batch, or no more."""
+        self._expected.put(is_batch)
 
     def run(self) -> None:
-        while (count := self._expected.get()) is not None:
-            while count:
+        while self._expected.get():
+            is_open = True
+            while is_open:
                 try:
                     packet = self._transport.fetch(self._link)
                 except Exception as error:
                     self._transport.arrived(Arrival(self._link.stage, error=error))
                     return
-                count -= packet.kind in DATA_KINDS
+                is_open = packet.kind != "end"
                 self._transport.arrived(Arrival(self._link.stage, packet))
 
 
@@ -253,8 +277,7 @@ class _Sender(threading.Thread):
             except RuntimeError as error:  # the connection is gone
                 self._transport.arrived(Arrival(self._link.stage, error=error))
                 return
-        with self._changed:
-            self._pending += 1
+        self._set_pending(lambda pending: pending + 1)
         self._queue.put(entry)
 
     def wait_idle(self, timeout: float) -> bool:
@@ -270,15 +293,20 @@ class _Sender(threading.Thread):
             try:
                 if not self._is_direct:
                     entry = self._transport.start_sending(self._link, *entry)
-                for work, _ in entry:
-                    work.wait()
+                for sent in entry:
+                    sent[0].wait()
+                del sent
             except Exception as error:
                 self._transport.arrived(Arrival(self._link.stage, error=error))
+                self._set_pending(lambda pending: 0)  # nothing will be taken any more
                 return
             del entry
-            with self._changed:
-                self._pending -= 1
-                self._changed.notify_all()
+            self._set_pending(lambda pending: pending - 1)
+
+    def _set_pending(self, change: Callable[[int], int]) -> None:
+        with self._changed:
+            self._pending = change(self._pending)
+            self._changed.notify_all()
 
 
 def _ready_event(tensors: Sequence[Tensor]) -> object:

@@ -4,13 +4,13 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from torch import Tensor
 
 from samo.pipeline.transport import Arrival
-from samo.pipeline.wire import Decoder, Encoder, Packet
+from samo.pipeline.wire import DATA_KINDS, Decoder, Encoder, Packet
 
 __all__ = ["MemoryNetwork", "MemoryTransport"]
 
@@ -74,7 +74,7 @@ class MemoryTransport:
         self._decoders = {s: Decoder(s) for s in (stage - 1, stage + 1)}
         self._count = 0
 
-    def begin(self, expected: dict[int, int]) -> None:
+    def begin(self) -> None:
         """Nothing to do: packets are taken as they come."""
 
     def send(self, stage: int, packet: Packet) -> None:
@@ -85,7 +85,7 @@ class MemoryTransport:
         words, body = self._encoders[stage].encode(packet)
         decoder = target._decoders[self.stage]
         header = decoder.header(words)
-        form = decoder.form(header, body) if packet.tensors else ()
+        form = decoder.form(header, body) if packet.kind in DATA_KINDS else ()
         tensors = tuple(tensor.detach().clone() for tensor in packet.tensors)
         arrived = decoder.packet(header, body, tensors, form)
         due = self.network.due((self.stage, stage), self._last.get(stage, 0.0))
@@ -108,7 +108,7 @@ class MemoryTransport:
             time.sleep(min(wait, left, 1e-3))
         return None
 
-    def flush(self, timeout: float) -> int | None:
+    def flush(self, timeout: float, stages: Iterable[int]) -> int | None:
         """Nothing to do: a packet is sent when `send` returns."""
         return None
 

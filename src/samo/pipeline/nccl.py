@@ -2,12 +2,11 @@
 
 Headers go over gloo, since reading one from a GPU would hold up its stream. Tensors have a communicator
 for each directed link: NCCL has no tags, and two directions in one communicator would wait for each
-other. Nothing waits for the whole device: streams wait for events.
+other. torch makes a communicator for each pair of ranks of a group that sends, so that two groups, one
+for each direction, are enough. Nothing waits for the whole device: streams wait for events.
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ class NcclTransport(GlooTransport):
         group: Ranks in the order of the stages.
         device: This rank's own GPU.
         timeout: Seconds after which a send or receive is given up.
-        tied: Sets of stages that add up gradients.
         backend: "nccl"; tests without GPUs say "gloo".
     """
 
@@ -38,7 +36,6 @@ class NcclTransport(GlooTransport):
         device: torch.device,
         *,
         timeout: float,
-        tied: Sequence[tuple[int, ...]] = (),
         backend: str = "nccl",
     ) -> None:
         if backend == "nccl" and device.type != "cuda":
@@ -46,19 +43,15 @@ class NcclTransport(GlooTransport):
                 f"NCCL sends between GPUs, got device '{device}'; build the mesh on 'cuda', or with the "
                 "gloo backend for a CPU"
             )
-        self._links: Final[dict[tuple[int, int], dist.ProcessGroup]] = {}
-        super().__init__(group, device, timeout=timeout, tied=tied)
-        # One order for all: stage after stage, forward before backward.
-        for left in range(self.num_stages - 1):
-            for link in ((left, left + 1), (left + 1, left)):
-                if self.stage in link:
-                    ranks = sorted(self.ranks[stage] for stage in link)
-                    self._links[link] = self.new_group(ranks, backend)
+        self._directions: dict[int, dist.ProcessGroup] = {}
+        super().__init__(group, device, timeout=timeout)
+        self._directions[1] = self.new_group(backend)
+        self._directions[-1] = self.new_group(backend)
 
     def start_sending(self, link: Outgoing, packet: Packet, ready: object) -> list[Sent]:
         """Send the header over gloo, and put the tensors into the GPU's queue."""
         sent = super().start_sending(link, packet, ready)
-        group, rank = self._links[self.stage, link.stage], self.ranks[link.stage]
+        group, rank = self._directions[link.stage - self.stage], self.ranks[link.stage]
         tensors = [tensor.contiguous() for tensor in packet.tensors if tensor.numel()]
         if not isinstance(ready, torch.cuda.Event):
             return sent + [(dist.isend(tensor, rank, group), tensor) for tensor in tensors]
@@ -71,7 +64,7 @@ class NcclTransport(GlooTransport):
         return sent
 
     def _tensors(self, link: Incoming, packet: Packet, form: Form) -> tuple[Tensor, ...]:
-        group, rank = self._links[link.stage, self.stage], self.ranks[link.stage]
+        group, rank = self._directions[self.stage - link.stage], self.ranks[link.stage]
         is_cuda = self.device.type == "cuda"
         stream = torch.cuda.Stream(self.device) if is_cuda else None
         received = []

@@ -6,6 +6,7 @@ when the timeout is over. Whoever blames a stage tells the other side, which pas
 with the name of the same rank.
 """
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -106,9 +107,11 @@ class Runner:
             before, after = engine.expected()
             wanted = {stage - 1: before, stage + 1: after}
             self._expected = {s: n for s, n in wanted.items() if n}
-            transport.begin(self._expected)
+            transport.begin()
             loss = self._loop(engine, batch)
-            late = transport.flush(self.timeout)
+            for other in self._neighbours():
+                transport.send(other, Packet("end", self.steps))
+            late = transport.flush(self.timeout, self._neighbours())
             if late is not None:
                 self._blame(late, f"did not take what was sent to it for {self.timeout:g} s")
         except PeerError as error:
@@ -116,7 +119,7 @@ class Runner:
             raise
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
-            self._say_goodbye(stage, self._failure, {stage - 1, stage + 1})
+            self._say_goodbye(stage, self._failure, self._neighbours())
             raise
         self.steps += 1
         return loss
@@ -168,10 +171,8 @@ class Runner:
             return
         roots = [output for output in outputs if output.requires_grad]
         if batch.loss is None and len(roots) != len(gradients):
-            self._blame(
-                self.transport.stage + 1,
-                f"sent {len(gradients)} gradients for {len(roots)} outputs of micro-batch {micro_batch}",
-            )
+            what = f"sent {len(gradients)} gradients for {len(roots)} outputs of {micro_batch}"
+            self._blame(self.transport.stage + 1, what, is_there=True)
         if roots:
             given: list[Any] = list(gradients) if batch.loss is None else [None]
             torch.autograd.backward(roots, given)
@@ -205,18 +206,18 @@ class Runner:
         arrival = self._wait()
         packet = arrival.packet
         assert packet is not None, "errors end the wait with an exception"
-        assert packet.kind != "probe" and packet.kind != "alive" and packet.kind != "abort"
+        assert packet.kind in ("activation", "gradient", "loss"), "control ends in the wait"
         if packet.step != self.steps:
-            self._blame(
-                arrival.stage, f"sent {packet.kind} of batch {packet.step} in batch {self.steps}"
-            )
+            what = f"sent {packet.kind} of batch {packet.step} in batch {self.steps}"
+            self._blame(arrival.stage, what, is_there=True)
         is_from_before = arrival.stage < self.transport.stage
         if is_from_before != (packet.kind == "activation"):
-            self._blame(arrival.stage, f"sent {packet.kind} in the wrong direction")
+            what = f"sent {packet.kind} in the wrong direction"
+            self._blame(arrival.stage, what, is_there=True)
         try:
             engine.receive(Message(packet.kind, packet.micro_batch))
         except PeerError as error:
-            self._blame(arrival.stage, str(error))
+            self._blame(arrival.stage, str(error), is_there=True)
         if packet.kind == "activation":
             held.inputs[packet.micro_batch] = tuple(
                 tensor.requires_grad_(flag) for tensor, flag in zip(packet.tensors, packet.needs_grad)
@@ -249,9 +250,8 @@ class Runner:
     def _is_data(self, arrival: Arrival) -> bool:
         stage, packet = arrival.stage, arrival.packet
         if packet is None:
-            error = arrival.error
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._blame(stage, said if isinstance(error, PeerError) else f"is gone ({said})")
+            is_there = isinstance(arrival.error, PeerError)  # it sends, if only nonsense
+            self._blame(stage, _said(arrival.error), is_there=is_there)
         assert packet is not None
         self._heard[stage] = time.monotonic()
         self._asked.discard(stage)
@@ -264,27 +264,40 @@ class Runner:
         self._expected[stage] -= 1
         return True
 
-    def _blame(self, stage: int, what: str) -> None:
-        self._end(stage, what, came_from=stage)
+    def _blame(self, stage: int, what: str, *, is_there: bool = False) -> None:
+        """End the batch; one that is there hears of it too, and tells those behind it."""
+        self._end(stage, what, came_from=-1 if is_there else stage)
 
     def _end(self, origin: int, what: str, *, came_from: int) -> None:
         own = self.transport.stage
-        self._say_goodbye(origin, what, {own - 1, own + 1} - {came_from, origin})
+        what = what.removeprefix(f"stage {origin} ")
+        self._say_goodbye(origin, what, self._neighbours() - {came_from})
         is_known = 0 <= origin < self.transport.num_stages
         rank = self.transport.ranks[origin] if is_known else -1
         raise PeerError(
-            f"rank {rank} (stage {origin} of {self.transport.num_stages}) {what}; this is stage "
-            f"{own}. The batch is lost: start the ranks again from the last checkpoint",
+            f"rank {rank} (stage {origin} of {self.transport.num_stages}) {what}. This is stage "
+            f"{own}; its batch is lost: start the ranks again from the last checkpoint",
             ranks=(rank,),
             stage=origin,
         )
 
     def _say_goodbye(self, origin: int, what: str, stages: set[int]) -> None:
         for stage in sorted(stages):
-            if 0 <= stage < self.transport.num_stages:
-                packet = Packet("abort", self.steps, origin=origin, reason=what)
-                self.transport.send(stage, packet)
-        self.transport.flush(min(_GOODBYE, self.timeout))
+            packet = Packet("abort", self.steps, origin=origin, reason=what)
+            self.transport.send(stage, packet)
+        self.transport.flush(min(_GOODBYE, self.timeout), stages)
+
+    def _neighbours(self) -> set[int]:
+        own = self.transport.stage
+        return {stage for stage in (own - 1, own + 1) if 0 <= stage < self.transport.num_stages}
+
+
+def _said(error: Exception | None) -> str:
+    """Return the first line of an error, without the file of gloo that it comes from."""
+    if isinstance(error, PeerError):
+        return str(error)
+    first = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0]).partition(". ")[0]
+    return f"is gone ({first.rstrip('.') or type(error).__name__})"
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """What a pipeline needs of a network, whichever it is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,8 +23,8 @@ class Arrival:
 class Transport(Protocol):
     """The links of one stage to the stage before and the one after.
 
-    Packets of a directed link arrive in the order of sending. Nothing is received that was not
-    announced with `begin`, so that nobody waits on a link while no batch is computed.
+    Packets of a directed link arrive in the order of sending. A batch is received from `begin` to the
+    packet "end" of each neighbour, so that nobody waits on a link while no batch is computed.
     """
 
     stage: int
@@ -32,8 +32,8 @@ class Transport(Protocol):
     ranks: Sequence[int]
     """Global rank of each stage."""
 
-    def begin(self, expected: dict[int, int]) -> None:
-        """Start to receive: so many data packets from each neighbour."""
+    def begin(self) -> None:
+        """Start to receive a batch from each neighbour."""
 
     def send(self, stage: int, packet: Packet) -> None:
         """Send to a neighbour, without waiting for it."""
@@ -41,8 +41,8 @@ class Transport(Protocol):
     def receive(self, timeout: float) -> Arrival | None:
         """Return whatever came first, from any neighbour, or None after ``timeout`` seconds."""
 
-    def flush(self, timeout: float) -> int | None:
-        """Wait until everything is sent; return the stage that did not take it within the timeout."""
+    def flush(self, timeout: float, stages: Iterable[int]) -> int | None:
+        """Wait until all is sent to some stages; return the one that did not take it in time."""
 
     def add_up(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
         """Replace each tensor by its sum over some stages, bit for bit the same on all of them."""

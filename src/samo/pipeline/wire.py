@@ -20,9 +20,9 @@ from samo.errors import PeerError
 
 __all__ = ["Decoder", "Encoder", "Form", "Header", "Packet", "PacketKind", "pack", "places", "room_for", "unpack"]
 
-PacketKind = Literal["activation", "gradient", "loss", "probe", "alive", "abort", "grow"]
+PacketKind = Literal["activation", "gradient", "loss", "probe", "alive", "abort", "end", "grow"]
 DATA_KINDS: Final[tuple[PacketKind, ...]] = ("activation", "gradient", "loss")
-_KINDS: Final[tuple[PacketKind, ...]] = (*DATA_KINDS, "probe", "alive", "abort", "grow")
+_KINDS: Final[tuple[PacketKind, ...]] = (*DATA_KINDS, "probe", "alive", "abort", "end", "grow")
 _MAGIC: Final = 0x73616D6F
 _MAX_WORDS: Final = 1 << 16
 _DTYPES: Final = (
@@ -57,7 +57,7 @@ class Packet:
         ()
 
     Attributes:
-        kind: Data ("activation", "gradient", "loss") or control ("probe", "alive", "abort", "grow").
+        kind: Data ("activation", "gradient", "loss") or control ("probe", "alive", "abort", "end", "grow").
         step: Number of the batch.
         micro_batch: Number of the micro-batch; for "grow", the bytes to make room for.
         tensors: What is sent.
