@@ -18,7 +18,14 @@ import torch.distributed as dist
 # unlike a plain fork, inherits no threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.pipelining", "pytest", "samo.pipeline.api", __name__]
+    [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.pipelining",
+        "pytest",
+        "samo.pipeline.api",
+        __name__,
+    ]
 )
 
 
@@ -48,8 +55,8 @@ def run_ranks(
         try:
             return _collect(pipes, time.monotonic() + timeout, may_die)
         finally:
-            for process in processes:
-                process.join(timeout=2.0)
+            for rank, process in enumerate(processes):
+                process.join(timeout=0.1 if rank in may_die else 2.0)
                 if process.is_alive():
                     process.kill()
                     process.join()

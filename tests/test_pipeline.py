@@ -66,7 +66,12 @@ def work(rank: int, num_ranks: int, wanted: list[Case]) -> list[Any]:
     for schedule, name, is_compressed, rows in wanted:
         whole = tiny_gpt(is_checkpointed=rows == 5)
         pipeline = samo.Pipeline(
-            copy.deepcopy(whole), next_token_loss, mesh, MICRO_BATCHES, schedule=schedule, timeout=20
+            copy.deepcopy(whole),
+            next_token_loss,
+            mesh,
+            MICRO_BATCHES,
+            schedule=schedule,
+            timeout=20,
         )
         if is_compressed:
             compress(pipeline.module, whole)
@@ -78,7 +83,9 @@ def work(rank: int, num_ranks: int, wanted: list[Case]) -> list[Any]:
 
 
 @functools.cache
-def in_one_process(name: str, is_compressed: bool, rows: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def in_one_process(
+    name: str, is_compressed: bool, rows: int
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     model = tiny_gpt()
     if is_compressed:
         compress(model, tiny_gpt())
@@ -110,7 +117,8 @@ def test_a_pipeline_equals_one_process_bit_for_bit(num_ranks: int) -> None:
 
 
 def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
-    mesh, results = pipe_mesh(num_ranks), {}
+    mesh = pipe_mesh(num_ranks)
+    results: dict[str, Any] = {}
     x, y = tokens()
     for family in ("gpt2", "llama"):
         model = tiny_hf(family)
@@ -239,7 +247,7 @@ def test_models_of_others_tied_weights_and_small_batches(num_ranks: int) -> None
         assert seen.count(True) == len(seen) / 4  # the last of 4 micro-batches, in each pass
         assert len(seen) == 16
         assert results["timeline"].count("stage") == num_ranks
-        assert torch.allclose(*results["one"], rtol=0, atol=0)
+        assert torch.equal(*results["one"])
         assert results["nccl"] == (9 + 9 + 4) * 2
         assert "6 rows cannot be cut into 4 equal micro-batches" in results["refusals"]["uneven"]
         assert "schedule '1f1b' keeps no times" in results["refusals"]["timeline"]
@@ -257,12 +265,17 @@ def check_tied(everyones: list[dict[str, Any]]) -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sums: dict[str, Tensor] = {}
     for seed in range(4):
-        kept = {n: p.grad for n, p in model.named_parameters() if n in ("embed.weight", "head.weight")}
+        kept = {
+            n: p.grad for n, p in model.named_parameters() if n in ("embed.weight", "head.weight")
+        }
         model.embed.weight.grad = model.head.weight.grad = None
         keep = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
         reference(model, [tokens(8, seed)], 4, keep)
         both = model.embed.weight.grad + model.head.weight.grad
-        for name, param in (("embed.weight", model.embed.weight), ("head.weight", model.head.weight)):
+        for name, param in (
+            ("embed.weight", model.embed.weight),
+            ("head.weight", model.head.weight),
+        ):
             param.grad = both.clone() if kept[name] is None else kept[name] + both
         if seed % 2:
             opt.step()
@@ -278,7 +291,10 @@ def check_tied(everyones: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"schedule": "zero-bubble"}, "splits the backward pass and writes weight gradients without"),
+        (
+            {"schedule": "zero-bubble"},
+            "splits the backward pass and writes weight gradients without",
+        ),
         ({"schedule": "ScheduleZBVZeroBubble"}, "splits the backward pass"),
         ({"schedule": "1f1c"}, "schedule must be one of .* got '1f1c' .did you mean '1f1b'"),
         ({"micro_batches": 0}, "micro_batches must be a whole number, 1 or more, got 0"),
@@ -301,7 +317,9 @@ def test_a_mesh_without_the_axis_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     class Mesh:
         mesh_dim_names = ("data",)
 
-    with pytest.raises(ValueError, match="the mesh has dimensions .'data',., none of them 'pipe'"):
+    with pytest.raises(
+        ValueError, match=r"the mesh has dimensions \('data',\), none of them 'pipe'"
+    ):
         samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, Mesh(), 2)
 
 
@@ -316,12 +334,14 @@ def test_one_stage_needs_no_mesh_and_equals_the_model() -> None:
     losses = train(pipeline, optimizer("sgd", pipeline.module, is_compressed=False), 7)
     expected, state = in_one_process("sgd", False, 7)
     assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
-    assert all(torch.equal(value, state[name]) for name, value in pipeline.module.state_dict().items())
+    assert all(
+        torch.equal(value, state[name]) for name, value in pipeline.module.state_dict().items()
+    )
 
 
 # Faults ------------------------------------------------------------------------------------------
 
-TIMEOUT = 2.0
+TIMEOUT = 1.0
 
 
 class Faulty(nn.Module):
@@ -368,7 +388,6 @@ def faulty_work(rank: int, num_ranks: int, fault: str, bad: int) -> Any:
         pytest.param("dies", 0, "is gone", marks=pytest.mark.slow),
         ("stops", 1, "has been silent for"),
         pytest.param("hangs", 2, "has been silent for", marks=pytest.mark.slow),
-        pytest.param("hangs", 3, "has been silent for", marks=pytest.mark.slow),
         ("raises", 2, "KeyError: 'no such layer'"),
         ("sends nonsense", 2, "sent message"),
     ],
@@ -382,4 +401,4 @@ def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int,
         assert blamed == (bad,), text
         assert f"rank {bad} (stage {bad} of 4)" in text
         assert said in text
-        assert seconds < 1.5 * TIMEOUT
+        assert seconds < 2 * TIMEOUT

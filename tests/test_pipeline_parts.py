@@ -4,7 +4,7 @@ import copy
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,7 +54,12 @@ def test_a_packet_comes_out_of_a_buffer_as_it_went_in(data: st.DataObject) -> No
         flags = tuple(tensor.is_floating_point() for tensor in tensors)
         sent = Packet("activation", step, step, tensors, flags)
         got = through_a_buffer(encoder, decoder, sent, room=data.draw(st.sampled_from([0, 9999])))
-        assert (got.kind, got.step, got.micro_batch, got.needs_grad) == (sent.kind, step, step, flags)
+        assert (got.kind, got.step, got.micro_batch, got.needs_grad) == (
+            sent.kind,
+            step,
+            step,
+            flags,
+        )
         assert got.form == sent.form
         assert all(torch.equal(a, b) for a, b in zip(got.tensors, tensors, strict=True))
 
@@ -133,7 +138,9 @@ def test_a_packet_larger_than_its_buffer_is_refused(packet: Packet, size: int, t
 
 def test_a_type_that_is_not_sent_is_refused() -> None:
     packet = Packet("activation", 0, 0, (torch.ones(2).to(torch.float8_e5m2),), (False,))
-    with pytest.raises(TypeError, match=r"a tensor of torch\.float8_e5m2, which is not sent; cast it"):
+    with pytest.raises(
+        TypeError, match=r"a tensor of torch\.float8_e5m2, which is not sent; cast it"
+    ):
         Encoder(0).encode(packet)
 
 
@@ -170,9 +177,14 @@ def test_a_partition_is_the_best_of_all(costs, memory, num_stages, cap, flights)
         )
 
     possible = [cuts for cuts in all_cuts(len(costs), num_stages) if fits(cuts)]
-    settings_ = {"memory": memory, "activations": costs, "in_flight": flights[:num_stages], "cap": cap}
+    settings_ = {
+        "memory": memory,
+        "activations": costs,
+        "in_flight": flights[:num_stages],
+        "cap": cap,
+    }
     if not possible:
-        with pytest.raises(ValueError, match="no cut of .* holds .* bytes a stage or less"):
+        with pytest.raises(ValueError, match=r"no cut of .* holds .* bytes a stage or less"):
             partition(costs, num_stages, **settings_)
         return
     found = partition(costs, num_stages, **settings_)
@@ -231,7 +243,9 @@ def test_a_model_on_meta_takes_memory_for_its_own_stage_alone(family: str, tmp_p
     with torch.device("meta"):
         shape = tiny_gpt() if family == "gpt" else tiny_hf(family)
     model = tiny_gpt() if family == "gpt" else tiny_hf(family)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "a.safetensors")
+    save_file(
+        {k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "a.safetensors"
+    )
     layers = take_apart(shape)
     cuts = partition(parameter_costs(layers), 2)
     stage = build_stage(layers, [cuts[1]], device=CPU, weights=tmp_path)
@@ -284,9 +298,17 @@ class Bare(nn.Module):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: take_apart(nn.Linear(2, 2)), TypeError, "a pipeline takes nn.Sequential.*got Linear"),
-        (lambda: take_apart([3]), TypeError, "layer 0 is a int; give a module"),
-        (lambda: take_apart([lambda: 3]), TypeError, "layer 0 is a function that returned int"),
+        (
+            lambda: take_apart(nn.Linear(2, 2)),
+            TypeError,
+            "a pipeline takes nn.Sequential.*got Linear",
+        ),
+        (lambda: take_apart(cast("Any", [3])), TypeError, "layer 0 is a int; give a module"),
+        (
+            lambda: take_apart(cast("Any", [lambda: 3])),
+            TypeError,
+            "layer 0 is a function that returned int",
+        ),
         (
             lambda: take_apart(nn.Sequential(nn.Linear(2, 2)), [("0.wieght", "0.bias")]),
             ValueError,
@@ -304,14 +326,20 @@ class Bare(nn.Module):
         ),
         (
             lambda: build_stage(
-                take_apart([nn.Linear(2, 2)]), [(0, 1)], device=CPU, weights={"0.bias": torch.ones(2)}
+                take_apart([nn.Linear(2, 2)]),
+                [(0, 1)],
+                device=CPU,
+                weights={"0.bias": torch.ones(2)},
             ),
             ValueError,
             "weights lack 1 of this stage's 2 tensors: 0.weight; give",
         ),
         (
             lambda: build_stage(
-                take_apart([nn.Linear(2, 2)]), [(0, 1)], device=CPU, weights={"0.bias": torch.ones(3)}
+                take_apart([nn.Linear(2, 2)]),
+                [(0, 1)],
+                device=CPU,
+                weights={"0.bias": torch.ones(3)},
             ),
             ValueError,
             r"weights hold '0.bias' as \(3,\), the model as \(2,\)",
@@ -383,9 +411,7 @@ def run_threads(stages: list[nn.Module], batches: list[Batch], *, seed: int, tim
     results: list[Any] = [None] * len(stages)
 
     def work(stage: int) -> None:
-        runner = Runner(
-            stages[stage], network.transport(stage), in_flight=2, timeout=timeout
-        )
+        runner = Runner(stages[stage], network.transport(stage), in_flight=2, timeout=timeout)
         try:
             results[stage] = [runner.run(lambda: batches[stage]) for _ in range(2)]
         except Exception as error:
@@ -517,7 +543,7 @@ def test_a_neighbour_that_is_there_and_sends_nothing_is_given_up_in_the_end() ->
 
     thread = threading.Thread(target=answer)
     thread.start()
-    with pytest.raises(samo.PeerError, match="is there, but has sent nothing for 0.3"):
+    with pytest.raises(samo.PeerError, match=r"is there, but has sent nothing for 0\.3"):
         runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
     is_done.set()
     thread.join()

@@ -347,9 +347,7 @@ def _chunks(module: Stage, cuts: list[tuple[int, int]]) -> list[Chunk]:
     return chunks
 
 
-def _transport(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: float
-) -> Transport:
+def _transport(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> Transport:
     if group is None:
         return MemoryNetwork(1).transport(0)
     is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"

@@ -29,8 +29,10 @@ def cut(batch: Tensors, num_micro_batches: int, what: str) -> list[tuple[Tensor,
         ValueError: There are fewer rows than micro-batches, or tensors of different lengths.
     """
     tensors = (batch,) if isinstance(batch, Tensor) else batch
-    if not isinstance(tensors, tuple) or not tensors or not all(
-        isinstance(t, Tensor) and t.dim() for t in tensors
+    if (
+        not isinstance(tensors, tuple)
+        or not tensors
+        or not all(isinstance(t, Tensor) and t.dim() for t in tensors)
     ):
         raise TypeError(
             f"{what} must be a tensor with rows or a tuple of them, got {type(batch).__name__}; every "

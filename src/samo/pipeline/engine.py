@@ -140,7 +140,10 @@ class Engine:
             return self._due.pop(0)
         can_go_forward = self.can_go_forward and self.forwards - self.backwards < self.in_flight
         if self.can_go_backward and not (
-            can_go_forward and self._was_backward and self.prefer == "alternate" and not self.is_last
+            can_go_forward
+            and self._was_backward
+            and self.prefer == "alternate"
+            and not self.is_last
         ):
             return self.backward()
         if can_go_forward:

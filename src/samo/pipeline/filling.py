@@ -133,7 +133,7 @@ def _values(weights: Source, names: set[str]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, weights[name]) for name in names & set(weights))
         return
     for file in _files(Path(weights)):
-        with safe_open(file, framework="pt") as reader:  # type: ignore[no-untyped-call]
+        with safe_open(file, framework="pt") as reader:
             for name in names & set(reader.keys()):
                 yield name, reader.get_tensor(name)
 

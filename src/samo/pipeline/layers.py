@@ -96,7 +96,7 @@ def parameter_costs(layers: Layers) -> list[float]:
 def _known(model: LayersLike) -> Layers:
     if isinstance(model, nn.Sequential):
         return Layers(tuple(_plain(name, layer) for name, layer in model.named_children()))
-    if isinstance(model, Sequence) or isinstance(model, nn.ModuleList):
+    if isinstance(model, Sequence | nn.ModuleList):
         return Layers(tuple(_listed(str(i), layer) for i, layer in enumerate(model)))
     if isinstance(model, nn.Module):
         how = _FAMILIES.get(type(model).__name__)
@@ -141,7 +141,7 @@ def _gpt(model: Any) -> Layers:
     def block(path: str) -> Callable[..., Tensor]:
         def call(find: Find, cache: dict[str, Any], x_BTD: Tensor) -> Tensor:
             if model_config.is_checkpointed and torch.is_grad_enabled():
-                return checkpoint(find(path), x_BTD, use_reentrant=False)  # type: ignore[return-value]
+                return checkpoint(find(path), x_BTD, use_reentrant=False)
             return find(path)(x_BTD)
 
         return call

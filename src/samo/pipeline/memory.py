@@ -141,5 +141,3 @@ class _Meeting:
         everyones = [list(theirs) for theirs in self._shown]
         self._barrier.wait(timeout=30)
         return everyones
-
-

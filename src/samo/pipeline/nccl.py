@@ -68,7 +68,7 @@ class NcclTransport(GlooTransport):
         is_cuda = self.device.type == "cuda"
         stream = torch.cuda.Stream(self.device) if is_cuda else None
         received = []
-        with torch.cuda.stream(stream) if is_cuda else nullcontext():  # type: ignore[arg-type]
+        with torch.cuda.stream(stream) if is_cuda else nullcontext():
             for dtype, _, shape in form:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
                 if tensor.numel():

@@ -194,9 +194,7 @@ class Runner:
             return
         if action.kind == "send_gradient":
             tensors = held.gradients.pop(micro_batch)
-            packet = Packet(
-                "gradient", self.steps, micro_batch, tensors, (False,) * len(tensors)
-            )
+            packet = Packet("gradient", self.steps, micro_batch, tensors, (False,) * len(tensors))
         else:
             assert held.loss is not None, "the engine sends the loss when it is known"
             packet = Packet("loss", self.steps, micro_batch, (held.loss,), (False,))
@@ -220,7 +218,8 @@ class Runner:
             self._blame(arrival.stage, str(error), is_there=True)
         if packet.kind == "activation":
             held.inputs[packet.micro_batch] = tuple(
-                tensor.requires_grad_(flag) for tensor, flag in zip(packet.tensors, packet.needs_grad)
+                tensor.requires_grad_(flag)
+                for tensor, flag in zip(packet.tensors, packet.needs_grad)
             )
         elif packet.kind == "gradient":
             held.gradients[packet.micro_batch] = packet.tensors
@@ -318,7 +317,8 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 def _enter(tensor: Tensor) -> Tensor:
     """Return a received tensor as the inside of a graph, so that a layer may change it in place."""
-    return _Enter.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    is_inside = tensor.requires_grad and torch.is_grad_enabled()
+    return _Enter.apply(tensor) if is_inside else tensor  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
@@ -331,5 +331,5 @@ class _Enter(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad

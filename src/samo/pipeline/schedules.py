@@ -17,8 +17,13 @@ from samo.pipeline.runner import Batch, Context
 
 __all__ = ["FIXED", "SCHEDULES", "TorchRunner", "check_schedule"]
 
-FIXED: Final = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe", "interleaved": "ScheduleInterleaved1F1B"}
+FIXED: Final = {
+    "1f1b": "Schedule1F1B",
+    "gpipe": "ScheduleGPipe",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
 SCHEDULES: Final = ("message-driven", *FIXED)
+_LOSS_TYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SPLIT: Final = ("zero-bubble", "interleaved-zero-bubble", "zbv", "dualpipev")
 
 
@@ -70,7 +75,9 @@ class TorchRunner:
         self.num_micro_batches: Final = num_micro_batches
         self.group: Final = group
         self.device: Final = device
-        self._last_rank: Final = dist.get_process_group_ranks(group)[(num_pieces - 1) % group.size()]
+        self._last_rank: Final = dist.get_process_group_ranks(group)[
+            (num_pieces - 1) % group.size()
+        ]
         self._batch: Batch | None = None
         watched = _watched(pipelining.PipelineStage, num_micro_batches, context)
         stages = [watched(m, i, num_pieces, device, group=group) for i, m in pieces]
@@ -95,19 +102,21 @@ class TorchRunner:
         compute = self._schedule.step if batch.is_training else self._schedule.eval
         with nullcontext() if batch.is_training else torch.no_grad():
             compute(*arguments, **wanted)
-        total = torch.zeros((), device=self.device)
+        # Its value, which float64 holds exactly, and its type, which the other ranks cannot know.
+        told = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self._is_last:
             total = losses[0].detach()
             for loss in losses[1:]:
                 total = total + loss.detach()
-        total = total.float()
-        dist.broadcast(total, self._last_rank, group=self.group)
-        return total
+            told[0], told[1] = total, _LOSS_TYPES.index(total.dtype)
+        dist.broadcast(told, self._last_rank, group=self.group)
+        return told[0].to(_LOSS_TYPES[int(told[1])])
 
     def _loss(self, output: Any, number: Tensor, **_: Any) -> Tensor:
         """Return the weighted loss of a micro-batch."""
-        assert self._batch is not None and self._batch.loss is not None, "run() sets the batch"
-        return self._batch.loss(int(number), output)
+        loss = None if self._batch is None else self._batch.loss
+        assert loss is not None, "run() sets the batch, and only the last stage is asked"
+        return loss(int(number), output)
 
 
 def _watched(
@@ -116,14 +125,15 @@ def _watched(
     """Return torch's stage, with a context around each pass."""
     if context is None:
         return stage_class
+    around: Context = context
 
     class Watched(stage_class):  # type: ignore[misc]
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with context(fwd_chunk_id == num_micro_batches - 1):
+            with around(fwd_chunk_id == num_micro_batches - 1):
                 return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with context(bwd_chunk_id == num_micro_batches - 1):
+            with around(bwd_chunk_id == num_micro_batches - 1):
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     return Watched

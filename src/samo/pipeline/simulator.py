@@ -66,9 +66,7 @@ class FixedOrder:
         return engine.backward() if is_backward else engine.forward()
 
 
-def uniform_delays(
-    seed: int, low: float, high: float, *, per_link: float = 0.0
-) -> Delay:
+def uniform_delays(seed: int, low: float, high: float, *, per_link: float = 0.0) -> Delay:
     """Return delays drawn for each message, around a mean drawn for each link.
 
     Example:
@@ -209,4 +207,3 @@ def _alternate(ahead: int, num_micro_batches: int) -> Iterator[str]:
         yield f"B{i}"
         if ahead + i < num_micro_batches:
             yield f"F{ahead + i}"
-

@@ -86,7 +86,7 @@ class Chunk(nn.Module):
 
     def __init__(self, stage: Stage, start: int, stop: int) -> None:
         super().__init__()
-        self._run = lambda *inputs: stage.run(start, stop, *inputs)
+        self._run: Call = lambda *inputs: stage.run(start, stop, *inputs)
 
     def forward(self, *inputs: Any) -> Any:
         """Compute the layers."""

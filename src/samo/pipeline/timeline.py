@@ -48,9 +48,7 @@ class Timeline:
     num_micro_batches: int
     events: tuple[Event, ...] = field()
 
-    def __init__(
-        self, num_stages: int, num_micro_batches: int, events: Iterable[Event]
-    ) -> None:
+    def __init__(self, num_stages: int, num_micro_batches: int, events: Iterable[Event]) -> None:
         object.__setattr__(self, "num_stages", num_stages)
         object.__setattr__(self, "num_micro_batches", num_micro_batches)
         object.__setattr__(self, "events", tuple(sorted(events)))

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from samo.errors import PeerError
 
-__all__ = ["Decoder", "Encoder", "Form", "Header", "Packet", "PacketKind", "pack", "places", "room_for", "unpack"]
+__all__ = [
+    "Decoder",
+    "Encoder",
+    "Form",
+    "Header",
+    "Packet",
+    "PacketKind",
+    "pack",
+    "places",
+    "room_for",
+    "unpack",
+]
 
 PacketKind = Literal["activation", "gradient", "loss", "probe", "alive", "abort", "end", "grow"]
 DATA_KINDS: Final[tuple[PacketKind, ...]] = ("activation", "gradient", "loss")
