@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
-from benchmarks.pipeline import bench as pipeline
+from benchmarks.pipeline import bench as pipeline, simulated
 
 
 # torch.compile imports deprecated parts of torch, and the peers warn as they are imported.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("bench", "rows"),
-    [(cpu_step, 3), (cpu_kernels, 39), (pipeline, 12)],
-    ids=["cpu_step", "cpu_kernels", "pipeline"],
+    [(cpu_step, 3), (cpu_kernels, 39), (pipeline, 12), (simulated, 7)],
+    ids=["cpu_step", "cpu_kernels", "pipeline", "simulated"],
 )
 def test_it_runs_and_writes_its_rows(
     bench: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

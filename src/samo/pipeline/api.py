@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samo.errors import PeerError
 from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
+from samo.pipeline.costs import parameter_costs
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
 from samo.pipeline.gloo import GlooTransport
-from samo.pipeline.layers import Layers, LayersLike, parameter_costs, take_apart
+from samo.pipeline.layers import Layers, LayersLike, take_apart
 from samo.pipeline.memory import MemoryNetwork
 from samo.pipeline.nccl import NcclTransport
 from samo.pipeline.partition import partition

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from samo.errors import nearest
 from samo.pipeline.stage import Find, Unit
 
-__all__ = ["Layers", "LayersLike", "parameter_costs", "take_apart"]
+__all__ = ["Layers", "LayersLike", "take_apart"]
 
 LayersLike = nn.Module | Sequence[nn.Module | Callable[[], nn.Module]]
 
@@ -69,28 +69,6 @@ def take_apart(model: LayersLike, tied: Sequence[tuple[str, ...]] = ()) -> Layer
         if tuple(group) not in groups:
             groups.append(tuple(group))
     return Layers(found.units, tuple(groups), found.init)
-
-
-def parameter_costs(layers: Layers) -> list[float]:
-    """Return a model of each layer's time: the weights that are multiplied with, and 1 % of the rest.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.layers import parameter_costs, take_apart
-        >>> parameter_costs(take_apart(torch.nn.Sequential(torch.nn.Linear(10, 5, bias=False))))
-        [50.0]
-    """
-    costs = []
-    for unit in layers.units:
-        cost = 0.0
-        for module in unit.modules.values():
-            for part in module.modules():
-                is_looked_up = isinstance(part, nn.Embedding)
-                for param in part.parameters(recurse=False):
-                    is_factor = param.dim() >= 2 and not is_looked_up
-                    cost += param.numel() * (1.0 if is_factor else 0.01)
-        costs.append(cost)
-    return costs
 
 
 def _known(model: LayersLike) -> Layers:
