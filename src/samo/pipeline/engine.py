@@ -93,8 +93,8 @@ class Engine:
         self.num_micro_batches: Final = num_micro_batches
         self.in_flight: Final = in_flight
         self.prefer: Final = prefer
+        # Micro-batches that have come in from the stage before; the first stage has all of them.
         self.activations: int = num_micro_batches if self.is_first else 0
-        """Micro-batches that have come in from the stage before; the first stage has all of them."""
         self.gradients = 0
         self.forwards = 0
         self.backwards = 0

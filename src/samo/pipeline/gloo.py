@@ -2,14 +2,15 @@
 
 A gloo receive cannot be polled: it says that it is done only to whoever waits for it. So a thread for
 each neighbour waits, and puts what came into one queue, from which the stage takes whatever is first.
-An unfinished gloo send is cancelled when its tensor is dropped. So a thread for each neighbour waits for
-those too; where tensors lie on a GPU it sends as well, once they have been copied to pinned memory.
+An unfinished gloo send is cancelled when its tensor is dropped, so the last ones are kept. Where tensors lie
+on a GPU, a thread for each neighbour sends them, once they have been copied to pinned memory.
 """
 
 import datetime
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,6 +36,9 @@ __all__ = ["GlooTransport"]
 
 _FIRST_ROOM: Final = 4096
 """Bytes a receiver makes room for before it knows better: more than any control packet has."""
+
+_KEPT: Final = 8
+"""Packets to a neighbour that are kept before the oldest is waited for."""
 
 Sent = tuple[Any, Tensor]
 
@@ -83,16 +87,18 @@ class GlooTransport:
         self.stage = dist.get_rank(group)
         self.num_stages = len(self.ranks)
         self.device: Final = device
+        self.timeout: Final = timeout
         # The stage gives up first and says whom it waited for; gloo's own limit is for threads.
         self._limit: Final = datetime.timedelta(seconds=2 * timeout + 5)
         self._group: Final = self.new_group("gloo")
-        self._inbox: Final[queue.Queue[Arrival]] = queue.Queue()
+        self._inbox: Final[queue.SimpleQueue[Arrival]] = queue.SimpleQueue()
         self._receivers: Final[dict[int, _Receiver]] = {}
-        self._senders: Final[dict[int, _Sender]] = {}
+        self._senders: Final[dict[int, _Sender | _ThreadedSender]] = {}
+        sender = _Sender if device.type != "cuda" else _ThreadedSender
         for stage in (self.stage - 1, self.stage + 1):
             if 0 <= stage < self.num_stages:
                 self._receivers[stage] = _Receiver(self, Incoming(stage, Decoder(stage)))
-                self._senders[stage] = _Sender(self, Outgoing(stage, Encoder(self.stage)))
+                self._senders[stage] = sender(self, Outgoing(stage, Encoder(self.stage)))
 
     def begin(self) -> None:
         """Start to receive."""
@@ -106,7 +112,7 @@ class GlooTransport:
     def receive(self, timeout: float) -> Arrival | None:
         """Return whatever came first."""
         try:
-            arrival = self._inbox.get(timeout=max(timeout, 0.0))
+            arrival = self._inbox.get(timeout > 0, max(timeout, 0.0))
         except queue.Empty:
             return None
         if arrival.packet is not None and self.device.type == "cuda":
@@ -161,8 +167,8 @@ class GlooTransport:
             receiver.expect(False)
         for sender in self._senders.values():
             sender.end()
-        for thread in (*self._receivers.values(), *self._senders.values()):
-            thread.join(timeout=0.2)
+        for receiver in self._receivers.values():
+            receiver.join(timeout=0.2)
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
         """Return new connections between all stages.
@@ -233,7 +239,7 @@ class _Receiver(threading.Thread):
 
     def __init__(self, transport: GlooTransport, link: Incoming) -> None:
         super().__init__(name=f"samo-receive-{link.stage}", daemon=True)
-        self._expected: Final[queue.Queue[bool]] = queue.Queue()
+        self._expected: Final[queue.SimpleQueue[bool]] = queue.SimpleQueue()
         self._transport = transport
         self._link = link
         self.start()
@@ -255,30 +261,73 @@ class _Receiver(threading.Thread):
                 self._transport.arrived(Arrival(self._link.stage, packet))
 
 
-class _Sender(threading.Thread):
-    """Keeps what is sent to one neighbour until it is gone, and sends what comes from a GPU."""
+class _Sender:
+    """Sends to one neighbour from the stage's own thread, and keeps what is on its way.
+
+    The neighbour's thread takes packets as they come. So one that was sent some packets ago is gone,
+    or something is wrong.
+    """
+
+    def __init__(self, transport: GlooTransport, link: Outgoing) -> None:
+        self._transport = transport
+        self.link = link
+        self._kept: deque[Sent] = deque()
+        self._is_broken = False
+
+    def send(self, packet: Packet) -> None:
+        """Send without waiting."""
+        if self._is_broken:
+            return
+        try:
+            self._kept.extend(self._transport.start_sending(self.link, packet, None))
+        except RuntimeError as error:
+            self._give_up(error)
+        while len(self._kept) > _KEPT and self._finish(self._transport.timeout):
+            pass
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing is left to send; return whether that is so."""
+        deadline = time.monotonic() + timeout
+        while self._kept:
+            if not self._finish(max(deadline - time.monotonic(), 0.01)):
+                return False
+        return True
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+    def _finish(self, timeout: float) -> bool:
+        """Wait for the oldest packet."""
+        try:
+            self._kept[0][0].wait(datetime.timedelta(seconds=timeout))
+        except RuntimeError as error:
+            self._give_up(error)
+            return False
+        self._kept.popleft()
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_broken = True
+        self._kept.clear()
+        self._transport.arrived(Arrival(self.link.stage, error=error))
+
+
+class _ThreadedSender(threading.Thread):
+    """Sends to one neighbour what comes from a GPU. One way for all packets keeps their order."""
 
     def __init__(self, transport: GlooTransport, link: Outgoing) -> None:
         super().__init__(name=f"samo-send-{link.stage}", daemon=True)
-        self._queue: Final[queue.Queue[Any]] = queue.Queue()
+        self._queue: Final[queue.SimpleQueue[tuple[Packet, object] | None]] = queue.SimpleQueue()
         self._transport = transport
-        self._link = link
-        self._is_direct = transport.device.type != "cuda"
+        self.link = link
         self._pending = 0
         self._changed = threading.Condition()
         self.start()
 
     def send(self, packet: Packet) -> None:
-        """Send, now if it is in this machine's memory. One way for all packets keeps their order."""
-        entry: Any = (packet, _ready_event(packet.tensors))
-        if self._is_direct:
-            try:
-                entry = self._transport.start_sending(self._link, packet, None)
-            except RuntimeError as error:  # the connection is gone
-                self._transport.arrived(Arrival(self._link.stage, error=error))
-                return
+        """Send without waiting."""
         self._set_pending(lambda pending: pending + 1)
-        self._queue.put(entry)
+        self._queue.put((packet, _ready_event(packet.tensors)))
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait until nothing is left to send; return whether that is so."""
@@ -286,21 +335,18 @@ class _Sender(threading.Thread):
             return self._changed.wait_for(lambda: self._pending == 0, timeout)
 
     def end(self) -> None:
+        """Let the thread end."""
         self._queue.put(None)
 
     def run(self) -> None:
         while (entry := self._queue.get()) is not None:
             try:
-                if not self._is_direct:
-                    entry = self._transport.start_sending(self._link, *entry)
-                for sent in entry:
-                    sent[0].wait()
-                del sent
+                for work, _ in self._transport.start_sending(self.link, *entry):
+                    work.wait()
             except Exception as error:
-                self._transport.arrived(Arrival(self._link.stage, error=error))
+                self._transport.arrived(Arrival(self.link.stage, error=error))
                 self._set_pending(lambda pending: 0)  # nothing will be taken any more
                 return
-            del entry
             self._set_pending(lambda pending: pending - 1)
 
     def _set_pending(self, change: Callable[[int], int]) -> None:

@@ -64,8 +64,6 @@ class MemoryTransport:
         self.num_stages = num_stages
         self.ranks: Sequence[int] = range(num_stages)
         self.network: Final = network
-        self.is_silent = False
-        """Set by tests: packets are lost from now on, as those of a stage that hangs."""
         self._inbox: Final[queue.PriorityQueue[tuple[float, int, int, Packet | None]]] = (
             queue.PriorityQueue()
         )
@@ -79,8 +77,6 @@ class MemoryTransport:
 
     def send(self, stage: int, packet: Packet) -> None:
         """Send to a neighbour."""
-        if self.is_silent:
-            return
         target = self.network.transport(stage)
         words, body = self._encoders[stage].encode(packet)
         decoder = target._decoders[self.stage]

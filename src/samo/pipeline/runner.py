@@ -113,7 +113,7 @@ class Runner:
                 transport.send(other, Packet("end", self.steps))
             late = transport.flush(self.timeout, self._neighbours())
             if late is not None:
-                self._blame(late, f"did not take what was sent to it for {self.timeout:g} s")
+                self._blame(late, self._why(late))
         except PeerError as error:
             self._failure = self._failure or str(error)
             raise
@@ -262,6 +262,15 @@ class Runner:
             return False
         self._expected[stage] -= 1
         return True
+
+    def _why(self, late: int) -> str:
+        """Say why a neighbour did not take what was sent to it."""
+        while (arrival := self.transport.receive(0.0)) is not None:
+            if arrival.stage == late and arrival.error is not None:
+                said = _said(arrival.error)
+                if "imed out" not in said:
+                    return said
+        return f"did not take what was sent to it for {self.timeout:g} s"
 
     def _blame(self, stage: int, what: str, *, is_there: bool = False) -> None:
         """End the batch; one that is there hears of it too, and tells those behind it."""
