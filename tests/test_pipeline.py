@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -373,7 +374,7 @@ def test_one_stage_needs_no_mesh_and_equals_the_model() -> None:
 
 # Faults ------------------------------------------------------------------------------------------
 
-TIMEOUT = 1.0
+TIMEOUT = 1.5
 
 
 class Faulty(nn.Module):
@@ -401,6 +402,7 @@ def faulty_work(rank: int, num_ranks: int, fault: str, bad: int) -> Any:
     layers = [Faulty(fault if stage == bad else "") for stage in range(num_ranks)]
     pipeline = samo.Pipeline(layers, F.mse_loss, pipe_mesh(num_ranks), 4, timeout=TIMEOUT)
     x = torch.randn(8, 4)
+    dist.barrier()  # ranks start at different times, and the timeout is short
     begin = time.monotonic()
     try:  # what fails in the second batch may be seen at the end of the first
         pipeline.step(x, target=x)
@@ -419,10 +421,10 @@ def faulty_work(rank: int, num_ranks: int, fault: str, bad: int) -> Any:
     [
         ("dies", 2, "is gone"),
         pytest.param("dies", 0, "is gone", marks=pytest.mark.slow),
-        ("stops", 1, "has been silent for"),
-        pytest.param("hangs", 2, "has been silent for", marks=pytest.mark.slow),
-        ("raises", 2, "KeyError: 'no such layer'"),
-        ("sends nonsense", 2, "sent message"),
+        ("stops", 1, "has been silent for|did not take what was sent"),
+        pytest.param("hangs", 2, "has been silent for|did not take", marks=pytest.mark.slow),
+        ("raises", 2, "KeyError: 'no such layer'|is gone"),
+        ("sends nonsense", 2, "sent message|is gone"),  # it ends too, when it hears of it
     ],
 )
 def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int, said: str) -> None:
@@ -433,5 +435,5 @@ def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int,
         seconds, blamed, text = result
         assert blamed == (bad,), text
         assert f"rank {bad} (stage {bad} of 4)" in text
-        assert said in text
+        assert re.search(said, text)
         assert seconds < 2 * TIMEOUT
