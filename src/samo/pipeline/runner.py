@@ -267,9 +267,7 @@ class Runner:
         """Say why a neighbour did not take what was sent to it."""
         while (arrival := self.transport.receive(0.0)) is not None:
             if arrival.stage == late and arrival.error is not None:
-                said = _said(arrival.error)
-                if "imed out" not in said:
-                    return said
+                return _said(arrival.error)
         return f"did not take what was sent to it for {self.timeout:g} s"
 
     def _blame(self, stage: int, what: str, *, is_there: bool = False) -> None:
@@ -305,7 +303,8 @@ def _said(error: Exception | None) -> str:
     if isinstance(error, PeerError):
         return str(error)
     first = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0]).partition(". ")[0]
-    return f"is gone ({first.rstrip('.') or type(error).__name__})"
+    what = "did not take what was sent to it" if "imed out" in first else "is gone"
+    return f"{what} ({first.rstrip('.') or type(error).__name__})"
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
