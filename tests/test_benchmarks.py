@@ -15,7 +15,12 @@ from benchmarks.pipeline import bench as pipeline, simulated
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("bench", "rows"),
-    [(cpu_step, 3), (cpu_kernels, 39), (pipeline, 12), (simulated, 7)],
+    [
+        (cpu_step, 3),
+        (cpu_kernels, 39),
+        pytest.param(pipeline, 12, marks=pytest.mark.slow),
+        (simulated, 7),
+    ],
     ids=["cpu_step", "cpu_kernels", "pipeline", "simulated"],
 )
 def test_it_runs_and_writes_its_rows(

@@ -299,7 +299,7 @@ def grid_work(rank: int, num_ranks: int) -> Any:
     loss = pipeline.step(x[mine], target=y[mine])
     for param in pipeline.module.parameters():
         dist.all_reduce(param.grad, group=group)
-        param.grad /= 2
+        param.grad.div_(2)
     pipeline.close()
     return loss, {name: param.grad for name, param in pipeline.module.named_parameters()}
 

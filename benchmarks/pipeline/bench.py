@@ -117,7 +117,8 @@ def work(rank: int, store: str, rounds: int, scale: float, results: Any) -> None
 
 def run(*, rounds: int, scale: float) -> list[Row]:
     """Start the ranks and return a row for each contender and case."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.pipelining", "samo.pipeline.api", __name__])
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"

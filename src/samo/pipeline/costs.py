@@ -18,7 +18,8 @@ def parameter_costs(layers: Layers) -> list[float]:
 
     Example:
         >>> import torch
-        >>> from samo.pipeline.layers import parameter_costs, take_apart
+        >>> from samo.pipeline.costs import parameter_costs
+        >>> from samo.pipeline.layers import take_apart
         >>> parameter_costs(take_apart(torch.nn.Sequential(torch.nn.Linear(10, 5, bias=False))))
         [50.0]
     """
