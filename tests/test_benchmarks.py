@@ -9,12 +9,20 @@ import pytest
 from benchmarks import early_bird_rules
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
+from benchmarks.pipeline import bench as pipeline, simulated
 
 
 # torch.compile imports deprecated parts of torch, and the peers warn as they are imported.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("bench", "rows"), [(cpu_step, 3), (cpu_kernels, 39)], ids=["cpu_step", "cpu_kernels"]
+    ("bench", "rows"),
+    [
+        (cpu_step, 3),
+        (cpu_kernels, 39),
+        pytest.param(pipeline, 12, marks=pytest.mark.slow),
+        (simulated, 7),
+    ],
+    ids=["cpu_step", "cpu_kernels", "pipeline", "simulated"],
 )
 def test_it_runs_and_writes_its_rows(
     bench: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

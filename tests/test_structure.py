@@ -78,6 +78,19 @@ LAYERS: Final = (
     {"samo.dynamic.growth", "samo.dynamic.rates"},
     {"samo.dynamic.gradual", "samo.dynamic.sparse"},
     {
+        "samo.pipeline",
+        "samo.pipeline.engine",
+        "samo.pipeline.timeline",
+        "samo.pipeline.simulator",
+        "samo.pipeline.partition",
+        "samo.pipeline.batches",
+    },
+    {"samo.pipeline.wire", "samo.pipeline.transport"},
+    {"samo.pipeline.memory", "samo.pipeline.gloo", "samo.pipeline.nccl"},
+    {"samo.pipeline.stage", "samo.pipeline.layers", "samo.pipeline.filling", "samo.pipeline.costs"},
+    {"samo.pipeline.runner", "samo.pipeline.schedules", "samo.pipeline.tied"},
+    {"samo.pipeline.api"},
+    {
         "samo.checkpoints.shards",
         "samo.checkpoints.model_state",
         "samo.checkpoints.optimizer_state",
@@ -88,7 +101,7 @@ LAYERS: Final = (
     {"samo.report", "samo.report.amounts", "samo.report.curves", "samo.report.runs"},
     {"samo.report.findings", "samo.report.theme"},
     {"samo.report.css", "samo.report.figures"},
-    {"samo.report.mask_pictures", "samo.report.poster"},
+    {"samo.report.mask_pictures", "samo.report.poster", "samo.pipeline.picture"},
     {"samo.report.sections"},
     {"samo.report.page"},
     {"samo.environment", "samo.model_folders"},
@@ -208,7 +221,16 @@ def test_dir_lists_the_public_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["samo", "samo.errors", "samo.memory.predict", "samo.durable", "samo.checkpoints"]
+    "module",
+    [
+        "samo",
+        "samo.errors",
+        "samo.memory.predict",
+        "samo.durable",
+        "samo.checkpoints",
+        "samo.pipeline.simulator",
+        "samo.pipeline.partition",
+    ],
 )
 def test_counting_bytes_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sys.modules)"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         ConfigError as ConfigError,
         DataError as DataError,
         MaskError as MaskError,
+        PeerError as PeerError,
         RunError as RunError,
         SamoError as SamoError,
         TicketError as TicketError,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from samo.masks import Mask as Mask, Masks as Masks
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
+    from samo.pipeline.api import Pipeline as Pipeline
+    from samo.pruning import prune as prune
     from samo.pruning.choosing import prune as prune
     from samo.remapping import remap_ as remap_
     from samo.scaling import LossScaler as LossScaler
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
 __version__: Final = "0.1.0"
 
 _MODULES: Final = {
+    "PeerError": "samo.errors",
+    "Pipeline": "samo.pipeline.api",
     "RunError": "samo.errors",
     "DataError": "samo.errors",
     "ConfigError": "samo.errors",

@@ -8,6 +8,7 @@
      +- CheckpointError (RuntimeError)    a checkpoint that is damaged, does not fit, or cannot be written
      +- RunError (RuntimeError)     a run folder that cannot be used
      +- TicketError (RuntimeError)  masks that have not settled by the given limit
+     +- PeerError (RuntimeError)    another rank died, hung or sent nonsense
 
 Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is wrong,
 the values in hand, the rule and the next step.
@@ -22,6 +23,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "MaskError",
+    "PeerError",
     "RunError",
     "SamoError",
     "TicketError",
@@ -121,6 +123,29 @@ class TicketError(SamoError, RuntimeError):
         ...     print(str(error)[:57])
         no ticket after 1 observation, the limit: the queue holds
     """
+
+
+class PeerError(SamoError, RuntimeError):
+    """Another rank died, hung or sent nonsense; the message names it.
+
+    Example:
+        >>> import samo
+        >>> error = samo.PeerError("rank 3 (stage 1) is gone", ranks=(3,), stage=1)
+        >>> error.ranks, error.stage
+        ((3,), 1)
+
+    Args:
+        message: Who did what, and what to do.
+        ranks: The ranks that are known to be at fault.
+        stage: The pipeline stage at fault, if it is one.
+    """
+
+    def __init__(
+        self, message: str, ranks: tuple[int, ...] = (), *, stage: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.stage = stage
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samo.shapes import GPTConfig
 
-__all__ = ["GPT", "GPTConfig"]
+__all__ = ["GPT", "GPTConfig", "init_weights"]
 
 _MAX_LOGITS: Final = 2**27
 """Logits that exist at once when a loss is computed: 2 GB with their gradients."""
@@ -42,10 +42,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.apply(_init)
-        for block in self.blocks:  # the residual stream grows with depth; GPT-2's remedy
-            for layer in (block.attention.out, block.mlp[2]):  # type: ignore[index,union-attr]
-                nn.init.normal_(layer.weight, std=0.02 / (2 * config.num_layers) ** 0.5)  # type: ignore[arg-type,union-attr]
+        init_weights(self, config)
         if config.is_tied:
             self.head.weight = self.embed.weight
 
@@ -122,6 +119,23 @@ class _Attention(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def init_weights(module: nn.Module, config: GPTConfig) -> None:
+    """Draw the weights of a part of a GPT, such as one block, as the whole model draws them.
+
+    Example:
+        >>> from samo.models import GPT, GPTConfig, init_weights
+        >>> model = GPT(GPTConfig(num_layers=1, width=64, num_heads=2))
+        >>> init_weights(model.blocks[0], model.config)
+        >>> round(model.blocks[0].attention.out.weight.std().item(), 3)
+        0.014
+    """
+    module.apply(_init)
+    for part in module.modules():
+        if isinstance(part, _Block):  # the residual stream grows with depth; GPT-2's remedy
+            for layer in (part.attention.out, part.mlp[2]):
+                nn.init.normal_(layer.weight, std=0.02 / (2 * config.num_layers) ** 0.5)  # type: ignore[arg-type]
 
 
 def _init(module: nn.Module) -> None:

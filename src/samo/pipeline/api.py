@@ -1,0 +1,355 @@
+"""`samo.Pipeline`: a model cut into stages, one for each rank of the axis `pipe`."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from samo.errors import PeerError
+from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
+from samo.pipeline.costs import parameter_costs
+from samo.pipeline.engine import in_flight_limits
+from samo.pipeline.filling import Source, build_stage
+from samo.pipeline.gloo import GlooTransport
+from samo.pipeline.layers import Layers, LayersLike, take_apart
+from samo.pipeline.memory import MemoryNetwork
+from samo.pipeline.nccl import NcclTransport
+from samo.pipeline.partition import partition
+from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.schedules import TorchRunner, check_schedule
+from samo.pipeline.stage import Chunk, Stage
+from samo.pipeline.tied import Tie, ties_of
+from samo.pipeline.timeline import Timeline
+from samo.pipeline.transport import Transport
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """Trains a model whose layers lie on several ranks; every rank runs the same program.
+
+    `step` computes forward and backward of all micro-batches and adds up gradients; the optimizer is
+    the caller's, on the parameters of ``pipeline.module``, which holds this rank's layers under the
+    names they have in the whole model. Losses, gradients and updates are those of one process that
+    computes the same micro-batches one after the other, bit for bit on a CPU.
+
+    Example:
+        >>> import torch, samo
+        >>> layers = [lambda: torch.nn.Linear(8, 8), torch.nn.Tanh, lambda: torch.nn.Linear(8, 1)]
+        >>> pipeline = samo.Pipeline(layers, torch.nn.functional.mse_loss, None, micro_batches=4)
+        >>> opt = torch.optim.SGD(pipeline.module.parameters(), lr=0.1)
+        >>> x, y = torch.randn(16, 8), torch.randn(16, 1)
+        >>> first = pipeline.step(x, target=y)
+        >>> opt.step()
+        >>> bool(pipeline.eval(x, target=y) < first)
+        True
+
+    Args:
+        layers: ``nn.Sequential``, a list of layers or of functions that make one, samo's GPT, or
+            Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take no memory but
+            for those of the rank's own stage.
+        loss_fn: Called with the output and the target of a micro-batch; returns a scalar.
+        mesh: A device mesh with a dimension called "pipe"; None for one stage in this process.
+        micro_batches: Number of micro-batches a batch is cut into.
+        schedule: "message-driven", or "1f1b", "gpipe" and "interleaved" as torch runs them.
+        in_flight: Micro-batches a stage may hold, one number or one for each stage; the number of
+            stages by default. Only for "message-driven".
+        stages_per_rank: Pieces of the model on each rank, for "interleaved".
+        cuts: First layer and the one after the last of each stage, as `partition` returns them; by
+            default even in the number of weights.
+        device: Where the stage computes; the mesh's device by default.
+        weights: Values by name, or safetensors: a file, or a folder of files. Each rank reads its own.
+        seed: For layers that have no values yet.
+        tied: Groups of parameter names that are one weight, where the model does not show it.
+        loss_reduction: Whether ``loss_fn`` is a mean, as usual, or a sum over what it is given.
+        count: How many terms a mean loss has for a target; entries other than -100 by default.
+        last_micro_batch: Called with whether a micro-batch is the last one; its context surrounds each
+            pass, so that gradients over ``data`` are reduced once, in the last backward pass.
+        timeout: Seconds of silence after which another rank is given up. Longer than anything a rank
+            does between two batches.
+
+    Raises:
+        ValueError: A setting is out of range, or layers cannot be cut so.
+        TypeError: The layers are none of the above.
+    """
+
+    def __init__(
+        self,
+        layers: LayersLike,
+        loss_fn: Callable[[Any, Any], Tensor],
+        mesh: DeviceMesh | None,
+        micro_batches: int,
+        *,
+        schedule: Literal["message-driven", "1f1b", "gpipe", "interleaved"] = "message-driven",
+        in_flight: int | Sequence[int] | None = None,
+        stages_per_rank: int | None = None,
+        cuts: Sequence[tuple[int, int]] | None = None,
+        device: torch.device | str | None = None,
+        weights: Source | None = None,
+        seed: int = 0,
+        tied: Sequence[tuple[str, ...]] = (),
+        loss_reduction: Reduction = "mean",
+        count: Count | None = None,
+        last_micro_batch: Callable[[bool], AbstractContextManager[Any]] | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        group = _pipe_group(mesh)
+        num_ranks = 1 if group is None else group.size()
+        self.stage: Final = 0 if group is None else dist.get_rank(group)
+        _check(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
+        per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
+        self.num_stages: Final = num_ranks * per_rank
+        self.micro_batches: Final = micro_batches
+        self.schedule: Final = schedule
+        self.in_flight: Final = in_flight_limits(in_flight, num_ranks)
+        self.device: Final = _device(device, mesh)
+        row = take_apart(layers, tied)
+        self.cuts: Final = _cuts(cuts, row, self.num_stages)
+        mine = list(range(self.stage, self.num_stages, num_ranks))
+        self.module: Final = build_stage(
+            row, [self.cuts[i] for i in mine], device=self.device, seed=seed, weights=weights
+        )
+        self._loss_fn = loss_fn
+        self._reduction: Final[Reduction] = loss_reduction
+        self._count = count
+        self._group = group
+        self._is_first: Final = self.stage == 0
+        self._is_last: Final = self.stage == num_ranks - 1
+        self._ties: Final = ties_of(row, self.cuts, num_ranks)
+        self._transport: Final = _transport(group, self.device, timeout)
+        self._is_tie_checked = False
+        self._runner: Runner | TorchRunner
+        if schedule == "message-driven" or group is None:
+            self._runner = Runner(
+                self.module,
+                self._transport,
+                in_flight=self.in_flight[self.stage],
+                timeout=timeout,
+                context=last_micro_batch,
+            )
+        else:
+            chunks = _chunks(self.module, [self.cuts[i] for i in mine])
+            self._runner = TorchRunner(
+                schedule,
+                list(zip(mine, chunks)),
+                self.num_stages,
+                group,
+                self.device,
+                micro_batches,
+                last_micro_batch,
+            )
+        for tie in self._own_ties():
+            tie.copy_weight(self.module, self._transport)
+
+    def step(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
+        """Compute forward and backward of a batch, add up gradients, and return the loss.
+
+        Every rank calls it; the first stage needs ``x``, the last one ``target``, and whoever does not
+        may pass them all the same. Every rank gets the loss of the whole batch.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            >>> pipeline = samo.Pipeline(model, torch.nn.functional.cross_entropy, None, 2)
+            >>> loss = pipeline.step(torch.randn(6, 4), target=torch.randint(0, 2, (6,)))
+            >>> loss.shape, model[0].weight.grad is not None
+            (torch.Size([]), True)
+
+        Raises:
+            PeerError: Another rank died, hung, failed or sent nonsense.
+        """
+        ties = self._own_ties()
+        aside = [tie.set_aside(self.module) for tie in ties]
+        loss = self._run(x, target, is_training=True)
+        for tie, old in zip(ties, aside):
+            self._add_up(tie, old)
+        self._is_tie_checked = True
+        return loss
+
+    def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
+        """Return the loss of a batch without gradients; call ``pipeline.module.eval()`` for dropout.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
+            >>> pipeline.eval(torch.zeros(2, 4), target=torch.zeros(2, 1)).requires_grad
+            False
+        """
+        return self._run(x, target, is_training=False)
+
+    def timeline(self) -> Timeline:
+        """Return when each stage computed what in the last batch; every rank calls it.
+
+        Clocks are those of the ranks, so all of them must be on one machine. Only for "message-driven".
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
+            >>> loss = pipeline.step(torch.zeros(2, 4), target=torch.zeros(2, 1))
+            >>> pipeline.timeline().peak_in_flight(0)
+            1
+
+        Raises:
+            ValueError: The schedule is torch's, which keeps no times.
+        """
+        if not isinstance(self._runner, Runner):
+            raise ValueError(
+                f"schedule '{self.schedule}' keeps no times; use torch.profiler, or 'message-driven'"
+            )
+        everyones: list[Any] = [self._runner.events]
+        if self._group is not None:
+            everyones = [None] * self._group.size()
+            dist.all_gather_object(everyones, self._runner.events, group=self._group)
+        events = [event for events in everyones for event in events]
+        return Timeline(self.num_stages, self.micro_batches, events)
+
+    def close(self) -> None:
+        """End the threads that wait for messages. The pipeline is not used again.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).close()
+        """
+        self._transport.close()
+
+    def _run(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Tensor:
+        if isinstance(self._runner, Runner):
+            # Within the runner, whose other stages must hear of a batch that cannot be cut.
+            return self._runner.run(lambda: self._batch(x, target, is_training=is_training))
+        batch = self._batch(x, target, is_training=is_training)
+        inputs = (x,) if isinstance(x, Tensor) else (x or ())
+        _check_even(inputs, self.micro_batches, self.schedule)
+        return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
+
+    def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
+        """Cut what this stage needs of a batch."""
+        inputs = loss = None
+        if self._is_first:
+            inputs = [
+                tuple(t.to(self.device) for t in piece)
+                for piece in cut(x, self.micro_batches, "x")  # type: ignore[arg-type]
+            ]
+        if self._is_last:
+            pieces = cut(target, self.micro_batches, "target")  # type: ignore[arg-type]
+            targets = [tuple(t.to(self.device) for t in piece) for piece in pieces]
+            factors = weigh(targets, self._reduction, self._count)
+
+            def loss(micro_batch: int, output: Any) -> Tensor:
+                wanted = targets[micro_batch]
+                value = self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted)
+                factor = factors[micro_batch]
+                return value * (factor.to(value.dtype) if isinstance(factor, Tensor) else factor)
+
+        return Batch(self.micro_batches, inputs, loss, is_training)
+
+    def _own_ties(self) -> list[Tie]:
+        return [tie for tie in self._ties if self.stage in tie.ranks]
+
+    def _add_up(self, tie: Tie, aside: Tensor | None) -> None:
+        try:
+            if not self._is_tie_checked:
+                tie.check(self.module, self._transport)
+            tie.add_up(self.module, self._transport, aside)
+        except RuntimeError as error:
+            stage = next(rank for rank in tie.ranks if rank != self.stage)
+            rank = self._transport.ranks[stage]
+            raise PeerError(
+                f"rank {rank} (stage {stage}) did not add up the tied weight '{tie.names[0]}' "
+                f"({str(error).splitlines()[0]}); start the ranks again",
+                ranks=(rank,),
+                stage=stage,
+            ) from error
+
+
+def _check(
+    schedule: str,
+    micro_batches: int,
+    in_flight: object,
+    stages_per_rank: int | None,
+    reduction: str,
+    timeout: float,
+) -> None:
+    check_schedule(schedule)
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a whole number, 1 or more, got {micro_batches!r}")
+    if in_flight is not None and schedule != "message-driven":
+        raise ValueError(
+            f"in_flight={in_flight} has no effect on schedule '{schedule}', whose order fixes it; leave "
+            "it out, or use 'message-driven'"
+        )
+    if stages_per_rank is not None and (schedule != "interleaved" or stages_per_rank < 2):
+        raise ValueError(
+            f"stages_per_rank={stages_per_rank} with schedule '{schedule}': only 'interleaved' has "
+            "several pieces on a rank, 2 or more"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
+
+
+def _check_even(inputs: tuple[Tensor, ...], micro_batches: int, schedule: str) -> None:
+    rows = len(inputs[0]) if inputs else 0
+    if rows % micro_batches:
+        raise ValueError(
+            f"{rows} rows cannot be cut into {micro_batches} equal micro-batches, and torch's schedule "
+            f"'{schedule}' takes no smaller ones; use 'message-driven', or drop the rest of the batch"
+        )
+
+
+def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if "pipe" not in names:
+        raise ValueError(
+            f"the mesh has dimensions {names}, none of them 'pipe'; build it with "
+            "init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
+        )
+    return mesh["pipe"].get_group()
+
+
+def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.cuda.current_device())
+
+
+def _cuts(
+    cuts: Sequence[tuple[int, int]] | None, layers: Layers, num_stages: int
+) -> list[tuple[int, int]]:
+    if cuts is None:
+        return partition(parameter_costs(layers), num_stages)
+    found = [(start, stop) for start, stop in cuts]
+    ends = [0, *(stop for _, stop in found)]
+    is_row = all(start == end and start < stop for end, (start, stop) in zip(ends, found))
+    if len(found) != num_stages or not is_row or ends[-1] != len(layers.units):
+        raise ValueError(
+            f"cuts must be {num_stages} ranges that follow each other from layer 0 to "
+            f"{len(layers.units)}, got {found}"
+        )
+    return found
+
+
+def _chunks(module: Stage, cuts: list[tuple[int, int]]) -> list[Chunk]:
+    chunks, place = [], 0
+    for start, stop in cuts:
+        chunks.append(Chunk(module, place, place + stop - start))
+        place += stop - start
+    return chunks
+
+
+def _transport(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> Transport:
+    if group is None:
+        return MemoryNetwork(1).transport(0)
+    is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
+    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout=timeout)

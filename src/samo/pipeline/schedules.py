@@ -1,0 +1,139 @@
+"""Schedules of fixed order, run by torch.distributed.pipelining.
+
+torch's own division of gradients is off (it divides by the number of micro-batches, and twice where
+gradients accumulate): the loss carries the weight of each micro-batch instead.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samo.errors import nearest
+from samo.pipeline.runner import Batch, Context
+
+__all__ = ["FIXED", "SCHEDULES", "TorchRunner", "check_schedule"]
+
+FIXED: Final = {
+    "1f1b": "Schedule1F1B",
+    "gpipe": "ScheduleGPipe",
+    "interleaved": "ScheduleInterleaved1F1B",
+}
+SCHEDULES: Final = ("message-driven", *FIXED)
+_LOSS_TYPES: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_SPLIT: Final = ("zero-bubble", "interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+def check_schedule(schedule: str) -> None:
+    """Refuse a schedule that does not exist, or whose gradients no hook would see.
+
+    Raises:
+        ValueError: It is not one of `SCHEDULES`.
+    """
+    plain = schedule.lower().replace("_", "-") if isinstance(schedule, str) else ""
+    if any(plain.startswith(name) for name in _SPLIT) or "zerobubble" in plain:
+        raise ValueError(
+            f"schedule {schedule!r} splits the backward pass and writes weight gradients without "
+            "running hooks, so compressed gradients would be lost in silence; use one of "
+            f"{', '.join(SCHEDULES)}"
+        )
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}"
+            f"{nearest(str(schedule), SCHEDULES)}"
+        )
+
+
+class TorchRunner:
+    """Computes batches in an order of torch's.
+
+    Args:
+        schedule: One of `FIXED`.
+        pieces: This rank's pieces of the model with their numbers.
+        num_pieces: Pieces of all ranks.
+        group: Ranks in the order of the stages.
+        device: This rank's device.
+        num_micro_batches: Micro-batches of every batch.
+        context: Called with whether a micro-batch is the last one; its context surrounds each pass.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        pieces: list[tuple[int, nn.Module]],
+        num_pieces: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        num_micro_batches: int,
+        context: Context | None = None,
+    ) -> None:
+        from torch.distributed import pipelining  # takes seconds to load, and not everyone needs it
+
+        self.num_micro_batches: Final = num_micro_batches
+        self.group: Final = group
+        self.device: Final = device
+        self._last_rank: Final = dist.get_process_group_ranks(group)[
+            (num_pieces - 1) % group.size()
+        ]
+        self._batch: Batch | None = None
+        watched = _watched(pipelining.PipelineStage, num_micro_batches, context)
+        stages = [watched(m, i, num_pieces, device, group=group) for i, m in pieces]
+        cls = getattr(pipelining, FIXED[schedule])
+        self._schedule: Final = cls(
+            stages if schedule == "interleaved" else stages[0],
+            n_microbatches=num_micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+        self._is_first: Final = pieces[0][0] == 0
+        self._is_last: Final = pieces[-1][0] == num_pieces - 1
+
+    def run(self, batch: Batch, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Compute a batch and return its loss."""
+        self._batch = batch
+        losses: list[Tensor] = []
+        arguments = inputs if self._is_first else ()
+        # torch also asks for a loss to find out shapes: its number, not its turn, tells which one.
+        numbers = torch.arange(self.num_micro_batches)
+        wanted: dict[str, Any] = {"target": numbers, "losses": losses} if self._is_last else {}
+        compute = self._schedule.step if batch.is_training else self._schedule.eval
+        with nullcontext() if batch.is_training else torch.no_grad():
+            compute(*arguments, **wanted)
+        # Its value, which float64 holds exactly, and its type, which the other ranks cannot know.
+        told = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self._is_last:
+            total = losses[0].detach()
+            for loss in losses[1:]:
+                total = total + loss.detach()
+            told[0], told[1] = total, _LOSS_TYPES.index(total.dtype)
+        dist.broadcast(told, self._last_rank, group=self.group)
+        return told[0].to(_LOSS_TYPES[int(told[1])])
+
+    def _loss(self, output: Any, number: Tensor, **_: Any) -> Tensor:
+        """Return the weighted loss of a micro-batch."""
+        loss = None if self._batch is None else self._batch.loss
+        assert loss is not None, "run() sets the batch, and only the last stage is asked"
+        return loss(int(number), output)
+
+
+def _watched(
+    stage_class: type, num_micro_batches: int, context: Context | None
+) -> Callable[..., Any]:
+    """Return torch's stage, with a context around each pass."""
+    if context is None:
+        return stage_class
+    around: Context = context
+
+    class Watched(stage_class):  # type: ignore[misc]
+        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with around(fwd_chunk_id == num_micro_batches - 1):
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            with around(bwd_chunk_id == num_micro_batches - 1):
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    return Watched

@@ -1,0 +1,54 @@
+"""What a pipeline needs of a network, whichever it is."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from samo.pipeline.wire import Packet
+
+__all__ = ["Arrival", "Transport"]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A packet, or the error that ended the link, and the stage at its other end."""
+
+    stage: int
+    packet: Packet | None = None
+    error: Exception | None = None
+
+
+class Transport(Protocol):
+    """The links of one stage to the stage before and the one after.
+
+    Packets of a directed link arrive in the order of sending. A batch is received from `begin` to the
+    packet "end" of each neighbour, so that nobody waits on a link while no batch is computed.
+    """
+
+    stage: int
+    num_stages: int
+    ranks: Sequence[int]
+    """Global rank of each stage."""
+
+    def begin(self) -> None:
+        """Start to receive a batch from each neighbour."""
+
+    def send(self, stage: int, packet: Packet) -> None:
+        """Send to a neighbour, without waiting for it."""
+
+    def receive(self, timeout: float) -> Arrival | None:
+        """Return whatever came first, from any neighbour, or None after ``timeout`` seconds."""
+
+    def flush(self, timeout: float, stages: Iterable[int]) -> int | None:
+        """Wait until all is sent to some stages; return the one that did not take it in time."""
+
+    def add_up(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
+        """Replace each tensor by its sum over some stages, bit for bit the same on all of them."""
+
+    def copy_first(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
+        """Replace each tensor by that of the first of some stages."""
+
+    def close(self) -> None:
+        """Stop receiving; the transport is not used again."""

@@ -1,0 +1,91 @@
+"""Models, batches and the one-process reference that pipelines are compared with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samo
+from samo.models import GPT, GPTConfig
+
+Step = Callable[[], Tensor]
+
+
+def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+
+def tiny_gpt(**settings: Any) -> GPT:
+    torch.manual_seed(1)
+    config = {"num_layers": 3, "width": 16, "num_heads": 2, "vocab_size": 32, "context": 8}
+    return GPT(GPTConfig(**(config | settings)))
+
+
+def tokens(rows: int = 8, seed: int = 5) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    batch_BT = torch.randint(0, 32, (rows, 9), generator=draw)
+    return batch_BT[:, :-1], batch_BT[:, 1:]
+
+
+def tiny_hf(family: str, *, is_tied: bool = False) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(2)
+    common = {"vocab_size": 32, "tie_word_embeddings": is_tied}
+    if family == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=4, n_embd=16, n_head=2, n_positions=8, resid_pdrop=0, embd_pdrop=0,
+                attn_pdrop=0, bos_token_id=0, eos_token_id=0, **common,
+            )
+        )  # fmt: skip
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=4, hidden_size=16, intermediate_size=24, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=8, **common,
+        )
+    )  # fmt: skip
+
+
+def optimizer(name: str, module: nn.Module, *, is_compressed: bool) -> torch.optim.Optimizer:
+    params = list(samo.parameters(module)) if is_compressed else list(module.parameters())
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    if is_compressed:
+        return samo.AdamW(params, lr=1e-2)
+    return torch.optim.AdamW(params, lr=1e-2, foreach=False)
+
+
+def compress(module: nn.Module, whole: nn.Module) -> None:
+    """Compress a part of a model with the masks of the whole."""
+    masks = samo.prune(whole, 0.5)
+    names = dict(module.named_parameters(remove_duplicate=False))
+    mine = samo.Masks({name: masks[name] for name in masks if name in names})
+    samo.compress_(module, mine, kernels="reference")
+
+
+def reference(
+    model: nn.Module,
+    batches: list[tuple[Tensor, Tensor]],
+    micro_batches: int,
+    opt: torch.optim.Optimizer,
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
+) -> list[Tensor]:
+    """Train in one process, micro-batch after micro-batch; return the losses."""
+    losses = []
+    for x, y in batches:
+        opt.zero_grad()
+        counts = [int((piece != -100).sum()) for piece in y.tensor_split(micro_batches)]
+        total: Tensor | None = None
+        for part, wanted, number in zip(
+            x.tensor_split(micro_batches), y.tensor_split(micro_batches), counts
+        ):
+            loss = next_token_loss(call(model, part), wanted) * (number / sum(counts))
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        losses.append(total)
+        opt.step()
+    return losses
