@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
     from samo.pipeline.api import Pipeline as Pipeline
-    from samo.pruning import prune as prune
     from samo.pruning.choosing import prune as prune
     from samo.remapping import remap_ as remap_
     from samo.scaling import LossScaler as LossScaler
