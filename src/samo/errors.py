@@ -7,6 +7,7 @@
      +- DataError (ValueError)      a data file or a tokenizer
      +- CheckpointError (RuntimeError)    a checkpoint that is damaged, does not fit, or cannot be written
      +- RunError (RuntimeError)     a run folder that cannot be used
+     +- PeerError (RuntimeError)    another rank stopped, or did not come to a collective operation
 
 Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is wrong,
 the values in hand, the rule and the next step.
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "MaskError",
+    "PeerError",
     "RunError",
     "SamoError",
 ]
@@ -105,6 +107,25 @@ class RunError(SamoError, RuntimeError):
         >>> issubclass(samo.RunError, RuntimeError)
         True
     """
+
+
+class PeerError(SamoError, RuntimeError):
+    """Another rank stopped, or did not come to a collective operation in time.
+
+    Example:
+        >>> import samo
+        >>> error = samo.PeerError("rank 3 stopped", ranks=(3,))
+        >>> error.ranks
+        (3,)
+
+    Args:
+        message: What was waited for, for how long, and for whom.
+        ranks: The ranks that are known to have stopped or not to have come.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

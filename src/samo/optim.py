@@ -12,7 +12,7 @@ from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate, LeanUpdate
 from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.rounding import master_dtype, rest_dtype
-from samo.stepping import tell_scalers
+from samo.stepping import agree, tell_scalers
 from samo.weights import Weight, weight_of
 
 __all__ = ["AdamW"]
@@ -152,7 +152,7 @@ class AdamW(Optimizer):
         if not weights:
             return loss
         gradients = [gradient for _, members in groups for _, gradient in members]
-        nonfinite = weights[0].kernels.find_nonfinite(gradients)
+        nonfinite = agree(weights, weights[0].kernels.find_nonfinite(gradients))
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=nonfinite.device)
         self._skipped += nonfinite

@@ -40,8 +40,48 @@ class Scaler(Protocol):
         """Adjust the scale after a step."""
 
 
+class Team(Protocol):
+    """What an optimizer's step needs of the ranks that train a model together."""
+
+    def before_step(self, weights: "list[Weight]") -> None:
+        """Refuse a step on gradients that are not those of all ranks."""
+
+    def after_step(self, weights: "list[Weight]") -> None:
+        """Let every rank compute with the new values."""
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Return whether a flag, a boolean scalar, is set on any rank whose gradients differ from ours."""
+
+
+class Replica(Protocol):
+    """What a weight needs to know of its copies on other ranks, and tells them."""
+
+    team: Team
+    home: Tensor | None
+    """Where its gradient lies: a part of a buffer that is reduced as a whole."""
+    part: "Weight | None"
+    """This rank's part of the weight where optimizer state is sharded: what an optimizer updates."""
+
+    def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """Return the hook of one use in a forward pass, which calls ``take``."""
+
+    def expect(self) -> None:
+        """Learn that a gradient comes, before it is written."""
+
+    def arrived(self, *, is_last: bool) -> None:
+        """Learn that a gradient was written; ``is_last`` if autograd summed it over all uses."""
+
+    def adopted(self) -> None:
+        """Learn that somebody else wrote to the parameter."""
+
+    def clear(self) -> None:
+        """Forget gradients that were not reduced yet."""
+
+
 class Weight:
     """A parameter, its mask and its compressed state."""
+
+    scaler: Scaler | None
 
     def __init__(
         self,
@@ -62,7 +102,8 @@ class Weight:
         self.device = param.device
         self.kernels = _kernels.choose(param.device, path)
         self.rest: Tensor | None = None
-        self.scaler: Scaler | None = None
+        self.scaler = None
+        self.replica: Replica | None = None
         self.is_lent = False
         self._path: Final = path
         self._buffer: Tensor | None = None
@@ -76,6 +117,11 @@ class Weight:
         return self.param.numel() if self.mask is None else self.mask.kept
 
     @property
+    def part(self) -> "Weight":
+        """What an optimizer updates: the weight itself, or this rank's part of it."""
+        return self if self.replica is None else self.replica.part or self
+
+    @property
     def lean_kernels(self) -> _kernels.LeanKernels:
         """What updates the weight with 8-bit state."""
         return _kernels.choose_lean(self.device, self._path)
@@ -83,7 +129,12 @@ class Weight:
     @property
     def gradient(self) -> Tensor | None:
         """The tensor that holds the compressed gradient, or will hold the next one."""
-        return self._buffer if self.leaf.grad is None else self.leaf.grad
+        held = self._buffer if self._home is None else self._home
+        return held if self.leaf.grad is None else self.leaf.grad
+
+    @property
+    def _home(self) -> Tensor | None:
+        return None if self.replica is None else self.replica.home
 
     # From the model's side: hand out the weight, take in its gradients ---------------------------
 
@@ -96,7 +147,10 @@ class Weight:
         use = self.param.detach().requires_grad_()
         for hook in (self.param._backward_hooks or {}).values():
             use.register_hook(hook)  # what people hang on a parameter goes along
-        use.register_post_accumulate_grad_hook(self._take_gradient)
+        take = self._take_gradient
+        use.register_post_accumulate_grad_hook(
+            take if self.replica is None else self.replica.watch(take)
+        )
         return use
 
     def accumulate(self, grad: Tensor) -> None:
@@ -104,8 +158,11 @@ class Weight:
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         factor = None if self.scaler is None else self.scaler.inverse
-        if self.leaf.grad is not None:
-            self.kernels.compress_(grad, self.mask, self.leaf.grad, add=True, factor=factor)
+        held, home = self.leaf.grad, self._home
+        if held is not None and home is not None and held.data_ptr() != home.data_ptr():
+            self.leaf.grad = held = home.copy_(held)  # somebody set it: only its home is reduced
+        if held is not None:
+            self.kernels.compress_(grad, self.mask, held, add=True, factor=factor)
             return
         held = torch.empty_like(self.leaf) if self.is_lent else self._free_buffer()
         self.kernels.compress_(grad, self.mask, held, factor=factor)
@@ -197,13 +254,18 @@ class Weight:
         self._note_state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
+        if self.part is not self:
+            raise CompressionError(
+                f"'{self.name}' has its optimizer state on several ranks (shard='state'), and a copy "
+                "would lack what the others hold; load model.state_dict() into a new model instead"
+            )
         new = object.__new__(Weight)
         memo[id(self)] = new
         new.__dict__.update(vars(self))  # masks, kernels and the scaler are shared
         new.__dict__["param"] = copy.deepcopy(self.param, memo)
         new.__dict__["leaf"] = memo[id(self.leaf)] = new._new_leaf()
         new.rest = None if self.rest is None else self.rest.clone()
-        new._buffer, new.is_lent = None, False
+        new._buffer, new.is_lent, new.replica = None, False, None
         if self.leaf.grad is not None:
             new.leaf.grad = self.leaf.grad.to(self.grad_dtype, copy=True)
         new._note_state()
@@ -230,6 +292,8 @@ class Weight:
                 self.rest.copy_(values)
         self.reclaim()
         self.changed()
+        if self.replica is not None:
+            self.replica.adopted()
 
     def _set_dense(self) -> None:
         """Round the parameter to its type, set pruned entries to 0 and keep what is left over."""
@@ -251,6 +315,8 @@ class Weight:
 
     def _free_buffer(self) -> Tensor:
         """Return the buffer of the last gradient, or a new one if somebody still looks at that."""
+        if self._home is not None:
+            return self._home
         # Two references are ours: the attribute and getrefcount's own argument.
         if self._buffer is None or sys.getrefcount(self._buffer) > 2:
             self._buffer = torch.empty(self.kept, dtype=self.grad_dtype, device=self.device)
@@ -283,6 +349,8 @@ class Weight:
         self._version, self._address = self.param._version, self.param.data_ptr()
 
     def _take_gradient(self, use: Tensor) -> None:
+        if self.replica is not None:
+            self.replica.expect()
         box = [use.grad]  # the one reference of ours, so that others can be counted
         use.grad = None
         if use is not self.param and self._keep(box):
@@ -290,6 +358,8 @@ class Weight:
         grad = box.pop()
         if grad is not None:
             self.accumulate(grad)
+        if self.replica is not None:
+            self.replica.arrived(is_last=use is self.param)
 
     def _keep(self, box: list[Tensor | None]) -> bool:
         """Keep an unpruned weight's first gradient as it is, if nobody else can reach its memory.
@@ -297,6 +367,8 @@ class Weight:
         Not where compiled code hands it over (the parameter's own hook): that may use it again.
         """
         if self.mask is not None or self.leaf.grad is not None or self.is_lent:
+            return False
+        if self.replica is not None:
             return False
         if box[0] is None or self.scaler is not None or not _is_own(box, self.grad_dtype):
             return False
