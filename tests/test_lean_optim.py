@@ -56,7 +56,7 @@ def masters(model: nn.Module) -> list[Tensor]:
     for leaf in samo.parameters(model):
         weight = weight_of(leaf)
         assert weight is not None
-        found.append(join(weight._compressed(), weight.rest))
+        found.append(join(weight.values(), weight.rest))
     return found
 
 

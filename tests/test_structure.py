@@ -60,6 +60,13 @@ LAYERS: Final = (
     {"samo.stepping", "samo.owners"},
     {"samo.compression", "samo.leaves", "samo.scaling"},
     {"samo.optim"},
+    {"samo.parallel", "samo.parallel.mesh", "samo.parallel.layout", "samo.parallel.traffic"},
+    {"samo.parallel.peers"},
+    {"samo.parallel.collectives"},
+    {"samo.parallel.agreement", "samo.parallel.buckets"},
+    {"samo.parallel.members", "samo.parallel.team"},
+    {"samo.parallel.replicas"},
+    {"samo.parallel.clipping"},
     {
         "samo.checkpoints.shards",
         "samo.checkpoints.model_state",

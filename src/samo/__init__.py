@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ConfigError as ConfigError,
         DataError as DataError,
         MaskError as MaskError,
+        PeerError as PeerError,
         RunError as RunError,
         SamoError as SamoError,
     )
@@ -39,12 +40,30 @@ if TYPE_CHECKING:
     from samo.masks import Mask as Mask, Masks as Masks
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
+    from samo.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
+    from samo.parallel.mesh import mesh as mesh
+    from samo.parallel.replicas import (
+        Replicas as Replicas,
+        no_sync as no_sync,
+        replicate as replicate,
+        traffic as traffic,
+    )
+    from samo.parallel.traffic import Traffic as Traffic, TrafficOf as TrafficOf
     from samo.pruning import prune as prune
     from samo.scaling import LossScaler as LossScaler
 
 __version__: Final = "0.1.0"
 
 _MODULES: Final = {
+    "PeerError": "samo.errors",
+    "Replicas": "samo.parallel.replicas",
+    "Traffic": "samo.parallel.traffic",
+    "TrafficOf": "samo.parallel.traffic",
+    "clip_grad_norm_": "samo.parallel.clipping",
+    "mesh": "samo.parallel.mesh",
+    "no_sync": "samo.parallel.replicas",
+    "replicate": "samo.parallel.replicas",
+    "traffic": "samo.parallel.replicas",
     "RunError": "samo.errors",
     "DataError": "samo.errors",
     "ConfigError": "samo.errors",

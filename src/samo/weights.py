@@ -105,7 +105,7 @@ class Weight:
         self.scaler = None
         self.replica: Replica | None = None
         self.is_lent = False
-        self._path: Final = path
+        self.path: Final = path
         self._buffer: Tensor | None = None
         self._set_dense()
         self.leaf: Final = self._new_leaf()
@@ -124,7 +124,7 @@ class Weight:
     @property
     def lean_kernels(self) -> _kernels.LeanKernels:
         """What updates the weight with 8-bit state."""
-        return _kernels.choose_lean(self.device, self._path)
+        return _kernels.choose_lean(self.device, self.path)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -192,7 +192,7 @@ class Weight:
     def move(self) -> None:
         """Bring the compressed state to the device the parameter is on now."""
         self.device = self.param.device
-        self.kernels = _kernels.choose(self.device, self._path)
+        self.kernels = _kernels.choose(self.device, self.path)
         self.mask = None if self.mask is None else self.mask.to(self.device)
         self.rest = None if self.rest is None else self.rest.to(self.device)
         grad, self._buffer = self.leaf.grad, None
@@ -202,13 +202,19 @@ class Weight:
 
     # From the optimizer's side: read and write the kept values -----------------------------------
 
+    def values(self) -> Tensor:
+        """Return the kept values, in the type of the weight; a new tensor."""
+        values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
+        self.kernels.compress_(self.param, self.mask, values)
+        return values
+
     def ensure_rest(self, *, is_lean: bool | None = None) -> Tensor | None:
         """Return the rest, made now if the weight was frozen when it was compressed.
 
         With ``is_lean`` in the type that lean or exact state has it, which it keeps from then on.
         """
         if self.rest is None and rest_dtype(self.dtype) is not None:
-            self.rest = split(join(self._compressed(), None), self.dtype)[1]
+            self.rest = split(join(self.values(), None), self.dtype)[1]
         if self.rest is not None and is_lean is not None:
             dtype = rest_dtype(self.dtype, is_lean=is_lean)
             assert dtype is not None
@@ -219,7 +225,7 @@ class Weight:
         """Put the master values, and a gradient of their type, into the leaf for an optimizer."""
         self.check()
         grad = self.leaf.grad
-        self._set_leaf(join(self._compressed(), self.ensure_rest()))
+        self._set_leaf(join(self.values(), self.ensure_rest()))
         self.leaf.grad = None if grad is None else grad.to(self.leaf.dtype)
         self.is_lent = True
 
@@ -244,6 +250,10 @@ class Weight:
             self._empty_leaf()
             if grad is not None:
                 self.leaf.grad = self._free_buffer().copy_(grad)
+
+    def drop_buffer(self) -> None:
+        """Free the memory of the last gradient, which has another home now."""
+        self.leaf.grad = self._buffer = None
 
     def changed(self) -> None:
         """Note that a kernel wrote to the parameter.
@@ -274,7 +284,7 @@ class Weight:
 
     def _adopt(self) -> None:
         """Take the parameter's present values, written by somebody else, as the new weights."""
-        values = self._compressed()
+        values = self.values()
         if self.mask is not None:
             written = int(self.param.count_nonzero()) - int(values.count_nonzero())
             if written:
@@ -307,11 +317,6 @@ class Weight:
         self.rest = rest if param.requires_grad else None
         param.grad = None
         self.changed()
-
-    def _compressed(self) -> Tensor:
-        values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
-        self.kernels.compress_(self.param, self.mask, values)
-        return values
 
     def _free_buffer(self) -> Tensor:
         """Return the buffer of the last gradient, or a new one if somebody still looks at that."""
