@@ -39,8 +39,7 @@ class Bucket:
     ) -> None:
         first = weights[0]
         self.plan: Final = plan
-        self.is_begun = False
-        """Whether a gradient has come since the last reduction."""
+        self.is_begun = False  # has a gradient come since the last reduction?
         self._group: Final = group
         self._is_averaged: Final = is_averaged
         self._what: Final = what

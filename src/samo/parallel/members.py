@@ -33,11 +33,9 @@ class Member:
         self.bucket: Final = bucket
         self.home: Final = None if bucket is None else bucket.home_of(index)
         self.part: Weight | None = None
-        self.num_awaited = 0
-        """Uses whose gradient may still come."""
+        self.num_awaited = 0  # uses whose gradient may still come
         self.has_arrived = False
-        self.is_reduced = True
-        """Whether all gradients that came have been reduced."""
+        self.is_reduced = True  # all gradients that came have been
         self._comes_summed = False
         self._last_arrived = False
         self._index: Final = index

@@ -51,11 +51,10 @@ class ReplicaTeam:
         self.is_syncing = True
         self.buckets: Final[list[Bucket]] = []
         self._next = 0
-        self._task: int | None = None
-        """The autograd run at whose end gradients are waited for."""
+        self._task: int | None = None  # the autograd run at whose end gradients are waited for
+        # Before the end of a pass: from the second on, since the first one shows whose gradients
+        # autograd sums over their uses.
         self._may_launch = False
-        """Before the end of a pass: from the second on, since the first shows whose gradients autograd
-        sums over their uses."""
         self._is_repeated = False
         self._stepped: list[Bucket] = []
 

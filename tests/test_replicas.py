@@ -1,0 +1,131 @@
+"""Replicas on real gloo ranks against one process with the whole batch."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import samo
+from samo.owners import owned_weights
+from tests.launch import run_ranks
+
+Shard = Literal["state"] | None
+MODES: Final[tuple[Shard, ...]] = (None, "state")
+BATCH: Final = 24
+
+
+class Net(nn.Module):
+    """A tied head, checkpointed blocks, a layer used twice and one never used."""
+
+    def __init__(self, *, is_reentrant: bool = False) -> None:
+        super().__init__()
+        self.is_reentrant = is_reentrant
+        self.embed = nn.Embedding(17, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.twice = nn.Linear(12, 12, bias=False)
+        self.unused = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 17, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.is_reentrant).tanh()
+        x = self.twice(self.twice(x).tanh())
+        return self.head(self.norm(x))
+
+
+def compressed(seed: int = 0, dtype: torch.dtype = torch.float64, **kwargs: Any) -> Net:
+    torch.manual_seed(seed)
+    model = Net(**kwargs).to(dtype if dtype == torch.float64 else torch.float32)
+    return samo.compress_(model, samo.prune(model, 0.5), dtype=dtype)
+
+
+def tokens_of(step: int) -> Tensor:
+    return torch.randint(0, 17, (BATCH, 4), generator=torch.Generator().manual_seed(step))
+
+
+def share(tokens: Tensor, rank: int, num_ranks: int) -> Tensor:
+    return tokens.chunk(num_ranks)[rank]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+OPTIMIZERS: Final[dict[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
+    "sgd": lambda m: torch.optim.SGD(samo.parameters(m), lr=0.1, momentum=0.9),
+    "samo": lambda m: samo.AdamW(samo.param_groups(m, weight_decay=0.1), lr=0.01),
+    "torch": lambda m: torch.optim.AdamW(samo.param_groups(m, weight_decay=0.1), lr=0.01),
+}
+
+
+def close(model: nn.Module, other: nn.Module, tolerance: float) -> None:
+    for (name, a), b in zip(model.state_dict().items(), other.state_dict().values()):
+        off = (a - b).abs().max() / b.abs().max()
+        assert off <= tolerance, f"{name} is off by {off:.2e}"
+
+
+# 50 steps as on one process
+
+
+def train_together(rank: int, num_ranks: int, optimizers: tuple[str, ...]) -> None:
+    data = samo.mesh()["data"]
+    for make in optimizers:
+        for shard in MODES:
+            model, alone = compressed(seed=rank), compressed(seed=0)
+            masks = samo.Masks({n: w.mask for n, w in owned_weights(alone).items() if w.mask})
+            model = samo.compress_(fresh(seed=rank), masks)
+            samo.replicate(model, data, shard=shard, bucket_bytes=800)
+            opt, reference = OPTIMIZERS[make](model), OPTIMIZERS[make](alone)
+            for step in range(50):
+                tokens = tokens_of(step)
+                mine = share(tokens, rank, num_ranks)
+                if step % 5 == 4:  # two micro-batches
+                    with samo.no_sync(model):
+                        loss = loss_of(model, mine[::2]) / 2
+                        loss.backward()
+                    last = loss_of(model, mine[1::2]) / 2
+                    last.backward()
+                    loss = (loss + last).detach()
+                else:
+                    loss = loss_of(model, mine)
+                    loss.backward()
+                whole = loss_of(alone, tokens)
+                whole.backward()
+                norms = (
+                    samo.clip_grad_norm_(model, 0.5),
+                    nn.utils.clip_grad_norm_(samo.parameters(alone), 0.5),
+                )
+                torch.testing.assert_close(*norms, rtol=1e-9, atol=0)
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                torch.testing.assert_close(mean / num_ranks, whole.detach(), rtol=1e-10, atol=0)
+                opt.step()
+                reference.step()
+                opt.zero_grad()
+                reference.zero_grad()
+            close(model, alone, 1e-10)
+            unused = owned_weights(model)["unused.weight"]
+            assert unused.part.leaf not in opt.state or not opt.state[unused.part.leaf]
+            if num_ranks > 1:
+                assert samo.traffic(model).reductions == 50
+
+
+def fresh(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_fifty_steps_are_those_of_one_process(num_ranks: int) -> None:
+    run_ranks(num_ranks, train_together, ("sgd", "samo", "torch") if num_ranks == 2 else ("samo",))
