@@ -129,3 +129,146 @@ def fresh(seed: int) -> Net:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_fifty_steps_are_those_of_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, train_together, ("sgd", "samo", "torch") if num_ranks == 2 else ("samo",))
+
+
+# One reduction, bit for bit
+
+
+def reduce_integers(rank: int, num_ranks: int) -> None:
+    """Gradients that are small integers have one right sum, whatever the order."""
+    data = samo.mesh()["data"]
+    for dtype in (torch.float32, torch.bfloat16):
+        for shard in MODES:
+            for wire in (None, torch.float32, torch.bfloat16):
+                model = compressed(dtype=dtype)
+                samo.replicate(
+                    model, data, shard=shard, wire_dtype=wire, bucket_bytes=300, average=False
+                )
+                sums = {}
+                loss = torch.zeros(())
+                for name, weight in owned_weights(model).items():
+                    drawn = [
+                        torch.randint(-9, 9, weight.shape, generator=seeded(r, name)).to(dtype)
+                        for r in range(num_ranks)
+                    ]
+                    sums[name] = kept(weight, torch.stack(drawn).sum(0))
+                    loss = loss + (weight.param * drawn[rank]).sum()
+                loss.backward()
+                for name, weight in owned_weights(model).items():
+                    found = whole_gradient(weight)
+                    assert torch.equal(found, sums[name]), (name, dtype, shard, wire)
+
+
+def seeded(rank: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * rank + sum(map(ord, name)))
+
+
+def kept(weight: Any, dense: Tensor) -> Tensor:
+    out = torch.empty(weight.kept, dtype=dense.dtype)
+    weight.kernels.compress_(dense, weight.mask, out)
+    return out
+
+
+def whole_gradient(weight: Any) -> Tensor:
+    """Return a weight's gradient, put together from the parts of all ranks."""
+    if weight.part is weight:
+        return weight.leaf.grad.clone()
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, weight.part.leaf.grad)
+    return torch.cat(parts)
+
+
+def test_integer_gradients_are_summed_bit_for_bit() -> None:
+    run_ranks(4, reduce_integers)
+
+
+# Passes of all kinds, on two ranks
+
+
+def reference_gradients(model: nn.Module, losses: Callable[[nn.Module, int], Tensor]) -> dict[str, Tensor]:
+    """Return the mean of all ranks' gradients, computed in this process."""
+    num_ranks = dist.get_world_size()
+    for rank in range(num_ranks):
+        (losses(model, rank) / num_ranks).backward()
+    return {n: w.leaf.grad for n, w in owned_weights(model).items() if w.leaf.grad is not None}
+
+
+def same_gradients(model: nn.Module, expected: dict[str, Tensor], factor: float = 1.0) -> None:
+    for name, weight in owned_weights(model).items():
+        if name in expected:
+            found = whole_gradient(weight)
+            torch.testing.assert_close(found, factor * expected[name], rtol=1e-12, atol=1e-15)
+        else:
+            assert weight.part.leaf.grad is None, f"'{name}' was used nowhere"
+
+
+def partly_used(model: nn.Module, rank: int) -> Tensor:
+    """Use a layer on the last rank alone."""
+    x = model.embed(tokens_of(rank))
+    if rank == dist.get_world_size() - 1:
+        x = model.unused(x)
+    return model.head(model.twice(x)).square().mean()
+
+
+def on_my_tokens(model: nn.Module, rank: int) -> Tensor:
+    return loss_of(model, tokens_of(rank))
+
+
+def try_passes(rank: int, num_ranks: int) -> None:
+    data = samo.mesh()["data"]
+    for shard in MODES:
+        for average in (True, False):
+            for is_reentrant in (False, True):
+                settings = {"shard": shard, "average": average, "bucket_bytes": 900}
+                model = compressed(is_reentrant=is_reentrant)
+                replicas = samo.replicate(model, data, **settings)
+                launched = count_early_launches(replicas)
+                for losses in (on_my_tokens, on_my_tokens, partly_used, on_my_tokens):
+                    expected = reference_gradients(compressed(), losses)
+                    factor = 1.0 if average else num_ranks
+                    model.zero_grad()
+                    losses(model, rank).backward()
+                    same_gradients(model, expected, factor)
+                assert launched[0] == 0, "the first pass learns"
+                assert launched[1] >= len(replicas.team.buckets) - 2, launched
+                twice_without_clearing(model, rank, factor)
+                run_a_graph_twice(model, rank, factor)
+                assert samo.traffic(model).reductions == 8
+
+
+def count_early_launches(replicas: samo.Replicas) -> list[int]:
+    """Return a list that gets, for each pass, the buckets launched before its end."""
+    team, counts = replicas.team, []
+    reduce = team._reduce
+
+    def counted() -> None:
+        counts.append(team._next)
+        reduce()
+
+    team._reduce = counted  # type: ignore[method-assign]
+    return counts
+
+
+def twice_without_clearing(model: nn.Module, rank: int, factor: float) -> None:
+    expected = reference_gradients(compressed(), on_my_tokens)
+    model.zero_grad()
+    for _ in range(2):
+        on_my_tokens(model, rank).backward()
+    same_gradients(model, expected, 2 * factor)
+
+
+def run_a_graph_twice(model: nn.Module, rank: int, factor: float) -> None:
+    """The uses of a retained graph are not awaited any more, and still arrive."""
+    if model.is_reentrant:
+        return on_my_tokens(model, rank).backward() or on_my_tokens(model, rank).backward()
+    expected = reference_gradients(compressed(), on_my_tokens)
+    model.zero_grad()
+    loss = on_my_tokens(model, rank)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    same_gradients(model, expected, 2 * factor)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gradients_of_all_kinds_of_passes(num_ranks: int) -> None:
+    run_ranks(num_ranks, try_passes)

@@ -3,7 +3,9 @@
 Each use of a weight in a forward pass has a leaf of its own, the tap, so a gradient may come several times
 in one backward pass. A weight is complete once every use that still can bring a gradient has brought it.
 How many there are is known without a guess: a use counts from the forward pass on until its gradient comes
-or its graph is freed, as that of a recomputation is.
+or its graph is freed, as that of a recomputation is. Only two kinds of gradients come unannounced: those
+that autograd sums over all uses of a plain parameter, and those of a backward pass inside another (reentrant
+checkpointing). A weight that once had one of these is waited for.
 """
 
 import weakref
@@ -36,7 +38,8 @@ class Member:
         self.num_awaited = 0  # uses whose gradient may still come
         self.has_arrived = False
         self.is_reduced = True  # all gradients that came have been
-        self._comes_summed = False
+        self._was_used = False
+        self._comes_summed = self._comes_nested = False
         self._last_arrived = False
         self._index: Final = index
         self._name: Final = weight.name
@@ -49,8 +52,9 @@ class Member:
     @property
     def is_complete(self) -> bool:
         """Whether no gradient of this pass is still to come."""
-        is_last = self._last_arrived or not self._comes_summed
-        return self.has_arrived and self.num_awaited == 0 and is_last
+        if self.num_awaited or (self._comes_summed and not self._last_arrived):
+            return False
+        return self.has_arrived or not (self._was_used or self._comes_nested)
 
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook of one use in a forward pass."""
@@ -82,6 +86,7 @@ class Member:
 
     def arrived(self, *, is_last: bool) -> None:
         """Learn that a gradient was written."""
+        self._comes_nested |= self.team.is_nested
         self.has_arrived = True
         self.is_reduced = False
         if is_last:
@@ -104,10 +109,11 @@ class Member:
         if self.bucket is not None and not self.bucket.is_launched:
             self.bucket.forget()
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, is_reduced: bool) -> None:
         """Be ready for another backward pass."""
+        self._was_used = self.has_arrived
         self.has_arrived = self._last_arrived = False
-        self.is_reduced = True
+        self.is_reduced |= is_reduced
 
 
 class Part:

@@ -7,7 +7,8 @@ One backward pass:
     end of backward         launch what is left; wait for all; leaves have their gradients
 
 A bucket starts only after all before it. So the order on the wire does not depend on the order in which
-gradients come, and a parameter that is not used holds back its bucket, not the pass.
+gradients come. A parameter that was not used in the last pass, and was handed to no module since, is not
+waited for; on ranks that do not use it, it counts as 0.
 """
 
 import functools
@@ -91,7 +92,7 @@ class ReplicaTeam:
     def forget(self) -> None:
         """Drop the buckets."""
         self.buckets.clear()
-        self._end_pass()
+        self._end_pass(is_reduced=True)
         self._may_launch = False
 
     # Backward: weights tell of uses and gradients ------------------------------------------------
@@ -107,6 +108,11 @@ class ReplicaTeam:
     def on_gradient(self) -> None:
         """Learn that a gradient comes."""
         self._wait_at_the_end()
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether this is a backward pass inside the one at whose end gradients are waited for."""
+        return torch._C._current_graph_task_id() != self._task
 
     def on_repeated_use(self) -> None:
         """Learn that a graph is run again, whose uses are not awaited any more: launch nothing early."""
@@ -132,7 +138,7 @@ class ReplicaTeam:
             if self.is_syncing:
                 self._reduce()
             else:
-                self._task = None
+                self._end_pass(is_reduced=False)
 
     def _launch(self) -> None:
         self.buckets[self._next].launch()
@@ -160,13 +166,13 @@ class ReplicaTeam:
         for bucket, row in zip(self.buckets, members):
             bucket.finish([bool(next(flags)) for _ in row])
         self.group.meter.reductions += 1
-        self._end_pass()
+        self._end_pass(is_reduced=True)
         self._may_launch = True
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, *, is_reduced: bool) -> None:
         for bucket in self.buckets:
             for member in _members(bucket):
-                member.end_pass()
+                member.end_pass(is_reduced=is_reduced)
         self._next, self._task, self._is_repeated = 0, None, False
 
     def _recover(self) -> None:
