@@ -18,7 +18,8 @@ from samo.errors import PeerError
 __all__ = []
 
 _BEATS: Final = 3
-"""Beats that a living rank surely makes between the two readings."""
+_AT_LEAST_S: Final = 1.0
+"""So many beats, and so long, lie between the two readings; a living rank surely makes one of them."""
 
 
 class _Beat(NamedTuple):
@@ -30,7 +31,7 @@ class Peers:
     """The heartbeats of the ranks of a group.
 
     Args:
-        store: A torch.distributed store; None where there is none, and nobody can be named.
+        store: A torch.distributed store.
         key: What sets this group's entries apart in the store.
         rank: This rank; ``ranks`` lists all of the group.
         ranks: Global ranks of the group.
@@ -44,10 +45,10 @@ class Peers:
         self._key: Final = key
         self._rank: Final = rank
         self._ranks: Final = tuple(ranks)
-        self._interval_s: Final = interval_s
-        self._store: Final = None if store is None or len(ranks) == 1 else store
+        self._pause_s: Final = max(_BEATS * interval_s, _AT_LEAST_S)
+        self._store: Final = store
         self._stop: Final = threading.Event()
-        if self._store is not None:
+        if len(ranks) > 1:
             threading.Thread(
                 target=_beat,
                 args=(
@@ -64,11 +65,9 @@ class Peers:
 
     def error(self, what: str, waited_s: float, cause: BaseException) -> PeerError:
         """Return the error of an operation that failed, with the ranks that are to blame."""
-        found = _in_time(self._find, 4 * _BEATS * self._interval_s + 2.0)
+        found = _in_time(self._find, self._pause_s + 2.0)
         if found is not None and found[0]:
             ranks, how = found
-        elif self._store is None:
-            ranks, how = (), "no store to look up who stopped"
         elif found is not None:
             ranks, how = (), "all ranks are alive and have come as far as this one"
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -88,7 +87,7 @@ class Peers:
         store = _own_connection(self._store)
         verdict = f"{self._key}/verdict"
         before = [self._read(store, rank) for rank in self._ranks]
-        time.sleep(_BEATS * self._interval_s)
+        time.sleep(self._pause_s)
         if store.check([verdict]):
             listed, _, how = store.get(verdict).decode().partition(" ")
             return tuple(map(int, listed.split(","))), how
@@ -96,13 +95,12 @@ class Peers:
         others = [i for i, rank in enumerate(self._ranks) if rank != self._rank]
         stopped = tuple(self._ranks[i] for i in others if before[i].count == after[i].count)
         if stopped:
-            how = f"{_listed(stopped)} stopped ({_BEATS} heartbeats missed)"
+            how = f"{_listed(stopped)} stopped (no heartbeat for {self._pause_s:g} s)"
             store.set(verdict, f"{','.join(map(str, stopped))} {how}")
             return stopped, how
         here = int(self.operations)
         late = tuple(self._ranks[i] for i in others if after[i].operations < here)
-        how = f"{_listed(late)} did not come, but beats: it does something else, or less" if late else ""
-        return late, how
+        return late, f"{_listed(late)} did not come, but is alive and does something else"
 
     def _read(self, store: Any, rank: int) -> _Beat:
         name = self._name(rank)

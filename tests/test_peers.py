@@ -1,0 +1,137 @@
+"""A rank that is killed, stopped or late is named by the others, in time."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import samo
+from tests.launch import run_ranks
+
+TIMEOUT_S = 2.0
+HEARTBEAT_S = 0.2
+
+
+def replicated(**settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    samo.compress_(model, samo.prune(model, 0.5))
+    samo.replicate(
+        model,
+        samo.mesh()["data"],
+        bucket_bytes=4000,
+        timeout_s=TIMEOUT_S,
+        heartbeat_s=HEARTBEAT_S,
+        **settings,
+    )
+    return model
+
+
+def train_until_somebody_falls(
+    rank: int, num_ranks: int, victim: int, how: int, after_s: float, shard: Any
+) -> tuple[float, tuple[int, ...], str]:
+    model = replicated(shard=shard)
+    opt = samo.AdamW(samo.parameters(model))
+    if rank == victim:  # from a thread of the system's, at whatever the rank does then
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), how))
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+    deadline = time.monotonic() + 20
+    begun = time.monotonic()
+    while time.monotonic() < deadline:
+        begun = time.monotonic()
+        try:
+            model(torch.ones(4, 32)).square().mean().backward()
+            samo.clip_grad_norm_(model, 1.0)
+            opt.step()
+            opt.zero_grad()
+        except samo.PeerError as error:
+            return time.monotonic() - begun, error.ranks, str(error)
+    raise AssertionError("nobody fell")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("shard", [None, "state"])
+def test_a_rank_that_falls_is_named_by_all_others(how: signal.Signals, shard: str | None) -> None:
+    victim = random.Random(f"{how}{shard}").randrange(3)
+    after_s = random.Random(f"{shard}{how}").uniform(0.05, 0.3)
+    results = run_ranks(
+        3, train_until_somebody_falls, victim, how, after_s, shard, lost={victim}, timeout_s=25
+    )
+    for rank, result in enumerate(results):
+        if rank == victim:
+            continue
+        took_s, blamed, message = result
+        assert took_s < TIMEOUT_S + 4
+        assert blamed == (victim,), message
+        assert f"rank {victim} stopped (no heartbeat for 1 s)" in message
+        assert f"rank {rank} waited" in message
+        assert "start again from the last checkpoint" in message
+
+
+def come_late(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:
+    model = replicated()
+    if rank == 1:
+        time.sleep(TIMEOUT_S + 3)
+    try:
+        model(torch.ones(4, 32)).sum().backward()
+    except samo.PeerError as error:
+        return error.ranks, str(error)
+    raise AssertionError("there was enough time")
+
+
+def test_a_rank_that_is_alive_but_does_not_come_is_named() -> None:
+    blamed, message = run_ranks(2, come_late, lost={1})[0]
+    assert blamed == (1,)
+    assert "rank 1 did not come, but is alive" in message
+    assert "the gradients of bucket 1 of" in message
+
+
+def leave_without_the_store(rank: int, num_ranks: int, path: str) -> tuple[int, ...]:
+    """Ranks that rank 0 itself holds the store of."""
+    dist.destroy_process_group()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with open(f"{path}.new", "w") as file:
+            file.write(str(store.port))
+        os.rename(f"{path}.new", path)
+    else:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        with open(path) as file:
+            store = dist.TCPStore("127.0.0.1", int(file.read()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    model = replicated()
+    model(torch.ones(4, 32)).sum().backward()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        model(torch.ones(4, 32)).sum().backward()
+    except samo.PeerError as error:
+        assert "rank 0, which holds the ranks' common store, does not answer" in str(error)
+        return error.ranks
+    raise AssertionError("rank 0 still answers")
+
+
+def test_a_stopped_store_is_not_waited_for(tmp_path: Path) -> None:
+    results = run_ranks(2, leave_without_the_store, str(tmp_path / "port"), lost={0}, timeout_s=20)
+    assert results[1] == (0,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(8))
+def test_ranks_fall_at_random_moments(number: int) -> None:
+    draw = random.Random(number)
+    victim, after_s = draw.randrange(4), draw.uniform(0.01, 0.6)
+    how = draw.choice([signal.SIGKILL, signal.SIGSTOP])
+    shard = draw.choice([None, "state"])
+    results = run_ranks(
+        4, train_until_somebody_falls, victim, how, after_s, shard, lost={victim}, timeout_s=30
+    )
+    assert {result[1] for result in results if result is not None} == {(victim,)}
