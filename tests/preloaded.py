@@ -13,10 +13,16 @@ __all__ = ["AdamW", "clipping", "cpu", "replicas", "samo"]
 
 torch.set_num_threads(1)
 
-for _dtype in (torch.float64, torch.float32, torch.bfloat16):  # load the compiled kernels, once for all
-    _model = torch.nn.Sequential(torch.nn.Linear(8, 8).to(_dtype))
-    _model = samo.compress_(_model, samo.prune(_model, 0.5))
-    _opt = AdamW(samo.parameters(_model))
+
+def _warm_up(dtype: torch.dtype) -> None:
+    """Load the compiled kernels, once for all ranks."""
+    layer = torch.nn.Linear(8, 8).to(dtype)
+    model = samo.compress_(torch.nn.Sequential(layer), samo.prune(torch.nn.Sequential(layer), 0.5))
+    opt = AdamW(samo.parameters(model))
     for _ in range(2):
-        _model(torch.ones(1, 8, dtype=_dtype)).sum().backward()
-    _opt.step()
+        model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+    opt.step()
+
+
+for _dtype in (torch.float64, torch.float32, torch.bfloat16):
+    _warm_up(_dtype)

@@ -1,8 +1,9 @@
 """Replicas on real gloo ranks against one process with the whole batch."""
 
-import copy
+import gc
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import pytest
@@ -43,7 +44,7 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
-def compressed(seed: int = 0, dtype: torch.dtype = torch.float64, **kwargs: Any) -> Net:
+def compressed(seed: int = 0, dtype: torch.dtype = torch.float64, **kwargs: Any) -> nn.Module:
     torch.manual_seed(seed)
     model = Net(**kwargs).to(dtype if dtype == torch.float64 else torch.float32)
     return samo.compress_(model, samo.prune(model, 0.5), dtype=dtype)
@@ -82,9 +83,7 @@ def train_together(rank: int, num_ranks: int, optimizers: tuple[str, ...]) -> No
     data = samo.mesh()["data"]
     for make in optimizers:
         for shard in MODES:
-            model, alone = compressed(seed=rank), compressed(seed=0)
-            masks = samo.Masks({n: w.mask for n, w in owned_weights(alone).items() if w.mask})
-            model = samo.compress_(fresh(seed=rank), masks)
+            alone, model = compressed(), differently_started(rank)
             samo.replicate(model, data, shard=shard, bucket_bytes=800)
             opt, reference = OPTIMIZERS[make](model), OPTIMIZERS[make](alone)
             for step in range(50):
@@ -121,9 +120,11 @@ def train_together(rank: int, num_ranks: int, optimizers: tuple[str, ...]) -> No
                 assert samo.traffic(model).reductions == 50
 
 
-def fresh(seed: int) -> Net:
-    torch.manual_seed(seed)
-    return Net().double()
+def differently_started(rank: int) -> nn.Module:
+    """Return a model with the masks of all ranks and, but for rank 0, other values."""
+    masks = {n: w.mask for n, w in owned_weights(compressed()).items() if w.mask is not None}
+    torch.manual_seed(rank)
+    return samo.compress_(Net().double(), samo.Masks(masks))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -185,7 +186,9 @@ def test_integer_gradients_are_summed_bit_for_bit() -> None:
 # Passes of all kinds, on two ranks
 
 
-def reference_gradients(model: nn.Module, losses: Callable[[nn.Module, int], Tensor]) -> dict[str, Tensor]:
+def reference_gradients(
+    model: nn.Module, losses: Callable[[nn.Module, int], Tensor]
+) -> dict[str, Tensor]:
     """Return the mean of all ranks' gradients, computed in this process."""
     num_ranks = dist.get_world_size()
     for rank in range(num_ranks):
@@ -272,3 +275,93 @@ def run_a_graph_twice(model: nn.Module, rank: int, factor: float) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_gradients_of_all_kinds_of_passes(num_ranks: int) -> None:
     run_ranks(num_ranks, try_passes)
+
+
+# Types, bytes and memory
+
+
+def count_bytes(rank: int, num_ranks: int) -> None:
+    data = samo.mesh()["data"]
+    for shard in MODES:
+        for dtype, state in (
+            (torch.bfloat16, "exact"),
+            (torch.bfloat16, "lean"),
+            (torch.float32, "exact"),
+        ):
+            model = wide(dtype)
+            samo.replicate(model, data, shard=shard, bucket_bytes=20_000)
+            opt = samo.AdamW(samo.parameters(model), lr=1e-2, state=state)
+            for step in range(3):
+                x = torch.randn(4, 128, generator=seeded(rank, str(step))).to(dtype)
+                model(x).float().square().mean().backward()
+                samo.clip_grad_norm_(model, 1.0)
+                opt.step()
+                opt.zero_grad()
+            account = samo.ledger(model, opt)
+            for part in (account.pruned, account.unpruned):
+                for kind, size in part.predicted.items():
+                    assert part.measured[kind] == size, (shard, dtype, state, kind)
+            assert account.other_bytes < 400 + 16 * num_ranks
+            found = samo.traffic(model)
+            check_traffic(model, found, shard, num_ranks, steps=3)
+            for value in model.state_dict().values():
+                values = [torch.empty_like(value) for _ in range(num_ranks)]
+                dist.all_gather(values, value)
+                assert all(torch.equal(value, other) for other in values)
+
+
+def wide(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128))
+    return samo.compress_(model, samo.prune(model, 0.9), dtype=dtype)
+
+
+def check_traffic(model: nn.Module, found: Any, shard: Shard, num_ranks: int, steps: int) -> None:
+    weights = owned_weights(model).values()
+    size = next(iter(weights)).dtype.itemsize
+    pruned = steps * size * sum(w.kept for w in weights if w.mask is not None)
+    whole = steps * size * sum(w.kept for w in weights)
+    padding = steps * size * 3 * num_ranks
+    assert found.reductions == steps
+    assert found.gradients.pruned_bytes == pruned
+    assert whole <= found.gradients.argument_bytes <= whole + padding
+    share = (num_ranks - 1) / num_ranks
+    if shard is None:
+        assert math.isclose(found.gradients.sent_bytes, 2 * share * whole, rel_tol=1e-2)
+        assert found.values.calls == found.norm.calls == 0
+    else:
+        assert math.isclose(found.gradients.sent_bytes, share * whole, rel_tol=1e-2)
+        assert found.values.pruned_bytes == pruned
+        assert math.isclose(found.values.sent_bytes, share * whole, rel_tol=1e-2)
+        assert found.norm.calls == steps
+    assert 0 < found.exposed_s <= found.in_flight_s + 0.5
+    assert found.start.sent_bytes > 0
+
+
+def test_bytes_held_and_sent_are_those_predicted() -> None:
+    run_ranks(2, count_bytes)
+    run_ranks(3, count_bytes)
+
+
+def free_everything(rank: int, num_ranks: int) -> None:
+    """No cycle holds a model's buffers after the model is gone."""
+    data = samo.mesh()["data"]
+    for shard in MODES:
+        model = compressed()
+        replicas = samo.replicate(model, data, shard=shard)
+        opt = samo.AdamW(samo.parameters(model))
+        for _ in range(2):
+            loss_of(model, tokens_of(0)).backward()
+            opt.step()
+        buckets = [weakref.ref(bucket) for bucket in replicas.team.buckets]
+        gc.collect()
+        gc.disable()
+        try:
+            del model, replicas, opt
+            assert all(bucket() is None for bucket in buckets)
+        finally:
+            gc.enable()
+
+
+def test_a_model_that_is_dropped_is_freed_at_once() -> None:
+    run_ranks(2, free_everything)

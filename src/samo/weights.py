@@ -56,11 +56,17 @@ class Team(Protocol):
 class Replica(Protocol):
     """What a weight needs to know of its copies on other ranks, and tells them."""
 
-    team: Team
-    home: Tensor | None
-    """Where its gradient lies: a part of a buffer that is reduced as a whole."""
-    part: "Weight | None"
-    """This rank's part of the weight where optimizer state is sharded: what an optimizer updates."""
+    @property
+    def team(self) -> Team:
+        """The ranks that train the model together."""
+
+    @property
+    def home(self) -> Tensor | None:
+        """Where its gradient lies: a part of a buffer that is reduced as a whole."""
+
+    @property
+    def part(self) -> "Weight | None":
+        """This rank's part of the weight, where optimizer state is sharded: what an optimizer updates."""
 
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook of one use in a forward pass, which calls ``take``."""

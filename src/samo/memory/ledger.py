@@ -280,7 +280,9 @@ def _gradient_bytes(weight: Weight, meter: _Meter) -> int:
     if weight.replica is None or weight.replica.home is None:
         return meter.count(weight.gradient, weight.leaf.grad)
     size = meter.count_view(weight.replica.home)
-    return size + meter.count(weight.leaf.grad, weight.part.leaf.grad)  # views, unless somebody set it
+    return size + meter.count(
+        weight.leaf.grad, weight.part.leaf.grad
+    )  # views, unless somebody set it
 
 
 def _rest_bytes(weight: Weight, meter: _Meter) -> int:

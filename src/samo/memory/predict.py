@@ -158,9 +158,7 @@ def total(
     """
     sums: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
-        for kind, size in predict(
-            tensor, moments=moments, replicas=replicas, shard=shard
-        ).items():
+        for kind, size in predict(tensor, moments=moments, replicas=replicas, shard=shard).items():
             sums[kind] += size
     return sums
 

@@ -142,7 +142,8 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait for the reduction and put its result in place."""
-        assert self._pending is not None and self._wire is not None
+        assert self._pending is not None
+        assert self._wire is not None
         self._pending.wait()
         reduced = self._wire
         if self.is_sharded:

@@ -23,7 +23,7 @@ _AT_LEAST_S: Final = 1.0
 
 
 class _Beat(NamedTuple):
-    count: int
+    beats: int
     operations: int
 
 
@@ -93,7 +93,7 @@ class Peers:
             return tuple(map(int, listed.split(","))), how
         after = [self._read(store, rank) for rank in self._ranks]
         others = [i for i, rank in enumerate(self._ranks) if rank != self._rank]
-        stopped = tuple(self._ranks[i] for i in others if before[i].count == after[i].count)
+        stopped = tuple(self._ranks[i] for i in others if before[i].beats == after[i].beats)
         if stopped:
             how = f"{_listed(stopped)} stopped (no heartbeat for {self._pause_s:g} s)"
             store.set(verdict, f"{','.join(map(str, stopped))} {how}")

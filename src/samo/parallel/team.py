@@ -129,9 +129,7 @@ class ReplicaTeam:
     def _wait_at_the_end(self) -> None:
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
-                functools.partial(self._end, self._task)
-            )
+            Variable._execution_engine.queue_callback(functools.partial(self._end, self._task))
 
     def _end(self, task: int) -> None:
         if task == self._task:
@@ -149,13 +147,12 @@ class ReplicaTeam:
         """Launch what is left, wait for everything, and hand out the gradients."""
         while self._next < len(self.buckets):
             self._launch()
-        members = [_members(bucket) for bucket in self.buckets]
-        here = [[not member.is_reduced for member in row] for row in members]
-        for bucket, row in zip(self.buckets, here):
-            for index, weight in enumerate(bucket.weights):
-                row[index] |= weight.leaf.grad is not None or bucket.carries(index)
-        used = torch.tensor([flag for row in here for flag in row], dtype=torch.uint8)
-        used = used.to(self.buckets[0].flat.device)
+        here = [
+            weight.leaf.grad is not None or bucket.carries(index)
+            for bucket in self.buckets
+            for index, weight in enumerate(bucket.weights)
+        ]
+        used = torch.tensor(here, dtype=torch.uint8, device=self.buckets[0].flat.device)
         pending = self.group.all_reduce(
             used, op=dist.ReduceOp.MAX, kind="flags", what="the list of parameters in use"
         )
@@ -163,8 +160,8 @@ class ReplicaTeam:
             bucket.wait()
         pending.wait()
         flags = iter(used.tolist())
-        for bucket, row in zip(self.buckets, members):
-            bucket.finish([bool(next(flags)) for _ in row])
+        for bucket in self.buckets:
+            bucket.finish([bool(next(flags)) for _ in bucket.weights])
         self.group.meter.reductions += 1
         self._end_pass(is_reduced=True)
         self._may_launch = True
@@ -197,7 +194,11 @@ class ReplicaTeam:
         wholes = [_whole(weight) for weight in weights]
         for weight in wholes:
             member = weight.replica
-            if isinstance(member, Member) and not member.is_reduced and weight.leaf.grad is not None:
+            if (
+                isinstance(member, Member)
+                and not member.is_reduced
+                and weight.leaf.grad is not None
+            ):
                 raise CompressionError(
                     f"the gradient of '{weight.name}' was accumulated under samo.no_sync, or in a backward "
                     "pass that raised, and never reduced over ranks; leave the last micro-batch out of "
@@ -244,7 +245,8 @@ class ReplicaTeam:
 
 
 def _members(bucket: Bucket) -> list[Member]:
-    return [weight.replica for weight in bucket.weights if isinstance(weight.replica, Member)]
+    replicas = [weight.replica for weight in bucket.weights]
+    return [replica for replica in replicas if isinstance(replica, Member)]
 
 
 def _is_complete(bucket: Bucket) -> bool:
