@@ -15,7 +15,7 @@ from torch import nn
 import samo
 from tests.launch import run_ranks
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.0
 HEARTBEAT_S = 0.2
 
 
@@ -56,11 +56,14 @@ def train_until_somebody_falls(
     raise AssertionError("nobody fell")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("shard", [None, "state"])
+@pytest.mark.parametrize(
+    ("how", "shard"),
+    [(signal.SIGKILL, None), (signal.SIGSTOP, "state")],
+    ids=["killed", "stopped"],
+)
 def test_a_rank_that_falls_is_named_by_all_others(how: signal.Signals, shard: str | None) -> None:
-    victim = random.Random(f"{how}{shard}").randrange(3)
-    after_s = random.Random(f"{shard}{how}").uniform(0.05, 0.3)
+    victim = random.randrange(3)  # of another seed in every run
+    after_s = random.uniform(0.05, 0.3)
     results = run_ranks(
         3, train_until_somebody_falls, victim, how, after_s, shard, lost={victim}, timeout_s=25
     )
@@ -122,8 +125,9 @@ def test_a_stopped_store_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(int(os.environ.get("SAMO_TEST_FALLS", "1"))))
 def test_ranks_fall_at_random_moments(number: int) -> None:
+    """More of them: SAMO_TEST_FALLS=100."""
     draw = random.Random(number)
     victim, after_s = draw.randrange(4), draw.uniform(0.01, 0.6)
     how = draw.choice([signal.SIGKILL, signal.SIGSTOP])
