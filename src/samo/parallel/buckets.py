@@ -239,9 +239,13 @@ class Publication:
     def __init__(self, bucket: Bucket, gathered: Tensor, pending: Pending) -> None:
         self._bucket, self._gathered, self._pending = bucket, gathered, pending
 
+    def wait(self) -> None:
+        """Wait until they are here."""
+        self._pending.wait()
+
     def finish(self) -> None:
         """Wait for them and let the model compute with them."""
-        self._pending.wait()
+        self.wait()
         for index, weight in enumerate(self._bucket.weights):
             start, stop = self._bucket.plan.range_of(index)
             weight.kernels.expand_(self._gathered[start:stop], weight.mask, weight.param)
