@@ -7,6 +7,7 @@ multiplied by them after a step, which saves nothing and costs little.
 import importlib.util
 import os
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,17 @@ PASSES = {
 
 def rows(num_ranks: int, shape: dict[str, int], tokens: int, rounds: int) -> list[Row]:
     """Return a row for each stage, or none where DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
+    if not _is_installed():
         print("deepspeed is not installed; left out")
         return []
     return [run(num_ranks, train, shape, tokens, rounds, stage) for stage in STAGES]
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("deepspeed") is not None
+    except ValueError:  # it was set to None in sys.modules, to be left out
+        return False
 
 
 def train(
@@ -46,6 +54,7 @@ def train(
     """Train with one stage of ZeRO and measure."""
     counted = _count_collectives()
     os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.simplefilter("ignore", FutureWarning)  # it calls torch by older names
     import deepspeed
 
     from benchmarks.data_parallel.bench import SPARSITY, pruned_gpt
