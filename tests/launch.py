@@ -48,11 +48,14 @@ def run_ranks(
         results = _collect({r: e for r, e in ends.items() if r not in lost}, timeout_s)
         return [results.get(rank) for rank in range(num_ranks)]
     finally:
+        hanging = []
         for rank, process in enumerate(started):
             process.join(timeout=0 if rank in lost else 5)
             if process.is_alive():
+                hanging.append(rank)
                 process.kill()
                 process.join()
+        assert set(hanging) <= {*lost}, f"ranks {hanging} were done and did not end"
 
 
 def _work(

@@ -56,6 +56,7 @@ def train_until_somebody_falls(
     raise AssertionError("nobody fell")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "shard"),
     [(signal.SIGKILL, None), (signal.SIGSTOP, "state")],
@@ -87,6 +88,7 @@ def come_late(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:
     return found.value.ranks, str(found.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_alive_but_does_not_come_is_named() -> None:
     blamed, message = run_ranks(2, come_late, lost={1})[0]
     assert blamed == (1,)
@@ -119,6 +121,7 @@ def leave_without_the_store(rank: int, num_ranks: int, path: str) -> tuple[int, 
     return found.value.ranks
 
 
+@pytest.mark.slow
 def test_a_stopped_store_is_not_waited_for(tmp_path: Path) -> None:
     results = run_ranks(2, leave_without_the_store, str(tmp_path / "port"), lost={0}, timeout_s=20)
     assert results[1] == (0,)

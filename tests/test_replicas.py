@@ -137,6 +137,7 @@ def differently_started(rank: int) -> nn.Module:
     return samo.compress_(Net().double(), samo.Masks(masks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_fifty_steps_are_those_of_one_process(num_ranks: int) -> None:
     run_ranks(num_ranks, train_together, ("sgd", "samo", "torch") if num_ranks == 2 else ("samo",))
@@ -189,6 +190,7 @@ def whole_gradient(weight: Any) -> Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.slow
 def test_integer_gradients_are_summed_bit_for_bit() -> None:
     run_ranks(4, reduce_integers)
 
@@ -282,8 +284,39 @@ def run_a_graph_twice(model: nn.Module, rank: int, factor: float) -> None:
     same_gradients(model, expected, 2 * factor)
 
 
+@pytest.mark.slow
 def test_gradients_of_all_kinds_of_passes() -> None:
     run_ranks(3, try_passes)
+
+
+# Two axes
+
+
+def train_two_stages(rank: int, num_ranks: int) -> None:
+    """Ranks 0 and 1 replicate one model, ranks 2 and 3 another."""
+    mesh = samo.mesh(pipe=2)
+    stage, replica = mesh["pipe"].get_local_rank(), mesh["data"].get_local_rank()
+    assert rank == 2 * stage + replica
+    torch.manual_seed(stage)
+    model = nn.Sequential(nn.Linear(6 + stage, 6))
+    masks = dict(samo.prune(model, 0.5))
+    if rank == 3:
+        model_of_rank_3 = nn.Sequential(nn.Linear(7, 6))
+        masks = dict(samo.prune(model_of_rank_3, 0.25))
+    samo.compress_(model, samo.Masks(masks))
+    if stage == 1:
+        with pytest.raises(samo.MaskError, match=r"'0.weight' on rank 3 is not that of rank 2"):
+            samo.replicate(model, mesh["data"])
+        return
+    samo.replicate(model, mesh["data"], average=False)
+    model(torch.full((1, 6), float(rank + 1))).sum().backward()
+    for leaf in samo.parameters(model):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, torch.full_like(leaf.grad, 3.0 if leaf.numel() > 6 else 2.0))
+
+
+def test_replicas_are_those_of_their_own_stage() -> None:
+    run_ranks(4, train_two_stages)
 
 
 # Types, bytes and memory
@@ -347,6 +380,7 @@ def check_traffic(model: nn.Module, found: Any, shard: Shard, num_ranks: int, st
     assert found.start.sent_bytes > 0
 
 
+@pytest.mark.slow
 def test_bytes_held_and_sent_are_those_predicted() -> None:
     run_ranks(2, count_bytes)
     run_ranks(3, count_bytes)

@@ -88,6 +88,7 @@ def step_badly(rank: int, num_ranks: int) -> None:
     change_what_is_trained(data)
     be_interrupted(data)
     come_again(data)
+    carry_moments_over(data)
 
 
 def skip_together(rank: int, data: Any, shard: Any) -> None:
@@ -225,6 +226,11 @@ def change_what_is_trained(data: Any) -> None:
     with pytest.raises(samo.CompressionError, match=r"the model is not replicated"):
         samo.traffic(model)
     replicas.rebuild()
+    loss_of(model).backward()
+    for orphan in (opt, torch.optim.SGD(opt.param_groups[0]["params"], lr=0.1)):
+        with pytest.raises(samo.CompressionError, match="sharded anew; build an optimizer"):
+            orphan.step()
+    model.zero_grad()
     opt = samo.AdamW(samo.parameters(model), lr=0.1)
     before = model[0].bias.detach().clone()
     loss_of(model).backward()
@@ -274,6 +280,28 @@ def come_again(data: Any) -> None:
     plain = (model[0].weight.square().sum() + model[2].weight.square().sum()) * 1.0
     with pytest.raises(samo.CompressionError, match=r"pass overlap=False to samo.replicate"):
         (plain.sqrt().sqrt() + loss_of(model)).backward()
+
+
+def carry_moments_over(data: Any) -> None:
+    """What a dense optimizer knows goes to the rank that owns it."""
+    torch.manual_seed(0)
+    found = []
+    for state in ("exact", "lean"):
+        for shard in (None, "state"):
+            torch.manual_seed(0)
+            model: nn.Module = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
+            dense = torch.optim.AdamW(model.parameters())
+            loss_of(model).backward()
+            dense.step()
+            samo.compress_(model, samo.prune(model, 0.5))
+            samo.replicate(model, data, shard=shard)
+            opt = samo.AdamW(samo.parameters(model), lr=0.1, state=state)
+            opt.carry_over(dense)
+            loss_of(model).backward()
+            opt.step()
+            found.append(model[0].weight.detach().clone())
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], found[3], rtol=0, atol=0.02)
 
 
 def test_steps_that_would_go_wrong() -> None:

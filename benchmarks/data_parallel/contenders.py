@@ -72,6 +72,7 @@ class DDP(Contender):
         self._pruned_fraction = sum(p.numel() for p in self.pruned) / sum(
             p.numel() for p in model.parameters()
         )
+        self.inner = model
         self.model = nn.parallel.DistributedDataParallel(
             model,
             process_group=group,
@@ -84,7 +85,7 @@ class DDP(Contender):
         self.model.register_comm_hook(None, self._reduce)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
-    def _reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         """What DDP does by itself, counted: an all-reduce of the dense bucket, then the mean."""
         flat = bucket.buffer()
         if bucket.index() == 0:
@@ -119,7 +120,7 @@ class DDP(Contender):
             work.wait()
 
     def state_bytes(self) -> dict[str, int]:
-        held = held_bytes([self.model.module], [self.optimizer], self.masks)
+        held = held_bytes([self.inner], [self.optimizer], self.masks)
         return {"measured": held, "predicted": 0}
 
 

@@ -340,7 +340,7 @@ class AdamW(Optimizer):
         """
         weights = self._all_weights()
         for weight in weights:
-            found = set(dense.state.get(weight.param, {"step", "exp_avg", "exp_avg_sq"}))
+            found = set(dense.state.get(weight.whole.param, {"step", "exp_avg", "exp_avg_sq"}))
             if found != {"step", "exp_avg", "exp_avg_sq"}:
                 raise ValueError(
                     f"carry_over takes the state of Adam or AdamW, but for '{weight.name}' "
@@ -348,7 +348,7 @@ class AdamW(Optimizer):
                     "out, and the moments start at 0"
                 )
         for weight in weights:
-            old = dense.state.get(weight.param)
+            old = dense.state.get(weight.whole.param)
             if old is None:  # it had no gradient so far
                 continue
             state: dict[str, Any] = {
@@ -358,9 +358,7 @@ class AdamW(Optimizer):
             }
             moments = {}
             for key in ("exp_avg", "exp_avg_sq"):
-                moment = old[key].to(weight.device, master_dtype(weight.dtype))
-                moments[key] = torch.empty(weight.kept, dtype=moment.dtype, device=weight.device)
-                weight.kernels.compress_(moment, weight.mask, moments[key])
+                moments[key] = weight.gather(old[key].to(weight.device, master_dtype(weight.dtype)))
             if self.is_lean:
                 exp_avg, exp_avg_sq = moments.values()
                 codes = quantise_weight(exp_avg, exp_avg_sq, weight.param.numel(), weight.mask)

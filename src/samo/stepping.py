@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from samo.errors import CompressionError
-from samo.weights import Team, Weight, weight_of
+from samo.weights import Team, Weight, is_orphaned, weight_of
 
 __all__ = []
 
@@ -55,6 +55,11 @@ def _compressed_weights(optimizer: Optimizer) -> list[Weight]:
         for tensor in group["params"]:
             weight = weight_of(tensor)
             if weight is None:
+                if is_orphaned(tensor):
+                    raise CompressionError(
+                        "the compressed weights of this optimizer no longer exist: the model is gone, or "
+                        "its state was sharded anew; build an optimizer on samo.parameters(model)"
+                    )
                 continue
             if tensor is weight.param:
                 raise CompressionError(

@@ -68,6 +68,13 @@ class Replica(Protocol):
     def part(self) -> "Weight | None":
         """This rank's part of the weight, where optimizer state is sharded: what an optimizer updates."""
 
+    @property
+    def whole(self) -> "Weight | None":
+        """The weight that this one is a rank's part of; None for a whole one."""
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return what belongs to this weight of a vector of all kept entries."""
+
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook of one use in a forward pass, which calls ``take``."""
 
@@ -126,6 +133,11 @@ class Weight:
     def part(self) -> "Weight":
         """What an optimizer updates: the weight itself, or this rank's part of it."""
         return self if self.replica is None else self.replica.part or self
+
+    @property
+    def whole(self) -> "Weight":
+        """The weight that this one is a rank's part of, or the weight itself."""
+        return self if self.replica is None else self.replica.whole or self
 
     @property
     def lean_kernels(self) -> _kernels.LeanKernels:
@@ -213,6 +225,13 @@ class Weight:
         values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
         self.kernels.compress_(self.param, self.mask, values)
         return values
+
+    def gather(self, dense: Tensor) -> Tensor:
+        """Return what belongs to this weight of a tensor of the whole parameter's shape; a new tensor."""
+        whole = self.whole
+        values = torch.empty(whole.kept, dtype=dense.dtype, device=self.device)
+        whole.kernels.compress_(dense, whole.mask, values)
+        return values if self.replica is None else self.replica.cut(values)
 
     def ensure_rest(self, *, is_lean: bool | None = None) -> Tensor | None:
         """Return the rest, made now if the weight was frozen when it was compressed.
@@ -411,6 +430,12 @@ def weight_of(tensor: Tensor) -> Weight | None:
     """Return the `Weight` that a dense parameter or a leaf belongs to, if any."""
     reference = getattr(tensor, _TAG, None)
     return None if reference is None else reference()
+
+
+def is_orphaned(tensor: Tensor) -> bool:
+    """Return whether a tensor was a leaf of a compressed weight that no longer exists."""
+    reference = getattr(tensor, _TAG, None)
+    return reference is not None and reference() is None
 
 
 def _gradient_hook(reference: _Link) -> Callable[[Tensor], None]:

@@ -11,7 +11,7 @@ is an unpruned weight of its own.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -73,7 +73,14 @@ class Bucket:
     @property
     def weights(self) -> list[Weight]:
         """Its weights, in their order."""
-        return [weight for reference in self._weights if (weight := reference()) is not None]
+        return list(self.each_weight())
+
+    def each_weight(self) -> Iterator[Weight]:
+        """Yield its weights, in their order."""
+        for reference in self._weights:
+            weight = reference()
+            if weight is not None:
+                yield weight
 
     def home_of(self, index: int) -> Tensor:
         """Return where the gradient of a weight lies."""
@@ -84,10 +91,8 @@ class Bucket:
         """Return this rank's part of a weight, made now from the weight's values and rest."""
         weight = self.weights[index]
         assert self.values is not None
-        start, stop = self.plan.owned(index, self._group.rank)
-        place = self._owned_place(index)
-        values = self.values[place]
-        values.copy_(weight.values()[start:stop])
+        values = self.values[self._owned_place(index)]
+        values.copy_(self.cut(index, weight.values()))
         rest = weight.ensure_rest()
         # Not the view itself: all views would share one count of changes.
         part = Weight(
@@ -98,8 +103,13 @@ class Bucket:
             grad_dtype=weight.grad_dtype,
             path=weight.path,
         )
-        part.rest = None if rest is None else rest[start:stop].clone()
+        part.rest = None if rest is None else self.cut(index, rest)
         return part
+
+    def cut(self, index: int, values: Tensor) -> Tensor:
+        """Return this rank's part of a vector of all kept entries of a weight; a new tensor."""
+        start, stop = self.plan.owned(index, self._group.rank)
+        return values[start:stop].clone()
 
     def owned_home_of(self, index: int) -> Tensor:
         """Return where the gradient of this rank's part of a weight lies."""

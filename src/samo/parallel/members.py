@@ -46,8 +46,17 @@ class Member:
         self._weight: Final = weakref.ref(weight)
         if bucket is not None and bucket.is_sharded:
             self.part = bucket.part_of(index)
-            self.part.replica = Part(team, weight, bucket.owned_home_of(index))
+            self.part.replica = Part(team, weight, bucket, index)
             weight.rest = None
+
+    @property
+    def whole(self) -> Weight | None:
+        """Nothing: the weight is whole."""
+        return None
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return all of it."""
+        return values
 
     @property
     def is_complete(self) -> bool:
@@ -98,9 +107,8 @@ class Member:
         weight = self._weight()
         if weight is None or self.part is None or self.bucket is None:
             return
-        start, stop = self.bucket.plan.owned(self._index, self.team.group.rank)
         with torch.no_grad():
-            self.part.param.copy_(weight.values()[start:stop])
+            self.part.param.copy_(self.bucket.cut(self._index, weight.values()))
         self.part.check()  # sees that it was written to, and starts its rest anew
 
     def clear(self) -> None:
@@ -121,10 +129,21 @@ class Part:
 
     part: Weight | None = None
 
-    def __init__(self, team: "ReplicaTeam", whole: Weight, home: Tensor) -> None:
+    def __init__(self, team: "ReplicaTeam", whole: Weight, bucket: Bucket, index: int) -> None:
         self.team: Final = team
-        self.home: Final = home
-        self.whole: Final = weakref.ref(whole)
+        self.home: Final = bucket.owned_home_of(index)
+        self._whole: Final = weakref.ref(whole)
+        self._bucket: Final = bucket
+        self._index: Final = index
+
+    @property
+    def whole(self) -> Weight | None:
+        """The weight that this is a part of."""
+        return self._whole()
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return this rank's part of a vector of all kept entries."""
+        return self._bucket.cut(self._index, values)
 
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook as it is: a part is used in no forward pass."""

@@ -24,7 +24,7 @@ from samo.errors import CompressionError
 from samo.parallel.buckets import Bucket, Publication
 from samo.parallel.collectives import Group
 from samo.parallel.layout import Tensor1D, plan_buckets
-from samo.parallel.members import Member, Part
+from samo.parallel.members import Member
 from samo.weights import Weight
 
 __all__ = []
@@ -71,9 +71,9 @@ class ReplicaTeam:
             num_ranks=self.group.size if self.settings.shard == "state" else 1,
         )
         self.forget()
-        for weight in weights.values():
+        for name, weight in weights.items():
             weight.leaf.grad = None
-            weight.replica = None if weight in trained.values() else Member(self, weight, None)
+            weight.replica = None if name in trained else Member(self, weight, None)
         for number, plan in enumerate(plans):
             members = [trained[name] for name in plan.names]
             bucket = Bucket(
@@ -191,26 +191,22 @@ class ReplicaTeam:
         Raises:
             CompressionError: They are.
         """
-        wholes = [_whole(weight) for weight in weights]
-        for weight in wholes:
+        for weight in (weight.whole for weight in weights):
             member = weight.replica
-            if (
-                isinstance(member, Member)
-                and not member.is_reduced
-                and weight.leaf.grad is not None
-            ):
+            is_reduced = not isinstance(member, Member) or member.is_reduced
+            if not is_reduced and weight.leaf.grad is not None:
                 raise CompressionError(
                     f"the gradient of '{weight.name}' was accumulated under samo.no_sync, or in a backward "
                     "pass that raised, and never reduced over ranks; leave the last micro-batch out of "
                     "no_sync, or drop gradients with model.zero_grad()"
                 )
-        for whole, weight in zip(wholes, weights):
-            whole.check()
-            weight.scaler = whole.scaler
+        for weight in weights:
+            weight.whole.check()
+            weight.scaler = weight.whole.scaler
         self._stepped = []
-        for bucket in self.buckets if self.settings.shard else ():
-            parts = [w.part for w in bucket.weights if bucket.is_sharded]
-            if not any(part in weights and part.leaf.grad is not None for part in parts):
+        stepped = {id(weight) for weight in weights if weight.leaf.grad is not None}
+        for bucket in self.buckets:
+            if not bucket.is_sharded or not any(id(w.part) in stepped for w in bucket.weights):
                 continue
             if bucket.is_edited:
                 raise CompressionError(
@@ -250,12 +246,5 @@ def _members(bucket: Bucket) -> list[Member]:
 
 
 def _is_complete(bucket: Bucket) -> bool:
-    return all(member.is_complete for member in _members(bucket))
-
-
-def _whole(weight: Weight) -> Weight:
-    if isinstance(weight.replica, Part):
-        whole = weight.replica.whole()
-        assert whole is not None
-        return whole
-    return weight
+    replicas = (weight.replica for weight in bucket.each_weight())
+    return all(isinstance(replica, Member) and replica.is_complete for replica in replicas)
