@@ -14,7 +14,16 @@ import samo
 from benchmarks.data_parallel import deepspeed_peer
 from benchmarks.data_parallel.contenders import DDP, Contender, Samo
 from benchmarks.data_parallel.ranks import run
-from benchmarks.measure import Row, arguments, in_turns, show, spread, time_ms, write_rows
+from benchmarks.measure import (
+    Row,
+    arguments,
+    in_turns,
+    keep_freed_memory,
+    show,
+    spread,
+    time_ms,
+    write_rows,
+)
 from samo.models import GPT, GPTConfig
 
 SPARSITY = 0.9
@@ -54,7 +63,6 @@ def train(
                 copy.deepcopy(model),
                 masks,
                 data.get_group(),
-                bucket_mb=bucket_mb,
                 is_overlapped=is_overlapped,
             )
         )
@@ -160,8 +168,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="steps of each contender")
     parser.add_argument("--ranks", type=int, nargs="+", default=None, help="numbers of ranks")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each rank in a step")
-    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MiB of a bucket, for all")
+    parser.add_argument("--bucket-mb", type=float, default=5.0, help="MB of samo's buckets")
     options = parser.parse_args()
+    if not options.toy:
+        keep_freed_memory()
     shape = {"num_layers": 14, "width": 768, "num_heads": 12, "context": 256}
     tokens, bucket_mb, ranks = options.tokens, options.bucket_mb, options.ranks or [1, 2, 4]
     if options.toy:

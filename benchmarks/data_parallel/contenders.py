@@ -61,9 +61,7 @@ class Contender:
 class DDP(Contender):
     """DistributedDataParallel on dense bfloat16 weights, multiplied by their masks after each step."""
 
-    def __init__(
-        self, model: GPT, masks: samo.Masks, group: Any, *, bucket_mb: float, is_overlapped: bool
-    ) -> None:
+    def __init__(self, model: GPT, masks: samo.Masks, group: Any, *, is_overlapped: bool) -> None:
         self.name = "DDP" + ("" if is_overlapped else ", one bucket")
         masks.apply_(model)
         pruned = masks.parameters_of(model)
@@ -76,7 +74,7 @@ class DDP(Contender):
         self.model = nn.parallel.DistributedDataParallel(
             model,
             process_group=group,
-            bucket_cap_mb=bucket_mb if is_overlapped else 1e6,
+            bucket_cap_mb=None if is_overlapped else 1e6,  # None: its own choice
             gradient_as_bucket_view=True,
         )
         self.group = group
@@ -85,7 +83,7 @@ class DDP(Contender):
         self.model.register_comm_hook(None, self._reduce)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
-    def _reduce(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    def _reduce(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """What DDP does by itself, counted: an all-reduce of the dense bucket, then the mean."""
         flat = bucket.buffer()
         if bucket.index() == 0:
@@ -140,7 +138,7 @@ class Samo(Contender):
         self.name = f"samo, shard={shard}" + ("" if is_overlapped else ", overlap off")
         self.model = samo.compress_(model, masks)
         self.replicas = samo.replicate(
-            model, data, shard=shard, bucket_bytes=bucket_mb * 2**20, overlap=is_overlapped
+            model, data, shard=shard, bucket_bytes=bucket_mb * 1e6, overlap=is_overlapped
         )
         self.optimizer = samo.AdamW(samo.parameters(model), lr=LR)
 

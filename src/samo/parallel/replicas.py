@@ -27,7 +27,7 @@ def replicate(
     *,
     shard: Literal["state"] | None = None,
     wire_dtype: torch.dtype | None = None,
-    bucket_bytes: float = 25e6,
+    bucket_bytes: float = 5e6,
     average: bool = True,
     overlap: bool = True,
     timeout_s: float = 600.0,
@@ -59,7 +59,8 @@ def replicate(
         mesh: One axis of a mesh, as ``mesh["data"]``.
         shard: None for all optimizer state on every rank, ``"state"`` for a part on each.
         wire_dtype: Type in which gradients are sent and summed; by default that in which they are held.
-        bucket_bytes: Size of a bucket; smaller ones start earlier, larger ones are fewer.
+        bucket_bytes: Size of a bucket; smaller ones start earlier, larger ones are fewer. At 90 %
+            sparsity 5 MB are the gradients of 25 M parameters.
         average: Whether gradients are divided by the number of ranks. False for a loss that each rank has
             divided by the number of tokens of *all* ranks.
         overlap: Whether reductions start during backward.
