@@ -1,11 +1,13 @@
 """The deciding half of data parallelism, without other ranks: sizes, buckets, counts, predictions."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import samo
 from samo.memory.predict import TensorSpec, predict, total
+from samo.parallel.collectives import _add_up
 from samo.parallel.layout import BucketPlan, Tensor1D, plan_buckets
 from samo.parallel.mesh import check_sizes
 from samo.parallel.traffic import TrafficMeter, sent_bytes
@@ -115,6 +117,20 @@ def test_the_example_of_the_layout() -> None:
     (plan,) = plan_buckets(rows, bucket_bytes=100, num_ranks=3)
     assert plan == BucketPlan(("a", "b", "c"), (0, 5, 7, 12), 12, 3)
     assert [plan.owned(i, 1) for i in range(3)] == [(4, 5), (0, 2), (0, 1)]
+
+
+# Sums
+
+
+@given(st.integers(1, 5), st.sampled_from([0, 1, 1000, 2**16 + 3]))
+def test_rows_are_added_up_in_fp32_and_rounded_once(num_ranks: int, size: int) -> None:
+    rows = torch.randn(num_ranks, size, generator=torch.Generator().manual_seed(size)).bfloat16()
+    out = torch.empty(size, dtype=torch.bfloat16)
+    _add_up(rows, out)
+    total = torch.zeros(size)
+    for row in rows:
+        total += row.float()
+    assert torch.equal(out, total.bfloat16())
 
 
 # Counts

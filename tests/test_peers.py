@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samo
+from samo.parallel.peers import Peers
 from tests.launch import run_ranks
 
 TIMEOUT_S = 1.0
@@ -77,6 +78,33 @@ def test_a_rank_that_falls_is_named_by_all_others(how: signal.Signals, shard: st
         assert f"rank {victim} stopped (no heartbeat for 1 s)" in message
         assert f"rank {rank} waited" in message
         assert "start again from the last checkpoint" in message
+
+
+class Deaf:
+    """A store that does not answer."""
+
+    def set(self, name: str, value: str) -> None:
+        raise RuntimeError("connection reset")
+
+    def check(self, names: list[str]) -> bool:
+        raise RuntimeError("connection reset")
+
+
+def test_where_nobody_stopped_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    ours, theirs = (Peers(store, "key", rank, (0, 1), HEARTBEAT_S) for rank in range(2))
+    assert theirs.operations is not ours.operations
+    error = ours.error("the sum", 1.5, RuntimeError("wrong size\nat line 3"))
+    assert error.ranks == ()
+    assert str(error).startswith(
+        "rank 0 waited 1.5 s for the sum: all ranks are alive and have come"
+    )
+    assert str(error).endswith("The backend said: wrong size")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    error = Peers(Deaf(), "key", 0, (0, 1), HEARTBEAT_S).error("the sum", 1.5, RuntimeError())
+    assert error.ranks == ()
+    assert "the launcher's store does not answer" in str(error)
+    assert str(error).endswith("The backend said: RuntimeError")
 
 
 def come_late(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, Literal
@@ -402,6 +403,10 @@ def free_everything(rank: int, num_ranks: int) -> None:
         try:
             del model, replicas, opt
             assert all(bucket() is None for bucket in buckets)
+            for thread in threading.enumerate():
+                if thread.name == "samo-heartbeat":
+                    thread.join(timeout=5)
+                    assert not thread.is_alive(), "it beats for nobody"
         finally:
             gc.enable()
 

@@ -1,6 +1,7 @@
 """What would make replicas drift apart works, or raises on every rank."""
 
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -83,7 +84,7 @@ def step_badly(rank: int, num_ranks: int) -> None:
     for shard in (None, "state"):
         skip_together(rank, data, shard)
         use_wrongly(data, shard)
-        edit_weights(rank, data, shard)
+        edit_weights(data, shard)
     clip_wrongly(data)
     change_what_is_trained(data)
     be_interrupted(data)
@@ -153,11 +154,16 @@ def use_wrongly(data: Any, shard: Any) -> None:
             samo.save("never-written", model, opt)
 
 
-def edit_weights(rank: int, data: Any, shard: Any) -> None:
+def edit_weights(data: Any, shard: Any) -> None:
     """What is written to weights is what the next step begins with."""
+    for make in (samo.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)):
+        train_and_edit(make, data, shard)
+
+
+def train_and_edit(make: Any, data: Any, shard: Any) -> None:
     model, alone = compressed(torch.bfloat16), compressed(torch.bfloat16)
     samo.replicate(model, data, shard=shard)
-    opt, reference = (samo.AdamW(samo.parameters(m), lr=0.01) for m in (model, alone))
+    opt, reference = (make(samo.parameters(m), lr=0.01) for m in (model, alone))
     for step in range(4):
         for one, its in ((model, opt), (alone, reference)):
             if step == 2:

@@ -56,7 +56,7 @@ LAYERS: Final = (
         "samo.kernels.lean_kernels",
         "samo.kernels.cuda_lean",
     },
-    {"samo.weights"},
+    {"samo.partners", "samo.weights"},
     {"samo.stepping", "samo.owners"},
     {"samo.compression", "samo.leaves", "samo.scaling"},
     {"samo.optim"},

@@ -19,7 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from samo.errors import CompressionError
-from samo.weights import Team, Weight, is_orphaned, weight_of
+from samo.partners import Team
+from samo.weights import Weight, is_orphaned, weight_of
 
 __all__ = []
 
