@@ -70,6 +70,11 @@ def differ(rank: int, num_ranks: int) -> None:
     weight.mask = weight.mask ^ weight.mask if rank == 1 else weight.mask
     with pytest.raises(samo.MaskError, match=r"the mask of '0.weight' on rank 1"):
         replicas.rebuild()
+    if rank == 1:
+        with pytest.raises(
+            samo.CompressionError, match=r"'0.weight' keeps 0 weights, but 192 when"
+        ):
+            loss_of(model).backward()
 
 
 def test_differences_are_named_and_values_made_equal() -> None:
@@ -286,6 +291,17 @@ def come_again(data: Any) -> None:
     plain = (model[0].weight.square().sum() + model[2].weight.square().sum()) * 1.0
     with pytest.raises(samo.CompressionError, match=r"pass overlap=False to samo.replicate"):
         (plain.sqrt().sqrt() + loss_of(model)).backward()
+    model, alone = compressed(), compressed()
+    replicas = samo.replicate(model, data, bucket_bytes=1, overlap=False)
+    for one in (model, alone):
+        loss_of(one).backward()
+        one.zero_grad()
+        plain = (one[0].weight.square().sum() + one[2].weight.square().sum()) * 1.0
+        (plain.sqrt().sqrt() + loss_of(one)).backward()
+    for leaf, other in zip(samo.parameters(model), samo.parameters(alone)):
+        assert (leaf.grad is None) == (other.grad is None)
+        assert leaf.grad is None or torch.equal(leaf.grad, other.grad)
+    assert len(replicas.team.buckets) == 6
 
 
 def carry_moments_over(data: Any) -> None:

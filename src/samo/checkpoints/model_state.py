@@ -74,7 +74,8 @@ class ModelState:
             if weight.part is not weight:
                 raise CheckpointError(
                     f"the state of '{name}' is sharded over ranks, and a checkpoint needs all of it on "
-                    "each; call release() of what samo.replicate returned, save, and rebuild()"
+                    "each; call release() of what samo.replicate returned, save the model without its "
+                    "optimizer, and rebuild()"
                 )
             weight.check()
             weight.reclaim()

@@ -77,12 +77,19 @@ class Member:
         """Learn that a gradient comes.
 
         Raises:
-            CompressionError: The weight was frozen at first, or its reduction is under way.
+            CompressionError: The weight was frozen at first, its mask has changed, or its reduction is
+                under way.
         """
+        weight = self._weight()
         if self.bucket is None:
             raise CompressionError(
                 f"'{self._name}' was frozen when samo.replicate was called, so its gradient would not be "
                 "reduced; unfreeze it on all ranks, then call rebuild() of what samo.replicate returned"
+            )
+        if weight is not None and self.home is not None and weight.kept != self.home.numel():
+            raise CompressionError(
+                f"'{self._name}' keeps {weight.kept:,} weights, but {self.home.numel():,} when its place "
+                "in a bucket was made; call rebuild() of what samo.replicate returned after masks change"
             )
         if self.bucket.is_launched:
             raise CompressionError(

@@ -181,7 +181,7 @@ class ReplicaTeam:
                 "ranks had begun, so the other ranks wait or are ahead; start again from the last "
                 "checkpoint"
             )
-        self._task, self._is_repeated = None, False
+        self._end_pass(is_reduced=False)
 
     # Steps ---------------------------------------------------------------------------------------
 
