@@ -9,6 +9,7 @@ import pytest
 from benchmarks import early_bird_rules
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
+from benchmarks.data_parallel import bench as data_parallel
 from benchmarks.pipeline import bench as pipeline, simulated
 
 
@@ -19,10 +20,11 @@ from benchmarks.pipeline import bench as pipeline, simulated
     [
         (cpu_step, 3),
         (cpu_kernels, 39),
+        (data_parallel, 6),
         pytest.param(pipeline, 12, marks=pytest.mark.slow),
         (simulated, 7),
     ],
-    ids=["cpu_step", "cpu_kernels", "pipeline", "simulated"],
+    ids=["cpu_step", "cpu_kernels", "data_parallel", "pipeline", "simulated"],
 )
 def test_it_runs_and_writes_its_rows(
     bench: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -30,7 +32,7 @@ def test_it_runs_and_writes_its_rows(
     out = tmp_path / "rows.jsonl"
     monkeypatch.setattr(sys, "argv", ["bench", "--toy", "--rounds", "2", "--out", str(out)])
     # Peers and compilers take a minute to load; the loops around them are what is tried here.
-    for name in ("torchao.optim", "bitsandbytes.optim"):
+    for name in ("torchao.optim", "bitsandbytes.optim", "deepspeed"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("torch.compile", lambda function, **_: function)
     bench.main()

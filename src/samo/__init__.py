@@ -44,6 +44,15 @@ if TYPE_CHECKING:
     from samo.masks import Mask as Mask, Masks as Masks
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
+    from samo.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
+    from samo.parallel.mesh import mesh as mesh
+    from samo.parallel.replicas import (
+        Replicas as Replicas,
+        no_sync as no_sync,
+        replicate as replicate,
+        traffic as traffic,
+    )
+    from samo.parallel.traffic import Traffic as Traffic, TrafficOf as TrafficOf
     from samo.pipeline.api import Pipeline as Pipeline
     from samo.pruning.choosing import prune as prune
     from samo.remapping import remap_ as remap_
@@ -54,6 +63,14 @@ __version__: Final = "0.1.0"
 _MODULES: Final = {
     "PeerError": "samo.errors",
     "Pipeline": "samo.pipeline.api",
+    "Replicas": "samo.parallel.replicas",
+    "Traffic": "samo.parallel.traffic",
+    "TrafficOf": "samo.parallel.traffic",
+    "clip_grad_norm_": "samo.parallel.clipping",
+    "mesh": "samo.parallel.mesh",
+    "no_sync": "samo.parallel.replicas",
+    "replicate": "samo.parallel.replicas",
+    "traffic": "samo.parallel.replicas",
     "RunError": "samo.errors",
     "DataError": "samo.errors",
     "ConfigError": "samo.errors",

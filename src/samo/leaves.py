@@ -18,7 +18,8 @@ def parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
     Any torch optimizer, ``clip_grad_norm_`` and any scheduler work on the leaves as on a model's
     parameters, and the model follows every ``step()``. Between steps a leaf holds no values (it
-    reads NaN): look at ``model.state_dict()`` or at the model's own parameters.
+    reads NaN): look at ``model.state_dict()`` or at the model's own parameters. Where state is sharded
+    (`samo.replicate`), a leaf is this rank's part of a parameter, and may be empty.
 
     Example:
         >>> import torch, samo
@@ -49,8 +50,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     weights = _weights(model)
     for weight in weights.values():
-        weight.leaf.requires_grad_(weight.param.requires_grad)
-    return iter([(name, weight.leaf) for name, weight in weights.items()])
+        weight.part.leaf.requires_grad_(weight.param.requires_grad)
+    return iter([(name, weight.part.leaf) for name, weight in weights.items()])
 
 
 def param_groups(

@@ -14,7 +14,7 @@ from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
 from samo.kernels.ages import ages_at
 from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.rounding import master_dtype, rest_dtype
-from samo.stepping import tell_scalers
+from samo.stepping import agree, tell_scalers
 from samo.weights import Weight, weight_of
 
 __all__ = ["AdamW"]
@@ -123,6 +123,11 @@ class AdamW(Optimizer):
                     "of them; build it on samo.parameters(model), and give other parameters to an "
                     "optimizer of their own"
                 )
+            if self.entry_steps and weight.whole is not weight:
+                raise CompressionError(
+                    f"'{weight.name}' has its state on several ranks (shard='state'), where entries have "
+                    "no step counts of their own; leave out entry_steps, or replicate with shard=None"
+                )
             if self.is_lean and weight.dtype == torch.float64:
                 raise ValueError(
                     f"'{weight.name}' is float64, which lean state has too few digits for; pass "
@@ -177,7 +182,7 @@ class AdamW(Optimizer):
         if not weights:
             return loss
         gradients = [gradient for _, members in groups for _, gradient in members]
-        nonfinite = weights[0].kernels.find_nonfinite(gradients)
+        nonfinite = agree(weights, weights[0].kernels.find_nonfinite(gradients))
         if self._skipped is None:
             self._skipped = torch.zeros((), dtype=torch.int64, device=nonfinite.device)
         self._skipped += nonfinite
@@ -377,7 +382,7 @@ class AdamW(Optimizer):
         """
         weights = self._all_weights()
         for weight in weights:
-            found = set(dense.state.get(weight.param, {"step", "exp_avg", "exp_avg_sq"}))
+            found = set(dense.state.get(weight.whole.param, {"step", "exp_avg", "exp_avg_sq"}))
             if found != {"step", "exp_avg", "exp_avg_sq"}:
                 raise ValueError(
                     f"carry_over takes the state of Adam or AdamW, but for '{weight.name}' "
@@ -385,7 +390,7 @@ class AdamW(Optimizer):
                     "out, and the moments start at 0"
                 )
         for weight in weights:
-            old = dense.state.get(weight.param)
+            old = dense.state.get(weight.whole.param)
             if old is None:  # it had no gradient so far
                 continue
             state: dict[str, Any] = {
@@ -395,9 +400,7 @@ class AdamW(Optimizer):
             }
             moments = {}
             for key in ("exp_avg", "exp_avg_sq"):
-                moment = old[key].to(weight.device, master_dtype(weight.dtype))
-                moments[key] = torch.empty(weight.kept, dtype=moment.dtype, device=weight.device)
-                weight.kernels.compress_(moment, weight.mask, moments[key])
+                moments[key] = weight.gather(old[key].to(weight.device, master_dtype(weight.dtype)))
             if self.is_lean:
                 exp_avg, exp_avg_sq = moments.values()
                 codes = quantise_weight(exp_avg, exp_avg_sq, weight.param.numel(), weight.mask)

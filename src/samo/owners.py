@@ -74,7 +74,7 @@ def _before_forward(module: nn.Module, args: object) -> None:
         raise CompressionError(
             "DistributedDataParallel cannot wrap a compressed model: it waits for dense gradients, "
             "and these are compressed before it would see them, so that replicas drift apart. "
-            "Train in one process"
+            "Use samo.replicate(model, mesh['data']) instead"
         )
     owner: Owner = module.__dict__[_ATTRIBUTE]
     for name, weight in owner.weights.items():
@@ -120,10 +120,13 @@ class _Compressed(nn.Module):
         """Clear the compressed gradients."""
         super().zero_grad(set_to_none)
         for weight in owned_weights(self).values():
-            if set_to_none:
-                weight.leaf.grad = None
-            elif weight.leaf.grad is not None:
-                weight.leaf.grad.zero_()
+            if weight.replica is not None:
+                weight.replica.clear()
+            for leaf in {weight.leaf, weight.part.leaf}:
+                if set_to_none:
+                    leaf.grad = None
+                elif leaf.grad is not None:
+                    leaf.grad.zero_()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the compressed state along with the model; refuse another type."""
@@ -136,6 +139,11 @@ class _Compressed(nn.Module):
                     f"'{weight.name}' is compressed as {_name(weight.dtype)} and cannot become "
                     f"{_name(probe.dtype)}; give the type to samo.compress_(model, masks, "
                     f"dtype=torch.{_name(probe.dtype)}) instead"
+                )
+            if probe.device != weight.device and weight.replica is not None:
+                raise CompressionError(
+                    f"'{weight.name}' is replicated on {weight.device} and cannot move to "
+                    f"{probe.device}; move the model before samo.replicate"
                 )
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for weight in weights:

@@ -20,7 +20,8 @@ from torch.optim.optimizer import (
 )
 
 from samo.errors import CompressionError
-from samo.weights import Weight, weight_of
+from samo.partners import Team
+from samo.weights import Weight, is_orphaned, weight_of
 
 __all__ = []
 
@@ -38,17 +39,39 @@ def tell_scalers(weights: Iterable[Weight], nonfinite: Tensor) -> None:
         scaler.update(nonfinite)
 
 
+def agree(weights: Iterable[Weight], nonfinite: Tensor) -> Tensor:
+    """Return whether the gradients of any rank are not finite, where ranks hold different ones."""
+    for team in _teams(weights):
+        nonfinite = team.any(nonfinite)
+    return nonfinite
+
+
+def _teams(weights: Iterable[Weight]) -> list[Team]:
+    teams = {id(w.replica.team): w.replica.team for w in weights if w.replica is not None}
+    return list(teams.values())
+
+
 def _compressed_weights(optimizer: Optimizer) -> list[Weight]:
     weights = []
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             weight = weight_of(tensor)
             if weight is None:
+                if is_orphaned(tensor):
+                    raise CompressionError(
+                        "the compressed weights of this optimizer no longer exist: the model is gone, or "
+                        "its state was sharded anew; build an optimizer on samo.parameters(model)"
+                    )
                 continue
             if tensor is weight.param:
                 raise CompressionError(
                     f"this optimizer was built on model.parameters(), but '{weight.name}' is "
                     "compressed and its gradient is elsewhere; build it on samo.parameters(model)"
+                )
+            if weight.part is not weight:
+                raise CompressionError(
+                    f"this optimizer holds all of '{weight.name}', but its state is sharded over "
+                    "ranks; build the optimizer on samo.parameters(model) after samo.replicate"
                 )
             weights.append(weight)
     return weights
@@ -57,14 +80,21 @@ def _compressed_weights(optimizer: Optimizer) -> list[Weight]:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if getattr(optimizer, "updates_compressed_state", False):
-        return None
     weights = _compressed_weights(optimizer)
-    if not weights:
-        return None
     for weight in weights:
         weight.stepped_by = weakref.ref(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    is_ours = getattr(optimizer, "updates_compressed_state", False)
+    for team in _teams(weights):
+        if closure is not None:
+            raise CompressionError(
+                f"{type(optimizer).__name__}.step was given a closure, which computes gradients while "
+                "the step is under way, out of reach of their reduction over ranks; call "
+                "loss.backward() before step()"
+            )
+        team.before_step(weights)
+    if is_ours or not weights:
+        return None
     if closure is not None:
         for weight in weights:
             weight.lend()
@@ -73,7 +103,7 @@ def _before_step(
     gradients = [weight.leaf.grad for weight in weights if weight.leaf.grad is not None]
     if not gradients:
         return None
-    nonfinite = weights[0].kernels.find_nonfinite(gradients)
+    nonfinite = agree(weights, weights[0].kernels.find_nonfinite(gradients))
     tell_scalers(weights, nonfinite)
     is_skipped = bool(nonfinite)
     for weight in weights:
@@ -97,6 +127,9 @@ def _following(closure: Callable[[], Any], weights: list[Weight]) -> Callable[[]
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    weights = _compressed_weights(optimizer)
     if not getattr(optimizer, "updates_compressed_state", False):
-        for weight in _compressed_weights(optimizer):
+        for weight in weights:
             weight.take_back()
+    for team in _teams(weights):
+        team.after_step(weights)

@@ -15,7 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from samo import kernels as _kernels
 from samo.errors import CompressionError
 from samo.kernels.rounding import convert_rest, join, master_dtype, rest_dtype, split
 from samo.masks import Mask
+from samo.partners import Replica, Scaler
 
 __all__ = []
 
@@ -34,18 +35,10 @@ Watcher = Callable[["Weight", Tensor, bool], None]
 """Looks at a weight's dense gradient before it is compressed; told whether it is the first of a sum."""
 
 
-class Scaler(Protocol):
-    """What a weight and an optimizer need of a loss scaler."""
-
-    inverse: Tensor
-    """One over the loss scale: a factor on every gradient as it is compressed."""
-
-    def update(self, nonfinite: Tensor) -> None:
-        """Adjust the scale after a step."""
-
-
 class Weight:
     """A parameter, its mask and its compressed state."""
+
+    scaler: Scaler | None
 
     def __init__(
         self,
@@ -66,11 +59,12 @@ class Weight:
         self.device = param.device
         self.kernels = _kernels.choose(param.device, path)
         self.rest: Tensor | None = None
-        self.scaler: Scaler | None = None
+        self.scaler = None
+        self.replica: Replica | None = None
         self.is_lent = False
         self.watcher: Watcher | None = None
         self.stepped_by: weakref.ref[Optimizer] | None = None
-        self._path: Final = path
+        self.path: Final = path
         self._buffer: Tensor | None = None
         self._set_dense()
         self.leaf: Final = self._new_leaf()
@@ -82,19 +76,34 @@ class Weight:
         return self.param.numel() if self.mask is None else self.mask.kept
 
     @property
+    def part(self) -> "Weight":
+        """What an optimizer updates: the weight itself, or this rank's part of it."""
+        return self if self.replica is None else self.replica.part or self
+
+    @property
+    def whole(self) -> "Weight":
+        """The weight that this one is a rank's part of, or the weight itself."""
+        return self if self.replica is None else self.replica.whole or self
+
+    @property
     def lean_kernels(self) -> _kernels.LeanKernels:
         """What updates the weight with 8-bit state."""
-        return _kernels.choose_lean(self.device, self._path)
+        return _kernels.choose_lean(self.device, self.path)
 
     @property
     def aged_kernels(self) -> _kernels.AgedKernels:
         """What updates the weight with an age for each entry."""
-        return _kernels.choose_aged(self.device, self._path)
+        return _kernels.choose_aged(self.device, self.path)
 
     @property
     def gradient(self) -> Tensor | None:
         """The tensor that holds the compressed gradient, or will hold the next one."""
-        return self._buffer if self.leaf.grad is None else self.leaf.grad
+        held = self._buffer if self._home is None else self._home
+        return held if self.leaf.grad is None else self.leaf.grad
+
+    @property
+    def _home(self) -> Tensor | None:
+        return None if self.replica is None else self.replica.home
 
     # From the model's side: hand out the weight, take in its gradients ---------------------------
 
@@ -107,7 +116,10 @@ class Weight:
         use = self.param.detach().requires_grad_()
         for hook in (self.param._backward_hooks or {}).values():
             use.register_hook(hook)  # what people hang on a parameter goes along
-        use.register_post_accumulate_grad_hook(self._take_gradient)
+        take = self._take_gradient
+        use.register_post_accumulate_grad_hook(
+            take if self.replica is None else self.replica.watch(take)
+        )
         return use
 
     def accumulate(self, grad: Tensor) -> None:
@@ -117,8 +129,11 @@ class Weight:
         if self.watcher is not None:
             self.watcher(self, grad, self.leaf.grad is None)
         factor = None if self.scaler is None else self.scaler.inverse
-        if self.leaf.grad is not None:
-            self.kernels.compress_(grad, self.mask, self.leaf.grad, add=True, factor=factor)
+        held, home = self.leaf.grad, self._home
+        if held is not None and home is not None and held.data_ptr() != home.data_ptr():
+            self.leaf.grad = held = home.copy_(held)  # somebody set it: only its home is reduced
+        if held is not None:
+            self.kernels.compress_(grad, self.mask, held, add=True, factor=factor)
             return
         held = torch.empty_like(self.leaf) if self.is_lent else self._free_buffer()
         self.kernels.compress_(grad, self.mask, held, factor=factor)
@@ -148,7 +163,7 @@ class Weight:
     def move(self) -> None:
         """Bring the compressed state to the device the parameter is on now."""
         self.device = self.param.device
-        self.kernels = _kernels.choose(self.device, self._path)
+        self.kernels = _kernels.choose(self.device, self.path)
         self.mask = None if self.mask is None else self.mask.to(self.device)
         self.rest = None if self.rest is None else self.rest.to(self.device)
         grad, self._buffer = self.leaf.grad, None
@@ -157,6 +172,19 @@ class Weight:
         self._note_state()
 
     # From the optimizer's side: read and write the kept values -----------------------------------
+
+    def values(self) -> Tensor:
+        """Return the kept values, in the type of the weight; a new tensor."""
+        values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
+        self.kernels.compress_(self.param, self.mask, values)
+        return values
+
+    def gather(self, dense: Tensor) -> Tensor:
+        """Return what belongs to this weight of a tensor of the whole parameter's shape; a new tensor."""
+        whole = self.whole
+        values = torch.empty(whole.kept, dtype=dense.dtype, device=self.device)
+        whole.kernels.compress_(dense, whole.mask, values)
+        return values if self.replica is None else self.replica.cut(values)
 
     def ensure_rest(self, *, is_lean: bool | None = None) -> Tensor | None:
         """Return the rest, made now if the weight was frozen when it was compressed.
@@ -201,6 +229,10 @@ class Weight:
             if grad is not None:
                 self.leaf.grad = self._free_buffer().copy_(grad)
 
+    def drop_buffer(self) -> None:
+        """Free the memory of the last gradient, which has another home now."""
+        self.leaf.grad = self._buffer = None
+
     def changed(self) -> None:
         """Note that a kernel wrote to the parameter.
 
@@ -208,12 +240,6 @@ class Weight:
         """
         torch.autograd.graph.increment_version(self.param)
         self._note_state()
-
-    def values(self) -> Tensor:
-        """Return the kept values in the weight's type: a new vector."""
-        values = torch.empty(self.kept, dtype=self.dtype, device=self.device)
-        self.kernels.compress_(self.param, self.mask, values)
-        return values
 
     def masters(self) -> Tensor:
         """Return the kept values with what their rounding left over, as an update sees them."""
@@ -230,13 +256,18 @@ class Weight:
         self.changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
+        if self.part is not self:
+            raise CompressionError(
+                f"'{self.name}' has its optimizer state on several ranks (shard='state'), and a copy "
+                "would lack what the others hold; load model.state_dict() into a new model instead"
+            )
         new = object.__new__(Weight)
         memo[id(self)] = new
         new.__dict__.update(vars(self))  # masks, kernels and the scaler are shared
         new.__dict__["param"] = copy.deepcopy(self.param, memo)
         new.__dict__["leaf"] = memo[id(self.leaf)] = new._new_leaf()
         new.rest = None if self.rest is None else self.rest.clone()
-        new._buffer, new.is_lent = None, False
+        new._buffer, new.is_lent, new.replica = None, False, None
         new.watcher, new.stepped_by = None, None
         if self.leaf.grad is not None:
             new.leaf.grad = self.leaf.grad.to(self.grad_dtype, copy=True)
@@ -264,6 +295,8 @@ class Weight:
                 self.rest.copy_(values)
         self.reclaim()
         self.changed()
+        if self.replica is not None:
+            self.replica.adopted()
 
     def _set_dense(self) -> None:
         """Round the parameter to its type, set pruned entries to 0 and keep what is left over."""
@@ -280,6 +313,8 @@ class Weight:
 
     def _free_buffer(self) -> Tensor:
         """Return the buffer of the last gradient, or a new one if somebody still looks at that."""
+        if self._home is not None:
+            return self._home
         # Two references are ours: the attribute and getrefcount's own argument.
         if self._buffer is None or sys.getrefcount(self._buffer) > 2:
             self._buffer = torch.empty(self.kept, dtype=self.grad_dtype, device=self.device)
@@ -312,6 +347,8 @@ class Weight:
         self._version, self._address = self.param._version, self.param.data_ptr()
 
     def _take_gradient(self, use: Tensor) -> None:
+        if self.replica is not None:
+            self.replica.expect()
         box = [use.grad]  # the one reference of ours, so that others can be counted
         use.grad = None
         if use is not self.param and self._keep(box):
@@ -319,6 +356,8 @@ class Weight:
         grad = box.pop()
         if grad is not None:
             self.accumulate(grad)
+        if self.replica is not None:
+            self.replica.arrived(is_last=use is self.param)
 
     def _keep(self, box: list[Tensor | None]) -> bool:
         """Keep an unpruned weight's first gradient as it is, if nobody else can reach its memory.
@@ -326,6 +365,8 @@ class Weight:
         Not where compiled code hands it over (the parameter's own hook): that may use it again.
         """
         if self.mask is not None or self.leaf.grad is not None or self.is_lent:
+            return False
+        if self.replica is not None:
             return False
         if box[0] is None or self.scaler is not None or not _is_own(box, self.grad_dtype):
             return False
@@ -357,6 +398,12 @@ def weight_of(tensor: Tensor) -> Weight | None:
     """Return the `Weight` that a dense parameter or a leaf belongs to, if any."""
     reference = getattr(tensor, _TAG, None)
     return None if reference is None else reference()
+
+
+def is_orphaned(tensor: Tensor) -> bool:
+    """Return whether a tensor was a leaf of a compressed weight that no longer exists."""
+    reference = getattr(tensor, _TAG, None)
+    return reference is not None and reference() is None
 
 
 def _gradient_hook(reference: _Link) -> Callable[[Tensor], None]:

@@ -71,6 +71,12 @@ class ModelState:
                     f"parameter '{name}' was replaced after compress_; change it in place, or compress "
                     "the model after the change"
                 )
+            if weight.part is not weight:
+                raise CheckpointError(
+                    f"the state of '{name}' is sharded over ranks, and a checkpoint needs all of it on "
+                    "each; call release() of what samo.replicate returned, save the model without its "
+                    "optimizer, and rebuild()"
+                )
             weight.check()
             weight.reclaim()
 

@@ -182,6 +182,8 @@ def ledger(model: nn.Module, opt: Optimizer | None = None) -> Ledger:
         SAMO paper, 16-bit               -        4.61      4.40
         saved against dense: 83.4%; activations are not in this account
 
+    On many ranks (`samo.replicate`) it is the account of this rank.
+
     Args:
         model: A compressed model.
         opt: Its optimizer, ours or torch's. Without one no moments are predicted.
@@ -200,7 +202,8 @@ def ledger(model: nn.Module, opt: Optimizer | None = None) -> Ledger:
     for is_pruned in (True, False):
         members = [weight for weight in weights if (weight.mask is not None) == is_pruned]
         shares.append(_share(members, opt, meter))
-    other = sum(meter.count(weight.leaf) for weight in weights)
+    other = sum(meter.count(weight.leaf, weight.part.leaf) for weight in weights)
+    other += meter.shared_bytes
     if opt is not None:
         other += meter.count(*(t for t in tree_leaves(dict(opt.state)) if isinstance(t, Tensor)))
     return Ledger(
@@ -213,6 +216,14 @@ class _Meter:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
+        self.shared_bytes = 0  # of buffers for several weights, what no weight's view covers
+
+    def count_view(self, tensor: Tensor | None) -> int:
+        """Count a weight's part of a buffer that several weights share."""
+        if tensor is None:
+            return 0
+        self.shared_bytes += self.count(tensor) - tensor.nbytes
+        return tensor.nbytes
 
     def count(self, *tensors: Tensor | None) -> int:
         size = 0
@@ -238,8 +249,8 @@ def _share(weights: list[Weight], opt: Optimizer | None, meter: _Meter) -> Share
             for weight in weights
             if weight.mask is not None
         ),
-        "gradients": sum(meter.count(weight.gradient, weight.leaf.grad) for weight in weights),
-        "rest": sum(meter.count(weight.rest) for weight in weights),
+        "gradients": sum(_gradient_bytes(weight, meter) for weight in weights),
+        "rest": sum(_rest_bytes(weight, meter) for weight in weights),
         "moments": sum(meter.count(*tensors) for tensors in vectors),
         "ages": sum(meter.count(_age(weight, opt)) for weight in weights),
     }
@@ -265,13 +276,31 @@ def _spec(weight: Weight, *, is_lean: bool, has_ages: bool) -> TensorSpec:
         is_trained=weight.param.requires_grad,
         is_lean=is_lean and weight.dtype != torch.float64,  # a frozen one
         has_ages=has_ages,
+        owned=None if weight.part is weight else weight.part.kept,
     )
+
+
+def _gradient_bytes(weight: Weight, meter: _Meter) -> int:
+    if weight.replica is None or weight.replica.home is None:
+        return meter.count(weight.gradient, weight.leaf.grad)
+    size = meter.count_view(weight.replica.home)
+    return size + meter.count(
+        weight.leaf.grad, weight.part.leaf.grad
+    )  # views, unless somebody set it
+
+
+def _rest_bytes(weight: Weight, meter: _Meter) -> int:
+    """Return the bytes of what completes the weight, or this rank's part of it and its values."""
+    part = weight.part
+    if part is weight:
+        return meter.count(weight.rest)
+    return meter.count(weight.rest, part.rest) + meter.count_view(part.param.detach())
 
 
 def _vectors(weight: Weight, opt: Optimizer | None) -> list[Tensor]:
     """Return what the optimizer keeps for each kept entry of a weight, but for its age."""
-    state: dict[str, Any] = {} if opt is None else opt.state.get(weight.leaf, {})
-    others = (weight.rest, _age(weight, opt))
+    state: dict[str, Any] = {} if opt is None else opt.state.get(weight.part.leaf, {})
+    others = (weight.part.rest, _age(weight, opt))
     return [
         value
         for value in state.values()

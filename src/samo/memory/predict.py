@@ -16,6 +16,12 @@ tensor):
     rest        f         4f        0             correction (bfloat16) or fp32 master (float16)
     moments     2f+0.008  2f+0.008  2f+0.008      0.031 instead of 0.008 for unpruned tensors
 
+Over R replicas (`samo.replicate`) every rank holds all of this. With sharded state a rank holds rest and
+moments of its own part of the kept entries, and the values of that part once more as a vector:
+
+    rest        4f/R      6f/R      4f/R          (values and remainder, or values and master)
+    moments     8f/R      8f/R      8f/R
+
 GB is 10**9 bytes everywhere.
 """
 
@@ -66,6 +72,8 @@ class TensorSpec:
     """True for 8-bit optimizer state."""
     has_ages: bool = False
     """True where the optimizer counts the updates of each kept entry; unpruned tensors have none."""
+    owned: int | None = None
+    """Kept entries whose state this rank holds, where state is sharded and the layout known."""
 
     def __post_init__(self) -> None:
         for dtype in (self.dtype, self.grad_dtype):
@@ -84,8 +92,14 @@ class TensorSpec:
         return self.kept is not None
 
 
-def predict(tensor: TensorSpec, *, moments: int = 2) -> dict[Kind, int]:
-    """Return the bytes of one parameter by kind, with ``moments`` optimizer vectors.
+def predict(
+    tensor: TensorSpec,
+    *,
+    moments: int = 2,
+    replicas: int = 1,
+    shard: Literal["state"] | None = None,
+) -> dict[Kind, int]:
+    """Return the bytes of one parameter on one rank by kind, with ``moments`` optimizer vectors.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, predict
@@ -94,30 +108,54 @@ def predict(tensor: TensorSpec, *, moments: int = 2) -> dict[Kind, int]:
          'ages': 0}
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000, is_lean=True))["moments"]
         207816
+        >>> predict(TensorSpec(numel=1_000_000, kept=100_000), replicas=4, shard="state")["moments"]
+        200000
+
+    Args:
+        tensor: The parameter.
+        moments: Vectors that the optimizer keeps for each entry.
+        replicas: Ranks with a copy of the model.
+        shard: ``"state"`` if each of them holds the state of its own part.
     """
+    if replicas < 1:
+        raise ValueError(f"replicas must be 1 or more, got {replicas}")
+    if shard not in (None, "state"):
+        raise ValueError(f"shard must be None or 'state', got {shard!r}")
     kept = tensor.numel if tensor.kept is None else tensor.kept
     trained = kept if tensor.is_trained else 0
+    is_sharded = tensor.owned is not None or (shard == "state" and replicas > 1)
+    owned = trained
+    if is_sharded and tensor.is_trained:
+        owned = -(-kept // replicas) if tensor.owned is None else tensor.owned
     bitmap = 0
     if tensor.is_pruned:
         bitmap = 8 * -(-tensor.numel // _BITS_A_PAIR) + 8 * -(-tensor.numel // _BITS_A_BLOCK)
-    moment_bytes = max(4, _SIZES[tensor.dtype]) * trained
+    moment_bytes = max(4, _SIZES[tensor.dtype]) * owned
     rest_sizes = _REST_SIZES
     if tensor.is_lean:
-        groups = -(-tensor.numel // (_GROUP if tensor.is_pruned else _UNPRUNED_GROUP))
-        moment_bytes = trained + _SCALE_SIZE * groups if tensor.is_trained else 0
+        # A rank's part is a vector without a mask.
+        entries, is_pruned = (owned, False) if is_sharded else (tensor.numel, tensor.is_pruned)
+        groups = -(-entries // (_GROUP if is_pruned else _UNPRUNED_GROUP))
+        moment_bytes = owned + _SCALE_SIZE * groups if tensor.is_trained else 0
         rest_sizes = _LEAN_REST_SIZES
     return {
         "weights": _SIZES[tensor.dtype] * tensor.numel,
         "bitmap": bitmap,
         "gradients": _SIZES[tensor.grad_dtype] * trained,
-        "rest": rest_sizes[tensor.dtype] * trained,
+        "rest": (rest_sizes[tensor.dtype] + is_sharded * _SIZES[tensor.dtype]) * owned,
         "moments": moments * moment_bytes,
         "ages": _AGE_SIZE * trained if tensor.has_ages and tensor.is_pruned else 0,
     }
 
 
-def total(tensors: Iterable[TensorSpec], *, moments: int = 2) -> dict[Kind, int]:
-    """Return the bytes of many parameters by kind.
+def total(
+    tensors: Iterable[TensorSpec],
+    *,
+    moments: int = 2,
+    replicas: int = 1,
+    shard: Literal["state"] | None = None,
+) -> dict[Kind, int]:
+    """Return the bytes of many parameters on one rank by kind, as `predict` does for one.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, total
@@ -126,7 +164,7 @@ def total(tensors: Iterable[TensorSpec], *, moments: int = 2) -> dict[Kind, int]
     """
     sums: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
-        for kind, size in predict(tensor, moments=moments).items():
+        for kind, size in predict(tensor, moments=moments, replicas=replicas, shard=shard).items():
             sums[kind] += size
     return sums
 

@@ -1,0 +1,1 @@
+"""Data-parallel training on a few ranks of one machine."""

@@ -1,0 +1,190 @@
+"""A weight's place among the replicas: what it is told, and what it tells.
+
+Each use of a weight in a forward pass has a leaf of its own, the tap, so a gradient may come several times
+in one backward pass. A weight is complete once every use that still can bring a gradient has brought it.
+How many there are is known without a guess: a use counts from the forward pass on until its gradient comes
+or its graph is freed, as that of a recomputation is. Only two kinds of gradients come unannounced: those
+that autograd sums over all uses of a plain parameter, and those of a backward pass inside another (reentrant
+checkpointing). A weight that once had one of these is waited for.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from samo.errors import CompressionError
+from samo.parallel.buckets import Bucket
+from samo.weights import Weight
+
+if TYPE_CHECKING:
+    from samo.parallel.team import ReplicaTeam
+
+__all__ = []
+
+
+class Member:
+    """The replica of a weight; without a bucket, that of a frozen one."""
+
+    def __init__(
+        self, team: "ReplicaTeam", weight: Weight, bucket: Bucket | None, index: int = 0
+    ) -> None:
+        self.team: Final = team
+        self.bucket: Final = bucket
+        self.home: Final = None if bucket is None else bucket.home_of(index)
+        self.part: Weight | None = None
+        self.num_awaited = 0  # uses whose gradient may still come
+        self.has_arrived = False
+        self.is_reduced = True  # all gradients that came have been
+        self._was_used = False
+        self._comes_summed = self._comes_nested = False
+        self._last_arrived = False
+        self._index: Final = index
+        self._name: Final = weight.name
+        self._weight: Final = weakref.ref(weight)
+        if bucket is not None and bucket.is_sharded:
+            self.part = bucket.part_of(index)
+            self.part.replica = Part(team, weight, bucket, index)
+            weight.rest = None
+
+    @property
+    def whole(self) -> Weight | None:
+        """Nothing: the weight is whole."""
+        return None
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return all of it."""
+        return values
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no gradient of this pass is still to come."""
+        if self.num_awaited or (self._comes_summed and not self._last_arrived):
+            return False
+        return self.has_arrived or not (self._was_used or self._comes_nested)
+
+    def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """Return the hook of one use in a forward pass."""
+        if self.bucket is None:
+            return take
+        self.team.on_use()
+        self.num_awaited += 1
+        return _Use(self, take)
+
+    def expect(self) -> None:
+        """Learn that a gradient comes.
+
+        Raises:
+            CompressionError: The weight was frozen at first, its mask has changed, or its reduction is
+                under way.
+        """
+        weight = self._weight()
+        if self.bucket is None:
+            raise CompressionError(
+                f"'{self._name}' was frozen when samo.replicate was called, so its gradient would not be "
+                "reduced; unfreeze it on all ranks, then call rebuild() of what samo.replicate returned"
+            )
+        if weight is not None and self.home is not None and weight.kept != self.home.numel():
+            raise CompressionError(
+                f"'{self._name}' keeps {weight.kept:,} weights, but {self.home.numel():,} when its place "
+                "in a bucket was made; call rebuild() of what samo.replicate returned after masks change"
+            )
+        if self.bucket.is_launched:
+            raise CompressionError(
+                f"another gradient of '{self._name}' came after its reduction over ranks had begun; the "
+                "weight is used both by its module and as a plain tensor, or an older graph is run "
+                "again: pass overlap=False to samo.replicate"
+            )
+        self.team.on_gradient()
+        self.bucket.begin()
+
+    def arrived(self, *, is_last: bool) -> None:
+        """Learn that a gradient was written."""
+        self._comes_nested |= self.team.is_nested
+        self.has_arrived = True
+        self.is_reduced = False
+        if is_last:
+            self._comes_summed = self._last_arrived = True
+        self.team.launch_complete()
+
+    def adopted(self) -> None:
+        """Take over what somebody else wrote to the parameter into this rank's part of it."""
+        weight = self._weight()
+        if weight is None or self.part is None or self.bucket is None:
+            return
+        with torch.no_grad():
+            self.part.param.copy_(self.bucket.cut(self._index, weight.values()))
+        self.part.check()  # sees that it was written to, and starts its rest anew
+
+    def clear(self) -> None:
+        """Forget gradients that were not reduced yet."""
+        self.is_reduced = True
+        if self.bucket is not None and not self.bucket.is_launched:
+            self.bucket.forget()
+
+    def end_pass(self, *, is_reduced: bool) -> None:
+        """Be ready for another backward pass."""
+        self._was_used = self.has_arrived
+        self.has_arrived = self._last_arrived = False
+        self.is_reduced |= is_reduced
+
+
+class Part:
+    """The replica of this rank's part of a weight, which an optimizer updates."""
+
+    part: Weight | None = None
+
+    def __init__(self, team: "ReplicaTeam", whole: Weight, bucket: Bucket, index: int) -> None:
+        self.team: Final = team
+        self.home: Final = bucket.owned_home_of(index)
+        self._whole: Final = weakref.ref(whole)
+        self._bucket: Final = bucket
+        self._index: Final = index
+
+    @property
+    def whole(self) -> Weight | None:
+        """The weight that this is a part of."""
+        return self._whole()
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return this rank's part of a vector of all kept entries."""
+        return self._bucket.cut(self._index, values)
+
+    def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """Return the hook as it is: a part is used in no forward pass."""
+        return take
+
+    def expect(self) -> None:
+        """Do nothing: a part's gradient comes from a reduction."""
+
+    def arrived(self, *, is_last: bool) -> None:
+        """Do nothing."""
+
+    def adopted(self) -> None:
+        """Do nothing: the model is told after the step."""
+
+    def clear(self) -> None:
+        """Do nothing."""
+
+
+class _Use:
+    """The hook of one use. Only the use's leaf refers to it, so both end together."""
+
+    def __init__(self, member: Member, take: Callable[[Tensor], None]) -> None:
+        self._member, self._take = member, take
+        self._is_awaited = True
+
+    def __call__(self, use: Tensor) -> None:
+        if not self._is_awaited:
+            self._member.team.on_repeated_use()
+        self._done()
+        self._take(use)
+
+    def __del__(self) -> None:
+        self._done()
+
+    def _done(self) -> None:
+        self._member.num_awaited -= self._is_awaited
+        self._is_awaited = False

@@ -1,0 +1,75 @@
+"""Whom a weight and an optimizer work with: a loss scaler, and copies of the model on other ranks.
+
+Nothing here knows how they do it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from samo.weights import Weight
+
+__all__ = []
+
+
+class Scaler(Protocol):
+    """What a weight and an optimizer need of a loss scaler."""
+
+    inverse: Tensor
+    """One over the loss scale: a factor on every gradient as it is compressed."""
+
+    def update(self, nonfinite: Tensor) -> None:
+        """Adjust the scale after a step."""
+
+
+class Team(Protocol):
+    """What an optimizer's step needs of the ranks that train a model together."""
+
+    def before_step(self, weights: list["Weight"]) -> None:
+        """Refuse a step on gradients that are not those of all ranks."""
+
+    def after_step(self, weights: list["Weight"]) -> None:
+        """Let every rank compute with the new values."""
+
+    def any(self, flag: Tensor) -> Tensor:
+        """Return whether a flag, a boolean scalar, is set on any rank whose gradients differ from ours."""
+
+
+class Replica(Protocol):
+    """What a weight needs to know of its copies on other ranks, and tells them."""
+
+    @property
+    def team(self) -> Team:
+        """The ranks that train the model together."""
+
+    @property
+    def home(self) -> Tensor | None:
+        """Where its gradient lies: a part of a buffer that is reduced as a whole."""
+
+    @property
+    def part(self) -> "Weight | None":
+        """This rank's part of the weight, where optimizer state is sharded: what an optimizer updates."""
+
+    @property
+    def whole(self) -> "Weight | None":
+        """The weight that this one is a rank's part of; None for a whole one."""
+
+    def cut(self, values: Tensor) -> Tensor:
+        """Return what belongs to this weight of a vector of all kept entries."""
+
+    def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        """Return the hook of one use in a forward pass, which calls ``take``."""
+
+    def expect(self) -> None:
+        """Learn that a gradient comes, before it is written."""
+
+    def arrived(self, *, is_last: bool) -> None:
+        """Learn that a gradient was written; ``is_last`` if autograd summed it over all uses."""
+
+    def adopted(self) -> None:
+        """Learn that somebody else wrote to the parameter."""
+
+    def clear(self) -> None:
+        """Forget gradients that were not reduced yet."""

@@ -1,0 +1,109 @@
+"""Run a function on several ranks of this machine, each a process of its own.
+
+Ranks are forked from a server that has torch and samo loaded: they start in some hundredths of a second
+and inherit no threads. The ranks' store is held here, as torchrun holds it, so it outlives any of them.
+"""
+
+import datetime
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection, wait
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+_processes: Final = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.preloaded"])
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    lost: Collection[int] = (),
+    timeout_s: float = 60.0,
+) -> list[Any]:
+    """Call ``function(rank, num_ranks, *args)`` on every rank and return the results in their order.
+
+    Ranks in ``lost`` are expected to fall silent; they are ended at last, and return None.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends: dict[int, Connection] = {}
+    started = []
+    for rank in range(num_ranks):
+        here, there = _processes.Pipe(duplex=False)
+        process = _processes.Process(
+            target=_work,
+            args=(rank, num_ranks, store.port, function, args, there, bool(lost)),
+            daemon=True,
+        )
+        process.start()
+        there.close()
+        ends[rank] = here
+        started.append(process)
+    try:
+        results = _collect({r: e for r, e in ends.items() if r not in lost}, timeout_s)
+        return [results.get(rank) for rank in range(num_ranks)]
+    finally:
+        hanging = []
+        for rank, process in enumerate(started):
+            process.join(timeout=0 if rank in lost else 5)
+            if process.is_alive():
+                hanging.append(rank)
+                process.kill()
+                process.join()
+        assert set(hanging) <= {*lost}, f"ranks {hanging} were done and did not end"
+
+
+def _work(
+    rank: int,
+    num_ranks: int,
+    port: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    answer: Connection,
+    is_cut_short: bool,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=30),
+        )
+        result = function(rank, num_ranks, *args)
+        if not is_cut_short:
+            dist.barrier()  # nobody leaves while another still talks to it
+            dist.destroy_process_group()
+    except BaseException:
+        answer.send((False, traceback.format_exc()))
+    else:
+        answer.send((True, result))
+
+
+def _collect(ends: dict[int, Connection], timeout_s: float) -> dict[int, Any]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    while ends:
+        ready = wait(list(ends.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            failures.append(f"ranks {sorted(ends)} were not done after {timeout_s:g} s")
+            break
+        for rank in [rank for rank, end in ends.items() if end in ready]:
+            try:
+                is_good, value = ends.pop(rank).recv()
+            except EOFError:
+                is_good, value = False, "it ended without a word"
+            if is_good:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank}: {value}")
+                deadline = min(deadline, time.monotonic() + 3.0)  # what do the others say?
+    assert not failures, "\n".join(failures)
+    return results

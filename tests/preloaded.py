@@ -1,0 +1,28 @@
+"""What every rank of a test needs, imported once in the process that ranks are forked from."""
+
+import torch
+import torch.distributed
+import torch.distributed.device_mesh
+
+import samo
+from samo.kernels import cpu
+from samo.optim import AdamW
+from samo.parallel import clipping, replicas
+
+__all__ = ["AdamW", "clipping", "cpu", "replicas", "samo"]
+
+torch.set_num_threads(1)
+
+
+def _warm_up(dtype: torch.dtype) -> None:
+    """Load the compiled kernels, once for all ranks."""
+    layer = torch.nn.Linear(8, 8).to(dtype)
+    model = samo.compress_(torch.nn.Sequential(layer), samo.prune(torch.nn.Sequential(layer), 0.5))
+    opt = AdamW(samo.parameters(model))
+    for _ in range(2):
+        model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+    opt.step()
+
+
+for _dtype in (torch.float64, torch.float32, torch.bfloat16):
+    _warm_up(_dtype)
