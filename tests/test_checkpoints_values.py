@@ -71,7 +71,7 @@ def test_tensors_are_named_by_their_place_and_found_again() -> None:
         (1 << 5000, "extra"),
         (1j, "extra"),
     ],
-    ids=str,
+    ids=["set", "object", "key", "bytes", "long", "complex"],
 )
 def test_what_json_cannot_hold_is_refused_by_name(value: Any, where: str) -> None:
     with pytest.raises(
