@@ -94,7 +94,10 @@ def curves_figure(
                 va="center",
                 fontsize=11,
                 color=run_colour(number),
-                arrowprops={"arrowstyle": "-", "color": run_colour(number), "linewidth": 0.8},
+                arrowprops={
+                    **{"arrowstyle": "-", "relpos": (0, 0.5)},
+                    **{"color": run_colour(number), "linewidth": 0.8},
+                },
             )
         return to_png(figure), _to_svg(figure)
 

@@ -48,10 +48,11 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             f"{count(settings['valid_bytes'])} bytes of other files held back (digest {settings['text']}).",
             f"Each run: {count(settings['steps'])} steps of {settings['batch']} x {settings['context']} "
             f"bytes, {count(tokens)} in all. A byte is seen {tokens / settings['train_bytes']:.2f} times "
-            "on average, and none more than 4 times. Same bytes, order, first weights and learning rate "
-            f"for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
+            "on average, and none more than 4 times. Same bytes, order, first weights (but for the small GPT) "
+            f"and learning rate for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
             "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
-            "the differences seed by seed; positive is worse.",
+            "the differences seed by seed; positive is worse. \"Worse\" and \"better\" below: the 95 % interval of "
+            "the mean difference (Student's t) leaves out 0.",
             "State is weights, masks, gradients and moments, measured. Dense: fp32 with torch's AdamW, 16 "
             "bytes for each parameter. Pruned: bfloat16 with samo.AdamW, exact.",
         ],

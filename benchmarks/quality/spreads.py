@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 __all__ = ["Spread", "against", "by_contender", "of"]
 
 Row = dict[str, Any]
+
+_STUDENT: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom."""
 
 
 class Spread(NamedTuple):
@@ -24,8 +27,11 @@ class Spread(NamedTuple):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the mean is further from 0 than twice its standard error; never of a single value."""
-        return self.count > 1 and abs(self.mean) > 2 * self.deviation / math.sqrt(self.count)
+        """Whether the 95 % interval of the mean leaves out 0 (Student's t); never of a single value."""
+        if self.count < 2:
+            return False
+        quantile = _STUDENT[min(self.count - 2, len(_STUDENT) - 1)]
+        return abs(self.mean) > quantile * self.deviation / math.sqrt(self.count)
 
 
 def of(values: Sequence[float]) -> Spread:
