@@ -42,7 +42,9 @@ def dots_figure(
         axes.set_title(title, loc="left", fontsize=14, color=LIGHT["ink"], weight="bold", pad=14)
         axes.axvline(means[0], color=LIGHT["muted"], linewidth=0.8)
         for at, ((_, values), mean) in enumerate(zip(contenders, means)):
-            axes.plot(values, [at] * len(values), "o", color=LIGHT["run0"], alpha=0.55, markersize=7)
+            axes.plot(
+                values, [at] * len(values), "o", color=LIGHT["run0"], alpha=0.55, markersize=7
+            )
             axes.plot([mean, mean], [at - 0.3, at + 0.3], color=LIGHT["ink"], linewidth=2)
             axes.annotate(
                 f"{mean:{form}}",

@@ -138,7 +138,9 @@ def train(job: runs.Job, settings: Settings, paths: list[Path], device: str) -> 
         "curve": run.curve,
         "num_params": sum(p.numel() for p in run.model.parameters()),
         "width": shape.width,
-        "pruned_params": 0 if run.masks is None else sum(m.numel - m.kept for m in run.masks.values()),
+        "pruned_params": 0
+        if run.masks is None
+        else sum(m.numel - m.kept for m in run.masks.values()),
         "ticket": run.ticket,
         "states": run.states,
         "peak_state_bytes": max(held),
@@ -149,7 +151,9 @@ def train(job: runs.Job, settings: Settings, paths: list[Path], device: str) -> 
         "train_s": trained_s,
         "tokens": tokens,
         "tokens_per_s": tokens / trained_s,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(place) if place.type == "cuda" else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(place)
+        if place.type == "cuda"
+        else None,
         "skipped_steps": run.opt.skipped_steps if isinstance(run.opt, samo.AdamW) else 0,
     }
 
@@ -214,7 +218,9 @@ def _go(options: argparse.Namespace) -> None:
     sizes = {"steps": settings.steps, "batch": settings.batch, "context": settings.context}
     order(len(text.train), **sizes, seed=0)
     seen = math.prod(sizes.values()) / len(text.train)
-    print(f"text: {settings.train_bytes:,} bytes of {text.source}, each seen {seen:.2f} times on average")
+    print(
+        f"text: {settings.train_bytes:,} bytes of {text.source}, each seen {seen:.2f} times on average"
+    )
     usual = [name for name, contender in CONTENDERS.items() if contender.is_usual]
     jobs = runs.chosen_jobs(options, usual)
     if options.estimate:

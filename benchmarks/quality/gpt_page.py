@@ -51,10 +51,11 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             "on average, and none more than 4 times. Same bytes, order, first weights (but for the small GPT) "
             f"and learning rate for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
             "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
-            "the differences seed by seed; positive is worse. \"Worse\" and \"better\" below: the 95 % interval of "
+            'the differences seed by seed; positive is worse. "Worse" and "better" below: the 95 % interval of '
             "the mean difference (Student's t) leaves out 0.",
             "State is weights, masks, gradients and moments, measured. Dense: fp32 with torch's AdamW, 16 "
-            "bytes for each parameter. Pruned: bfloat16 with samo.AdamW, exact.",
+            "bytes for each parameter. Pruned: bfloat16 with samo.AdamW, exact. The small dense GPT is the "
+            "narrowest of equal depth whose state is not smaller than that of the 90 % pruned one.",
         ],
         table=Table(_HEAD, [_line(several, dense) for several in found.values()]),
         findings=[*_findings(found), *_tickets(found)],
@@ -68,7 +69,9 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
 def _line(rows: Sequence[Row], dense: Sequence[Row]) -> tuple[str, ...]:
     first = rows[0]
     kept = first["num_params"] - first["pruned_params"]
-    numbers = count(first["num_params"]) + ("" if not first["pruned_params"] else f", {count(kept)}")
+    numbers = count(first["num_params"]) + (
+        "" if not first["pruned_params"] else f", {count(kept)}"
+    )
     difference = spreads.against(rows, dense, "valid_loss")
     large = spreads.of([row["large_steps"] for row in rows]).mean
     return (
@@ -113,7 +116,11 @@ def _findings(found: dict[str, list[Row]]) -> list[str]:
 
 def _compared(difference: spreads.Spread) -> str:
     if not difference.is_clear:
-        return "not clearly other than" if difference.count > 1 else "one seed, not to be compared with"
+        return (
+            "not clearly other than"
+            if difference.number > 1
+            else "one seed, not to be compared with"
+        )
     return "worse than" if difference.mean > 0 else "better than"
 
 

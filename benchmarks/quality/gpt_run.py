@@ -131,7 +131,9 @@ class Run:
         begun = time.perf_counter()
         size = 2 * self.settings.batch
         losses = [self._loss(self._valid, s_B, "sum") for s_B in self._valid_starts_W.split(size)]
-        loss = float(torch.stack(losses).sum()) / (len(self._valid_starts_W) * self.settings.context)
+        loss = float(torch.stack(losses).sum()) / (
+            len(self._valid_starts_W) * self.settings.context
+        )
         self._evaluating_s += time.perf_counter() - begun
         return loss
 
@@ -152,7 +154,9 @@ class Run:
         nn.utils.clip_grad_norm_(params, CLIP)
         self.opt.step()
         self.step += 1
-        if self._measured is not self.masks:  # before gradients are dropped, and only if masks changed
+        if (
+            self._measured is not self.masks
+        ):  # before gradients are dropped, and only if masks changed
             self.states.append((self.step, self.state_bytes(), self.trained_s))
             self._measured = self.masks
         self.opt.zero_grad()
@@ -201,5 +205,6 @@ def _decayed(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def wait(device: torch.device) -> None:
+    """Wait until a GPU has done what it was told."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -55,7 +55,10 @@ def read_images(folder: Path, device: torch.device, limit: int | None = None) ->
     train, test = (part.view(-1, side, side)[:limit].to(device).float() / 255 for part in images)
     mean, deviation = train.mean(), train.std()
     return Images(
-        _bordered((train - mean) / deviation), labels[0], _bordered((test - mean) / deviation), labels[1]
+        _bordered((train - mean) / deviation),
+        labels[0],
+        _bordered((test - mean) / deviation),
+        labels[1],
     )
 
 

@@ -35,7 +35,11 @@ def add_run_flags(parser: argparse.ArgumentParser, contenders: Sequence[str]) ->
     add("--minutes", type=float, help="start no run that would end later, as far as is known")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="tiny sizes, only to see that it runs")
-    add("--page-only", action="store_true", help="no runs: page and figures of the rows that are there")
+    add(
+        "--page-only",
+        action="store_true",
+        help="no runs: page and figures of the rows that are there",
+    )
 
 
 def chosen_jobs(options: argparse.Namespace, usual: Iterable[str]) -> list[Job]:

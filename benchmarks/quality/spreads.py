@@ -17,21 +17,21 @@ class Spread(NamedTuple):
 
     mean: float
     deviation: float
-    count: int
+    number: int
 
     def text(self, form: str = ".3f") -> str:
         """Write it: the mean, and the deviation if there is more than one value."""
         return f"{self.mean:{form}}" + (
-            f" +- {self.deviation:{form.removeprefix('+')}}" if self.count > 1 else ""
+            f" +- {self.deviation:{form.removeprefix('+')}}" if self.number > 1 else ""
         )
 
     @property
     def is_clear(self) -> bool:
         """Whether the 95 % interval of the mean leaves out 0 (Student's t); never of a single value."""
-        if self.count < 2:
+        if self.number < 2:
             return False
-        quantile = _STUDENT[min(self.count - 2, len(_STUDENT) - 1)]
-        return abs(self.mean) > quantile * self.deviation / math.sqrt(self.count)
+        quantile = _STUDENT[min(self.number - 2, len(_STUDENT) - 1)]
+        return abs(self.mean) > quantile * self.deviation / math.sqrt(self.number)
 
 
 def of(values: Sequence[float]) -> Spread:

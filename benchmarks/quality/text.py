@@ -98,7 +98,9 @@ def order(num_bytes: int, *, steps: int, batch: int, context: int, seed: int) ->
         DataError: Some byte would be seen more than four times.
     """
     generator = torch.Generator().manual_seed(seed)
-    per_pass = (num_bytes - context) // context  # of any phase; a window ends in the next one's start
+    per_pass = (
+        num_bytes - context
+    ) // context  # of any phase; a window ends in the next one's start
     passes = -(-steps * batch // max(per_pass, 1))
     if per_pass < 1 or passes > MOST_PASSES:
         raise DataError(

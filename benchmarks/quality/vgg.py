@@ -208,7 +208,9 @@ def main() -> None:
     runs.add_run_flags(parser, list(CONTENDERS))
     parser.add_argument("--data", type=Path, help="folder with the four idx files, gzip or not")
     for field in fields(Settings):
-        parser.add_argument(f"--{field.name}", type=field.type, help=f"{field.default} if not given")
+        parser.add_argument(
+            f"--{field.name}", type=field.type, help=f"{field.default} if not given"
+        )
     options = parser.parse_args()
     try:
         _go(options, parser)

@@ -94,7 +94,7 @@ def _findings(found: dict[str, list[Row]], base: Sequence[Row]) -> list[str]:
         if rows is base or difference is None:
             continue
         how = "one seed, not to be compared with"
-        if difference.count > 1:
+        if difference.number > 1:
             how = "not clearly other than"
         if difference.is_clear:
             how = "worse than" if difference.mean < 0 else "better than"
