@@ -374,7 +374,7 @@ def test_the_penalty_reaches_kept_scales_alone(tmp_path: Path) -> None:
         assert torch.allclose(change, 1e-4 * sign, atol=1e-8)  # rounded as the gradient is
 
 
-def test_a_layer_that_would_lose_all_channels_is_a_finding(
+def test_a_ticket_that_takes_a_whole_layer_is_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_images(tmp_path)
@@ -382,14 +382,21 @@ def test_a_layer_that_would_lose_all_channels_is_a_finding(
 
     def unfair(width: int) -> nn.Sequential:
         model = real(width)
-        nn.init.constant_(model[1].weight, 1e-3)
+        norms = [module for module in model if isinstance(module, nn.BatchNorm2d)]
+        for norm in norms:
+            norm.weight.data = torch.linspace(0.5, 1.0, len(norm.weight))
+        nn.init.constant_(norms[-1].weight, 1e-3)
         return model
 
     monkeypatch.setattr(vgg, "vgg", unfair)
-    sizes = vgg.Settings(width=4, epochs=8, batch=16, images=16, lr=1e-6)
-    row = vgg.train(("ticket-50", 0), sizes, data, "cpu")
-    assert "'1' would lose all of its 4 channels" in row["failure"]
+    sizes = {"width": 4, "epochs": 6, "batch": 16, "images": 16, "lr": 1e-6}
+    row = vgg.train(("ticket-50", 0), vgg.Settings(**sizes), data, "cpu")
+    assert "no ticket in 6 epochs: '26' would lose all of its 32 channels" in row["failure"]
     assert row["accuracy"] is None
+    assert len(row["curve"]) == 6  # it was looked for to the end
+    row = vgg.train(("ticket-50", 0), vgg.Settings(**sizes, spared=1), data, "cpu")
+    assert row["failure"] is None
+    assert row["drawn_epoch"] == 4  # the fifth look
 
 
 # Runs and spreads

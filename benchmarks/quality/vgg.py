@@ -4,7 +4,8 @@
 
 As published (You et al. 2020): SGD with momentum, rate 0.1, divided by 10 after a half and three quarters of
 the epochs; 1e-4 sign(gamma) added to the gradient of every BatchNorm scale; masks of channels before each
-epoch; once five of them agree the ticket is drawn, and training goes on from there with what is kept.
+epoch; once five of them agree the ticket is drawn, and training goes on from there with what is kept. Where
+a ticket would take all channels of a layer, it is not drawn, and looked for again after the next epoch.
 Rows are kept after each run; what is there already is not run again.
 """
 
@@ -48,6 +49,8 @@ class Settings:
     epochs: int = 30
     batch: int = 256
     lr: float = 0.1
+    spared: int = 0
+    """How many of the last BatchNorms keep all of their channels."""
     images: int = 60_000
     """Of the training set, and at most as many of the test set."""
 
@@ -74,6 +77,8 @@ def vgg(width: int) -> nn.Sequential:
     for module in model:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.constant_(module.weight, 0.5)  # small, so that they come apart sooner
     return model
 
 
@@ -93,6 +98,7 @@ class Run:
         self.epoch = 0
         self.curve: list[list[float]] = []  # epochs, accuracy in percent
         self._has_l1 = has_l1
+        self._kept: dict[str, Tensor] = {}
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def train_epoch(self) -> None:
@@ -120,6 +126,12 @@ class Run:
         """Prune the channels, and go on with gradients and momentum of what is kept, from 0."""
         samo.compress_(self.model, masks)
         self.masks = masks
+        # Places, not booleans: to pick by those, the host would wait for the GPU at every step.
+        self._kept = {
+            norm: masks[f"{norm}.weight"].to_bool().nonzero().flatten()
+            for norm in self.norms
+            if f"{norm}.weight" in masks
+        }
         self.opt = self._new_optimizer(samo.parameters(self.model))
 
     @torch.no_grad()
@@ -142,15 +154,12 @@ class Run:
         leaves = None if self.masks is None else dict(samo.named_parameters(self.model))
         for name in self.norms:
             scale = self.model.get_parameter(f"{name}.weight")
-            leaf, signs = scale, scale.detach().sign()
-            if leaves is not None:
-                leaf, signs = leaves[f"{name}.weight"], signs[self._kept(f"{name}.weight")]
+            leaf = scale if leaves is None else leaves[f"{name}.weight"]
+            signs = scale.detach().sign()
+            if name in self._kept:
+                signs = signs[self._kept[name]]
             assert leaf.grad is not None
             leaf.grad.add_(signs, alpha=L1)
-
-    def _kept(self, name: str) -> Tensor:
-        assert self.masks is not None
-        return self.masks[name].to_bool().to(self.images.train.device)
 
 
 def train(job: runs.Job, settings: Settings, data: Path, device: str) -> runs.Row:
@@ -163,17 +172,21 @@ def train(job: runs.Job, settings: Settings, data: Path, device: str) -> runs.Ro
     begun = time.perf_counter()
     drawn, ticket, failure = None, "", None
     if sparsity is not None:
-        bird = samo.EarlyBird(run.model, sparsity, score="batchnorm", distance="hamming")
-        try:
-            while run.epoch < settings.epochs and not bird.observe(run.epoch):
-                run.train_epoch()
-            if bird.masks is None:
+        spared = [f"{norm}.weight" for norm in run.norms[len(run.norms) - settings.spared :]]
+        bird = samo.EarlyBird(
+            run.model, sparsity, score="batchnorm", distance="hamming", skip=spared
+        )
+        while run.epoch < settings.epochs:
+            try:
+                if bird.observe(run.epoch):
+                    break
                 failure = f"no ticket in {settings.epochs} epochs: {bird.reason}"
-            else:
-                drawn, ticket = run.epoch, bird.reason
-                run.compress(bird.masks)
-        except MaskError as error:  # a finding too: a layer would lose all of its channels
-            failure = str(error)
+            except MaskError as error:  # settled, but a layer would lose all: look again later
+                failure = f"no ticket in {settings.epochs} epochs: {error}"
+            run.train_epoch()
+        if bird.masks is not None:
+            drawn, ticket, failure = run.epoch, bird.reason, None
+            run.compress(bird.masks)
     while run.epoch < settings.epochs and failure is None:
         run.train_epoch()
     masks = {} if run.masks is None else dict(run.masks)
