@@ -374,6 +374,31 @@ def test_the_penalty_reaches_kept_scales_alone(tmp_path: Path) -> None:
         assert torch.allclose(change, 1e-4 * sign, atol=1e-8)  # rounded as the gradient is
 
 
+def test_training_from_a_ticket_is_masked_dense_training(tmp_path: Path) -> None:
+    found = images.read_images(write_images(tmp_path), CPU)
+    sizes = vgg.Settings(width=4, epochs=4, batch=8, images=40, lr=0.05)
+    ours, dense = (vgg.Run(sizes, found, 0, CPU, has_l1=True) for _ in range(2))
+    bird = samo.EarlyBird(ours.model, 0.3, score="batchnorm")
+    with torch.no_grad():
+        for run in (ours, dense):
+            for name in run.norms:
+                scale = run.model.get_parameter(f"{name}.weight")
+                scale.copy_(torch.linspace(0.3, 0.7, len(scale)))
+    masks = {name: mask.to_bool() for name, mask in bird.draw_now().items()}
+    first = {name: p.detach().clone() for name, p in ours.model.named_parameters()}
+    ours.compress(bird.draw_now())
+    for name, kept in masks.items():
+        parameter = dense.model.get_parameter(name)
+        parameter.data *= kept
+        parameter.register_hook(kept.mul)  # the penalty of a pruned scale is sign(0) = 0
+    for run in (ours, dense):
+        run.train_epoch()
+    for name, parameter in dense.model.named_parameters():
+        assert torch.allclose(ours.model.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(parameter, first[name], rtol=1e-4, atol=1e-5)
+    assert ours.curve == dense.curve
+
+
 def test_a_ticket_that_takes_a_whole_layer_is_not_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
