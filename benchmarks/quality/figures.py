@@ -1,0 +1,110 @@
+"""Figures of quality, in the look of the report: every seed as a dot, and curves with their spread."""
+
+import io
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from samo.report.curves import spread
+from samo.report.theme import LIGHT, drawing, new_figure, place, run_colour, run_dashes, to_png
+
+__all__ = ["Curve", "Figure", "curves_figure", "dots_figure"]
+
+_WIDTH: Final = 880
+
+Figure = tuple[bytes, str]
+"""A picture as PNG and as SVG."""
+
+
+class Curve(NamedTuple):
+    """The mean over seeds, with the lowest and the highest."""
+
+    label: str
+    x: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def dots_figure(
+    contenders: Sequence[tuple[str, Sequence[float]]], *, title: str, form: str
+) -> Figure:
+    """Draw a line of dots for each contender, one dot a seed, the mean as a stroke and as a number.
+
+    Args:
+        contenders: Label and values of each, from the top.
+        title: Above the figure; the first contender is what all are to be compared with.
+        form: How a number is written, such as ``".3f"``.
+    """
+    means = [sum(values) / len(values) for _, values in contenders]
+    with drawing():
+        figure = new_figure(_WIDTH, 34 * len(contenders) + 96)
+        axes = place(figure, left=230, right=90, top=48, bottom=40)
+        axes.set_title(title, loc="left", fontsize=14, color=LIGHT["ink"], weight="bold", pad=14)
+        axes.axvline(means[0], color=LIGHT["muted"], linewidth=0.8)
+        for at, ((_, values), mean) in enumerate(zip(contenders, means)):
+            axes.plot(
+                values, [at] * len(values), "o", color=LIGHT["run0"], alpha=0.55, markersize=7
+            )
+            axes.plot([mean, mean], [at - 0.3, at + 0.3], color=LIGHT["ink"], linewidth=2)
+            axes.annotate(
+                f"{mean:{form}}",
+                (1.02, at),
+                xycoords=("axes fraction", "data"),
+                va="center",
+                fontsize=12,
+            )
+        axes.set_yticks(range(len(contenders)), [label for label, _ in contenders], fontsize=12)
+        axes.set_ylim(len(contenders) - 0.5, -0.5)
+        axes.grid(axis="x")
+        return to_png(figure), _to_svg(figure)
+
+
+def curves_figure(
+    curves: Sequence[Curve], *, title: str, axis: str, low: float, high: float
+) -> Figure:
+    """Draw curves with a band from the lowest to the highest seed, named at their right ends.
+
+    Args:
+        curves: At most 18 of them can be told apart.
+        title: Above the figure.
+        axis: What x counts.
+        low: Where the picture begins on the y axis,
+        high: and where it ends. What lies outside is cut off.
+    """
+    height, top, bottom = 460, 56, 48
+    with drawing():
+        figure = new_figure(_WIDTH, height)
+        axes = place(figure, left=56, right=230, top=top, bottom=bottom)
+        axes.set_title(title, loc="left", fontsize=14, color=LIGHT["ink"], weight="bold", pad=14)
+        for number, curve in enumerate(curves):
+            colour, dashes = run_colour(number), run_dashes(number)
+            axes.plot(curve.x, curve.mean, color=colour, linestyle=dashes, linewidth=2)
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+        axes.set_ylim(low, high)
+        axes.set_xlim(0, max(curve.x[-1] for curve in curves))
+        axes.set_xlabel(axis)
+        axes.grid(axis="y")
+        ends = [min(max(curve.mean[-1], low), high) for curve in curves]
+        gap = (high - low) * 18 / (height - top - bottom)
+        right = max(curve.x[-1] for curve in curves)
+        for number, (curve, at) in enumerate(zip(curves, spread(ends, gap, low, high))):
+            axes.annotate(
+                curve.label,
+                xy=(right, ends[number]),
+                xytext=(1.04, at),
+                textcoords=("axes fraction", "data"),
+                va="center",
+                fontsize=11,
+                color=run_colour(number),
+                arrowprops={
+                    **{"arrowstyle": "-", "relpos": (0, 0.5)},
+                    **{"color": run_colour(number), "linewidth": 0.8},
+                },
+            )
+        return to_png(figure), _to_svg(figure)
+
+
+def _to_svg(figure: Any) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()

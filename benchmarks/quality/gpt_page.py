@@ -1,0 +1,162 @@
+"""The page of the GPTs: the table, what it says in words, and the figures. All of it is made from rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.quality import spreads
+from benchmarks.quality.figures import Curve, Figure, curves_figure, dots_figure
+from benchmarks.quality.pages import figure_data, write_page
+from samo.bench.rows import Table
+from samo.report.amounts import NOTHING, count, duration, size
+
+__all__ = ["write"]
+
+Row = dict[str, Any]
+
+_HEAD: Final = (
+    "contender",
+    "parameters, kept",
+    "state at the end",
+    "at its peak",
+    "steps with more state",
+    "their time",
+    "time of the run",
+    "validation loss",
+    "against dense",
+)
+
+
+def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
+    """Write the page of some rows; ``order`` has the names of the contenders, from the top."""
+    found = spreads.by_contender(rows, order)
+    settings = rows[0]["settings"]
+    tokens = settings["steps"] * settings["batch"] * settings["context"]
+    seeds = sorted({row["seed"] for row in rows})
+    dense = found.get("dense", [])
+    write_page(
+        folder,
+        title="What pruning costs a GPT",
+        command="python -m benchmarks.quality.gpt --out DIR "
+        + " ".join(
+            f"--{name.replace('_', '-')} {settings[name]}"
+            for name in ("num_layers", "width", "num_heads", "context", "batch", "steps", "lr")
+        ),
+        rows=rows,
+        notes=[
+            f"Text: {count(settings['train_bytes'])} bytes of {settings['text_source']}, and "
+            f"{count(settings['valid_bytes'])} bytes of other files held back (digest {settings['text']}).",
+            f"Each run: {count(settings['steps'])} steps of {settings['batch']} x {settings['context']} "
+            f"bytes, {count(tokens)} in all. A byte is seen {tokens / settings['train_bytes']:.2f} times "
+            "on average, and none more than 4 times. Same bytes, order, first weights (but for the small GPT) "
+            f"and learning rate for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
+            "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
+            'the differences seed by seed; positive is worse. "Worse" and "better" below: the 95 % interval of '
+            "the mean difference (Student's t) leaves out 0.",
+            "State is weights, masks, gradients and moments, measured. Dense: fp32 with torch's AdamW, 16 "
+            "bytes for each parameter. Pruned: bfloat16 with samo.AdamW, exact. The small dense GPT is the "
+            "narrowest of equal depth whose state is not smaller than that of the 90 % pruned one.",
+        ],
+        table=Table(_HEAD, [_line(several, dense) for several in found.values()]),
+        findings=[*_findings(found), *_tickets(found)],
+        figures={
+            "loss": ("Validation loss of every run", _dots(found)),
+            "curves": ("Validation loss over the text read", _curves(found)),
+        },
+    )
+
+
+def _line(rows: Sequence[Row], dense: Sequence[Row]) -> tuple[str, ...]:
+    first = rows[0]
+    kept = first["num_params"] - first["pruned_params"]
+    numbers = count(first["num_params"]) + (
+        "" if not first["pruned_params"] else f", {count(kept)}"
+    )
+    difference = spreads.against(rows, dense, "valid_loss")
+    large = spreads.of([row["large_steps"] for row in rows]).mean
+    return (
+        first["title"],
+        numbers,
+        size(first["final_state_bytes"]),
+        size(max(row["peak_state_bytes"] for row in rows)),
+        count(large) if large else NOTHING,
+        duration(spreads.of([row["large_s"] for row in rows]).mean) if large else NOTHING,
+        duration(spreads.of([row["train_s"] for row in rows]).mean),
+        spreads.of([row["valid_loss"] for row in rows]).text(),
+        NOTHING if difference is None or rows is dense else difference.text("+.3f"),
+    )
+
+
+def _findings(found: dict[str, list[Row]]) -> list[str]:
+    """Say in words where pruning loses and where it wins, as far as the seeds tell."""
+    sentences = []
+    small, dense = found.get("small-dense"), found.get("dense")
+    for name, rows in found.items():
+        if not rows[0]["pruned_params"]:
+            continue
+        parts = []
+        for base, label in ((dense, "the dense GPT"), (small, "the small dense GPT")):
+            difference = spreads.against(rows, base, "valid_loss") if base else None
+            if base and difference:
+                share = rows[0]["final_state_bytes"] / base[0]["final_state_bytes"]
+                parts.append(
+                    f"{_compared(difference)} {label} ({difference.text('+.3f')}) with {share:.2f} times "
+                    "its state"
+                )
+        if parts:
+            sentences.append(f"{found[name][0]['title']}: {'; '.join(parts)}.")
+    if small and dense and (difference := spreads.against(small, dense, "valid_loss")):
+        params = count(small[0]["num_params"])
+        sentences.append(
+            f"{small[0]['title']}, {params} parameters at width {small[0]['width']}: "
+            f"{_compared(difference)} the dense GPT ({difference.text('+.3f')})."
+        )
+    return sentences
+
+
+def _compared(difference: spreads.Spread) -> str:
+    if not difference.is_clear:
+        return (
+            "not clearly other than"
+            if difference.number > 1
+            else "one seed, not to be compared with"
+        )
+    return "worse than" if difference.mean > 0 else "better than"
+
+
+def _tickets(found: dict[str, list[Row]]) -> list[str]:
+    return [
+        f"{row['title']}, seed {row['seed']}: ticket {row['ticket']} (step {count(row['large_steps'])})."
+        for rows in found.values()
+        for row in rows
+        if row["ticket"]
+    ]
+
+
+def _dots(found: dict[str, list[Row]]) -> Figure:
+    contenders = [
+        (rows[0]["title"], [row["valid_loss"] for row in rows]) for rows in found.values()
+    ]
+    return dots_figure(contenders, title="Validation loss in the end, nats a byte", form=".3f")
+
+
+def _curves(found: dict[str, list[Row]]) -> Figure:
+    curves = []
+    for rows in found.values():
+        x, values = figure_data(rows, "curve")
+        means = [spreads.of(several).mean for several in values]
+        millions = [tokens / 1e6 for tokens in x]
+        curves.append(
+            Curve(rows[0]["title"], millions, means, [*map(min, values)], [*map(max, values)])
+        )
+    # All end low and close together; what comes before a quarter of the run would flatten that.
+    quarter = len(curves[0].mean) // 4
+    high = max(curve.mean[min(quarter, len(curve.mean) - 1)] for curve in curves)
+    low = min(min(curve.low) for curve in curves)
+    return curves_figure(
+        curves,
+        title="Validation loss, nats a byte",
+        axis="bytes read, millions",
+        low=low - 0.05 * (high - low),
+        high=high + 0.02 * (high - low) + 1e-3,
+    )

@@ -1,0 +1,180 @@
+"""Runs of contenders with seeds: side by side in processes, each kept as a row, none done twice."""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samo import durable
+from samo.bench.rows import environment, reason
+from samo.errors import RunError
+
+__all__ = ["Job", "Kept", "Row", "add_run_flags", "chosen_jobs", "finish", "kept_rows"]
+
+Row = dict[str, Any]
+"""What one run found: contender, seed, settings, and figures of its own."""
+Job = tuple[str, int]
+"""Contender and seed."""
+
+
+def add_run_flags(parser: argparse.ArgumentParser, contenders: Sequence[str]) -> None:
+    """Add what both benchmarks take: which runs, where to, and how many at a time."""
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for rows, page and figures")
+    add("--only", nargs="+", choices=contenders, metavar="NAME", help=", ".join(contenders))
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--parallel", type=int, default=1, help="runs at a time, each in a process of its own")
+    add("--minutes", type=float, help="start no run that would end later, as far as is known")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--quick", action="store_true", help="tiny sizes, only to see that it runs")
+    add(
+        "--page-only",
+        action="store_true",
+        help="no runs: page and figures of the rows that are there",
+    )
+
+
+def chosen_jobs(options: argparse.Namespace, usual: Iterable[str]) -> list[Job]:
+    """Return what to run: all contenders of a seed, then those of the next."""
+    names = options.only or list(usual)
+    return [] if options.page_only else [(name, seed) for seed in options.seeds for name in names]
+
+
+class Kept:
+    """The rows of a folder. All of them have the same settings, so that they can be compared."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any] | None) -> None:
+        self._path = folder / "rows.jsonl"
+        self.settings = settings
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self.rows: list[Row] = [json.loads(line) for line in lines]
+        for row in self.rows:
+            if settings is not None and row["settings"] != settings:
+                differing = ", ".join(
+                    f"{key} {row['settings'].get(key)!r} and now {settings.get(key)!r}"
+                    for key in sorted({*settings, *row["settings"]})
+                    if row["settings"].get(key) != settings.get(key)
+                )
+                raise RunError(
+                    f"'{self._path}' has rows of other settings ({differing}), which cannot be compared; "
+                    "choose another folder with --out"
+                )
+
+    def missing(self, jobs: Iterable[Job]) -> list[Job]:
+        """Return the jobs that have no row yet."""
+        done = {(row["contender"], row["seed"]) for row in self.rows}
+        return [job for job in jobs if job not in done]
+
+    def add(self, row: Row) -> None:
+        """Keep a row, whatever happens afterwards."""
+        self.rows.append(row)
+        text = "".join(f"{json.dumps(row)}\n" for row in self.rows)
+        durable.write_bytes(self._path, text.encode())
+
+
+@contextmanager
+def kept_rows(folder: Path, settings: Any) -> Iterator[Kept]:
+    """Open the rows of a folder, made if it is not there; ``settings`` is a dataclass, or None for any.
+
+    Raises:
+        RunError: Another process writes to it, or its rows have other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with durable.locked(folder):
+            # As JSON gives them back: rows are compared with those of earlier calls.
+            plain = None if settings is None else dataclasses.asdict(settings)
+            yield Kept(folder, None if plain is None else json.loads(json.dumps(plain)))
+    except BlockingIOError:
+        raise RunError(
+            f"another process writes to '{folder}'; wait for it, or choose another folder with --out"
+        ) from None
+
+
+def finish(
+    kept: Kept,
+    jobs: Iterable[Job],
+    work: Callable[[Job], Row],
+    *,
+    device: torch.device,
+    parallel: int = 1,
+    minutes: float | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Do all jobs that have no row yet, and keep a row of each as soon as it is done.
+
+    Args:
+        kept: Where rows go.
+        jobs: What is to be there in the end.
+        work: Does one; a function that another process can import, if several work in parallel.
+        device: Where it is done, for the rows.
+        parallel: Jobs at a time. One is done in this process.
+        minutes: After which no job is begun that would end later, going by the slowest so far.
+        say: Told of every job.
+
+    Raises:
+        RunError: Some jobs failed; the others have their rows.
+    """
+    begun = time.monotonic()
+    waiting = kept.missing(jobs)
+    slowest, failures = 0.0, []
+    about = environment(device)
+    executor: ProcessPoolExecutor | None = None
+    if parallel > 1:
+        # CUDA does not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        executor = ProcessPoolExecutor(parallel, mp_context=context)
+    running: dict[Future[Row], tuple[Job, float]] = {}
+    try:
+        while waiting or running:
+            now = time.monotonic()
+            is_late = minutes is not None and now - begun + slowest > 60 * minutes
+            if waiting and is_late:
+                say(f"{len(waiting)} runs are left for the next call: {_names(waiting)}")
+                waiting = []
+            while waiting and len(running) < parallel:
+                job = waiting.pop(0)
+                running[_begin(executor, work, job)] = (job, now)
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                job, started = running.pop(future)
+                error = future.exception()
+                if error is not None:
+                    failures.append(f"{_names([job])}: {reason(error)}")
+                    say(f"failed: {failures[-1]}")
+                    continue
+                took_s = time.monotonic() - started
+                slowest = max(slowest, took_s)
+                shared = {"settings": kept.settings, "parallel": parallel, "took_s": took_s}
+                kept.add(future.result() | shared | about)
+                say(f"done: {_names([job])} in {took_s:.0f} s, {len(waiting)} to begin")
+    finally:
+        if executor is not None:
+            executor.shutdown(cancel_futures=True)
+    if failures:
+        raise RunError(f"{len(failures)} runs failed: {'; '.join(failures)}")
+
+
+def _begin(
+    executor: ProcessPoolExecutor | None, work: Callable[[Job], Row], job: Job
+) -> Future[Row]:
+    if executor is not None:
+        return executor.submit(work, job)
+    future: Future[Row] = Future()
+    try:
+        future.set_result(work(job))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _names(jobs: Iterable[Job]) -> str:
+    return ", ".join(f"{name} (seed {seed})" for name, seed in jobs)
