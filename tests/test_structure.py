@@ -21,7 +21,7 @@ SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
     {"samo.errors", "samo.shapes", "samo.pruning.densities", "samo.models", "samo.generation"},
-    {"samo.config", "samo.config_files"},
+    {"samo.config_methods", "samo.config", "samo.config_files"},
     {
         "samo.data",
         "samo.data.order",
@@ -95,6 +95,7 @@ LAYERS: Final = (
     {"samo.training", "samo.training.schedule", "samo.training.events", "samo.training.interrupt"},
     {"samo.training.folder", "samo.training.text", "samo.training.metrics"},
     {"samo.training.learner"},
+    {"samo.training.masking"},
     {"samo.training.snapshot", "samo.training.starting"},
     {"samo.training.loop"},
     {"samo.bench", "samo.bench.settings", "samo.bench.timing", "samo.bench.rows"},

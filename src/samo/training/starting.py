@@ -1,4 +1,4 @@
-"""From settings to what a run starts with: device and type, model, masks, and the record of it all."""
+"""From settings to what a run starts with: device and type, model, and the record of it all."""
 
 import dataclasses
 import datetime
@@ -12,11 +12,10 @@ import torch
 from samo.checkpoints.loading import load
 from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import changes, to_dict
+from samo.config_methods import MOVING
 from samo.environment import hardware, versions
 from samo.errors import ConfigError
-from samo.masks import Masks
 from samo.models import GPT
-from samo.pruning.choosing import prune
 from samo.training.learner import Learner
 from samo.training.text import Text
 
@@ -111,35 +110,8 @@ def new_learner(config: TrainConfig, *, is_filled_later: bool = False) -> Learne
         config.optim,
         dtype=getattr(torch, config.run.dtype),
         fp32_gradients=config.run.fp32_gradients,
+        entry_steps=config.prune.method in MOVING,
     )
-
-
-def draw_masks(model: torch.nn.Module, config: TrainConfig) -> Masks:
-    """Return the masks of a run: read from a file, or drawn from the weights as they are now.
-
-    Raises:
-        ConfigError: The settings do not fit the model.
-        MaskError: The masks of a file do not.
-    """
-    settings = config.prune
-    if settings.masks is not None:
-        masks = Masks.load(settings.masks).to(config.run.device)
-        masks.parameters_of(model)
-        return masks
-    assert not isinstance(settings.sparsity, str), "resolve() comes first"
-    try:
-        return prune(
-            model,
-            settings.sparsity,
-            method=settings.method,
-            scope=settings.scope,
-            pattern=settings.pattern,
-            skip=settings.skip,
-            rules=settings.rules,
-            seed=config.run.seed,
-        )
-    except ValueError as error:
-        raise ConfigError(f"cannot prune: {error}") from error
 
 
 def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
