@@ -208,9 +208,11 @@ def resolve(config: TrainConfig) -> TrainConfig:
         num_heads=_or(config.model.num_heads, shape.num_heads),
         context=_or(config.model.context, shape.context),
     )
+    warmup_steps = _or(config.optim.warmup_steps, min(config.run.steps // 20, 1000))
     method = resolve_method(
         config.prune,
         steps=config.run.steps,
+        warmup_steps=warmup_steps,
         is_dense=config.run.mode == "dense",
         has_start=config.model.init is not None or config.prune.masks is not None,
         num_weights=12 * _number(model.num_layers) * _number(model.width) ** 2,
@@ -226,7 +228,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         optim=replace(
             config.optim,
             lr=_or(config.optim.lr, shape.lr),
-            warmup_steps=_or(config.optim.warmup_steps, min(config.run.steps // 20, 1000)),
+            warmup_steps=warmup_steps,
         ),
     )
     _check(resolved)
@@ -262,13 +264,8 @@ def gpt_config(model: ModelConfig, vocab_size: int) -> GPTConfig:
 
 
 def _check(config: TrainConfig) -> None:
-    data, model, prune, optim, run = (
-        config.data,
-        config.model,
-        config.prune,
-        config.optim,
-        config.run,
-    )
+    data, model, prune = config.data, config.model, config.prune
+    optim, run = config.optim, config.run
     _require(bool(data.train), "no text to train on; name a file: samo train notes.txt")
     for name, count in (
         ("num_layers", model.num_layers),
@@ -364,7 +361,13 @@ def _check_together(config: TrainConfig) -> None:
         f"pattern {prune.pattern} gives every matrix the same sparsity, and scope {prune.scope} would "
         "have no effect; leave one of them out",
     )
-    check_method(prune, mode=run.mode, steps=run.steps, state=config.optim.state)
+    check_method(
+        prune,
+        mode=run.mode,
+        steps=run.steps,
+        warmup_steps=_number(config.optim.warmup_steps),
+        state=config.optim.state,
+    )
     _require(
         config.optim.state == "exact" or run.mode == "samo",
         f"state lean is for mode samo, and the mode is {run.mode}; leave one of them out",

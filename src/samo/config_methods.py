@@ -56,33 +56,40 @@ _LONGEST: Final = 100
 
 
 def resolve_method(
-    prune: "PruneConfig", *, steps: int, is_dense: bool, has_start: bool, num_weights: int
+    prune: "PruneConfig",
+    *,
+    steps: int,
+    warmup_steps: int,
+    is_dense: bool,
+    has_start: bool,
+    num_weights: int,
 ) -> dict[str, Any]:
     """Return the settings of a method that were "auto", by name.
 
     Example:
         >>> from samo.config import PruneConfig
         >>> from samo.config_methods import resolve_method
-        >>> prune = PruneConfig(method="rigl")
-        >>> resolve_method(prune, steps=1000, is_dense=False, has_start=False, num_weights=10**6)
+        >>> about = {"steps": 1000, "warmup_steps": 50, "is_dense": False, "has_start": False}
+        >>> resolve_method(PruneConfig(method="rigl"), **about, num_weights=10**6)
         {'dense_steps': 0, 'mask_every': 25, 'mask_stop': 750, 'history': False}
 
     Args:
         prune: The settings.
         steps: Steps of the run.
+        warmup_steps: Steps in which its learning rate rises.
         is_dense: Whether nothing is pruned.
         has_start: Whether the run starts from trained weights, or from masks.
         num_weights: Weights in the matrices of the model, about.
     """
-    method, dense = prune.method, prune.dense_steps
+    method = "none" if is_dense else prune.method
+    dense = prune.dense_steps
     if isinstance(dense, str):
         dense = 0 if is_dense or method in MOVING or has_start else steps // 5
         if method == "early-bird":
             dense = steps // 2
-    every: int = 0
-    stop = history = 0
+    every, stop, history = 0, 0, False
     if method == "early-bird":
-        every = max(1, min(steps // _LOOKS, dense // max(prune.queue, 1)))
+        every = max(1, min(steps // _LOOKS, (dense - warmup_steps) // max(prune.queue, 1)))
         history = num_weights <= _HISTORY_WEIGHTS
     elif method in CHANGING:
         every = max(1, min(steps // _CHANGES, _LONGEST))
@@ -91,11 +98,24 @@ def resolve_method(
         "dense_steps": dense,
         "mask_every": every if isinstance(prune.mask_every, str) else prune.mask_every,
         "mask_stop": stop if isinstance(prune.mask_stop, str) else prune.mask_stop,
-        "history": bool(history) if isinstance(prune.history, str) else prune.history,
+        "history": history if isinstance(prune.history, str) else prune.history,
     }
 
 
-def check_method(prune: "PruneConfig", *, mode: str, steps: int, state: str) -> None:
+def first_look(every: int, warmup_steps: int) -> int:
+    """Return the step of early-bird's first look: masks that hardly move yet have not settled.
+
+    Example:
+        >>> from samo.config_methods import first_look
+        >>> first_look(every=20, warmup_steps=50), first_look(every=20, warmup_steps=0)
+        (60, 20)
+    """
+    return max(1, -(-warmup_steps // every)) * every
+
+
+def check_method(
+    prune: "PruneConfig", *, mode: str, steps: int, warmup_steps: int, state: str
+) -> None:
     """Refuse settings of a method that cannot be meant.
 
     Raises:
@@ -116,12 +136,12 @@ def check_method(prune: "PruneConfig", *, mode: str, steps: int, state: str) -> 
     if not 1 <= every < 2**31:
         raise ConfigError(f"mask_every must be 1 or more, and less than 2^31, got {every}")
     if method == "early-bird":
-        _check_early_bird(prune, every, dense)
+        _check_early_bird(prune, every, dense, warmup_steps)
     else:
         _check_changing(prune, dense, mode=mode, steps=steps, state=state)
 
 
-def _check_early_bird(prune: "PruneConfig", every: int, dense: int) -> None:
+def _check_early_bird(prune: "PruneConfig", every: int, dense: int, warmup_steps: int) -> None:
     if not 2 <= prune.queue < 2**31:
         raise ConfigError(f"queue must be 2 or more, and less than 2^31, got {prune.queue}")
     if not 0 <= prune.threshold < 1:
@@ -129,11 +149,12 @@ def _check_early_bird(prune: "PruneConfig", every: int, dense: int) -> None:
             f"threshold must be at least 0 and less than 1, got {prune.threshold}; 0.1 means that nine of "
             "ten kept weights agree"
         )
-    if prune.queue * every > dense:
+    full = first_look(every, warmup_steps) + (prune.queue - 1) * every
+    if full > dense:
         raise ConfigError(
-            f"method early-bird compares {prune.queue} masks, {every:,} steps apart, so none can settle "
-            f"before step {prune.queue * every:,}, and the dense phase ends at step {dense:,}; raise "
-            "dense_steps or steps, or lower mask_every or queue"
+            f"method early-bird compares {prune.queue} masks, {every:,} steps apart and after the warm-up "
+            f"of {warmup_steps:,} steps, so none can settle before step {full:,}, and the dense phase ends "
+            f"at step {dense:,}; raise dense_steps or steps, or lower mask_every, queue or warmup_steps"
         )
 
 

@@ -135,8 +135,8 @@ def resume(
                 f"{error}; a text that has moved is named again: samo train NEW-PLACE --resume {path}"
             ) from None
         _check_same_text(folder, text)
-        # Killed before its first checkpoint, a run starts again at its first step.
-        has_checkpoint = checkpoint != folder.last or checkpoint.exists()
+        # Killed before its first checkpoint was whole, a run starts again at its first step.
+        has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         learner = new_learner(config, is_filled_later=has_checkpoint)
         masking = Masking(config, learner)
         progress = Progress()

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from samo.config import PruneConfig, TrainConfig
-from samo.config_methods import MOVING
+from samo.config_methods import MOVING, first_look
 from samo.dynamic.gradual import GradualPruning
 from samo.dynamic.sparse import DynamicSparse
 from samo.early_bird.bird import EarlyBird
@@ -46,10 +46,7 @@ class Masking:
     def look(self, step: int) -> events.Observed | None:
         """Look at the model after a step, if early-bird is to look now."""
         settings, bird = self._config.prune, self._bird
-        every, dense_steps = settings.mask_every, settings.dense_steps
-        assert isinstance(every, int)
-        assert isinstance(dense_steps, int)
-        if bird is None or bird.masks is not None or step > dense_steps or step % every:
+        if bird is None or bird.masks is not None or not self._is_look(step):
             return None
         bird.observe(step)
         return events.Observed(
@@ -59,6 +56,14 @@ class Masking:
             threshold=settings.threshold,
             queue=settings.queue,
         )
+
+    def _is_look(self, step: int) -> bool:
+        every, dense_steps = self._config.prune.mask_every, self._config.prune.dense_steps
+        warmup_steps = self._config.optim.warmup_steps
+        assert isinstance(every, int)
+        assert isinstance(dense_steps, int)
+        assert isinstance(warmup_steps, int)
+        return first_look(every, warmup_steps) <= step <= dense_steps and step % every == 0
 
     def is_due(self, step: int) -> bool:
         """Return whether masks are to be drawn before the step after this one."""
