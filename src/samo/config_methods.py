@@ -158,9 +158,7 @@ def _check_early_bird(prune: "PruneConfig", every: int, dense: int, warmup_steps
         )
 
 
-def _check_changing(
-    prune: "PruneConfig", dense: int, *, mode: str, steps: int, state: str
-) -> None:
+def _check_changing(prune: "PruneConfig", dense: int, *, mode: str, steps: int, state: str) -> None:
     method, stop = prune.method, prune.mask_stop
     assert not isinstance(stop, str)
     if mode != "samo":

@@ -45,5 +45,7 @@ def change_finding(shown: Sequence[Entry]) -> str:
             f"and {amounts.percent(shares[-1])} at step {last}"
         )
         if len(shares) == 1:
-            text = f"{number} of the masks replaced {amounts.percent(shares[0])} of the kept weights"
+            text = (
+                f"{number} of the masks replaced {amounts.percent(shares[0])} of the kept weights"
+            )
     return who + text

@@ -24,7 +24,7 @@ AGREE: Final = "run2"
 DIFFER: Final = "accent"
 """and of larger ones, the larger the darker."""
 
-_MOST_LOOKS: Final = 60
+_MOST_LOOKS: Final = 64
 _SHADES: Final = 8
 _LEFT: Final = 48
 
@@ -50,7 +50,8 @@ def _draw_map(axes: Axes, run: Run, size: Size) -> None:
     """Draw a cell for each pair: the later mask down, the earlier one across."""
     looks = _thinned(run.observations)
     cells = square(run.observations)
-    places = [run.observations.index(look) for look in looks]
+    place_of = {id(look): i for i, look in enumerate(run.observations)}
+    places = [place_of[id(look)] for look in looks]
     threshold = run.observations[-1].threshold
     known = [value for row in cells for value in row if value is not None]
     highest = max([*known, threshold])
@@ -64,7 +65,10 @@ def _draw_map(axes: Axes, run: Run, size: Size) -> None:
                 shades.setdefault(shade, []).append((x, y))
     for shade, found in sorted(shades.items()):
         # One path for a shade: thousands of cells would make a large page.
-        squares = [Path.unit_rectangle().transformed(Affine2D().translate(x - 0.5, y - 0.5)) for x, y in found]
+        squares = [
+            Path.unit_rectangle().transformed(Affine2D().translate(x - 0.5, y - 0.5))
+            for x, y in found
+        ]
         axes.add_patch(
             PathPatch(
                 Path.make_compound_path(*squares),
@@ -84,10 +88,13 @@ def _draw_map(axes: Axes, run: Run, size: Size) -> None:
     axes.set_yticks(ticks, names)
     axes.tick_params(length=0)
     axes.spines["bottom"].set_visible(False)
-    axes.set_xlabel("masks of step", fontsize=11)
-    _above(axes, "compared with those of step")
+    axes.set_xlabel("step of the earlier masks", fontsize=11)
+    _above(axes, "step of the later masks")
     _mark_queue(axes, run, looks)
-    lines = [f"{highest:.2f} at most" if known else "", f"{len(run.observations):,} looks"]
+    looked = (
+        f"{len(run.observations):,} look{'' if len(run.observations) == 1 else 's'} at the masks"
+    )
+    lines = [looked, f"furthest apart: {highest:.2f}" if known else ""]
     axes.text(
         number - 0.5,
         -0.5,
@@ -101,15 +108,14 @@ def _draw_map(axes: Axes, run: Run, size: Size) -> None:
 
 def _mark_queue(axes: Axes, run: Run, looks: Sequence[Observation]) -> None:
     """Frame the comparisons of the draw: the newest masks with the others in the queue."""
-    last = run.observations[-1]
-    queue = [seen for seen in looks if seen in run.observations[-last.queue :]]
-    if run.prune is None or len(queue) < 2:
+    in_queue = min(run.observations[-1].queue, len(looks))
+    if run.prune is None or in_queue < 2:
         return
     number = len(looks)
     axes.add_patch(
         Rectangle(
-            (number - len(queue) - 0.5, number - 1.5),
-            len(queue) - 1,
+            (number - in_queue - 0.5, number - 1.5),
+            in_queue - 1,
             1,
             fill=False,
             edgecolor=LIGHT["ink"],
@@ -134,7 +140,7 @@ def _draw_largest(axes: Axes, run: Run, size: Size) -> None:
     axes.grid(axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(5 if size.is_wide else 4, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2f}"))
     axes.set_xlabel("step", fontsize=11)
     _above(axes, f"largest distance among {run.observations[-1].queue} masks in a row")
@@ -185,23 +191,24 @@ def _above(axes: Axes, text: str) -> None:
 
 
 def _thinned(observations: Sequence[Observation]) -> list[Observation]:
-    """Take some of many looks, the last always; those of a queue alone stay neighbours.
+    """Take some of many looks, and those of the last queue always.
 
     Example:
         >>> from samo.report.mask_events import Observation
-        >>> looks = [
-        ...     Observation(step=i, distances=(0.1,) * i, threshold=0.1, queue=5) for i in range(100)
-        ... ]
-        >>> [look.step for look in _thinned(looks)][:3], _thinned(looks)[-1].step
-        ([1, 3, 5], 99)
+        >>> from samo.report.mask_figures import _thinned
+        >>> about = {"threshold": 0.1, "queue": 3}
+        >>> looks = [Observation(step=i, distances=(0.1,) * i, **about) for i in range(100)]
+        >>> [look.step for look in _thinned(looks)][-5:]
+        [94, 96, 97, 98, 99]
     """
-    every = -(-len(observations) // _MOST_LOOKS)
-    last = observations[-1]
-    if every == 1:
+    if len(observations) <= _MOST_LOOKS:
         return list(observations)
+    last = observations[-1]
     if len(last.distances) < len(observations) - 1:  # no history: a band, and its end tells most
         return list(observations[-_MOST_LOOKS:])
-    return list(observations[::-1][::every][::-1])
+    older, newest = observations[: -last.queue], observations[-last.queue :]
+    every = -(-len(older) // (_MOST_LOOKS - last.queue))
+    return [*older[::-1][::every][::-1], *newest]
 
 
 def change_figure(shown: Sequence[Entry], size: Size) -> Figure:

@@ -2,7 +2,7 @@
 
 run.json            settings, versions, hardware: what was run, where
 metrics.jsonl       what happened, a line each
-masks.safetensors   the masks, from pruning on
+masks.safetensors   the masks, from pruning on, as they are now
 checkpoints/last    the newest checkpoint, to go on from
 checkpoints/best    the one with the lowest validation loss since pruning
 data/               tokens, where a tokenizer made them

@@ -219,7 +219,9 @@ class _Run:
         try:
             self.tell(start(step=self.at.step, steps=run.steps, time=time.time()))
             if self.masking.changes and self.learner.masks is not None:
-                self.save_masks(self.learner.masks)  # those of the checkpoint, not of a later change
+                self.save_masks(
+                    self.learner.masks
+                )  # those of the checkpoint, not of a later change
             with Interrupt() as interrupt:
                 while self.at.step < run.steps and interrupt.signal is None:
                     self.prune_if_due()
