@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.patches import PathPatch, Rectangle
 
 from samo.report import mask_figures
@@ -213,7 +214,7 @@ def test_a_cell_stands_for_each_pair_and_a_frame_around_those_that_decided(
     cells = [patch for patch in grid.patches if isinstance(patch, PathPatch)]
     rectangle = 5  # corners of a closed path
     assert sum(len(patch.get_path().vertices) for patch in cells) // rectangle == 8 * 7 // 2
-    close = sum(value <= 0.1 for look in run.observations for value in look.distances)
+    close = len([v for look in run.observations for v in look.distances if v <= 0.1])
     (green,) = [p for p in cells if colour(p) == LIGHT[mask_figures.AGREE]]
     assert len(green.get_path().vertices) // rectangle == close > 0
     (frame,) = [patch for patch in grid.patches if isinstance(patch, Rectangle)]
@@ -225,8 +226,7 @@ def test_a_cell_stands_for_each_pair_and_a_frame_around_those_that_decided(
 
 
 def colour(patch: PathPatch) -> str:
-    red, green, blue, _ = patch.get_facecolor()
-    return "#" + "".join(f"{round(255 * part):02x}" for part in (red, green, blue))
+    return to_hex(patch.get_facecolor())
 
 
 def test_many_looks_are_thinned_out_but_not_the_last_queue(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def test_a_checkpoint_without_the_state_of_its_method_is_refused(
     stop = Watcher(3, lambda: signal.raise_signal(signal.SIGTERM))
     train(config_of(text, name), run, listeners=[stop])
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="does not say how method .* stood: .*; take another"):
+    with pytest.raises(CheckpointError, match=r"does not say how method .* stood: .*; take"):
         resume(run)
 
 

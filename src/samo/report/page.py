@@ -10,7 +10,7 @@ from samo.report import findings, mask_sections, sections
 from samo.report.css import style_sheet
 from samo.report.findings import Entry
 from samo.report.mask_pictures import MaskView, read_masks
-from samo.report.parts import escaped
+from samo.report.parts import escaped, listed
 from samo.report.poster import poster
 from samo.report.runs import read_run
 from samo.report.theme import drawing, to_png
@@ -85,7 +85,7 @@ def _write(path: Path, content: bytes) -> None:
 def _page(shown: Sequence[Entry], masks: Sequence[MaskView | str]) -> str:
     title = f"{len(shown)} runs"
     if len(shown) < 4:
-        title = sections.listed([entry.label for entry in shown])
+        title = listed([entry.label for entry in shown])
     parts = [
         "<header>",
         '<p class="eyebrow">samo training report</p>',

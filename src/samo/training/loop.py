@@ -42,6 +42,7 @@ from samo.training.snapshot import Progress
 from samo.training.starting import (
     check_changes,
     check_memory,
+    check_same_text,
     new_learner,
     on_this_machine,
     record,
@@ -134,7 +135,7 @@ def resume(
             raise DataError(
                 f"{error}; a text that has moved is named again: samo train NEW-PLACE --resume {path}"
             ) from None
-        _check_same_text(folder, text)
+        check_same_text(folder, text)
         # Killed before its first checkpoint was whole, a run starts again at its first step.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         learner = new_learner(config, is_filled_later=has_checkpoint)
@@ -156,16 +157,6 @@ def resume(
         return _Run(config, folder, text, learner, masking, progress, listeners).go()
     finally:
         folder.close()
-
-
-def _check_same_text(folder: RunFolder, text: Text) -> None:
-    data = folder.read_run().get("data")
-    if not isinstance(data, dict) or data.get("fingerprint") != text.fingerprint():
-        raise RunError(
-            f"the text of '{folder.path}' has changed since it was trained on, and a run goes on with "
-            "the same text only; put the old files back, name them where they lie now, or start a new "
-            "run. (Tokens that a tokenizer made lie in its folder 'data'; if those are damaged, remove it)"
-        )
 
 
 class _Run:

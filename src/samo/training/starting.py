@@ -14,8 +14,9 @@ from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import changes, to_dict
 from samo.config_methods import MOVING
 from samo.environment import hardware, versions
-from samo.errors import ConfigError
+from samo.errors import ConfigError, RunError
 from samo.models import GPT
+from samo.training.folder import RunFolder
 from samo.training.learner import Learner
 from samo.training.text import Text
 
@@ -127,6 +128,21 @@ def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
         raise ConfigError(
             f"a resumed run keeps its settings, and {key} was {old!r}, not {new!r}; leave it out, or "
             f"start a new run. What may change: {allowed}"
+        )
+
+
+def check_same_text(folder: RunFolder, text: Text) -> None:
+    """Refuse to resume a run on another text.
+
+    Raises:
+        RunError: It has changed.
+    """
+    data = folder.read_run().get("data")
+    if not isinstance(data, dict) or data.get("fingerprint") != text.fingerprint():
+        raise RunError(
+            f"the text of '{folder.path}' has changed since it was trained on, and a run goes on with "
+            "the same text only; put the old files back, name them where they lie now, or start a new "
+            "run. (Tokens that a tokenizer made lie in its folder 'data'; if those are damaged, remove it)"
         )
 
 
