@@ -213,7 +213,8 @@ def test_a_cell_stands_for_each_pair_and_a_frame_around_those_that_decided(
         grid, curve = ticket_figure(run, size).axes
     cells = [patch for patch in grid.patches if isinstance(patch, PathPatch)]
     rectangle = 5  # corners of a closed path
-    assert sum(len(patch.get_path().vertices) for patch in cells) // rectangle == 8 * 7 // 2
+    corners = [len(patch.get_path().vertices) for patch in cells]
+    assert sum(corners) == rectangle * 8 * 7 // 2
     close = len([v for look in run.observations for v in look.distances if v <= 0.1])
     (green,) = [p for p in cells if colour(p) == LIGHT[mask_figures.AGREE]]
     assert len(green.get_path().vertices) // rectangle == close > 0

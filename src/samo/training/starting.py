@@ -74,14 +74,16 @@ def check_memory(config: TrainConfig) -> None:
     with torch.device("meta"):
         model = GPT(gpt_config(config.model, config.data.vocab_size))
     count = sum(param.numel() for param in model.parameters())
-    is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0
+    is_watched = config.prune.method in ("early-bird", "gradual")  # these begin with all weights
+    is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0 or is_watched
     # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
     needed = (16 if is_dense else 4) * count
     there = hardware(torch.device(config.run.device))["memory_bytes"]
     if there and needed > there:
-        less = (
-            ", no dense phase (--dense-steps 0)" if is_dense and config.run.mode == "samo" else ""
-        )
+        can_skip = is_dense and config.run.mode == "samo" and not is_watched
+        less = ", no dense phase (--dense-steps 0)" if can_skip else ""
+        if is_watched and config.run.mode == "samo":
+            less = ", a method that needs no dense state (--method rigl)"
         raise ConfigError(
             f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
             f"{'for its dense phase' if is_dense else 'to begin with'}, activations not counted, and "
