@@ -274,7 +274,14 @@ def test_the_page_shows_ticket_and_changes(tmp_path: Path, gradual: Path, moving
     assert page.text.count("Changing masks") == 2
     labels = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
     assert len(labels) == len([label for label in labels if label]) == 2 * 6
-    assert "pruned from here on" in page.text
+
+
+def test_figures_say_whether_all_is_pruned_at_once(
+    tmp_path: Path, gradual: Path, moving: Path
+) -> None:
+    assert "pruned from here on, to 90 % sparsity" in page_of(tmp_path, gradual).text
+    assert "pruned to 90 % sparsity" in page_of(tmp_path, ticket_run(tmp_path / "run")).text
+    assert "from here on" not in page_of(tmp_path, moving, gradual).text  # the first is not gradual
 
 
 def test_a_run_of_an_older_samo_has_none_of_it(tmp_path: Path) -> None:

@@ -263,14 +263,11 @@ def mark_prune_steps(axes: Axes, shown: Sequence[Entry]) -> None:
         axes.axvline(step, color=LIGHT["muted"], linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
     if not steps:
         return
-    at_first = {
-        amounts.percent(entry.run.prune.sparsity)
-        for entry in shown
-        if entry.run.prune is not None and entry.run.prune.step == steps[0]
-    }
-    text = f"pruned to {at_first.pop()} sparsity" if len(at_first) == len(steps) == 1 else "pruned"
-    if any(entry.run.is_pruned_in_steps for entry in shown):
-        text = text.replace("pruned", "pruned from here on", 1).replace(" on to", " on, to")
+    first = [e.run for e in shown if e.run.prune is not None and e.run.prune.step == steps[0]]
+    at_first = {amounts.percent(run.prune.sparsity) for run in first if run.prune is not None}
+    text = "pruned from here on" if any(run.is_pruned_in_steps for run in first) else "pruned"
+    if len(at_first) == len(steps) == 1:
+        text += f"{',' if ' on' in text else ''} to {at_first.pop()} sparsity"
     is_late = steps[0] > 0.6 * axes.get_xlim()[1]
     axes.annotate(
         text,

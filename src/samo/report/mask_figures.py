@@ -22,7 +22,7 @@ __all__ = []
 AGREE: Final = "run2"
 """Role of the colour of distances within the threshold,"""
 DIFFER: Final = "accent"
-"""and of larger ones, the larger the darker."""
+"""and of larger ones, the larger the stronger."""
 
 _MOST_LOOKS: Final = 64
 _SHADES: Final = 8

@@ -27,8 +27,8 @@ def tickets(shown: Sequence[Entry]) -> Iterable[str]:
         finding = ticket_finding(run)
         caption = (
             "Each cell compares the masks that pruning would have given at two steps: green within the "
-            "threshold, blue beyond it, the darker the further apart. Framed: the comparisons of the last "
-            "look, which decide. Looks begin after the warm-up of the learning rate."
+            "threshold, blue beyond it, the stronger the further apart. Framed: the comparisons of the "
+            "last look, which decide. Looks begin after the warm-up of the learning rate."
         )
         if len(run.observations[-1].distances) < len(run.observations) - 1:
             caption += " Masks that were not in the queue together were not compared."
