@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
 from samo.kernels import AdamWSettings, AdamWUpdate, cuda
 from samo.kernels.rounding import split
-from samo.masks import Mask
+from samo.mask import Mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = AdamWSettings(1e-3, 0.9, 0.999, 1e-8, 0.1)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes, total
 
 SHAPES = {

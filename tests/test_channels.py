@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import samo
 from samo.early_bird.channel_graph import find_channels
 from samo.early_bird.channels import Channels, batch_norms, channel_masks, weight_masks
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 
 
 class SmallVGG(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import samo
 from samo import bitmap
 from samo.early_bird.settling import Settling
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 
 Distance = Literal["kept", "hamming"]
 

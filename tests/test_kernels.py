@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose, cpu, reference
 from samo.kernels.rounding import join, master_dtype, split
-from samo.masks import Mask
+from samo.mask import Mask
 from tests.meters import assert_ulps
 
 IMPLEMENTATIONS: dict[str, Kernels] = {"reference": reference, "cpu": cpu}
@@ -370,7 +370,7 @@ def test_a_cpu_without_avx512_and_a_forked_child_compute_the_same(tmp_path: Path
 import os, torch
 from samo.kernels import AdamWSettings, AdamWUpdate, cpu, loops, reference
 from samo.kernels.rounding import join
-from samo.masks import Mask
+from samo.mask import Mask
 
 assert not any(loops._LANES.values())
 torch.set_num_threads(2)

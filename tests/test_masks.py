@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from samo.errors import MaskError
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 
 shapes = st.lists(st.integers(0, 20), max_size=3).map(tuple)
 seeds = st.integers(0, 2**32)

@@ -16,7 +16,8 @@ import torch
 from matplotlib.image import imread
 
 import samo
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.report import findings, mask_pictures
 from samo.report.figures import NARROW, WIDE
 from samo.report.mask_pictures import (

@@ -41,6 +41,7 @@ LAYERS: Final = (
     },
     {"samo.bitmap", "samo.mask_files"},
     {"samo.layouts", "samo.candidates"},
+    {"samo.mask"},
     {"samo.masks"},
     {
         "samo.pruning",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.measure import Row, arguments, in_turns, show, spread, write_rows
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose
-from samo.masks import Mask
+from samo.mask import Mask
 
 DENSITY = 0.1
 SETTINGS = AdamWSettings(1e-3, 0.9, 0.999, 1e-8, 0.1)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
         param_groups as param_groups,
         parameters as parameters,
     )
-    from samo.masks import Mask as Mask, Masks as Masks
+    from samo.mask import Mask as Mask
+    from samo.masks import Masks as Masks
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.optim import AdamW as AdamW
     from samo.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
@@ -82,7 +83,7 @@ _MODULES: Final = {
     "GradualPruning": "samo.dynamic.gradual",
     "Ledger": "samo.memory.ledger",
     "LossScaler": "samo.scaling",
-    "Mask": "samo.masks",
+    "Mask": "samo.mask",
     "MaskError": "samo.errors",
     "Masks": "samo.masks",
     "SamoError": "samo.errors",

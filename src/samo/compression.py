@@ -13,7 +13,8 @@ from torch.nn.utils import prune as torch_prune
 from samo import kernels as _kernels, stepping
 from samo.errors import CompressionError, MaskError
 from samo.kernels.rounding import rest_dtype
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.owners import Owner, compressed_class, owned_weights
 from samo.weights import Weight, weight_of
 

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from samo.errors import CompressionError, MaskError, nearest
 from samo.kernels.ages import ages_at
 from samo.kernels.rounding import convert_rest, master_dtype, split
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.optim import AdamW
 from samo.owners import owned_weights, put_back_taps
 from samo.transfer import move

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samo import bitmap
-from samo.masks import Mask
+from samo.mask import Mask
 
 __all__ = []
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from samo import kernels as _kernels
 from samo.errors import CompressionError
 from samo.kernels.rounding import convert_rest, join, master_dtype, rest_dtype, split
-from samo.masks import Mask
+from samo.mask import Mask
 from samo.partners import Replica, Scaler
 
 __all__ = []

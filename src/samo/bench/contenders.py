@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from samo import kernels
 from samo.compression import compress_
 from samo.leaves import parameters
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.optim import AdamW
 

@@ -19,7 +19,8 @@ from samo.bench.settings import KernelsConfig
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.compression import compress_
 from samo.leaves import parameters
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.optim import AdamW
 from samo.report.amounts import percent
 

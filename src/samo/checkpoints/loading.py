@@ -15,7 +15,8 @@ from samo.checkpoints.optimizer_state import OptimizerState
 from samo.checkpoints.saving import Scaler
 from samo.checkpoints.shards import Shards
 from samo.errors import CheckpointError, MaskError
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 
 __all__ = ["load"]
 

@@ -12,7 +12,7 @@ from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.shards import Shards, Source, Spec, check_plain, source_of
 from samo.errors import CheckpointError, CompressionError, nearest
 from samo.kernels.rounding import convert_rest, rest_dtype
-from samo.masks import Mask
+from samo.mask import Mask
 from samo.owners import owned_weights, put_back_taps
 from samo.weights import Weight, weight_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samo import bitmap
-from samo.masks import Mask
+from samo.mask import Mask
 from samo.pruning.selection import Entries, Method, keep_largest
 from samo.transfer import narrow
 

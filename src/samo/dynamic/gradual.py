@@ -11,7 +11,8 @@ from samo.dynamic.choices import prune_to
 from samo.dynamic.members import pruned_weights
 from samo.dynamic.schedules import cubic_sparsity, is_pruning_step
 from samo.errors import MaskError
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.remapping import remap_
 from samo.weights import Weight
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from samo.dynamic.choices import grow_largest, largest
-from samo.masks import Mask
+from samo.mask import Mask
 from samo.transfer import move, narrow
 from samo.weights import Weight
 

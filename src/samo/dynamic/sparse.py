@@ -13,7 +13,8 @@ from samo.dynamic.members import pruned_weights
 from samo.dynamic.rates import RateFactor
 from samo.dynamic.schedules import cosine_fraction, is_replacing_step, warmup_factor
 from samo.errors import CompressionError
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.remapping import remap_
 from samo.weights import Weight
 

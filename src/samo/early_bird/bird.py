@@ -12,7 +12,8 @@ from samo.early_bird.channel_graph import find_channels
 from samo.early_bird.settings import Score, check_settings
 from samo.early_bird.settling import Distance, Settling, describe
 from samo.errors import TicketError
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.pruning.choosing import Scope, decide, prune
 
 __all__ = ["EarlyBird"]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from samo.errors import MaskError
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 
 __all__ = []
 

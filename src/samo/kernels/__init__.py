@@ -27,7 +27,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from samo.masks import Mask
+from samo.mask import Mask
 
 __all__ = []
 

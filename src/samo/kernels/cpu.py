@@ -21,7 +21,7 @@ from torch import Tensor
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, loops, reference
 from samo.kernels.corrections import count_step
-from samo.masks import Mask
+from samo.mask import Mask
 
 if numba.config.DISABLE_JIT:
     raise ImportError(

@@ -17,7 +17,7 @@ from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels
 from samo.kernels.tables import cdiv, items, on, plan, rows, where_of
 from samo.kernels.triton_parts import INTS, KINDS, SCALARS
-from samo.masks import Mask
+from samo.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 

@@ -33,7 +33,7 @@ from samo.kernels import AdamWSettings, LeanUpdate
 from samo.kernels.corrections import count_step
 from samo.kernels.reference import adamw_values, pieces, write_back
 from samo.kernels.rounding import convert_rest, join, split
-from samo.masks import Mask
+from samo.mask import Mask
 
 __all__ = ["adamw_lean_"]
 

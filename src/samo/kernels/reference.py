@@ -14,7 +14,7 @@ from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.corrections import Corrections, count_step
 from samo.kernels.rounding import join, split
-from samo.masks import Mask
+from samo.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 

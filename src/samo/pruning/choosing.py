@@ -14,7 +14,8 @@ from torch import nn
 from samo.candidates import matching, prunable
 from samo.errors import MaskError
 from samo.layouts import Layout, layouts
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.pruning.densities import Pattern, erk_counts, parse_pattern, pattern_sparsity
 from samo.pruning.neighbours import keep_pattern
 from samo.pruning.selection import Entries, Method, keep_largest

@@ -25,7 +25,8 @@ from samo.report.figures import Size
 from samo.report.theme import LIGHT, new_figure, place
 
 if TYPE_CHECKING:
-    from samo.masks import Mask, Masks
+    from samo.mask import Mask
+    from samo.masks import Masks
 
 __all__ = []
 

@@ -12,7 +12,8 @@ from samo.checkpoints import verify
 from samo.checkpoints.loading import load
 from samo.checkpoints.saving import save
 from samo.errors import CheckpointError
-from samo.masks import Mask, Masks
+from samo.mask import Mask
+from samo.masks import Masks
 from samo.models import GPT
 from samo.training.events import Phase
 from samo.training.learner import Learner
