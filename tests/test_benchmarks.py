@@ -21,7 +21,7 @@ from benchmarks.pipeline import bench as pipeline, simulated
         (cpu_step, 3),
         (cpu_kernels, 39),
         (data_parallel, 6),
-        pytest.param(pipeline, 12, marks=pytest.mark.slow),
+        pytest.param(pipeline, 15, marks=pytest.mark.slow),
         (simulated, 7),
     ],
     ids=["cpu_step", "cpu_kernels", "data_parallel", "pipeline", "simulated"],

@@ -25,6 +25,7 @@ CONTENDERS: Final[dict[str, dict[str, Any]]] = {
     "alternate, 4 3 2 1": {"in_flight": [4, 3, 2, 1]},
     "alternate, 5": {"in_flight": 5},
     "alternate, 6": {"in_flight": 6},
+    "1f1b, 5": {"schedule": "1f1b", "in_flight": 5},
 }
 Factor = Callable[[random.Random], float]
 

@@ -41,11 +41,18 @@ class FixedOrder:
     """
 
     def __init__(
-        self, schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int
+        self,
+        schedule: Schedule,
+        stage: int,
+        num_stages: int,
+        num_micro_batches: int,
+        *,
+        in_flight: int | None = None,
     ) -> None:
         if schedule not in ("1f1b", "gpipe"):
             raise ValueError(f"schedule must be '1f1b' or 'gpipe', got {schedule!r}")
-        ahead = num_micro_batches if schedule == "gpipe" else num_stages - stage
+        first = num_stages if in_flight is None else in_flight
+        ahead = num_micro_batches if schedule == "gpipe" else max(first - stage, 1)
         self.order = list(_alternate(min(ahead, num_micro_batches), num_micro_batches))
         self._engine = Engine(stage, num_stages, num_micro_batches, num_micro_batches)
         self._place = 0
@@ -110,7 +117,7 @@ def simulate(
     Args:
         num_stages: Number of stages.
         num_micro_batches: Micro-batches.
-        in_flight: As for `samo.Pipeline`; only for "message-driven".
+        in_flight: As for `samo.Pipeline`; for "1f1b" a number, the limit of its first stage.
         schedule: "message-driven", or one of fixed order.
         prefer: As for `Engine`.
         duration: Seconds of a pass, by stage, pass and micro-batch.
@@ -126,7 +133,7 @@ def simulate(
         run.deciders.append(
             Engine(stage, num_stages, num_micro_batches, limit, prefer=prefer)
             if schedule == "message-driven"
-            else FixedOrder(schedule, stage, num_stages, num_micro_batches)
+            else FixedOrder(schedule, stage, num_stages, num_micro_batches, in_flight=limits[0])
         )
     return run.run()
 
