@@ -1,6 +1,7 @@
 """Models on grids of ranks, for checkpoints that go from any layout into any other."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import samo
+from samo import mask_files
 from samo.checkpoints import read_manifest
 from samo.owners import owned_weights
 from tests.pipeline_cases import next_token_loss, tokens
@@ -169,7 +171,11 @@ def draw(what: str, size: int) -> Tensor:
 def contents(path: Path) -> dict[str, Any]:
     """Return all that a checkpoint says, but for when and under which name it was written."""
     manifest = read_manifest(path)
-    text = (path / "manifest.json").read_text(encoding="utf-8").splitlines()
-    lines = [line for line in text if not line.startswith(('"time"', '"data"', '"checksum"'))]
-    bytes_ = {name: (path / manifest.data / name).read_bytes() for name in manifest.files}
-    return {"manifest": lines, **bytes_}
+    said: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
+    files = {name: (path / manifest.data / name).read_bytes() for name in said.pop("files")}
+    for key in ("time", "data", "checksum"):
+        del said[key]
+    for name in manifest.files_of("masks"):  # safetensors writes its metadata in any order
+        masks = mask_files.read(path / manifest.data / name)
+        files[name] = repr(({n: w.tolist() for n, w in masks.words.items()}, masks[1:])).encode()
+    return {f"manifest {key}": json.dumps(value) for key, value in said.items()} | files
