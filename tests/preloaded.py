@@ -14,7 +14,18 @@ from samo.parallel import clipping, replicas
 from samo.pipeline import api
 from samo.pruning import choosing
 
-__all__ = ["AdamW", "api", "choosing", "clipping", "cpu", "loading", "pytest", "replicas", "samo", "saving"]
+__all__ = [
+    "AdamW",
+    "api",
+    "choosing",
+    "clipping",
+    "cpu",
+    "loading",
+    "pytest",
+    "replicas",
+    "samo",
+    "saving",
+]
 
 torch.set_num_threads(1)
 

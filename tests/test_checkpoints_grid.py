@@ -236,8 +236,13 @@ def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     full, given, extra, missing, foreign, settings, misfit, nowhere, mesh = heard
     assert all("CheckpointError: cannot save to" in text for text in full)
     assert all("No space left on device" in text for text in full)
-    assert [text.partition(":")[0] for text in given] == [*["CheckpointError"] * 3, *["ZeroDivisionError"]]
-    assert given[0].startswith("CheckpointError: rank 3 failed: ZeroDivisionError: division by zero")
+    assert [text.partition(":")[0] for text in given] == [
+        *["CheckpointError"] * 3,
+        *["ZeroDivisionError"],
+    ]
+    assert given[0].startswith(
+        "CheckpointError: rank 3 failed: ZeroDivisionError: division by zero"
+    )
     assert extra[0].startswith("TypeError: extra/bad is a set")
     assert all(text.startswith("CheckpointError: rank 0 failed: TypeError") for text in extra[1:])
     assert all("rank 0 gave an optimizer to samo.save and rank 2 none" in text for text in missing)

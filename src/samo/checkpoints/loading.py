@@ -85,7 +85,13 @@ def load(
         failure = error
     agree(grid.links, failure, f"whether '{os.fspath(path)}' fits everywhere")
     assert fill is not None, "a failure was raised"
-    return fill()
+    extra: dict[str, Any] = {}
+    try:
+        extra = fill()
+    except BaseException as error:
+        failure = error
+    agree(grid.links, failure, f"whether '{os.fspath(path)}' was read everywhere")
+    return extra
 
 
 def _checked(

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samo.checkpoints import values
-from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.lean_parts import (
     PARTS,
     SCALES,
@@ -26,6 +25,7 @@ from samo.checkpoints.lean_parts import (
     parts_of,
     scale_place,
 )
+from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.model_state import ModelState, owned_by, place_of
 from samo.checkpoints.shards import Shards, Source, Spec, host_bytes, source_of
 from samo.errors import CheckpointError
