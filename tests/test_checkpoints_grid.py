@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import samo
 from samo import checkpoints, durable
-from samo.checkpoints import gathering, shards
+from samo.checkpoints import gathering, loading, saving, shards
 from samo.kernels.lean import Moments, dequantise_weight
 from samo.owners import owned_weights
 from tests.checkpoint_cases import Case, Layout, Run, contents
@@ -173,6 +174,60 @@ def test_sharded_lean_state_goes_into_other_layouts_rounded_once_more(tmp_path: 
     samo.save(tmp_path / "alone", alone.pipeline, alone.opt)  # a whole weight's state from here on
     state = checkpoints.read_manifest(tmp_path / "alone").optimizer["state"]
     assert all("parts" not in content for content in state.values())
+
+
+# Each rank reads its part, and the writer holds one tensor at a time
+
+
+def read_parts(rank: int, num_ranks: int, folder: Path) -> tuple[int, str]:
+    """Return how many files this rank has compared with their checksums, and what it says of damage."""
+    quick_disk()
+    shards.SHARD_BYTES = 4000
+    run = Run(HALF, Layout(2, 1))
+    run.train(1)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def watched(*args: Any) -> shards.Source:
+        source = fetched(*args)
+
+        def make() -> Tensor:
+            assert all(reference() is None for reference in alive), (
+                "the tensor before is still there"
+            )
+            made = source.make()
+            if args[3].pieces[0].rank != rank:
+                alive.append(weakref.ref(made))
+            return made
+
+        return source._replace(make=make)
+
+    fetched = saving.fetched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "fetched", watched)
+        samo.save(folder / "last", run.pipeline, run.opt)
+    assert len(alive) >= 20 * (rank == 0)
+    checked: list[Path] = []
+    check_file = loading.check_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "check_file", lambda f, e: (checked.append(f), check_file(f, e)))
+        samo.load(folder / "last", run.pipeline, run.opt)
+    dist.barrier()
+    manifest = checkpoints.read_manifest(folder / "last")
+    if rank == 0:
+        last = folder / "last" / manifest.data / list(manifest.files_of("weights"))[-1]
+        last.write_bytes(last.read_bytes()[:-1] + b"!")
+    dist.barrier()
+    with pytest.raises(samo.CheckpointError) as caught:
+        samo.load(folder / "last", run.pipeline, run.opt)
+    run.close()
+    assert len(checked) < 0.8 * len(manifest.files)
+    return len(checked), str(caught.value)
+
+
+def test_a_rank_reads_its_part_and_hears_of_damage_in_another(tmp_path: Path) -> None:
+    counts, texts = zip(*run_ranks(2, read_parts, tmp_path))
+    assert sum(counts) >= len(checkpoints.read_manifest(tmp_path / "last").files)
+    assert all("its bytes do not match their checksum" in text for text in texts)
 
 
 # What fails anywhere fails everywhere

@@ -113,7 +113,7 @@ def test_a_failure_of_our_own_comes_first() -> None:
 # Grids
 
 
-def model() -> nn.Sequential:
+def model() -> nn.Module:
     made = nn.Sequential(nn.Linear(8, 8))
     return samo.compress_(made, samo.prune(made, 0.5))
 

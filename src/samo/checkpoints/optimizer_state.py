@@ -144,6 +144,12 @@ class OptimizerState:
 
     # Loading -------------------------------------------------------------------------------------
 
+    def tensors_of(self, manifest: Manifest) -> list[str]:
+        """Return the names of the tensors in a checkpoint that this optimizer takes."""
+        entry = manifest.optimizer or {"state": {}, "groups": []}
+        state = [content for name, content in entry["state"].items() if self._is_own(name)]
+        return values.references([*state, *(group["settings"] for group in entry["groups"])])
+
     def check_fits(self, path: str, manifest: Manifest, saved: Shards) -> None:
         """Refuse a state of another optimizer, before anything is changed.
 
