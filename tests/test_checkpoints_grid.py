@@ -308,8 +308,10 @@ def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert all("replicated over ranks" in text and "all of them" in text for text in mesh)
 
 
-def die_while_saving(rank: int, num_ranks: int, folder: Path, victim: int) -> tuple[str, float]:
-    """Save, then save again while one rank is killed; return what the others hear, and when."""
+def die_while_saving(
+    rank: int, num_ranks: int, folder: Path, victim: int, how: signal.Signals
+) -> tuple[str, float]:
+    """Save, then save again while one rank is killed or stopped; return what the others hear, and when."""
     quick_disk()
     run = Run(HALF, Layout(2, 2, "state"))
     run.train(1)
@@ -317,31 +319,33 @@ def die_while_saving(rank: int, num_ranks: int, folder: Path, victim: int) -> tu
     run.train(1)
     dist.barrier()
     if rank == victim:
-        patch_to_die(after=5)
+        patch_to_die(how, after=5)
     begun = time.monotonic()
     with pytest.raises(samo.PeerError) as caught:
-        samo.save(folder / "last", run.pipeline, run.opt, extra={"step": 2}, timeout_s=10)
+        samo.save(folder / "last", run.pipeline, run.opt, extra={"step": 2}, timeout_s=3)
     assert caught.value.ranks == (victim,)
     return str(caught.value), time.monotonic() - begun
 
 
-def patch_to_die(after: int) -> None:
-    """Be killed, as by kill -9, when so many tensors have been made ready."""
+def patch_to_die(how: signal.Signals, after: int) -> None:
+    """Be killed, as by kill -9, or stopped when so many tensors have been made ready."""
     calls, whole = itertools.count(), shards.host_bytes
 
     def host_bytes(tensor: Tensor) -> Tensor:
         if next(calls) == after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return whole(tensor)
 
     shards.host_bytes = gathering.host_bytes = host_bytes  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_is_killed_while_saving_ends_all_and_harms_nothing(
-    victim: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("victim", "how"), [(0, signal.SIGKILL), (3, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+def test_a_rank_that_falls_while_saving_ends_all_and_harms_nothing(
+    victim: int, how: signal.Signals, tmp_path: Path
 ) -> None:
-    results = run_ranks(4, die_while_saving, tmp_path, victim, lost=[victim])
+    results = run_ranks(4, die_while_saving, tmp_path, victim, how, lost=[victim])
     for result in (result for rank, result in enumerate(results) if rank != victim):
         text, seconds = result
         assert f"rank {victim} is gone" in text
