@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import early_bird_rules
+from benchmarks import early_bird_intervals, early_bird_rules
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
 from benchmarks.data_parallel import bench as data_parallel
@@ -50,3 +50,26 @@ def test_the_rules_of_tickets_are_compared(
     early_bird_rules.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 0.")]
     assert len(rows) == len(early_bird_rules.SPARSITIES)
+
+
+def test_the_intervals_of_tickets_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("EVERY", 1), ("QUEUE", 2), ("INTERVALS", (1, 2)), ("THRESHOLDS", (0.9,))):
+        monkeypatch.setattr(early_bird_intervals, name, value)
+    monkeypatch.setattr(sys, "argv", ["intervals", "--steps", "5", "--batch-size", "1"])
+    early_bird_intervals.main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if " steps | " in line]
+    assert [row.startswith(("| 1 steps | 2, ", "| 2 steps | 3, ")) for row in rows] == [True, True]
+
+
+def test_a_ticket_settles_when_all_distances_in_its_queue_are_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(early_bird_intervals, "QUEUE", 3)
+    rows = [[], [0.3], [0.3, 0.1], [0.3, 0.2, 0.1], [0.5, 0.2, 0.1, 0.1]]
+    steps = [10, 20, 30, 40, 50]
+    describe = early_bird_intervals.describe
+    assert describe(steps, rows, 1, 0.2) == "40, 10%"
+    assert describe(steps, rows, 1, 0.1) == "50, 0%"
+    assert describe(steps, rows, 2, 0.2) == "never"

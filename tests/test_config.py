@@ -108,6 +108,25 @@ BAD = [
     (config(prune=PruneConfig(sparsity=0.0)), "sparsity 0 prunes nothing"),
     (config(run=RunConfig(dtype="float32", fp32_gradients=True)), "fp32_gradients has no effect with dtype float32"),
     (config(run=RunConfig(mode="masked"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is masked"),
+    (config(prune=PruneConfig(threshold=0.2)), "threshold is a setting of method early-bird, and with method magnitude it would"),
+    (config(prune=PruneConfig(method="rigl", queue=3)), "queue is a setting of method early-bird, and with method rigl it"),
+    (config(prune=PruneConfig(method="random", mask_every=5)), "mask_every is a setting of method early-bird, gradual, set or rigl, and"),
+    (config(prune=PruneConfig(method="gradual", drop=0.2)), "drop is a setting of method set or rigl, and with method gradual"),
+    (config(prune=PruneConfig(method="early-bird", mask_stop=9)), "mask_stop is a setting of method gradual, set or rigl"),
+    (config(run=RunConfig(mode="dense"), prune=PruneConfig(method="set")), "mode dense prunes nothing, and method would"),
+    (config(prune=PruneConfig(method="set", mask_every=0)), "mask_every must be 1 or more, and less than 2.31, got 0"),
+    (config(prune=PruneConfig(method="early-bird", queue=1)), "queue must be 2 or more, and less than 2.31, got 1"),
+    (config(prune=PruneConfig(method="early-bird", threshold=1.0)), "threshold must be at least 0 and less than 1, got 1.0; 0.1 means"),
+    (config(prune=PruneConfig(method="early-bird", mask_every=101)), "none can settle before step 505, and the dense phase ends at step 500; raise"),
+    (config(prune=PruneConfig(method="early-bird", dense_steps=0)), "the dense phase ends at step 0; raise dense_steps"),
+    (config(run=RunConfig(mode="masked"), prune=PruneConfig(method="rigl")), "method rigl changes masks on compressed state, and the mode is masked; choose mode samo"),
+    (config(prune=PruneConfig(method="gradual", mask_stop=200)), "mask_stop 200 is not after the dense phase, which ends at step 200"),
+    (config(prune=PruneConfig(method="set", pattern="2:4")), "method set would not keep to pattern 2:4 when it changes masks"),
+    (config(prune=PruneConfig(method="set", drop=0.0)), "drop must be more than 0 and at most 1, got 0.0; 0.3 replaces"),
+    (config(prune=PruneConfig(method="rigl"), optim=OptimConfig(state="lean")), "method rigl counts the updates of each weight, which state lean"),
+    (config(prune=PruneConfig(method="gradual", mask_stop=1001)), "reaches its sparsity at mask_stop 1,001, and the run ends at step 1,000"),
+    (config(prune=PruneConfig(method="gradual", scope="erk", rules={"a": 0.5})), "every matrix to the same sparsity, and scope or rules would"),
+    (config(prune=PruneConfig(method="early-bird", masks=Path("m"))), "masks are taken from 'm', so method would have no effect"),
     (config(data=replace(NOTES, valid=(Path("v"),), valid_fraction=0.2)), "valid_fraction has no effect when files"),
 ]  # fmt: skip
 
@@ -128,6 +147,45 @@ def test_the_sparsity_is_nine_tenths_or_that_of_the_pattern_and_stays_so() -> No
 def test_a_gpt_of_no_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="num_layers must be 1 or more, got 0"):
         GPTConfig(num_layers=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("magnitude", {"dense_steps": 200, "mask_every": 0, "mask_stop": 0, "history": False}),
+        ("early-bird", {"dense_steps": 500, "mask_every": 5, "mask_stop": 0, "history": True}),
+        ("gradual", {"dense_steps": 200, "mask_every": 25, "mask_stop": 800, "history": False}),
+        ("set", {"dense_steps": 0, "mask_every": 25, "mask_stop": 750, "history": False}),
+        ("rigl", {"dense_steps": 0, "mask_every": 25, "mask_stop": 750, "history": False}),
+    ],
+)
+def test_the_settings_of_a_method_follow_from_the_steps(
+    method: str, expected: dict[str, object]
+) -> None:
+    prune = resolve(config(prune=PruneConfig(method=method))).prune
+    assert {name: getattr(prune, name) for name in expected} == expected
+
+
+def test_masks_of_all_observations_are_held_in_small_models_alone() -> None:
+    prune = PruneConfig(method="early-bird")
+    small, large = (
+        resolve(config(prune=prune, model=ModelConfig(shape=shape))).prune.history
+        for shape in ("small", "gpt3-125m")
+    )
+    assert (small, large) == (True, False)
+
+
+def test_moving_masks_can_start_from_given_ones() -> None:
+    resolved = resolve(config(prune=PruneConfig(method="rigl", masks=Path("m"))))
+    assert resolved.prune.dense_steps == 0
+
+
+@given(st.integers(12, 10**6), st.sampled_from(["early-bird", "gradual", "set", "rigl"]))
+def test_the_defaults_of_a_method_fit_each_other_at_any_length(steps: int, method: str) -> None:
+    once = resolve(config(run=RunConfig(steps=steps), prune=PruneConfig(method=method)))
+    assert resolve(once) == once
+    assert 1 <= once.prune.mask_every <= steps
+    assert once.prune.mask_stop <= steps
 
 
 @given(st.integers(1, 10**6), st.sampled_from(list(SHAPES)))

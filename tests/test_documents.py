@@ -248,7 +248,7 @@ def described(hint: Any) -> str:
     if origin is Literal:
         return "text"
     names = {int: "integer", float: "number", str: "text", type(None): "null"}
-    return names.get(hint) or {dict: "object"}[origin]
+    return names.get(hint) or {dict: "object", list: "list"}[origin]
 
 
 @pytest.mark.parametrize(("kind", "name"), events.NAMES.items(), ids=events.NAMES.values())

@@ -12,6 +12,7 @@ import pytest
 
 from samo.report.page import write_report
 from tests.runs import fake_masks, write_run
+from tests.test_report_masks import add_lines, changed, observed
 
 BROWSER: Final = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -84,6 +85,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
         write_run(base / "b", mode="masked", steps=150, masks=fake_masks(num_layers=9)),
         write_run(base / "c", mode="dense", steps=150),
     ]
+    add_lines(runs[0], [*observed(9), *changed((110, 120), (50_000, 40_000))])
     return write_report(runs, base / "report.html").read_text(encoding="utf-8")
 
 
@@ -93,7 +95,7 @@ def test_the_page_fits_its_window(source: str, width: int, tmp_path: Path) -> No
     assert seen["complaints"] == []
     assert seen["window"] == width
     assert seen["content"] <= width
-    assert seen["figures"] == 5  # wide or narrow, not both
+    assert seen["figures"] == 7  # wide or narrow, not both
     assert seen["outside"] == []
     assert seen["smallest"] > 8.5
 
@@ -105,5 +107,5 @@ def test_what_sticks_out_or_complains_is_noticed(source: str, tmp_path: Path) ->
     seen = look(broken, 390, tmp_path)
     assert seen["content"] > 390
     assert "undefined_name is not defined" in seen["complaints"][0]
-    assert seen["figures"] == 10
+    assert seen["figures"] == 14
     assert seen["smallest"] < 8.5

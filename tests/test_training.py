@@ -21,7 +21,7 @@ from samo.config import DataConfig, ModelConfig, OptimConfig, PruneConfig, RunCo
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.models import GPT
 from samo.shapes import GPTConfig
-from samo.training import events, starting
+from samo.training import events, masking, starting
 from samo.training.events import Event
 from samo.training.loop import Result, resume, train
 
@@ -71,7 +71,7 @@ def losses(run: Path) -> list[dict[str, Any]]:
     """Return what a run measured of its model, without what it measured of the clock."""
     return [
         {key: value for key, value in line.items() if key not in CLOCKED}
-        for line in lines(run, "step", "eval", "prune", "state", "sample")
+        for line in lines(run, "step", "eval", "observe", "prune", "remap", "state", "sample")
     ]
 
 
@@ -385,7 +385,7 @@ def test_a_run_is_pruned_by_its_density_rule(settings: Any, text: Path) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
     expected = samo.prune(model, config.prune.sparsity, seed=config.run.seed, **settings)
-    assert starting.draw_masks(model, config) == expected
+    assert masking.draw_masks(model, config) == expected
     assert expected.sparsity == pytest.approx(0.75 if "pattern" in settings else 0.9, abs=1e-3)
 
 
@@ -462,7 +462,8 @@ def test_listeners_hear_everything(tmp_path: Path, text: Path) -> None:
     result: Result = train(small(text), tmp_path / "run", listeners=[watcher])
     assert result.sample is not None
     heard = {type(event) for event in watcher.seen}
-    assert heard == {*events.NAMES, events.Ticked} - {events.Resumed, events.NotSaved}
+    others = {events.Resumed, events.NotSaved, events.Observed, events.Remapped}
+    assert heard == {*events.NAMES, events.Ticked} - others
 
 
 def test_the_first_pruned_weights_are_the_best_if_nothing_after_is_better(

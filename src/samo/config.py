@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
+from samo.config_methods import MOVING, NONE, Distance, Method, check_method, resolve_method
 from samo.errors import ConfigError
 from samo.pruning.densities import parse_pattern, pattern_sparsity
 from samo.shapes import SHAPES, GPTConfig, ShapeName
@@ -78,9 +79,11 @@ class PruneConfig:
     sparsity: float | Auto = "auto"
     """Fraction of the weights to prune; auto: 0.9, or what --pattern prunes."""
     dense_steps: int | Auto = "auto"
-    """Steps of dense training before pruning; auto: a fifth of all, none with --init or --masks."""
-    method: Literal["magnitude", "random"] = "magnitude"
-    """Keep the largest weights, or any."""
+    """Steps of dense training before pruning; auto: a fifth of all, none with --init or --masks; with
+    early-bird the longest that it waits, auto: half of all; with set and rigl none."""
+    method: Method = "magnitude"
+    """Keep the largest weights, or any; early-bird: the largest, as soon as they are always the same;
+    gradual: ever fewer; set, rigl: others every so often, grown at random or by their gradients."""
     scope: Literal["tensor", "global", "erk"] = "tensor"
     """Prune each matrix to the sparsity, or all of them together; erk: small ones less."""
     pattern: str | None = None
@@ -91,6 +94,23 @@ class PruneConfig:
     """Sparsities for single weights: pattern and value, in pairs."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
+    mask_every: int | Auto = "auto"
+    """Steps between two looks at the masks (early-bird; auto: a 200th of all) or two changes of them
+    (gradual, set, rigl; auto: a fortieth, 100 at most)."""
+    mask_stop: int | Auto = "auto"
+    """Step from which on masks stay as they are (gradual, set, rigl); auto: three quarters of the steps
+    after the dense phase."""
+    queue: int = 5
+    """Masks in a row that must agree (early-bird)."""
+    threshold: float = 0.1
+    """Largest distance at which they agree (early-bird)."""
+    distance: Distance = "kept"
+    """Share of the kept weights not in common, or of all weights that differ (early-bird)."""
+    history: bool | Auto = "auto"
+    """Compare every mask with all before it, not the queue alone, for the report (early-bird); auto: in
+    models of up to 30 million weights."""
+    drop: float = 0.3
+    """Share of the kept weights that the first change replaces (set, rigl)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,21 +208,27 @@ def resolve(config: TrainConfig) -> TrainConfig:
         num_heads=_or(config.model.num_heads, shape.num_heads),
         context=_or(config.model.context, shape.context),
     )
-    prunes = config.run.mode != "dense"
-    has_start = config.model.init is not None or config.prune.masks is not None
-    dense_steps = 0 if has_start or not prunes else config.run.steps // 5
+    warmup_steps = _or(config.optim.warmup_steps, min(config.run.steps // 20, 1000))
+    method = resolve_method(
+        config.prune,
+        steps=config.run.steps,
+        warmup_steps=warmup_steps,
+        is_dense=config.run.mode == "dense",
+        has_start=config.model.init is not None or config.prune.masks is not None,
+        num_weights=12 * _number(model.num_layers) * _number(model.width) ** 2,
+    )
     resolved = replace(
         config,
         model=model,
         prune=replace(
             config.prune,
             sparsity=resolve_sparsity(config.prune.sparsity, config.prune.pattern),
-            dense_steps=_or(config.prune.dense_steps, dense_steps),
+            **method,
         ),
         optim=replace(
             config.optim,
             lr=_or(config.optim.lr, shape.lr),
-            warmup_steps=_or(config.optim.warmup_steps, min(config.run.steps // 20, 1000)),
+            warmup_steps=warmup_steps,
         ),
     )
     _check(resolved)
@@ -238,13 +264,8 @@ def gpt_config(model: ModelConfig, vocab_size: int) -> GPTConfig:
 
 
 def _check(config: TrainConfig) -> None:
-    data, model, prune, optim, run = (
-        config.data,
-        config.model,
-        config.prune,
-        config.optim,
-        config.run,
-    )
+    data, model, prune = config.data, config.model, config.prune
+    optim, run = config.optim, config.run
     _require(bool(data.train), "no text to train on; name a file: samo train notes.txt")
     for name, count in (
         ("num_layers", model.num_layers),
@@ -304,7 +325,7 @@ def _check_together(config: TrainConfig) -> None:
         "dense_steps, or train densely with mode dense",
     )
     if run.mode == "dense":
-        defaults = PruneConfig(dense_steps=dense_steps)
+        defaults = PruneConfig(**{**NONE, "dense_steps": dense_steps})
         changed = [
             name
             for name in PruneConfig.__slots__
@@ -321,6 +342,7 @@ def _check_together(config: TrainConfig) -> None:
             name
             for name in ("sparsity", "method", "scope", "pattern", "skip", "rules")
             if getattr(prune, name) != getattr(defaults, name)
+            and not (name == "method" and prune.method in MOVING)  # those start from given masks
         ]
         _require(
             not changed,
@@ -338,6 +360,13 @@ def _check_together(config: TrainConfig) -> None:
         prune.pattern is None or prune.scope == "tensor",
         f"pattern {prune.pattern} gives every matrix the same sparsity, and scope {prune.scope} would "
         "have no effect; leave one of them out",
+    )
+    check_method(
+        prune,
+        mode=run.mode,
+        steps=run.steps,
+        warmup_steps=_number(config.optim.warmup_steps),
+        state=config.optim.state,
     )
     _require(
         config.optim.state == "exact" or run.mode == "samo",

@@ -31,6 +31,7 @@ class Display:
         self._task: TaskID | None = None
         self._numbers = ""
         self._state = ""
+        self._masks = ""
         self._phase = ""
         self._steps = 0
         self._began = (0, 0.0)
@@ -74,11 +75,15 @@ class Display:
                     event.step,
                     f"validation loss {event.valid_loss:.3f}, perplexity {event.perplexity:,.2f}",
                 )
+            case events.Observed() if event.largest is not None:
+                self._masks = f"masks differ by {event.largest:.3f}  "
             case events.Pruned():
-                self._say(
-                    event.step,
-                    f"pruned {event.sparsity:.1%}: {event.kept:,} of {event.numel:,} weights kept",
-                )
+                self._masks = ""
+                self._say(event.step, _pruned(event))
+            case events.Remapped():
+                self._masks = f"{event.sparsity:.1%} pruned  "
+                if event.grown:
+                    self._masks = f"{event.grown / event.kept:.1%} replaced  "
             case events.Accounted():
                 self._state = f"state {size(event.measured_bytes)} of "
             case events.NotSaved():
@@ -102,7 +107,8 @@ class Display:
     def _step(self, event: events.Stepped) -> None:
         speed = f"{event.tokens_per_s:,.0f} tokens/s"
         self._numbers = (
-            f"loss {event.loss:.3f}  {speed}  {self._state}{size(event.memory_bytes)} in all"
+            f"loss {event.loss:.3f}  {self._masks}{speed}  "
+            f"{self._state}{size(event.memory_bytes)} in all"
         )
         if self._progress is not None and self._task is not None:
             description = (
@@ -127,3 +133,15 @@ class Display:
             markup=False,
             soft_wrap=True,
         )
+
+
+def _pruned(event: events.Pruned) -> str:
+    """Say what is kept, and with early-bird why the masks were drawn now."""
+    text = f"pruned {event.sparsity:.1%}: {event.kept:,} of {event.numel:,} weights kept"
+    if event.sparsity == 0:
+        text = f"compressed; {event.numel:,} weights are pruned from here on, step by step"
+    if event.threshold is None:
+        return text
+    how = "masks have settled" if event.reason == "settled" else "limit reached, masks not settled"
+    distances = ", ".join(f"{distance:.3f}" for distance in event.distances)
+    return f"{text}; {how}: distances {distances}, threshold {event.threshold}"

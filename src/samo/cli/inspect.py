@@ -83,7 +83,8 @@ def _machine() -> _Found:
 
 
 def _run(path: Path) -> _Found:
-    from samo.report.findings import saved, tokens_per_s
+    from samo.report.findings import entries, saved, tokens_per_s
+    from samo.report.mask_course import change_finding, ticket_finding
     from samo.report.runs import read_run
 
     run = read_run(path)
@@ -104,6 +105,10 @@ def _run(path: Path) -> _Found:
             f"{percent(run.prune.sparsity)} of {run.prune.numel:,} weights, from step {run.prune.step:,}",
             run.prune.sparsity,
         )
+    if run.observations:
+        found.add("ticket", ticket_finding(run))
+    if run.changes:
+        found.add("masks", change_finding(entries([run])))
     if run.last_eval is not None:
         shown = f"{loss(run.last_eval.loss)} at step {run.last_eval.step:,}"
         found.add("validation loss", shown, run.last_eval.loss)

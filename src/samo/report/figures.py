@@ -53,7 +53,9 @@ _MARKERS: Final = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Label:
+class EndLabel:
+    """What stands beside the end of a run's curve."""
+
     entry: Entry
     y: float
     text: str
@@ -62,7 +64,7 @@ class _Label:
 def loss_figure(shown: Sequence[Entry], size: Size) -> Figure:
     """Draw the losses over the steps."""
     figure = new_figure(size.width, size.height)
-    draw_loss(_curve_axes(figure, size, shown, "0.000"), shown, size)
+    draw_loss(curve_axes(figure, size, shown, "0.000"), shown, size)
     return figure
 
 
@@ -70,7 +72,7 @@ def throughput_figure(shown: Sequence[Entry], size: Size) -> Figure:
     """Draw the tokens a second over the steps."""
     figure = new_figure(size.width, round(0.8 * size.height))
     fastest = max((rate for e in shown if (rate := tokens_per_s(e.run)) > 0), default=0.0)
-    draw_throughput(_curve_axes(figure, size, shown, amounts.count(fastest)), shown, size)
+    draw_throughput(curve_axes(figure, size, shown, amounts.count(fastest)), shown, size)
     return figure
 
 
@@ -84,7 +86,7 @@ def memory_figure(bars: Sequence[Bar], size: Size) -> Figure:
     return figure
 
 
-def _curve_axes(figure: Figure, size: Size, shown: Sequence[Entry], value: str) -> Axes:
+def curve_axes(figure: Figure, size: Size, shown: Sequence[Entry], value: str) -> Axes:
     """Add axes that leave room to the right for labels with values as long as ``value``."""
     return place(figure, left=_LEFT, right=label_room(size, shown, value), top=26, bottom=40)
 
@@ -129,14 +131,14 @@ def draw_loss(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
         lows += raw[np.isfinite(raw)].tolist() if len(x) < 10 else seen[np.isfinite(seen)].tolist()
         end = run.last_eval.loss if run.last_eval else _last_finite(mean)
         if math.isfinite(end):
-            labels.append(_Label(entry=entry, y=end, text=amounts.loss(end)))
+            labels.append(EndLabel(entry=entry, y=end, text=amounts.loss(end)))
     if heights:
         low, high = min(lows), max([*heights, *lows] if len(heights) < 10 else heights)
         margin = 0.08 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
-    _finish(axes, shown, size, "loss, nats per token")
-    _mark_prune_steps(axes, shown)
-    _label_ends(axes, labels, size)
+    finish(axes, shown, size, "loss, nats per token")
+    mark_prune_steps(axes, shown)
+    label_ends(axes, labels, size)
 
 
 def _width(entry: Entry, shown: Sequence[Entry]) -> float:
@@ -160,12 +162,12 @@ def draw_throughput(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
         if len(x) == 1:
             axes.plot(x, raw, "o", color=colour, markersize=4)
         if math.isfinite(rate := tokens_per_s(run)):
-            labels.append(_Label(entry=entry, y=rate, text=amounts.count(rate)))
+            labels.append(EndLabel(entry=entry, y=rate, text=amounts.count(rate)))
             highest = max(highest, float(np.nanpercentile(raw, 99)), rate)
     axes.set_ylim(0, 1.15 * highest or 1.0)
-    _finish(axes, shown, size, "tokens/s")
-    _mark_prune_steps(axes, shown)
-    _label_ends(axes, labels, size)
+    finish(axes, shown, size, "tokens/s")
+    mark_prune_steps(axes, shown)
+    label_ends(axes, labels, size)
 
 
 def draw_memory(axes: Axes, bars: Sequence[Bar], *, is_wide: bool, text_size: float = 12.0) -> None:
@@ -226,7 +228,8 @@ def draw_memory(axes: Axes, bars: Sequence[Bar], *, is_wide: bool, text_size: fl
         )
 
 
-def _finish(axes: Axes, shown: Sequence[Entry], size: Size, quantity: str) -> None:
+def finish(axes: Axes, shown: Sequence[Entry], size: Size, quantity: str) -> None:
+    """Give curves over steps their axes, and say above them what they show."""
     axes.set_xlim(0, max([entry.run.last_step for entry in shown if entry.run.last_step] or [1]))
     axes.grid(axis="y")
     axes.xaxis.set_major_locator(
@@ -253,18 +256,18 @@ def _tick(value: float, decimals: int) -> str:
     return f"{value / 1e6:,.1f}M" if abs(value) >= 1e6 else f"{value:,.{decimals}f}"
 
 
-def _mark_prune_steps(axes: Axes, shown: Sequence[Entry]) -> None:
+def mark_prune_steps(axes: Axes, shown: Sequence[Entry]) -> None:
+    """Draw a line where masks were drawn, and say how many weights they prune."""
     steps = sorted({entry.run.prune.step for entry in shown if entry.run.prune is not None})
     for step in steps:
         axes.axvline(step, color=LIGHT["muted"], linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
     if not steps:
         return
-    at_first = {
-        amounts.percent(entry.run.prune.sparsity)
-        for entry in shown
-        if entry.run.prune is not None and entry.run.prune.step == steps[0]
-    }
-    text = f"pruned to {at_first.pop()} sparsity" if len(at_first) == len(steps) == 1 else "pruned"
+    first = [e.run for e in shown if e.run.prune is not None and e.run.prune.step == steps[0]]
+    at_first = {amounts.percent(run.prune.sparsity) for run in first if run.prune is not None}
+    text = "pruned from here on" if any(run.is_pruned_in_steps for run in first) else "pruned"
+    if len(at_first) == len(steps) == 1:
+        text += f"{',' if ' on' in text else ''} to {at_first.pop()} sparsity"
     is_late = steps[0] > 0.6 * axes.get_xlim()[1]
     axes.annotate(
         text,
@@ -279,7 +282,7 @@ def _mark_prune_steps(axes: Axes, shown: Sequence[Entry]) -> None:
     )
 
 
-def _label_ends(axes: Axes, labels: Sequence[_Label], size: Size) -> None:
+def label_ends(axes: Axes, labels: Sequence[EndLabel], size: Size) -> None:
     """Write each run's name and value beside the end of its curve, moved apart where they touch."""
     low, high = axes.get_ylim()
     pixels = axes.get_window_extent().height

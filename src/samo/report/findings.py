@@ -229,10 +229,11 @@ def summary(shown: Sequence[Entry]) -> str:
         run = runs[0]
         parts = [f"{run.mode or 'one'} run{of}"]
         if run.prune is not None:
-            parts.append(
-                f"pruned to {amounts.percent(run.prune.sparsity)} sparsity at step "
-                f"{amounts.count(run.prune.step)}"
-            )
+            when = f"at step {amounts.count(run.prune.step)}"
+            if run.is_pruned_in_steps:
+                last = amounts.count(run.changes[-1].step)
+                when = f"from step {amounts.count(run.prune.step)} to {last}"
+            parts.append(f"pruned to {amounts.percent(run.prune.sparsity)} sparsity {when}")
         tokens = run.steps.tokens[-1] if len(run.steps) else math.nan
         length = f"{amounts.count(run.last_step)} steps"
         if math.isfinite(tokens):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from samo import durable
 from samo.errors import ConfigError, RunError
-from samo.report import findings, sections
+from samo.report import findings, mask_sections, sections
 from samo.report.css import style_sheet
 from samo.report.findings import Entry
 from samo.report.mask_pictures import MaskView, read_masks
+from samo.report.parts import escaped, listed
 from samo.report.poster import poster
 from samo.report.runs import read_run
 from samo.report.theme import drawing, to_png
@@ -84,12 +85,12 @@ def _write(path: Path, content: bytes) -> None:
 def _page(shown: Sequence[Entry], masks: Sequence[MaskView | str]) -> str:
     title = f"{len(shown)} runs"
     if len(shown) < 4:
-        title = sections.listed([entry.label for entry in shown])
+        title = listed([entry.label for entry in shown])
     parts = [
         "<header>",
         '<p class="eyebrow">samo training report</p>',
-        f"<h1>{sections.escaped(title)}</h1>",
-        f'<p class="summary">{sections.escaped(findings.summary(shown))}</p>',
+        f"<h1>{escaped(title)}</h1>",
+        f'<p class="summary">{escaped(findings.summary(shown))}</p>',
         *sections.warnings(shown),
         "</header>",
         '<section class="cards">',
@@ -98,18 +99,20 @@ def _page(shown: Sequence[Entry], masks: Sequence[MaskView | str]) -> str:
         *sections.loss(shown),
         *sections.memory(shown),
         *sections.throughput(shown),
+        *mask_sections.tickets(shown),
+        *mask_sections.changes(shown),
         *sections.masks(shown, masks),
         *sections.comparison(shown),
         *sections.samples(shown),
         *sections.settings(shown),
         *sections.method(shown),
-        f"<footer>{sections.escaped(sections.origin(shown))}</footer>",
+        f"<footer>{escaped(sections.origin(shown))}</footer>",
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'  # or a browser asks the server for one
-        f"<title>{sections.escaped(title)} - samo report</title>\n"
+        f"<title>{escaped(title)} - samo report</title>\n"
         f"<style>{style_sheet()}</style>\n</head>\n"
         "<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
     )

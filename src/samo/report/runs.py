@@ -15,6 +15,9 @@ from typing import Final
 
 from samo.errors import RunError
 from samo.memory.predict import KINDS, Kind
+from samo.report import mask_events
+from samo.report.fields import count, number, text
+from samo.report.mask_events import Change, Observation, Prune
 
 __all__ = []
 
@@ -66,18 +69,6 @@ class Eval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prune:
-    """The moment the masks were drawn."""
-
-    step: int
-    kept: int
-    numel: int
-    sparsity: float
-    evals_before: int
-    """How many evaluations came before it; the next ones are of pruned weights."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """Bytes of model state, from the ledger; None for what the run did not say."""
 
@@ -117,7 +108,11 @@ class Run:
     """The last step that left a trace; 0 before the first."""
     steps: Steps
     evals: Sequence[Eval]
+    observations: Sequence[Observation]
+    """Looks of early-bird at the masks."""
     prune: Prune | None
+    changes: Sequence[Change]
+    """Changes of the masks after they were drawn."""
     state: State | None
     """The last account of the ledger."""
     checkpoint_bytes: int | None
@@ -133,19 +128,24 @@ class Run:
     def mode(self) -> str:
         """How it trained: samo, masked or dense; empty if the run does not say."""
         section = self.config.get("run")
-        return _text(section.get("mode")) if isinstance(section, dict) else ""
+        return text(section.get("mode")) if isinstance(section, dict) else ""
 
     @property
     def dtype(self) -> str:
         """Type of the weights; empty if the run does not say."""
         section = self.config.get("run")
-        return _text(section.get("dtype")) if isinstance(section, dict) else ""
+        return text(section.get("dtype")) if isinstance(section, dict) else ""
+
+    @property
+    def is_pruned_in_steps(self) -> bool:
+        """Whether masks lost weights after they were drawn."""
+        return any(change.dropped > change.replaced for change in self.changes)
 
     @property
     def num_params(self) -> int | None:
         """Dense parameters of the model."""
-        count = _count(self.model.get("num_params"))
-        return self.state.num_params if count is None and self.state else count
+        said = count(self.model.get("num_params"))
+        return self.state.num_params if said is None and self.state else said
 
     @property
     def last_eval(self) -> Eval | None:
@@ -180,6 +180,8 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     about = _read_about(path)
     steps, evals, samples = Steps(), [], []
+    observations: list[Observation] = []
+    changes: list[Change] = []
     prune: Prune | None = None
     state: State | None = None
     checkpoint_bytes: int | None = None
@@ -190,33 +192,38 @@ def read_run(path: str | Path) -> Run:
         if record is None:
             broken_lines += 1
             continue
-        event, step = record.get("event"), _count(record.get("step"))
+        event, step = record.get("event"), count(record.get("step"))
         last_step = max(last_step, step or 0)
         if event == "step" and step is not None:
-            phase = _text(record.get("phase"))
+            phase = text(record.get("phase"))
             if not steps.phases or steps.phases[-1][1] != phase:
                 steps.phases.append((len(steps), phase))
             for name, column in columns:
-                column.append(_number(record.get(name)))
+                column.append(number(record.get(name)))
         elif event == "eval" and step is not None:
             evals.append(_eval(step, record))
         elif event == "prune":
-            prune = _prune(step or 0, record, len(evals))
+            prune = mask_events.prune(step or 0, record, len(evals))
+        elif event == "observe" and (seen := mask_events.observation(step or 0, record)):
+            observations.append(seen)
+        elif event == "remap" and (changed := mask_events.change(step or 0, record, prune)):
+            changes.append(changed[0])
+            prune = changed[1]
         elif event == "state":
             state = _state(step or 0, record)
         elif event == "save":
-            checkpoint_bytes = _count(record.get("bytes"))
+            checkpoint_bytes = count(record.get("bytes"))
         elif event == "sample":
-            samples.append(Sample(step=step or 0, text=_text(record.get("text"))))
+            samples.append(Sample(step=step or 0, text=text(record.get("text"))))
         elif event == "end":
-            end = _text(record.get("reason")) or None
+            end = text(record.get("reason")) or None
         elif event == "resume":
             resumes, end = resumes + 1, None  # it goes on: what ended was the part before
     return Run(
         path=path,
-        name=_text(about.get("name")) or path.resolve().name,
-        command=_text(about.get("command")),
-        started=_text(about.get("started")),
+        name=text(about.get("name")) or path.resolve().name,
+        command=text(about.get("command")),
+        started=text(about.get("started")),
         config=_section(about, "config"),
         model=_section(about, "model"),
         data=_section(about, "data"),
@@ -225,7 +232,9 @@ def read_run(path: str | Path) -> Run:
         last_step=last_step,
         steps=steps,
         evals=evals,
+        observations=observations,
         prune=prune,
+        changes=changes,
         state=state,
         checkpoint_bytes=checkpoint_bytes,
         samples=samples,
@@ -300,29 +309,21 @@ def _records(file: Path) -> Iterator[dict[str, object] | None]:
 def _eval(step: int, record: Mapping[str, object]) -> Eval:
     return Eval(
         step=step,
-        loss=_number(record.get("valid_loss")),
-        perplexity=_number(record.get("perplexity")),
-        tokens=_number(record.get("tokens")),
-        elapsed_s=_number(record.get("elapsed_s")),
+        loss=number(record.get("valid_loss")),
+        perplexity=number(record.get("perplexity")),
+        tokens=number(record.get("tokens")),
+        elapsed_s=number(record.get("elapsed_s")),
     )
-
-
-def _prune(step: int, record: Mapping[str, object], evals_before: int) -> Prune | None:
-    kept, numel = _count(record.get("kept")), _count(record.get("numel"))
-    if kept is None or not numel:
-        return None
-    sparsity = 1.0 - kept / numel
-    return Prune(step=step, kept=kept, numel=numel, sparsity=sparsity, evals_before=evals_before)
 
 
 def _state(step: int, record: Mapping[str, object]) -> State:
     return State(
         step=step,
-        num_params=_count(record.get("num_params")),
-        measured_bytes=_count(record.get("measured_bytes")),
-        predicted_bytes=_count(record.get("predicted_bytes")),
-        dense_bytes=_count(record.get("dense_bytes")),
-        paper_bytes=_count(record.get("paper_bytes")),
+        num_params=count(record.get("num_params")),
+        measured_bytes=count(record.get("measured_bytes")),
+        predicted_bytes=count(record.get("predicted_bytes")),
+        dense_bytes=count(record.get("dense_bytes")),
+        paper_bytes=count(record.get("paper_bytes")),
         measured=_kinds(record.get("measured")),
         predicted=_kinds(record.get("predicted")),
     )
@@ -330,25 +331,7 @@ def _state(step: int, record: Mapping[str, object]) -> State:
 
 def _kinds(value: object) -> dict[Kind, int]:
     sizes = value if isinstance(value, dict) else {}
-    return {kind: size for kind in KINDS if (size := _count(sizes.get(kind))) is not None}
-
-
-def _number(value: object) -> float:
-    """Return a JSON number as a float; NaN for null, for infinity and for anything else."""
-    if type(value) is float:
-        return value if math.isfinite(value) else math.nan
-    if type(value) is int and abs(value) < 2**1000:
-        return float(value)
-    return math.nan
-
-
-def _count(value: object) -> int | None:
-    number = _number(value)
-    return int(number) if number >= 0 else None
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    return {kind: size for kind in KINDS if (size := count(sizes.get(kind))) is not None}
 
 
 def _section(about: Mapping[str, object], name: str) -> dict[str, object]:

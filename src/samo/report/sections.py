@@ -2,25 +2,17 @@
 
 import html
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from matplotlib.figure import Figure
-
 from samo.memory.predict import KINDS
 from samo.report import amounts, findings, mask_pictures
-from samo.report.figures import (
-    NARROW,
-    WIDE,
-    Size,
-    loss_figure,
-    memory_figure,
-    throughput_figure,
-)
+from samo.report.figures import loss_figure, memory_figure, throughput_figure
 from samo.report.findings import QUANTITIES, Entry
 from samo.report.mask_pictures import MaskView, Picture, sparsity_figure
-from samo.report.theme import KIND_NAMES, RUN_COLOURS, drawing, to_svg
+from samo.report.parts import colour_of, escaped, figure, listed, role, run_key, section
+from samo.report.theme import KIND_NAMES
 
 __all__ = []
 
@@ -92,7 +84,7 @@ def card(entry: Entry) -> str:
         for name, big, small in numbers
     )
     return (
-        f'<article class="card" style="{_colour(entry)}"><p class="who"><b>{escaped(entry.label)}</b>'
+        f'<article class="card" style="{colour_of(entry)}"><p class="who"><b>{escaped(entry.label)}</b>'
         f"<span>{escaped(', '.join(filter(None, about)))}</span></p>"
         f'<dl class="numbers">{cells}</dl></article>'
     )
@@ -100,15 +92,15 @@ def card(entry: Entry) -> str:
 
 def loss(shown: Sequence[Entry]) -> Iterable[str]:
     """Show the losses."""
-    key = [*_run_key(shown), '<li><i class="round"></i>validation</li>']
+    key = [*run_key(shown), '<li><i class="round"></i>validation</li>']
     caption = (
         "Faint: every logged training loss. Line: its running mean over a fiftieth of them, 5 at least, never "
         "across the step of pruning. Losses of the first steps may lie above the figure."
     )
-    yield from _section(
+    yield from section(
         "Loss",
         findings.loss_finding(shown),
-        _figure("loss", findings.loss_finding(shown), lambda size: loss_figure(shown, size)),
+        figure("loss", findings.loss_finding(shown), lambda size: loss_figure(shown, size)),
         key=key,
         caption=caption,
     )
@@ -126,10 +118,10 @@ def memory(shown: Sequence[Entry]) -> Iterable[str]:
     ]
     if any(not bar.kinds for bar in bars):
         key.append('<li><i style="--colour:var(--whole)"></i>all kinds together</li>')
-    yield from _section(
+    yield from section(
         "Memory",
         findings.memory_finding(shown),
-        _figure("memory", findings.memory_finding(shown), lambda size: memory_figure(bars, size)),
+        figure("memory", findings.memory_finding(shown), lambda size: memory_figure(bars, size)),
         key=key,
         caption="Model state without activations. Solid: measured on the tensors held. Pale: by "
         "formula; the paper's is for 16-bit weights, and its mask is an index of 4 bytes a kept weight.",
@@ -141,11 +133,11 @@ def throughput(shown: Sequence[Entry]) -> Iterable[str]:
     if not any(math.isfinite(findings.tokens_per_s(entry.run)) for entry in shown):
         return
     finding = findings.throughput_finding(shown)
-    yield from _section(
+    yield from section(
         "Throughput",
         finding,
-        _figure("throughput", finding, lambda size: throughput_figure(shown, size)),
-        key=_run_key(shown) if len(shown) > 1 else [],
+        figure("throughput", finding, lambda size: throughput_figure(shown, size)),
+        key=run_key(shown) if len(shown) > 1 else [],
         caption="Numbers are medians of the last phase of a run.",
     )
 
@@ -165,13 +157,13 @@ def masks(shown: Sequence[Entry], views: Sequence[MaskView | str]) -> Iterable[s
         caption = ""
         if len(view.tensors) > mask_pictures.MOST_BARS:
             caption = "A row for each kind of tensor, a column for each layer."
-        yield from _section(
+        yield from section(
             f"{whose}: sparsity of each layer",
             finding,
-            _figure(f"sparsity{number}", finding, draw),
+            figure(f"sparsity{number}", finding, draw),
             caption=caption,
         )
-        yield from _section(
+        yield from section(
             f"{whose}: where the kept weights are",
             "",
             f'<div class="masks">{"".join(map(_mask_picture, view.pictures))}</div>',
@@ -227,11 +219,11 @@ def comparison(shown: Sequence[Entry]) -> Iterable[str]:
     table = _table(shown, "".join(body))
     finding = "The runs side by side" if len(shown) > 1 else "The run in numbers"
     caption = "Bold: the best of a row." if "<b>" in table else ""
-    yield from _section("Comparison", finding, table, caption=caption)
+    yield from section("Comparison", finding, table, caption=caption)
 
 
 def _table(shown: Sequence[Entry], body: str) -> str:
-    head = "".join(f'<th style="{_colour(entry)}">{escaped(entry.label)}</th>' for entry in shown)
+    head = "".join(f'<th style="{colour_of(entry)}">{escaped(entry.label)}</th>' for entry in shown)
     return (
         f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -253,11 +245,11 @@ def samples(shown: Sequence[Entry]) -> Iterable[str]:
         if len(text) > _SAMPLE_LETTERS:
             text = text[:_SAMPLE_LETTERS] + " ..."
         parts.append(
-            f'<h3 style="color:var({_role(entry)})">{escaped(entry.label)}, step '
+            f'<h3 style="color:var({role(entry)})">{escaped(entry.label)}, step '
             f"{amounts.count(sample.step)}</h3><pre>{html.escape(text)}</pre>"
         )
     finding = "What the model writes" if len(written) == 1 else "What the models write"
-    yield from _section("Sample", finding, "".join(parts))
+    yield from section("Sample", finding, "".join(parts))
 
 
 def settings(shown: Sequence[Entry]) -> Iterable[str]:
@@ -287,14 +279,14 @@ def settings(shown: Sequence[Entry]) -> Iterable[str]:
         ]
         rows = "".join(
             _row(escaped(f"{title}.{key}" if title else key), [escaped(value)])
-            for title, section in sections
-            for key, value in _flat(section).items()
+            for title, values in sections
+            for key, value in _flat(values).items()
         )
         parts.append(
             f"<details><summary>{escaped(entry.label)}</summary>"
             f'<div class="scroll"><table class="settings"><tbody>{rows}</tbody></table></div></details>'
         )
-    yield from _section("Settings and hardware", "", "".join(parts))
+    yield from section("Settings and hardware", "", "".join(parts))
 
 
 def method(shown: Sequence[Entry]) -> Iterable[str]:
@@ -317,7 +309,7 @@ def method(shown: Sequence[Entry]) -> Iterable[str]:
     if len({str(entry.run.hardware.get("device_name")) for entry in shown}) > 1:
         notes.append("These runs did not all use the same hardware: their speeds do not compare.")
     items = "".join(f"<li>{escaped(note)}</li>" for note in notes)
-    yield from _section("How it was measured", "", f'<ul class="notes">{items}</ul>')
+    yield from section("How it was measured", "", f'<ul class="notes">{items}</ul>')
 
 
 def origin(shown: Sequence[Entry]) -> str:
@@ -332,61 +324,10 @@ def origin(shown: Sequence[Entry]) -> str:
     return ", ".join(filter(None, parts))
 
 
-# Parts of parts
-
-
-def _section(
-    topic: str, finding: str, content: str, *, key: Sequence[str] = (), caption: str = ""
-) -> Iterable[str]:
-    heading = f'<p class="eyebrow">{escaped(topic)}</p><h2>{escaped(finding)}</h2>'
-    if not finding:
-        heading = f"<h2>{escaped(topic)}</h2>"
-    keys = f'<ul class="key">{"".join(key)}</ul>' if key else ""
-    note = f'<p class="caption">{escaped(caption)}</p>' if caption else ""
-    yield f"<section>{heading}{keys}{content}{note}</section>"
-
-
-def _figure(name: str, label: str, draw: Callable[[Size], Figure]) -> str:
-    """Draw a figure wide and narrow; the style sheet shows the one that fits."""
-    parts = []
-    for size in (WIDE, NARROW):
-        with drawing(f"{name}-{size.name}"):
-            svg = to_svg(draw(size), escaped(label), f"{name}-{size.name}")
-        parts.append(f'<div class="figure {size.name}">{svg}</div>')
-    return "".join(parts)
-
-
-def _run_key(shown: Sequence[Entry]) -> list[str]:
-    lines = ("", "dashed", "dotted")  # as `theme.run_dashes` draws them
-    return [
-        f'<li><i class="{lines[entry.place // RUN_COLOURS % 3]}" style="{_colour(entry)}"></i>'
-        f"{escaped(entry.label)}</li>"
-        for entry in shown
-    ]
-
-
-def _role(entry: Entry) -> str:
-    return f"--run{entry.place % RUN_COLOURS}"
-
-
-def _colour(entry: Entry) -> str:
-    return f"--colour:var({_role(entry)})"
-
-
-def escaped(value: object) -> str:
-    """Write anything as text that HTML takes for nothing else."""
-    return html.escape(" ".join(amounts.plain(str(value)).split()))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join names: a, b and c."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _flat(section: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Return nested settings as ``optim.lr`` and their values as text."""
     flat: dict[str, str] = {}
-    for key, value in section.items():
+    for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             flat |= _flat(value, f"{name}.")

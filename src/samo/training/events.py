@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 __all__ = []
 
 Phase = Literal["dense", "masked", "samo"]
+DrawReason = Literal["dense_steps", "masks", "settled", "limit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +91,20 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Observed(Event):
+    """Early-bird looked at the masks that pruning would give now."""
+
+    distances: list[float]
+    """Distances to masks before, oldest first: to all of them, or to those in the queue."""
+    largest: float | None
+    """The largest distance within the queue; null for the first masks of all."""
+    threshold: float
+    """The largest distance at which masks agree."""
+    queue: int
+    """Masks that must agree, the newest counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned(Event):
     """The masks are drawn; from the next step on pruned weights stay 0."""
 
@@ -99,6 +114,28 @@ class Pruned(Event):
     """Weights of those matrices."""
     sparsity: float
     """Fraction pruned."""
+    reason: DrawReason
+    """Why now: the dense phase was over, masks were given, they have settled, or had not at the limit."""
+    distances: list[float]
+    """Early-bird: distances of the newest masks to the others in the queue, oldest first."""
+    threshold: float | None
+    """Early-bird: the largest distance at which masks agree; null for other methods."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remapped(Event):
+    """The masks have changed; weights that were dropped stay 0 from here on."""
+
+    kept: int
+    """Weights kept in the pruned matrices now."""
+    numel: int
+    """Weights of those matrices."""
+    sparsity: float
+    """Fraction pruned."""
+    dropped: int
+    """Weights that are no longer kept."""
+    grown: int
+    """Weights that are kept anew; they start at 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +204,9 @@ NAMES: dict[type[Event], str] = {
     Resumed: "resume",
     Stepped: "step",
     Evaluated: "eval",
+    Observed: "observe",
     Pruned: "prune",
+    Remapped: "remap",
     Accounted: "state",
     Saved: "save",
     NotSaved: "save_failed",

@@ -2,7 +2,7 @@
 
 run.json            settings, versions, hardware: what was run, where
 metrics.jsonl       what happened, a line each
-masks.safetensors   the masks, from pruning on
+masks.safetensors   the masks, from pruning on, as they are now
 checkpoints/last    the newest checkpoint, to go on from
 checkpoints/best    the one with the lowest validation loss since pruning
 data/               tokens, where a tokenizer made them
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from samo import durable
+from samo.checkpoints.manifest import NAME
 from samo.config import TrainConfig
 from samo.config_files import from_dict
 from samo.errors import RunError
@@ -57,6 +58,11 @@ class RunFolder:
     def best(self) -> Path:
         """The checkpoint with the lowest validation loss."""
         return self.path / "checkpoints" / "best"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a checkpoint was ever written: a manifest, its last file, makes it one."""
+        return any((path / NAME).exists() for path in (self.last, self.best))
 
     @classmethod
     def create(cls, path: Path) -> "RunFolder":

@@ -37,6 +37,7 @@ class Learner:
         *,
         dtype: torch.dtype,
         fp32_gradients: bool = False,
+        entry_steps: bool = False,
     ) -> None:
         self.model = model
         self.phase: Phase = "dense"
@@ -45,6 +46,7 @@ class Learner:
         self.dtype = dtype
         self._optim = optim
         self._grad_dtype = torch.float32 if fp32_gradients else None
+        self._entry_steps = entry_steps  # weights may be kept anew: count the updates of each
         self.dense_skipped = 0
         self._pruned: list[
             tuple[Tensor, Tensor]
@@ -84,6 +86,7 @@ class Learner:
             betas=self._optim.betas,
             eps=self._optim.eps,
             state=self._optim.state,
+            entry_steps=self._entry_steps,
         )
         self.opt.carry_over(dense)
         if isinstance(self.scaler, torch.amp.GradScaler):

@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from samo import checkpoints
-from samo.config import TrainConfig
+from samo.config import TrainConfig, resolve
 from samo.config_files import to_dict
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.environment import memory_in_use
@@ -35,13 +35,14 @@ from samo.training.events import Event, Listener
 from samo.training.folder import RunFolder, check_free
 from samo.training.interrupt import Interrupt
 from samo.training.learner import Learner
+from samo.training.masking import Masking, check_masks
 from samo.training.metrics import Board, MetricsFile, has_tensorboard
 from samo.training.schedule import learning_rate
 from samo.training.snapshot import Progress
 from samo.training.starting import (
     check_changes,
     check_memory,
-    draw_masks,
+    check_same_text,
     new_learner,
     on_this_machine,
     record,
@@ -96,14 +97,12 @@ def train(config: TrainConfig, out: Path, *, listeners: Iterable[Listener] = ())
     config = replace(config, data=replace(config.data, vocab_size=text.vocab_size))
     check_memory(config)
     learner = new_learner(config)
-    if config.run.mode != "dense":
-        draw_masks(
-            learner.model, config
-        )  # what cannot be pruned is told now, not after a dense phase
+    check_masks(learner.model, config)
+    masking = Masking(config, learner)
     folder = RunFolder.create(out)
     try:
         folder.write_run(record(config, out, text, learner))
-        return _Run(config, folder, text, learner, Progress(), listeners).go()
+        return _Run(config, folder, text, learner, masking, Progress(), listeners).go()
     finally:
         folder.close()
 
@@ -127,7 +126,7 @@ def resume(
     checkpoint = folder.last if folder.path == path else path
     folder.lock()
     try:
-        recorded = folder.config()
+        recorded = resolve(folder.config())  # an older samo did not know all settings
         config = on_this_machine(recorded if config is None else config)
         check_changes(recorded, config)
         try:
@@ -136,13 +135,14 @@ def resume(
             raise DataError(
                 f"{error}; a text that has moved is named again: samo train NEW-PLACE --resume {path}"
             ) from None
-        _check_same_text(folder, text)
-        # Killed before its first checkpoint, a run starts again at its first step.
-        has_checkpoint = checkpoint != folder.last or checkpoint.exists()
+        check_same_text(folder, text)
+        # Killed before its first checkpoint was whole, a run starts again at its first step.
+        has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         learner = new_learner(config, is_filled_later=has_checkpoint)
+        masking = Masking(config, learner)
         progress = Progress()
         if has_checkpoint:
-            progress = snapshot.restore(checkpoint, learner)
+            progress = snapshot.restore(checkpoint, learner, masking)
         if config.run.steps < progress.step:
             raise ConfigError(
                 f"the run has taken {progress.step:,} steps already, more than the {config.run.steps:,} "
@@ -154,19 +154,9 @@ def resume(
             checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
         if config != recorded:
             folder.write_run({**folder.read_run(), "config": to_dict(config)})
-        return _Run(config, folder, text, learner, progress, listeners).go()
+        return _Run(config, folder, text, learner, masking, progress, listeners).go()
     finally:
         folder.close()
-
-
-def _check_same_text(folder: RunFolder, text: Text) -> None:
-    data = folder.read_run().get("data")
-    if not isinstance(data, dict) or data.get("fingerprint") != text.fingerprint():
-        raise RunError(
-            f"the text of '{folder.path}' has changed since it was trained on, and a run goes on with "
-            "the same text only; put the old files back, name them where they lie now, or start a new "
-            "run. (Tokens that a tokenizer made lie in its folder 'data'; if those are damaged, remove it)"
-        )
 
 
 class _Run:
@@ -178,6 +168,7 @@ class _Run:
         folder: RunFolder,
         text: Text,
         learner: Learner,
+        masking: Masking,
         progress: Progress,
         listeners: Iterable[Listener],
     ) -> None:
@@ -186,6 +177,7 @@ class _Run:
         self.folder = folder
         self.text = text
         self.learner = learner
+        self.masking = masking
         self.at = progress
         self.batches = Batches(
             text.train,
@@ -217,6 +209,10 @@ class _Run:
         start = events.Resumed if self.at.step else events.Started
         try:
             self.tell(start(step=self.at.step, steps=run.steps, time=time.time()))
+            if self.masking.changes and self.learner.masks is not None:
+                self.save_masks(
+                    self.learner.masks
+                )  # those of the checkpoint, not of a later change
             with Interrupt() as interrupt:
                 while self.at.step < run.steps and interrupt.signal is None:
                     self.prune_if_due()
@@ -253,26 +249,33 @@ class _Run:
                     self.board.close()
 
     def prune_if_due(self) -> None:
-        """Leave the dense phase when its steps are over."""
-        config, dense_steps = self.config, self.config.prune.dense_steps
-        assert isinstance(dense_steps, int)
-        if config.run.mode == "dense" or self.learner.phase != "dense":
-            return
-        if self.at.step < dense_steps:
+        """Leave the dense phase when its steps are over, or when masks have settled."""
+        if not self.masking.is_due(self.at.step):
             return
         if self.at.step and self.at.valid_step != self.at.step:
             self.evaluate()  # what pruning costs shows only beside what was there before
-        masks = draw_masks(self.learner.model, config)
+        masks, pruned = self.masking.draw(self.at.step)
         self.save_masks(masks)
-        self.learner.prune(masks, config.run.mode)
-        self.tell(
-            events.Pruned(
-                step=self.at.step, kept=masks.kept, numel=masks.numel, sparsity=masks.sparsity
-            )
-        )
+        self.learner.prune(masks, self.config.run.mode)
+        self.masking.follow()
+        self.tell(pruned)
         self.at.best_loss = None  # what was dense does not count against what is pruned
         if self.at.step and self.evaluate():
             self.save(is_best=True)
+
+    def look_at_masks(self) -> None:
+        """Let early-bird look at a dense model, and masks change in a pruned one, if it is time."""
+        with self.pause():
+            seen, change = self.masking.look(self.at.step), self.masking.change(self.at.step)
+        if seen is not None:
+            self.tell(seen)
+        if change is not None:
+            assert self.learner.masks is not None
+            self.save_masks(self.learner.masks)
+            self.tell(change)
+            if change.dropped != change.grown:  # a smaller model: its losses are no match
+                self.at.best_loss = None
+                self.at.accounted = None
 
     def save_masks(self, masks: Masks) -> None:
         """Write the masks.
@@ -308,6 +311,7 @@ class _Run:
         if self.at.accounted != self.learner.phase:  # gradients and moments are there now
             self.at.accounted = self.learner.phase
             self.tell(events.Accounted(step=step, **self.learner.account()))
+        self.look_at_masks()
         self.tell(events.Ticked(step=step))
 
     def log(self, loss: float, norm: float, lr: float) -> None:
@@ -386,7 +390,9 @@ class _Run:
         tokenizer = self.text.tokenizer.name
         try:
             with self.pause():
-                snapshot.write(self.folder.last, self.learner, self.at, tokenizer=tokenizer)
+                snapshot.write(
+                    self.folder.last, self.learner, self.masking, self.at, tokenizer=tokenizer
+                )
                 if is_best:
                     checkpoints.copy(self.folder.last, self.folder.best)
         except CheckpointError as error:

@@ -83,6 +83,11 @@ class Board:
             case events.Evaluated():
                 self._writer.add_scalar("valid/loss", event.valid_loss, event.step)
                 self._writer.add_scalar("valid/perplexity", event.perplexity, event.step)
+            case events.Observed() if event.largest is not None:
+                self._writer.add_scalar("masks/distance", event.largest, event.step)
+            case events.Remapped():
+                self._writer.add_scalar("masks/sparsity", event.sparsity, event.step)
+                self._writer.add_scalar("masks/dropped", event.dropped, event.step)
             case events.Accounted():
                 self._writer.add_scalar("state/bytes", event.measured_bytes, event.step)
             case events.Sampled():

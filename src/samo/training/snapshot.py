@@ -16,6 +16,7 @@ from samo.masks import Mask, Masks
 from samo.models import GPT
 from samo.training.events import Phase
 from samo.training.learner import Learner
+from samo.training.masking import Masking
 
 __all__ = []
 
@@ -40,7 +41,9 @@ class Progress:
     dense_skipped: int = 0
 
 
-def write(path: Path, learner: Learner, progress: Progress, *, tokenizer: str) -> None:
+def write(
+    path: Path, learner: Learner, masking: Masking, progress: Progress, *, tokenizer: str
+) -> None:
     """Save a run.
 
     Raises:
@@ -54,14 +57,15 @@ def write(path: Path, learner: Learner, progress: Progress, *, tokenizer: str) -
         "model": dataclasses.asdict(learner.model.config),
         "tokenizer": tokenizer,
         **_random_states(learner.device),
+        **masking.state_dict(),
     }
     if learner.phase == "masked" and learner.masks is not None:
         extra |= {f"{_MASK}{name}": mask.words for name, mask in learner.masks.items()}
     save(path, learner.model, learner.opt, scaler=learner.scaler, extra=extra)
 
 
-def restore(path: Path, learner: Learner) -> Progress:
-    """Bring a fresh learner to where a checkpoint stands, and return where that is.
+def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
+    """Bring a fresh learner and its masks to where a checkpoint stands, and return where that is.
 
     Raises:
         CheckpointError: The checkpoint is damaged, of another model, or not of a run.
@@ -73,6 +77,7 @@ def restore(path: Path, learner: Learner) -> Progress:
     extra = load(path, learner.model, learner.opt, scaler=learner.scaler)
     if progress.phase == "masked":
         learner.prune(_masks_in(extra, learner), "masked")
+    masking.load_state_dict(extra)
     learner.dense_skipped = progress.dense_skipped
     _set_random_states(extra)
     return progress

@@ -1,4 +1,4 @@
-"""From settings to what a run starts with: device and type, model, masks, and the record of it all."""
+"""From settings to what a run starts with: device and type, model, and the record of it all."""
 
 import dataclasses
 import datetime
@@ -12,11 +12,11 @@ import torch
 from samo.checkpoints.loading import load
 from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import changes, to_dict
+from samo.config_methods import MOVING
 from samo.environment import hardware, versions
-from samo.errors import ConfigError
-from samo.masks import Masks
+from samo.errors import ConfigError, RunError
 from samo.models import GPT
-from samo.pruning.choosing import prune
+from samo.training.folder import RunFolder
 from samo.training.learner import Learner
 from samo.training.text import Text
 
@@ -74,14 +74,16 @@ def check_memory(config: TrainConfig) -> None:
     with torch.device("meta"):
         model = GPT(gpt_config(config.model, config.data.vocab_size))
     count = sum(param.numel() for param in model.parameters())
-    is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0
+    is_watched = config.prune.method in ("early-bird", "gradual")  # these begin with all weights
+    is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0 or is_watched
     # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
     needed = (16 if is_dense else 4) * count
     there = hardware(torch.device(config.run.device))["memory_bytes"]
     if there and needed > there:
-        less = (
-            ", no dense phase (--dense-steps 0)" if is_dense and config.run.mode == "samo" else ""
-        )
+        can_skip = is_dense and config.run.mode == "samo" and not is_watched
+        less = ", no dense phase (--dense-steps 0)" if can_skip else ""
+        if is_watched and config.run.mode == "samo":
+            less = ", a method that needs no dense state (--method rigl)"
         raise ConfigError(
             f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
             f"{'for its dense phase' if is_dense else 'to begin with'}, activations not counted, and "
@@ -111,35 +113,8 @@ def new_learner(config: TrainConfig, *, is_filled_later: bool = False) -> Learne
         config.optim,
         dtype=getattr(torch, config.run.dtype),
         fp32_gradients=config.run.fp32_gradients,
+        entry_steps=config.prune.method in MOVING,
     )
-
-
-def draw_masks(model: torch.nn.Module, config: TrainConfig) -> Masks:
-    """Return the masks of a run: read from a file, or drawn from the weights as they are now.
-
-    Raises:
-        ConfigError: The settings do not fit the model.
-        MaskError: The masks of a file do not.
-    """
-    settings = config.prune
-    if settings.masks is not None:
-        masks = Masks.load(settings.masks).to(config.run.device)
-        masks.parameters_of(model)
-        return masks
-    assert not isinstance(settings.sparsity, str), "resolve() comes first"
-    try:
-        return prune(
-            model,
-            settings.sparsity,
-            method=settings.method,
-            scope=settings.scope,
-            pattern=settings.pattern,
-            skip=settings.skip,
-            rules=settings.rules,
-            seed=config.run.seed,
-        )
-    except ValueError as error:
-        raise ConfigError(f"cannot prune: {error}") from error
 
 
 def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
@@ -155,6 +130,21 @@ def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
         raise ConfigError(
             f"a resumed run keeps its settings, and {key} was {old!r}, not {new!r}; leave it out, or "
             f"start a new run. What may change: {allowed}"
+        )
+
+
+def check_same_text(folder: RunFolder, text: Text) -> None:
+    """Refuse to resume a run on another text.
+
+    Raises:
+        RunError: It has changed.
+    """
+    data = folder.read_run().get("data")
+    if not isinstance(data, dict) or data.get("fingerprint") != text.fingerprint():
+        raise RunError(
+            f"the text of '{folder.path}' has changed since it was trained on, and a run goes on with "
+            "the same text only; put the old files back, name them where they lie now, or start a new "
+            "run. (Tokens that a tokenizer made lie in its folder 'data'; if those are damaged, remove it)"
         )
 
 
