@@ -21,7 +21,7 @@ SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
     {"samo.errors", "samo.shapes", "samo.pruning.densities", "samo.models", "samo.generation"},
-    {"samo.config_methods", "samo.config", "samo.config_files"},
+    {"samo.config_mesh", "samo.config_methods", "samo.config", "samo.config_files"},
     {
         "samo.data",
         "samo.data.order",
@@ -93,7 +93,7 @@ LAYERS: Final = (
     {"samo.parallel", "samo.parallel.mesh", "samo.parallel.layout", "samo.parallel.traffic"},
     {"samo.parallel.peers"},
     {"samo.parallel.collectives"},
-    {"samo.parallel.agreement", "samo.parallel.buckets"},
+    {"samo.parallel.agreement", "samo.parallel.buckets", "samo.parallel.dense"},
     {"samo.parallel.members", "samo.parallel.team"},
     {"samo.parallel.replicas"},
     {"samo.parallel.clipping"},
@@ -121,6 +121,7 @@ LAYERS: Final = (
     {"samo.environment", "samo.model_folders"},
     {"samo.training", "samo.training.schedule", "samo.training.events", "samo.training.interrupt"},
     {"samo.training.folder", "samo.training.text", "samo.training.metrics"},
+    {"samo.training.ranks"},
     {"samo.training.learner"},
     {"samo.training.masking"},
     {"samo.training.snapshot", "samo.training.starting"},

@@ -24,6 +24,7 @@ import torch
 from samo import checkpoints
 from samo.config import TrainConfig, resolve
 from samo.config_files import to_dict
+from samo.config_mesh import check_batch
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.environment import memory_in_use
 from samo.errors import CheckpointError, ConfigError, DataError, RunError, SamoError
@@ -36,7 +37,8 @@ from samo.training.folder import RunFolder, check_free
 from samo.training.interrupt import Interrupt
 from samo.training.learner import Learner
 from samo.training.masking import Masking, check_masks
-from samo.training.metrics import Board, MetricsFile, has_tensorboard
+from samo.training.metrics import Board, MetricsFile, RankFile, has_tensorboard
+from samo.training.ranks import Ranks
 from samo.training.schedule import learning_rate
 from samo.training.snapshot import Progress
 from samo.training.starting import (
@@ -76,13 +78,22 @@ class Result(NamedTuple):
     """Step of the newest checkpoint that this process wrote."""
 
 
-def train(config: TrainConfig, out: Path, *, listeners: Iterable[Listener] = ()) -> Result:
+def train(
+    config: TrainConfig,
+    out: Path,
+    *,
+    listeners: Iterable[Listener] = (),
+    ranks: Ranks | None = None,
+) -> Result:
     """Train a model from its first step on.
+
+    Under torchrun every rank calls it alike; the first one writes the files.
 
     Args:
         config: The settings.
         out: The run folder to make; it must not exist, or be empty.
         listeners: Who is told what happens, beside the metrics file.
+        ranks: The ranks, if they have met already.
 
     Raises:
         ConfigError: A setting is out of range, or two contradict each other.
@@ -90,25 +101,35 @@ def train(config: TrainConfig, out: Path, *, listeners: Iterable[Listener] = ())
         MaskError: The masks that are given do not fit.
         CheckpointError: ``model.init`` cannot be read, or a checkpoint cannot be written.
         RunError: The folder cannot be used, or the loss is no longer a number.
+        PeerError: Another rank failed, died or hung.
     """
     config = on_this_machine(config)
-    check_free(out)
-    text = open_text(config, out)
+    ranks = ranks or Ranks.join(config.mesh, config.run.device)
+    check_batch(config, ranks.num_replicas)
+    ranks.check_same("settings", to_dict(config))
+    ranks.first("the run folder", lambda: check_free(out))
+    text = ranks.first_then_others("the text", lambda: open_text(config, out))
     config = replace(config, data=replace(config.data, vocab_size=text.vocab_size))
     check_memory(config)
-    learner = new_learner(config)
-    check_masks(learner.model, config)
+    learner = new_learner(config, ranks)
+    ranks.together("the masks", lambda: check_masks(learner.model, config))
     masking = Masking(config, learner)
-    folder = RunFolder.create(out)
+    folder = ranks.first("the run folder", lambda: RunFolder.create(out)) or RunFolder(out)
     try:
-        folder.write_run(record(config, out, text, learner))
-        return _Run(config, folder, text, learner, masking, Progress(), listeners).go()
+        ranks.first("run.json", lambda: folder.write_run(record(config, out, text, learner)))
+        result = _Run(config, folder, text, learner, masking, Progress(), listeners).go()
     finally:
         folder.close()
+    ranks.leave()
+    return result
 
 
 def resume(
-    path: Path, *, config: TrainConfig | None = None, listeners: Iterable[Listener] = ()
+    path: Path,
+    *,
+    config: TrainConfig | None = None,
+    listeners: Iterable[Listener] = (),
+    ranks: Ranks | None = None,
 ) -> Result:
     """Go on with a run that was interrupted or killed, exactly where its last checkpoint stands.
 
@@ -116,6 +137,7 @@ def resume(
         path: The run folder, or one of its checkpoints (``RUN/checkpoints/best``).
         config: Settings, of which a few may differ from the run's own: see ``CHANGEABLE``.
         listeners: Who is told what happens, beside the metrics file.
+        ranks: The ranks, if they have met already; they need not be as many as before.
 
     Raises:
         RunError: It is no run folder, another process trains there, or its text has changed.
@@ -124,21 +146,18 @@ def resume(
     """
     folder = RunFolder.find(path)
     checkpoint = folder.last if folder.path == path else path
-    folder.lock()
+    recorded = resolve(folder.config())  # an older samo did not know all settings
+    config = on_this_machine(recorded if config is None else config)
+    ranks = ranks or Ranks.join(config.mesh, config.run.device)
+    check_batch(config, ranks.num_replicas)
+    ranks.check_same("settings", to_dict(config))
+    ranks.first("the run folder", folder.lock)
     try:
-        recorded = resolve(folder.config())  # an older samo did not know all settings
-        config = on_this_machine(recorded if config is None else config)
         check_changes(recorded, config)
-        try:
-            text = open_text(config, folder.path)
-        except DataError as error:
-            raise DataError(
-                f"{error}; a text that has moved is named again: samo train NEW-PLACE --resume {path}"
-            ) from None
-        check_same_text(folder, text)
+        text = ranks.first_then_others("the text", lambda: _same_text(config, folder, path))
         # Killed before its first checkpoint was whole, a run starts again at its first step.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
-        learner = new_learner(config, is_filled_later=has_checkpoint)
+        learner = new_learner(config, ranks, is_filled_later=has_checkpoint)
         masking = Masking(config, learner)
         progress = Progress()
         if has_checkpoint:
@@ -150,13 +169,30 @@ def resume(
             )
         if config.run.eval_batches != recorded.run.eval_batches:
             progress.best_loss = None  # losses on other batches are no measure for it
-        if checkpoint != folder.last:
-            checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
-        if config != recorded:
-            folder.write_run({**folder.read_run(), "config": to_dict(config)})
-        return _Run(config, folder, text, learner, masking, progress, listeners).go()
+
+        def note_changes() -> None:
+            if checkpoint != folder.last:
+                checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
+            if config != recorded:
+                folder.write_run({**folder.read_run(), "config": to_dict(config)})
+
+        ranks.first("the run folder", note_changes)
+        result = _Run(config, folder, text, learner, masking, progress, listeners).go()
     finally:
         folder.close()
+    ranks.leave()
+    return result
+
+
+def _same_text(config: TrainConfig, folder: RunFolder, path: Path) -> Text:
+    try:
+        text = open_text(config, folder.path)
+    except DataError as error:
+        raise DataError(
+            f"{error}; a text that has moved is named again: samo train NEW-PLACE --resume {path}"
+        ) from None
+    check_same_text(folder, text)
+    return text
 
 
 class _Run:
@@ -177,6 +213,7 @@ class _Run:
         self.folder = folder
         self.text = text
         self.learner = learner
+        self.ranks = learner.ranks
         self.masking = masking
         self.at = progress
         self.batches = Batches(
@@ -184,17 +221,26 @@ class _Run:
             context=config.model.context,
             batch_size=config.run.batch_size,
             seed=config.run.seed,
+            part=self.ranks.part,
         )
         self.batches.position = progress.position
         is_over = progress.step >= config.run.steps  # then what was written is about it as it is
-        self.metrics = MetricsFile(
-            folder.metrics,
-            size=None if is_over else progress.metrics_bytes,
-            on_error=config.run.save_errors,
-        )
+        self.metrics: MetricsFile | RankFile
         self.board: Board | None = None
-        if has_tensorboard():
-            self.board = Board(folder.path / "tensorboard", step=progress.step)
+        if self.ranks.is_first:
+            self.metrics = MetricsFile(
+                folder.metrics,
+                size=None if is_over else progress.metrics_bytes,
+                on_error=config.run.save_errors,
+            )
+            if has_tensorboard():
+                self.board = Board(folder.path / "tensorboard", step=progress.step)
+        else:
+            self.metrics = RankFile(
+                folder.rank_metrics(self.ranks.rank),
+                step=progress.step,
+                on_error=config.run.save_errors,
+            )
         board = [] if self.board is None else [self.board]
         self.listeners: list[Listener] = [*listeners, self.metrics, *board]
         self.lines_without_loss = 0
@@ -214,14 +260,16 @@ class _Run:
                     self.learner.masks
                 )  # those of the checkpoint, not of a later change
             with Interrupt() as interrupt:
-                while self.at.step < run.steps and interrupt.signal is None:
+                signal = self.ranks.common_signal(interrupt.signal)
+                while self.at.step < run.steps and signal is None:
                     self.prune_if_due()
                     self.take_step()
                     is_last = self.at.step >= run.steps
                     is_best = False
                     if is_last or self.at.step % run.eval_every == 0:
                         is_best = self.evaluate()
-                    stops = is_last or interrupt.signal is not None
+                    signal = self.ranks.common_signal(interrupt.signal)
+                    stops = is_last or signal is not None
                     if stops or is_best or self.at.step % run.save_every == 0:
                         self.save(is_best=is_best)
             is_done = self.at.step >= run.steps
@@ -233,7 +281,7 @@ class _Run:
                 folder=self.folder.path,
                 step=self.at.step,
                 valid_loss=self.at.valid_loss,
-                signal=None if is_done else interrupt.signal,
+                signal=None if is_done else signal,
                 sample=self.sample,
                 ledger=self.learner.ledger(),
                 saved_step=self.saved_step,
@@ -283,6 +331,8 @@ class _Run:
         Raises:
             RunError: They could not be written, and the run is to stop then.
         """
+        if not self.ranks.is_first:
+            return
         try:
             masks.save(self.folder.masks)
         except OSError as error:
@@ -300,7 +350,9 @@ class _Run:
         lr = learning_rate(step, run.steps, self.config.optim)
         norm = self.learner.step(lr)
         is_logged = step % run.log_every == 0 or step >= run.steps
-        numbers = (float(loss), float(norm)) if is_logged else None  # waits for the device
+        numbers = None
+        if is_logged:  # waits for the device, and for the other ranks
+            numbers = (self.learner.whole_loss(loss), float(norm))
         self.at.step = step
         self.at.tokens += sum(batch.num_tokens for batch in batches)
         self.at.position = self.batches.position
@@ -341,12 +393,28 @@ class _Run:
                 elapsed_s=self.at.elapsed_s,
             )
         )
+        self.tell_traffic()
         self.lines_without_loss = 0 if math.isfinite(loss) else self.lines_without_loss + 1
         if self.lines_without_loss >= _LINES_UNTIL_DIVERGED:
             raise RunError(
                 f"the loss has not been a number for {self.lines_without_loss} lines of metrics, up to "
                 f"step {self.at.step:,}; the run has diverged: start a new one with a lower --lr, or a "
                 "longer --warmup-steps"
+            )
+
+    def tell_traffic(self) -> None:
+        """Write what this rank has sent and received, if there are others."""
+        traffic = self.learner.traffic()
+        if traffic is not None:
+            self.tell(
+                events.Exchanged(
+                    step=self.at.step,
+                    rank=self.ranks.rank,
+                    stage=self.ranks.stage,
+                    replica=self.ranks.replica,
+                    memory_bytes=memory_in_use(self.learner.device),
+                    **traffic,
+                )
             )
 
     def evaluate(self) -> bool:
@@ -377,6 +445,7 @@ class _Run:
             context=context,
             batch_size=run.batch_size,
             max_batches=run.eval_batches,
+            part=self.ranks.part,
         )
 
     def save(self, *, is_best: bool) -> None:
@@ -393,9 +462,9 @@ class _Run:
                 snapshot.write(
                     self.folder.last, self.learner, self.masking, self.at, tokenizer=tokenizer
                 )
-                if is_best:
+                if is_best and self.ranks.is_first:
                     checkpoints.copy(self.folder.last, self.folder.best)
-        except CheckpointError as error:
+        except CheckpointError as error:  # on all ranks alike
             if self.config.run.save_errors == "stop":
                 raise
             self.tell(events.NotSaved(step=self.at.step, reason=str(error)))
@@ -414,7 +483,7 @@ class _Run:
         """Account for the state, and let the model write."""
         if self.has_stepped:
             self.tell(events.Accounted(step=self.at.step, **self.learner.account()))
-        if not self.config.run.sample_tokens:
+        if not self.config.run.sample_tokens or not self.ranks.is_first:
             return
         assert isinstance(self.config.model.context, int)
         prompt_T = next(self.validation()).inputs_BT[0, :_PROMPT_TOKENS]

@@ -113,6 +113,7 @@ class Masking:
                 every=every,
                 stop=stop,
                 seed=seed,
+                add_up=learner.add_up_dense,
             )
 
     def change(self, step: int) -> events.Remapped | None:
@@ -123,7 +124,7 @@ class Masking:
         if masks is None:
             return None
         assert before is not None
-        self._learner.masks = masks
+        self._learner.remapped(masks)
         common = (before & masks).kept
         return events.Remapped(
             step=step,

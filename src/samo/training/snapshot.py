@@ -61,7 +61,20 @@ def write(
     }
     if learner.phase == "masked" and learner.masks is not None:
         extra |= {f"{_MASK}{name}": mask.words for name, mask in learner.masks.items()}
-    save(path, learner.model, learner.opt, scaler=learner.scaler, extra=extra)
+    _save(path, learner, extra)
+
+
+def _save(path: Path, learner: Learner, extra: dict[str, Any]) -> None:
+    """Save on the first rank, and let all know how it went."""
+    failure: CheckpointError | None = None
+    if learner.ranks.is_first:
+        try:
+            save(path, learner.model, learner.opt, scaler=learner.scaler, extra=extra)
+        except CheckpointError as error:
+            failure = error
+    said = learner.ranks.told("a checkpoint", "" if failure is None else str(failure))
+    if said:
+        raise failure or CheckpointError(f"rank 0: {said}")
 
 
 def restore(path: Path, learner: Learner, masking: Masking) -> Progress:

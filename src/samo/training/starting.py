@@ -18,6 +18,7 @@ from samo.errors import ConfigError, RunError
 from samo.models import GPT
 from samo.training.folder import RunFolder
 from samo.training.learner import Learner
+from samo.training.ranks import Ranks, launcher
 from samo.training.text import Text
 
 __all__ = []
@@ -33,9 +34,15 @@ CHANGEABLE: Final = frozenset(
         "run.sample_tokens",
         "data.train",
         "data.valid",
+        "mesh.pipe",
+        "mesh.data",
+        "mesh.shard",
+        "mesh.micro_batches",
+        "mesh.pipe_schedule",
+        "mesh.timeout_s",
     }
 )
-"""What a resumed run may change: how long, how often; and where the same text lies now."""
+"""What a resumed run may change: how long, how often, on how many ranks; and where the text lies now."""
 
 
 def on_this_machine(config: TrainConfig) -> TrainConfig:
@@ -92,29 +99,40 @@ def check_memory(config: TrainConfig) -> None:
         )
 
 
-def new_learner(config: TrainConfig, *, is_filled_later: bool = False) -> Learner:
+def new_learner(
+    config: TrainConfig, ranks: Ranks | None = None, *, is_filled_later: bool = False
+) -> Learner:
     """Return a learner with its first weights: of ``model.init``, or from seed and device.
 
     Args:
         config: Resolved settings.
+        ranks: Who learns together; one process alone if nothing is said.
         is_filled_later: A checkpoint will be loaded; then ``model.init`` need not be there any more.
 
     Raises:
         CheckpointError: ``model.init`` cannot be read, or is of another model.
     """
-    assert isinstance(config.data.vocab_size, int)
-    torch.manual_seed(config.run.seed)
-    with torch.device(config.run.device):
-        model = GPT(gpt_config(config.model, config.data.vocab_size))
-    if config.model.init is not None and not is_filled_later:
-        load(config.model.init, model)
+    ranks = ranks or Ranks()
+    model = ranks.together("the model", lambda: _new_model(config, is_filled_later=is_filled_later))
     return Learner(
         model,
         config.optim,
         dtype=getattr(torch, config.run.dtype),
         fp32_gradients=config.run.fp32_gradients,
         entry_steps=config.prune.method in MOVING,
+        ranks=ranks,
+        is_sharded=config.mesh.shard == "state",
     )
+
+
+def _new_model(config: TrainConfig, *, is_filled_later: bool) -> GPT:
+    assert isinstance(config.data.vocab_size, int)
+    torch.manual_seed(config.run.seed)
+    with torch.device(config.run.device):
+        model = GPT(gpt_config(config.model, config.data.vocab_size))
+    if config.model.init is not None and not is_filled_later:
+        load(config.model.init, model)
+    return model
 
 
 def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
@@ -165,6 +183,12 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
         },
         "versions": versions(),
         "hardware": hardware(learner.device),
+        "ranks": {
+            "size": learner.ranks.size,
+            "pipe": learner.ranks.num_stages,
+            "data": learner.ranks.num_replicas,
+        },
+        "launcher": launcher(),
     }
 
 
