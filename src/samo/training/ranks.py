@@ -5,11 +5,8 @@ on goes over a group of its own, on the host: texts, errors, signals. Sums of lo
 go over the axis `data`.
 """
 
-import ctypes
 import json
 import os
-import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, TypeVar
@@ -23,13 +20,13 @@ from samo.config_mesh import MeshConfig
 from samo.errors import ConfigError, PeerError, SamoError
 from samo.parallel import mesh as meshes
 from samo.parallel.collectives import Group
+from samo.training.launches import end_with_launcher
 
 __all__ = []
 
 Result = TypeVar("Result")
 
 _HEARTBEAT_S: Final = 1.0
-_PR_SET_PDEATHSIG: Final = 1
 
 
 class Ranks:
@@ -79,7 +76,7 @@ class Ranks:
             raise ConfigError(f"{error}{more}") from None
         if num_ranks == 1:
             return cls(timeout_s=settings.timeout_s)
-        _end_with_launcher()
+        end_with_launcher()
         try:
             grid = meshes.mesh(
                 settings.pipe,
@@ -211,33 +208,3 @@ class Ranks:
     def groups(self) -> list[Group]:
         """The groups whose traffic is this run's own."""
         return [group for group in (self._all, self._data) if group is not None]
-
-
-def launcher() -> str:
-    """Return what tells one launch from another, the same over its restarts; "" without a launcher.
-
-    Example:
-        >>> from samo.training.ranks import launcher
-        >>> launcher()
-        ''
-    """
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    return "" if run is None else f"{run}/{os.getppid()}"
-
-
-def is_restarted() -> bool:
-    """Return whether the launcher has started this rank again after a failure.
-
-    Example:
-        >>> from samo.training.ranks import is_restarted
-        >>> is_restarted()
-        False
-    """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def _end_with_launcher() -> None:
-    """Get a SIGTERM when the launcher dies, even of a SIGKILL, which it cannot pass on."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -17,8 +17,9 @@ from samo.environment import hardware, versions
 from samo.errors import ConfigError, RunError
 from samo.models import GPT
 from samo.training.folder import RunFolder
+from samo.training.launches import launcher
 from samo.training.learner import Learner
-from samo.training.ranks import Ranks, launcher
+from samo.training.ranks import Ranks
 from samo.training.text import Text
 
 __all__ = []
