@@ -41,7 +41,7 @@ def _launch(command: Launch, logs: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # it says in many lines what we say in one
+    logging.disable(logging.ERROR)  # it says in many lines what we say in one
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -7,6 +7,7 @@ to find out writes its verdict to the store, since ranks that give up stop beati
 """
 
 import os
+import re
 import threading
 import time
 import weakref
@@ -163,4 +164,6 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _first(cause: BaseException) -> str:
-    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    """Return the first sentence of an error, without the file of the backend that it comes from."""
+    line = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    return re.sub(r"^\[[^\]]*\] ", "", line).partition(". ")[0]
