@@ -56,6 +56,14 @@ class Replica(Protocol):
     def whole(self) -> "Weight | None":
         """The weight that this one is a rank's part of; None for a whole one."""
 
+    @property
+    def owned(self) -> tuple[int, int] | None:
+        """Where the part begins and ends among the kept entries; None where there are no parts."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the part of each rank begins among the kept entries, and where the last one ends."""
+
     def cut(self, values: Tensor) -> Tensor:
         """Return what belongs to this weight of a vector of all kept entries."""
 

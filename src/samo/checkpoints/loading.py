@@ -1,14 +1,18 @@
 """`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from samo.checkpoints.folder import verify
+from samo.checkpoints.gathering import agree
+from samo.checkpoints.grid import Grid, grid_of
 from samo.checkpoints.manifest import Manifest, damaged
 from samo.checkpoints.model_state import ModelState, SavedModel
 from samo.checkpoints.optimizer_state import OptimizerState
@@ -16,6 +20,7 @@ from samo.checkpoints.saving import Scaler
 from samo.checkpoints.shards import Shards
 from samo.errors import CheckpointError, MaskError
 from samo.masks import Mask, Masks
+from samo.pipeline.api import Pipeline
 
 __all__ = ["load"]
 
@@ -23,10 +28,12 @@ __all__ = ["load"]
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     opt: Optimizer | None = None,
     *,
     scaler: Scaler | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout_s: float = 600.0,
 ) -> dict[str, Any]:
     """Fill a model, and what is given beside it, from a checkpoint; training goes on exactly.
 
@@ -34,6 +41,9 @@ def load(
     and groups fit. A compressed checkpoint goes into a model compressed with the same masks and type
     (``samo.Masks.load(path)`` reads them), or, without ``opt``, into an ordinary one, with zeros for
     what is pruned. Tensors go to the device that the model is on.
+
+    Where a model lies on several ranks (`samo.replicate`, `samo.Pipeline`), all of them call it, in
+    whatever layout the checkpoint was saved. Each reads its own part; if one refuses, all do.
 
     Example:
         >>> import tempfile, torch, samo
@@ -52,21 +62,42 @@ def load(
 
     Args:
         path: The folder given to `samo.save`.
-        model: The model to be filled, in place.
+        model: The model to be filled, in place, or a `samo.Pipeline`.
         opt: Its optimizer; without one the saved state is left out.
         scaler: Its loss scaler.
+        mesh: All ranks that hold a part of the model or a copy of it. By default the mesh given to
+            `samo.Pipeline`, or the ranks that the model is replicated over; one process otherwise.
+        timeout_s: Seconds after which a rank that does not answer is given up.
 
     Returns:
         What was given to `samo.save` as ``extra``; tensors on the CPU.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or does not fit.
+        CheckpointError: The checkpoint is missing or damaged, or does not fit, here or on another rank.
+        PeerError: Another rank is gone or does not answer.
     """
+    grid = grid_of(model, mesh, timeout_s, "samo.load")
+    fill: Callable[[], dict[str, Any]] | None = None
+    failure: BaseException | None = None
+    try:
+        fill = _checked(path, grid, opt, scaler)
+    except BaseException as error:
+        failure = error
+    agree(grid.links, failure, f"whether '{os.fspath(path)}' fits everywhere")
+    assert fill is not None, "a failure was raised"
+    return fill()
+
+
+def _checked(
+    path: str | os.PathLike[str], grid: Grid, opt: Optimizer | None, scaler: Scaler | None
+) -> Callable[[], dict[str, Any]]:
+    """Check everything, and return what fills model, optimizer and scaler."""
     folder, shown = Path(path), os.fspath(path)
-    state = ModelState(model)
+    state = ModelState(grid.module, grid.aliases, is_part=grid.is_part)
     optimizer = None if opt is None else OptimizerState(opt, state)
     manifest = verify(folder)
-    if optimizer is not None and manifest.is_compressed and not state.is_compressed:
+    is_dense = not state.is_compressed and state.has_params
+    if optimizer is not None and manifest.is_compressed and is_dense:
         raise CheckpointError(
             f"'{shown}' has the optimizer state of a compressed model and this one is not compressed; "
             f"call samo.compress_(model, samo.Masks.load('{shown}')) first, or load with opt=None"
@@ -80,12 +111,16 @@ def load(
         optimizer.check_fits(shown, manifest, moments)
     _check_scaler(shown, manifest, opt, scaler)
 
-    state.fill(masks, saved)
-    if optimizer is not None:
-        optimizer.fill(manifest, moments)
-    if scaler is not None and manifest.scaler is not None:
-        scaler.load_state_dict(manifest.scaler)
-    return extra
+    @torch.no_grad()
+    def fill() -> dict[str, Any]:
+        state.fill(masks, saved)
+        if optimizer is not None:
+            optimizer.fill(manifest, moments)
+        if scaler is not None and manifest.scaler is not None:
+            scaler.load_state_dict(manifest.scaler)
+        return extra
+
+    return fill
 
 
 def _masks(folder: Path, manifest: Manifest) -> dict[str, Mask]:

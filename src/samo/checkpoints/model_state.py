@@ -1,15 +1,16 @@
 """The tensors of a model as a checkpoint knows them: by name, each once, compressed or dense."""
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samo import kernels
 from samo.checkpoints.manifest import Manifest
-from samo.checkpoints.shards import Shards, Source, Spec, check_plain, source_of
+from samo.checkpoints.merging import ParamShare
+from samo.checkpoints.shards import Place, Shards, Source, Spec, check_plain, source_of
 from samo.errors import CheckpointError, CompressionError, nearest
 from samo.kernels.rounding import convert_rest, rest_dtype
 from samo.masks import Mask
@@ -35,29 +36,45 @@ class SavedModel(NamedTuple):
 
 
 class ModelState:
-    """What of a model is saved and loaded."""
+    """What of a model, or of a rank's stage of one, is saved and loaded.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: The model.
+        aliases: Name in the checkpoint of each parameter that another stage holds under that name.
+        is_part: Whether the checkpoint holds more tensors than these, those of other stages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+        *,
+        is_part: bool = False,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"the model must be a torch.nn.Module, got {type(model).__name__}; the folder comes "
                 "first, then the model, then its optimizer"
             )
         put_back_taps(model)
+        self.is_part: Final = is_part
         self.entries: Final[dict[str, Entry]] = {}
         self.tied: Final[dict[str, str]] = {}
+        self._names: Final[set[str]] = set()
         first: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is None or name in module._non_persistent_buffers_set:
                     continue
                 full = f"{path}.{name}" if path else name
-                known = first.setdefault(id(tensor), full)
+                self._names.add(full)
+                known = first.setdefault(id(tensor), aliases.get(full, full))
                 if known != full:
                     self.tied[full] = known
+                if known in self.entries:
                     continue
                 check_plain(full, tensor)
-                self.entries[full] = Entry(tensor, weight_of(tensor))
+                self.entries[known] = Entry(tensor, weight_of(tensor))
         self.weights: Final = {
             name: entry.weight for name, entry in self.entries.items() if entry.weight is not None
         }
@@ -70,12 +87,6 @@ class ModelState:
                 raise CompressionError(
                     f"parameter '{name}' was replaced after compress_; change it in place, or compress "
                     "the model after the change"
-                )
-            if weight.part is not weight:
-                raise CheckpointError(
-                    f"the state of '{name}' is sharded over ranks, and a checkpoint needs all of it on "
-                    "each; call release() of what samo.replicate returned, save the model without its "
-                    "optimizer, and rebuild()"
                 )
             weight.check()
             weight.reclaim()
@@ -90,19 +101,22 @@ class ModelState:
         """The masks of the pruned parameters."""
         return {name: w.mask for name, w in self.weights.items() if w.mask is not None}
 
-    def describe(self) -> dict[str, Any]:
-        """Return the model's entry in a manifest."""
-        params = {n: e for n, e in self.entries.items() if isinstance(e.tensor, nn.Parameter)}
-        count: Counter[str] = Counter()
-        for entry in params.values():
-            count[str(entry.tensor.dtype).removeprefix("torch.")] += entry.tensor.numel()
-        pruned = sum(mask.numel - mask.kept for mask in self.masks.values())
+    @property
+    def has_params(self) -> bool:
+        """Whether there is any parameter."""
+        return any(isinstance(entry.tensor, nn.Parameter) for entry in self.entries.values())
+
+    def params(self) -> dict[str, ParamShare]:
+        """Return type, size and number of kept entries of each parameter."""
+        masks = self.masks
         return {
-            "is_compressed": self.is_compressed,
-            "dtype": max(count, key=lambda dtype: count[dtype], default="float32"),
-            "num_params": count.total(),
-            "kept": count.total() - pruned,
-            "tied": self.tied,
+            name: ParamShare(
+                str(entry.tensor.dtype).removeprefix("torch."),
+                entry.tensor.numel(),
+                masks[name].kept if name in masks else entry.tensor.numel(),
+            )
+            for name, entry in self.entries.items()
+            if isinstance(entry.tensor, nn.Parameter)
         }
 
     def sources(self) -> dict[str, Source]:
@@ -117,10 +131,14 @@ class ModelState:
     def rests(self) -> dict[str, Source]:
         """Return what rounding to 16 bits left over, where something is kept of it."""
         return {
-            name: source_of(name, weight.rest)
+            name: source_of(name, weight.part.rest, place_of(weight))
             for name, weight in self.weights.items()
-            if weight.rest is not None
+            if weight.part.rest is not None
         }
+
+    def mask_words(self) -> dict[str, Source]:
+        """Return the bits of the masks."""
+        return {name: source_of(name, mask.words) for name, mask in self.masks.items()}
 
     # Loading -------------------------------------------------------------------------------------
 
@@ -139,10 +157,13 @@ class ModelState:
                 "model first and call samo.compress_(model, masks) afterwards"
             )
         self._check_names(path, saved.weights.specs)
-        if self.tied != manifest.tied:
-            alias = sorted(self.tied.items() ^ manifest.tied.items())[0][0]
+        theirs = manifest.tied
+        if self.is_part:
+            theirs = {alias: name for alias, name in theirs.items() if alias in self._names}
+        if self.tied != theirs:
+            alias = sorted(self.tied.items() ^ theirs.items())[0][0]
             raise CheckpointError(
-                f"'{path}' does not fit: '{alias}' is tied to '{manifest.tied.get(alias, 'nothing')}' in "
+                f"'{path}' does not fit: '{alias}' is tied to '{theirs.get(alias, 'nothing')}' in "
                 f"the checkpoint and to '{self.tied.get(alias, 'nothing')}' in the model; tie the same "
                 "parameters before loading"
             )
@@ -163,7 +184,7 @@ class ModelState:
                 "model it was saved from"
             )
         unknown = [name for name in specs if name not in self.entries]
-        if unknown:
+        if unknown and not self.is_part:
             raise CheckpointError(
                 f"'{path}' does not fit: {len(unknown)} of its {len(specs)} tensors are not in the "
                 f"model, the first is '{unknown[0]}'{nearest(unknown[0], self.entries)}; load it into "
@@ -172,7 +193,7 @@ class ModelState:
 
     def _check_masks(self, path: str, masks: Mapping[str, Mask]) -> None:
         own = self.masks
-        for name in sorted({*own, *masks}):
+        for name in sorted({*own, *(name for name in masks if name in self.entries)}):
             if own.get(name) != masks.get(name):
                 raise CheckpointError(
                     f"'{path}' does not fit: its mask of '{name}' ({masks.get(name)}) is not the "
@@ -201,6 +222,8 @@ class ModelState:
     def _check_rests(self, path: str, specs: Mapping[str, Spec]) -> None:
         for name, spec in specs.items():
             weight = self.weights.get(name)
+            if weight is None and self.is_part and name not in self.entries:
+                continue
             if self.is_compressed and (
                 weight is None
                 or spec.dtype not in _rest_dtypes(weight)
@@ -213,7 +236,7 @@ class ModelState:
 
     def fill(self, masks: Mapping[str, Mask], saved: SavedModel) -> None:
         """Write the values of a checkpoint that fits into the model, in place."""
-        for name, value in saved.weights.read():
+        for name, value in saved.weights.read(self.entries):
             tensor, weight = self.entries[name]
             mask = masks.get(name)
             if mask is None:
@@ -227,16 +250,31 @@ class ModelState:
                 torch.autograd.graph.increment_version(tensor)
             if weight is not None:
                 weight.changed()
+                if weight.replica is not None:
+                    weight.replica.adopted()  # a part starts with the rest of new values
                 if weight.rest is not None and name not in saved.rests.specs:
                     _start_rest(weight, weight.rest, value)
         if not self.is_compressed:
             return
-        for name, value in saved.rests.read():
+        for name, value in saved.rests.read(self.weights):
             weight = self.weights[name]
-            if weight.rest is None:
-                weight.rest = value.to(weight.device, copy=True)
+            part, owned = weight.part, owned_by(weight)
+            value = value if owned is None else value[slice(*owned)]
+            if part.rest is None:
+                part.rest = value.to(weight.device, copy=True)
             else:
-                weight.rest.copy_(convert_rest(value, weight.rest.dtype))
+                part.rest.copy_(convert_rest(value, part.rest.dtype))
+
+
+def owned_by(weight: Weight) -> tuple[int, int] | None:
+    """Return where this rank's part of a weight begins and ends; None if it has all of it."""
+    return None if weight.replica is None else weight.replica.owned
+
+
+def place_of(weight: Weight) -> Place | None:
+    """Return where the state that this rank holds of a weight lies; None if it has all of it."""
+    owned = owned_by(weight)
+    return None if owned is None else Place(owned[0], weight.kept)
 
 
 def _kept_values(weight: Weight, mask: Mask) -> Source:

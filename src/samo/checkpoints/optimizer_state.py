@@ -8,6 +8,7 @@ What `samo.AdamW` lists as remainder, correction or master is the weight's own r
 the model.
 """
 
+import hashlib
 from typing import Any, Final
 
 import torch
@@ -16,10 +17,20 @@ from torch.optim import Optimizer
 
 from samo.checkpoints import values
 from samo.checkpoints.manifest import Manifest
-from samo.checkpoints.model_state import ModelState
-from samo.checkpoints.shards import Shards, Source, Spec, source_of
+from samo.checkpoints.lean_parts import (
+    PARTS,
+    SCALES,
+    are_parts,
+    layout_of_parts,
+    own_state,
+    parts_of,
+    scale_place,
+)
+from samo.checkpoints.model_state import ModelState, owned_by, place_of
+from samo.checkpoints.shards import Shards, Source, Spec, host_bytes, source_of
 from samo.errors import CheckpointError
 from samo.optim import AdamW
+from samo.weights import Weight
 
 __all__ = []
 
@@ -48,19 +59,22 @@ class OptimizerState:
         self.names: Final = _names(opt, model)
 
     def describe(self) -> tuple[dict[str, Any], dict[str, Source]]:
-        """Return the optimizer's entry in a manifest, and the tensors it refers to."""
+        """Return the optimizer's entry in a rank's share, and the tensors it refers to."""
         tensors: dict[str, Source] = {}
+        digests: dict[str, str] = {}
 
-        def name_tensor(value: Any, where: str) -> str | None:
-            if not isinstance(value, Tensor):
-                return None
-            name = where
-            while name in tensors:  # "a/b" of parameter "c" and "b" of parameter "c/a"
-                name += "_"
-            tensors[name] = source_of(name, value)
-            return name
+        def encode(
+            content: dict[str, Any], where: str, weight: Weight | None = None
+        ) -> dict[str, Any]:
+            def name_tensor(value: Any, where: str) -> str | None:
+                if not isinstance(value, Tensor):
+                    return None
+                name = where
+                while name in tensors:  # "a/b" of parameter "c" and "b" of parameter "c/a"
+                    name += "_"
+                tensors[name] = self._source(name, value, weight)
+                return name
 
-        def encode(content: dict[str, Any], where: str) -> dict[str, Any]:
             encoded: dict[str, Any] = values.encode(
                 content, where, name_tensor=name_tensor, keep_tuples=True
             )
@@ -74,21 +88,42 @@ class OptimizerState:
             }
             for i, group in enumerate(self.opt.param_groups)
         ]
+        for name, source in tensors.items():
+            digests[name] = hashlib.sha256(host_bytes(source.make()).numpy().tobytes()).hexdigest()
         state = {}
         for param, content in self.opt.state.items():
             name = self.names[id(param)]
+            weight = self.model.weights.get(name)
             if isinstance(self.opt, AdamW) and content:
-                weight = self.model.weights[name]
-                self.opt._state_of(weight)  # takes up a rest loaded before it
-                content = {key: content[key] for key in ("step", *self.opt._layout(weight))}
-            state[name] = encode(content, name)
+                assert weight is not None
+                self.opt._state_of(weight.part)  # takes up a rest loaded before it
+                content = {key: content[key] for key in ("step", *self.opt._layout(weight.part))}
+                if self.opt.is_lean and weight.part is not weight:
+                    content[PARTS] = list(parts_of(weight))
+            state[name] = encode(content, name, weight)
         entry = {
             "class": _class_name(self.opt),
             "groups": groups,
             "state": state,
             "skipped_steps": getattr(self.opt, "skipped_steps", 0),
+            "digests": digests,
         }
         return entry, tensors
+
+    def _source(self, name: str, value: Tensor, weight: Weight | None) -> Source:
+        """Return a tensor of the state, with its place where it belongs to a rank's part of a weight."""
+        place = None if weight is None else place_of(weight)
+        if weight is None or place is None or value.dim() == 0:
+            return source_of(name, value)
+        if isinstance(self.opt, AdamW) and name.rstrip("_").endswith(SCALES):
+            return source_of(name, value, scale_place(weight))
+        if value.shape != weight.part.leaf.shape:
+            raise CheckpointError(
+                f"'{name}' has shape {tuple(value.shape)}, neither one number nor an entry for each of the "
+                f"{weight.part.kept:,} that this rank has of the parameter, so ranks cannot put it "
+                "together; replicate with shard=None"
+            )
+        return source_of(name, value, place)
 
     def _check_state(self) -> None:
         """Refuse an optimizer that keeps more than groups and the state of parameters."""
@@ -145,7 +180,7 @@ class OptimizerState:
                 "optimizer as when it was saved"
             )
         for i, (mine, group) in enumerate(zip(own, groups)):
-            theirs = group["names"]
+            theirs = [n for n in group["names"] if self._is_own(n)]
             for name in sorted(set(mine) ^ set(theirs)):
                 who = "optimizer" if name in mine else "checkpoint"
                 raise CheckpointError(
@@ -156,14 +191,18 @@ class OptimizerState:
     def _check_tensors(self, path: str, state: dict[str, Any], saved: Shards) -> None:
         params = {self.names[id(param)]: param for param in self._params()}
         for name, content in state.items():
+            if not self._is_own(name):
+                continue
             if name not in params:
                 raise CheckpointError(
                     f"'{path}' is damaged: it has optimizer state of '{name}', which is in none of its "
                     "groups; take another copy of the checkpoint"
                 )
+            weight = self.model.weights.get(name)
+            shape = params[name].shape if weight is None else (weight.kept,)
             for key, value in content.items():
                 spec = _spec(value, saved)
-                if key in _SHAPED and spec is not None and spec.shape != params[name].shape:
+                if key in _SHAPED and spec is not None and spec.shape != shape:
                     raise self._misfit(path, name, key, spec.shape)
             if isinstance(self.opt, AdamW) and content:
                 self._check_adamw(path, name, content, saved, self.opt)
@@ -178,7 +217,14 @@ class OptimizerState:
                 f"'{path}' has {kinds[is_lean]} optimizer state and this optimizer keeps "
                 f"{kinds[opt.is_lean]} state; build samo.AdamW with state='{kinds[is_lean]}'"
             )
-        layout = opt._layout(self.model.weights[name])
+        weight = self.model.weights[name]
+        layout = opt._layout(weight)
+        if PARTS in content and opt.is_lean:
+            parts = content[PARTS]
+            if not are_parts(parts, weight.kept):
+                raise self._misfit(path, name, PARTS, parts)
+            layout = layout_of_parts(layout, parts)
+            content = {key: value for key, value in content.items() if key != PARTS}
         if ("age" in content) != ("age" in layout):
             has = "age" in content
             raise CheckpointError(
@@ -203,23 +249,49 @@ class OptimizerState:
         assert entry is not None
         params = {self.names[id(param)]: param for param in self._params()}
         places: dict[str, torch.device] = {}
+        cuts: dict[str, slice] = {}
         for group, theirs in zip(self.opt.param_groups, entry["groups"]):
             settings = {**group, **theirs["settings"]}
             on_device = bool(settings.get("capturable") or settings.get("fused"))
             device = next((p.device for p in group["params"] if on_device), torch.device("cpu"))
             places |= dict.fromkeys(values.references(theirs["settings"]), device)
             for param in group["params"]:
-                for key, value in entry["state"].get(self.names[id(param)], {}).items():
+                name = self.names[id(param)]
+                for key, value in entry["state"].get(name, {}).items():
                     # torch reads step counts on the host, unless told to leave the host out.
                     is_host = key == "step" and not on_device and not isinstance(self.opt, AdamW)
-                    for name in values.references(value):
-                        places[name] = torch.device("cpu") if is_host else param.device
-        tensors = {name: value.to(places[name], copy=True) for name, value in saved.read()}
+                    for tensor in values.references(value):
+                        places[tensor] = torch.device("cpu") if is_host else param.device
+                        cuts |= self._cut(tensor, name, saved)
+        tensors = {
+            name: (value[cuts[name]] if name in cuts else value).to(places[name], copy=True)
+            for name, value in saved.read(places)
+        }
         self._fill_groups(entry, tensors)
         for name, content in entry["state"].items():
-            self.opt.state[params[name]] = values.decode(content, tensors.__getitem__)
+            if name not in params:
+                continue
+            state = values.decode(content, tensors.__getitem__)
             if isinstance(self.opt, AdamW) and content:
-                self.opt._state_of(self.model.weights[name])  # hangs the weight's rest beside it
+                weight = self.model.weights[name]
+                if self.opt.is_lean:
+                    state = own_state(weight, state)
+                self.opt.state[params[name]] = state
+                self.opt._state_of(weight.part)  # hangs the weight's rest beside it
+            else:
+                self.opt.state[params[name]] = state
+
+    def _cut(self, tensor: str, name: str, saved: Shards) -> dict[str, slice]:
+        """Return what of a state tensor belongs to this rank, where that is not all of it."""
+        weight = self.model.weights.get(name)
+        owned = None if weight is None else owned_by(weight)
+        is_whole = weight is None or owned is None or saved.specs[tensor].shape != (weight.kept,)
+        is_lean = isinstance(self.opt, AdamW) and self.opt.is_lean
+        return {} if is_whole or is_lean else {tensor: slice(*owned)}  # type: ignore[misc]
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a name of the checkpoint is not another stage's."""
+        return not self.model.is_part or name in self.model.entries
 
     def _fill_groups(self, entry: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Set the groups by torch's own way, which knows what older versions did not save."""
@@ -243,7 +315,7 @@ def _names(opt: Optimizer, model: ModelState) -> dict[int, str]:
     known = {id(entry.tensor): name for name, entry in model.entries.items()}
     for name, weight in model.weights.items():
         known.pop(id(weight.param))  # an optimizer has its leaf
-        known[id(weight.leaf)] = name
+        known[id(weight.part.leaf)] = name
     for i, group in enumerate(opt.param_groups):
         for param in group["params"]:
             if id(param) not in known:

@@ -1,5 +1,6 @@
 """`save`: write a model, its optimizer and what else belongs to a run as one checkpoint."""
 
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -9,11 +10,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from samo import __version__, mask_files
 from samo.checkpoints import values
 from samo.checkpoints.folder import publish
+from samo.checkpoints.gathering import fetched, follow, lead
+from samo.checkpoints.grid import Grid, grid_of
 from samo.checkpoints.manifest import (
     FORMAT,
     VERSION,
@@ -21,11 +25,13 @@ from samo.checkpoints.manifest import (
     describe_files,
     encode_manifest,
 )
+from samo.checkpoints.merging import Whole, merge
 from samo.checkpoints.model_state import ModelState
 from samo.checkpoints.optimizer_state import OptimizerState
-from samo.checkpoints.shards import Source, source_of, write_shards, write_tensors
+from samo.checkpoints.shards import Source, dtype_name, source_of, write_shards, write_tensors
 from samo.mask_files import MaskFile
-from samo.masks import Masks
+from samo.masks import Mask, Masks
+from samo.pipeline.api import Pipeline
 
 __all__ = ["save"]
 
@@ -43,17 +49,23 @@ class Scaler(Protocol):
 @torch.no_grad()
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     opt: Optimizer | None = None,
     *,
     scaler: Scaler | None = None,
     extra: Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout_s: float = 600.0,
 ) -> None:
     """Write a checkpoint, compressed as the model is: whole, or not at all.
 
     A compressed model's checkpoint has kept values only, its masks, and what 16-bit weights need to
     go on exactly. An ordinary model is saved as it is. Killed at any moment, or with the disk full,
     the folder holds the checkpoint it held before, or the new one. Gradients are not saved.
+
+    Where a model lies on several ranks (`samo.replicate`, `samo.Pipeline`), all of them call it. The
+    first writes what one process would have written, whatever the layout; a failure on any rank is
+    raised on all.
 
     Example:
         >>> import tempfile, torch, samo
@@ -67,57 +79,133 @@ def save(
 
     Args:
         path: A folder, made if it does not exist. A checkpoint in it is replaced.
-        model: A compressed model or an ordinary one.
+        model: A compressed model or an ordinary one, or a `samo.Pipeline`.
         opt: Its optimizer: `samo.AdamW`, or one of torch.
-        scaler: Its loss scaler.
+        scaler: Its loss scaler. That of the first rank counts.
         extra: Anything else, by name: tensors, or JSON values (numbers, strings, booleans, None, lists
-            and dicts of them). Tuples come back as lists.
+            and dicts of them). Tuples come back as lists. That of the first rank is saved.
+        mesh: All ranks that hold a part of the model or a copy of it. By default the mesh given to
+            `samo.Pipeline`, or the ranks that the model is replicated over; one process otherwise.
+        timeout_s: Seconds after which a rank that does not answer is given up.
 
     Raises:
         TypeError: ``extra`` has a value of another kind.
-        CheckpointError: A file cannot be written, or the optimizer belongs to another model.
+        CheckpointError: A file cannot be written, the optimizer belongs to another model, or another
+            rank failed.
+        PeerError: Another rank is gone or does not answer.
     """
-    state = ModelState(model)
-    _warn_of_extra_state(model)
+    grid = grid_of(model, mesh, timeout_s, "samo.save")
+    links = grid.links
+    if links is not None and not links.is_leader:
+        follow(links, lambda: _share(grid, opt), f"the rank that writes '{os.fspath(path)}'")
+        if grid.is_first:
+            _warn_of_extra_state(grid.module)
+        return
+    own: dict[str, dict[str, Source]] = {}
+
+    def describe() -> dict[str, Any]:
+        share, sources = _share(grid, opt)
+        own.update(sources)
+        return share
+
+    def write(shares: Mapping[int, Mapping[str, Any]]) -> None:
+        whole = merge(shares, grid.order)
+        tensors = {
+            kind: {name: fetched(links, kind, name, recipe, own) for name, recipe in recipes.items()}
+            for kind, recipes in whole.tensors.items()
+        }
+        extra_values, tensors["extra"] = _encode_extra(extra or {})
+        scaler_state = None if scaler is None else values.encode(scaler.state_dict(), "scaler")
+        publish(Path(path), lambda folder: _write(folder, whole, tensors, scaler_state, extra_values))
+
+    if links is None:
+        write({0: describe()})
+    else:
+        lead(links, describe, write)
+    _warn_of_extra_state(grid.module)  # at last: where warnings are errors, other ranks would wait
+
+
+def _write(
+    folder: Path,
+    whole: Whole,
+    tensors: dict[str, dict[str, Source]],
+    scaler: Any,
+    extra: dict[str, Any],
+) -> bytes:
+    """Write all tensors, each made when its turn comes, and return the manifest."""
+    files: dict[str, DataFile] = {}
+    for kind in ("weights", "rest", "optimizer", "extra"):
+        files |= write_tensors(folder, kind, tensors[kind])
+    words = tensors["masks"]
+
+    def encode_masks(names: list[str]) -> list[bytes]:
+        part = Masks(
+            {name: Mask(tuple(whole.mask_shapes[name]), words[name].make()) for name in names}
+        )
+        shapes = {name: mask.shape for name, mask in part.items()}
+        bits = {name: mask.words for name, mask in part.items()}
+        return [mask_files.encode(MaskFile(bits, shapes, part.fingerprint()))]
+
+    sizes = {name: source.num_bytes for name, source in words.items()}
+    files |= write_shards(folder, "masks", sizes, encode_masks)
+    return encode_manifest(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "samo": __version__,
+            "time": datetime.now(UTC).isoformat(),
+            "data": folder.name,
+            "files": describe_files(files),
+            "model": whole.model,
+            "optimizer": whole.optimizer,
+            "scaler": scaler,
+            "extra": extra,
+        }
+    )
+
+
+def _share(
+    grid: Grid, opt: Optimizer | None
+) -> tuple[dict[str, Any], dict[str, dict[str, Source]]]:
+    """Return what this rank gives to a checkpoint: in words, and the tensors themselves."""
+    state = ModelState(grid.module, grid.aliases, is_part=grid.is_part)
     optimizer, moments = (None, {}) if opt is None else OptimizerState(opt, state).describe()
-    extra_values, extra_tensors = _encode_extra(extra or {})
-    scaler_state = None if scaler is None else values.encode(scaler.state_dict(), "scaler")
-    masks = state.masks
-    tensors: dict[str, dict[str, Source]] = {
+    tensors = {
         "weights": state.sources(),
         "rest": state.rests(),
         "optimizer": moments,
-        "extra": extra_tensors,
+        "masks": state.mask_words(),
     }
+    if not grid.is_first:  # what is not sharded comes from the first replica
+        tensors = {
+            kind: {name: source for name, source in sources.items() if source.place is not None}
+            for kind, sources in tensors.items()
+        }
+    masks = state.masks
+    share = {
+        "stage": grid.stage,
+        "is_first": grid.is_first,
+        "is_compressed": state.is_compressed,
+        "has_params": state.has_params,
+        "params": state.params() if grid.is_first else {},
+        "tied": state.tied,
+        "shared": sorted(set(grid.aliases.values())) if grid.is_first else [],
+        "mask_shapes": {n: list(m.shape) for n, m in masks.items()} if grid.is_first else {},
+        "tensors": {
+            kind: {name: _placed(source) for name, source in sources.items()}
+            for kind, sources in tensors.items()
+        },
+        "optimizer": optimizer,
+    }
+    return share, tensors
 
-    def write(folder: Path) -> bytes:
-        files: dict[str, DataFile] = {}
-        for kind, sources in tensors.items():
-            files |= write_tensors(folder, kind, sources)
-        sizes = {name: mask.words.nbytes for name, mask in masks.items()}
-        files |= write_shards(folder, "masks", sizes, encode_masks)
-        return encode_manifest(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "samo": __version__,
-                "time": datetime.now(UTC).isoformat(),
-                "data": folder.name,
-                "files": describe_files(files),
-                "model": state.describe(),
-                "optimizer": optimizer,
-                "scaler": scaler_state,
-                "extra": extra_values,
-            }
-        )
 
-    def encode_masks(names: list[str]) -> list[bytes]:
-        part = Masks({name: masks[name] for name in names})
-        shapes = {name: mask.shape for name, mask in part.items()}
-        words = {name: mask.words for name, mask in part.items()}
-        return [mask_files.encode(MaskFile(words, shapes, part.fingerprint()))]
-
-    publish(Path(path), write)
+def _placed(source: Source) -> list[Any]:
+    """Return type and shape of a whole tensor, and where a rank's part of it begins and ends."""
+    if source.place is None:
+        return [dtype_name(source.dtype), list(source.shape), 0, math.prod(source.shape)]
+    start, size = source.place
+    return [dtype_name(source.dtype), [size], start, start + source.shape[0]]
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:

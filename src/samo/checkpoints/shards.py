@@ -11,7 +11,7 @@ for the 0.54 GB of a dense GPT and its AdamW on two busy cores, 2026-11-15), and
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -52,12 +52,22 @@ _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES: Final = 2**24
 
 
+class Place(NamedTuple):
+    """Where a rank's part of a vector lies in the whole one."""
+
+    start: int
+    size: int
+    """Entries of the whole vector."""
+
+
 class Source(NamedTuple):
     """A tensor to be written, made when its turn comes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    place: Place | None = None
+    """Of a part that a rank holds; None for a whole tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -73,14 +83,14 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
 
-def source_of(name: str, tensor: Tensor) -> Source:
+def source_of(name: str, tensor: Tensor, place: Place | None = None) -> Source:
     """Return a tensor as one to be written.
 
     Raises:
         CheckpointError: It has no values, is no plain dense tensor, or of a type that no file holds.
     """
     check_plain(name, tensor)
-    return Source(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+    return Source(tensor.dtype, tuple(tensor.shape), lambda: tensor, place)
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
@@ -164,10 +174,24 @@ def _header(sources: Mapping[str, Source]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def host_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor: its own where it is on the host and contiguous, else a copy's."""
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return flat.view(torch.uint8)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(host_bytes(tensor).numpy())  # type: ignore[arg-type]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a type."""
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the type that safetensors calls so."""
+    return _DTYPES[name]
 
 
 def _write_file(file: Path, pieces: Iterable[bytes | memoryview]) -> DataFile:
@@ -196,8 +220,8 @@ class Shards:
         for file in self.files:
             self._read_header(file)
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors, shard by shard, mapped from the disk: to be copied, not to be kept.
+    def read(self, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors, all or those named, shard by shard, mapped from the disk: to be copied, not kept.
 
         Raises:
             CheckpointError: A file cannot be read.
@@ -206,7 +230,8 @@ class Shards:
             try:
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118
-                        yield name, tensors.get_tensor(name)
+                        if names is None or name in names:
+                            yield name, tensors.get_tensor(name)
             except (SafetensorError, OSError) as error:
                 raise damaged(file, f"it is no safetensors file ({error})") from error
 

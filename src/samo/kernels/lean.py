@@ -165,6 +165,31 @@ def dequantise(moments: Moments, group_Z: Tensor) -> tuple[Tensor, Tensor]:
     return exp_avg, root * root
 
 
+def dequantise_weight(
+    moments: Moments, numel: int, mask: Mask | None
+) -> tuple[Tensor, Tensor]:
+    """Return the moments of a whole weight in fp32.
+
+    Example:
+        >>> mask = Mask.from_bool(torch.arange(2048) % 1024 == 7)
+        >>> codes = quantise_weight(torch.tensor([0.5, 2.0]), torch.tensor([4.0, 1.0]), 2048, mask)
+        >>> dequantise_weight(codes, 2048, mask)
+        (tensor([0.5000, 2.0000]), tensor([4., 1.]))
+    """
+    made = [torch.empty_like(moments.exp_avg_Z, dtype=torch.float32) for _ in range(2)]
+    size = UNPRUNED_GROUP if mask is None else GROUP
+    start = 0
+    for piece_N, keep, piece_Z in pieces(torch.empty(1).expand(numel), mask):
+        numbers = group_numbers(piece_N.numel(), keep, moments.exp_avg_Z.device)
+        piece_G = slice(start // size, -(-(start + piece_N.numel()) // size))
+        cuts = (piece_Z, piece_Z, piece_G, piece_G)
+        held = Moments(*(tensor[cut] for tensor, cut in zip(moments, cuts)))
+        for target, source in zip(made, dequantise(held, numbers)):
+            target[piece_Z] = source
+        start += piece_N.numel()
+    return made[0], made[1]
+
+
 def random_bits(start: int, stop: int, step: Tensor) -> Tensor:
     """Return 32 bits for each entry from ``start`` to ``stop`` that look random, as int64.
 

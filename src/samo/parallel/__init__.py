@@ -10,6 +10,7 @@ buckets      flat buffers of compressed gradients, and their reduction
 members      a weight's place in a bucket, and what it tells the others
 team         when buckets are reduced, and what an optimizer's step does around it
 replicas     the public functions
+links        messages from rank to rank, for checkpoints
 clipping     clipping by the norm over all ranks
 """
 

@@ -108,8 +108,17 @@ class Bucket:
 
     def cut(self, index: int, values: Tensor) -> Tensor:
         """Return this rank's part of a vector of all kept entries of a weight; a new tensor."""
-        start, stop = self.plan.owned(index, self._group.rank)
+        start, stop = self.owned(index)
         return values[start:stop].clone()
+
+    def owned(self, index: int) -> tuple[int, int]:
+        """Return where this rank's part of a weight begins and ends in it."""
+        return self.plan.owned(index, self._group.rank)
+
+    def bounds(self, index: int) -> tuple[int, ...]:
+        """Return where the part of each rank begins in a weight, and where the last one ends."""
+        owned = [self.plan.owned(index, rank) for rank in range(self.plan.num_ranks)]
+        return (*(start for start, _ in owned), owned[-1][1])
 
     def owned_home_of(self, index: int) -> Tensor:
         """Return where the gradient of this rank's part of a weight lies."""

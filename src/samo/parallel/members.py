@@ -54,6 +54,18 @@ class Member:
         """Nothing: the weight is whole."""
         return None
 
+    @property
+    def owned(self) -> tuple[int, int] | None:
+        """Where this rank's part begins and ends among the kept entries; None for a whole weight."""
+        if self.part is None or self.bucket is None:
+            return None
+        return self.bucket.owned(self._index)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the part of each rank begins, and where the last one ends; nowhere for a frozen weight."""
+        return () if self.bucket is None else self.bucket.bounds(self._index)
+
     def cut(self, values: Tensor) -> Tensor:
         """Return all of it."""
         return values
@@ -147,6 +159,16 @@ class Part:
     def whole(self) -> Weight | None:
         """The weight that this is a part of."""
         return self._whole()
+
+    @property
+    def owned(self) -> tuple[int, int] | None:
+        """Where the part begins and ends among the kept entries of the whole weight."""
+        return self._bucket.owned(self._index)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the part of each rank begins, and where the last one ends."""
+        return self._bucket.bounds(self._index)
 
     def cut(self, values: Tensor) -> Tensor:
         """Return this rank's part of a vector of all kept entries."""

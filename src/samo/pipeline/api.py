@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from samo.errors import PeerError
+from samo.masks import Masks
 from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
 from samo.pipeline.costs import parameter_costs
 from samo.pipeline.engine import in_flight_limits
@@ -107,7 +108,10 @@ class Pipeline:
         self.schedule: Final = schedule
         self.in_flight: Final = in_flight_limits(in_flight, num_ranks)
         self.device: Final = _device(device, mesh)
+        self.mesh: Final = mesh
         row = take_apart(layers, tied)
+        self.names: Final = tuple(name for unit in row.units for name in unit.tensor_names())
+        self.tied: Final = row.tied
         self.cuts: Final = _cuts(cuts, row, self.num_stages)
         mine = list(range(self.stage, self.num_stages, num_ranks))
         self.module: Final = build_stage(
@@ -208,6 +212,23 @@ class Pipeline:
             dist.all_gather_object(everyones, self._runner.events, group=self._group)
         events = [event for events in everyones for event in events]
         return Timeline(self.num_stages, self.micro_batches, events)
+
+    def masks(self, masks: Masks) -> Masks:
+        """Return those of a whole model's masks that belong to this rank's layers, tied ones included.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
+            >>> sorted(pipeline.masks(samo.prune(model, rules={"0.weight": 0.5})))
+            ['0.weight']
+        """
+        found = dict(masks)
+        for group in self.tied:
+            for name in group:
+                found |= {other: masks[name] for other in group if name in masks}
+        here = dict(self.module.named_parameters())
+        return Masks({name: mask for name, mask in found.items() if name in here})
 
     def close(self) -> None:
         """End the threads that wait for messages. The pipeline is not used again.

@@ -35,6 +35,15 @@ class Unit:
             yield from module.named_parameters(prefix=path, remove_duplicate=False)
 
 
+    def tensor_names(self) -> Iterator[str]:
+        """Yield the name of each parameter and persistent buffer in the whole model, in its order."""
+        for path, module in self.modules.items():
+            for inner, part in module.named_modules(prefix=path, remove_duplicate=False):
+                for name in (*part._parameters, *part._buffers):
+                    if name not in part._non_persistent_buffers_set:
+                        yield f"{inner}.{name}"
+
+
 class _Names(nn.Module):
     """A place in the tree of names, such as ``blocks``, that holds no layer itself."""
 

@@ -1,0 +1,106 @@
+"""Which ranks a model lies on, and what of it this one has: read off a pipeline, a mesh and replicas."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from samo.errors import CheckpointError
+from samo.parallel.links import Links
+from samo.parallel.replicas import team_of
+from samo.pipeline.api import Pipeline
+
+__all__ = []
+
+
+class Grid(NamedTuple):
+    """A model, or this rank's stage of one, and its place among the ranks."""
+
+    module: nn.Module
+    links: Links | None
+    """To the other ranks; None in one process."""
+    stage: int
+    is_first: bool
+    """Whether this is the first replica of its stage."""
+    is_part: bool
+    """Whether other ranks have other layers."""
+    order: Sequence[str]
+    """Names of the whole model's tensors, where they are known."""
+    aliases: Mapping[str, str]
+    """Tied names, to the one that the checkpoint knows."""
+
+
+def grid_of(
+    model: nn.Module | Pipeline, mesh: DeviceMesh | None, timeout_s: float, what: str
+) -> Grid:
+    """Return how a model lies on ranks.
+
+    Args:
+        model: A model, or a pipeline.
+        mesh: All ranks; by default those of the pipeline's mesh, or those a model is replicated over.
+        timeout_s: How long a rank is waited for.
+        what: Who asks, for errors.
+
+    Raises:
+        TypeError: The mesh is none, or the model is none.
+        ValueError: The timeout is out of range.
+        CheckpointError: The mesh lacks ranks that hold a part of the model.
+    """
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be over 0, got {timeout_s}")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a DeviceMesh, got {type(mesh).__name__}; build one with samo.mesh()"
+        )
+    module: Any = model
+    order: Sequence[str] = ()
+    aliases: dict[str, str] = {}
+    if isinstance(model, Pipeline):
+        module, order = model.module, model.names
+        mesh = model.mesh if mesh is None else mesh
+        places = {name: place for place, name in enumerate(order)}
+        for group in model.tied:
+            first = min(group, key=lambda name: places[name])
+            aliases |= {name: first for name in group if name != first}
+    team = team_of(module) if isinstance(module, nn.Module) else None
+    if mesh is not None:
+        stages = _stages(mesh)
+    elif team is not None:
+        stages = [list(team.group.ranks)]
+    else:
+        return Grid(module, None, 0, True, False, order, aliases)
+    ranks = [rank for stage in stages for rank in stage]
+    if team is not None and not set(team.group.ranks) <= set(ranks):
+        raise CheckpointError(
+            f"the model is replicated over ranks {list(team.group.ranks)} and the mesh has ranks {ranks} "
+            f"alone; give {what} all of them: mesh=samo.mesh(pipe, data)"
+        )
+    if len(ranks) == 1:
+        return Grid(module, None, 0, True, False, order, aliases)
+    here = dist.get_rank()
+    number = next((i for i, stage in enumerate(stages) if here in stage), None)
+    if number is None:
+        raise CheckpointError(
+            f"rank {here} is not in the mesh, which has ranks {ranks}; only its ranks call {what}"
+        )
+    return Grid(
+        module,
+        Links(ranks, timeout_s=timeout_s),
+        number,
+        here == stages[number][0],
+        len(stages) > 1,
+        order,
+        aliases,
+    )
+
+
+def _stages(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks of each stage, in the order of the mesh."""
+    names = mesh.mesh_dim_names or ()
+    ranks = mesh.mesh
+    if "pipe" not in names:
+        return [ranks.flatten().tolist()]
+    rows: list[list[int]] = ranks.movedim(names.index("pipe"), 0).flatten(1).tolist()
+    return rows if ranks.dim() > 1 else [[int(rank)] for rank in ranks]
