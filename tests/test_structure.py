@@ -127,6 +127,7 @@ LAYERS: Final = (
     {"samo.training.folder", "samo.training.text", "samo.training.metrics"},
     {"samo.training.launches"},
     {"samo.training.ranks"},
+    {"samo.training.stages"},
     {"samo.training.learner"},
     {"samo.training.masking"},
     {"samo.training.snapshot", "samo.training.starting"},

@@ -88,6 +88,15 @@ def _check_pipe(config: "TrainConfig") -> None:
             f"a model of {num_layers} blocks has {num_layers + 2} layers with embeddings and head, too few "
             f"for {pieces} pieces; lower --pipe"
         )
+    if run.mode == "masked":
+        raise ConfigError(
+            "mode masked is a comparison for one stage; use --pipe 1, or mode samo or dense"
+        )
+    if run.dtype == "float16" and (run.mode == "dense" or prune.dense_steps != 0):
+        raise ConfigError(
+            f"dtype float16 scales the loss of a dense phase by what overflows on one stage, and pipe is "
+            f"{mesh.pipe}; use bfloat16, --dense-steps 0, or --pipe 1"
+        )
     if prune.scope != "tensor" and run.mode != "dense" and prune.masks is None:
         raise ConfigError(
             f"scope {prune.scope} compares the weights of all stages, which lie on different ranks with "

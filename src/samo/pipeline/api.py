@@ -230,6 +230,48 @@ class Pipeline:
         here = dict(self.module.named_parameters())
         return Masks({name: mask for name, mask in found.items() if name in here})
 
+    @property
+    def exchanged_bytes(self) -> tuple[int, int]:
+        """Bytes of tensors sent to and received from neighbours so far; 0 with torch's schedules."""
+        if not isinstance(self._runner, Runner):
+            return 0, 0
+        return self._runner.sent_bytes, self._runner.received_bytes
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by its sum over the stages, on every rank; all of them call it.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
+            >>> pipeline.add_up(torch.tensor(3.0))     # one stage
+            tensor(3.)
+
+        Raises:
+            PeerError: Another rank is gone.
+        """
+        stages = tuple(range(self._transport.num_stages))
+        try:
+            self._transport.add_up([tensor], stages)
+        except RuntimeError as error:
+            raise PeerError(
+                f"another stage did not add up a number ({str(error).splitlines()[0]}). This is stage "
+                f"{self.stage}: start the ranks again from the last checkpoint"
+            ) from error
+        return tensor
+
+    def tied_elsewhere(self) -> set[str]:
+        """Return names of this rank's parameters that an earlier stage has too.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).tied_elsewhere()
+            set()
+        """
+        later = [tie for tie in self._own_ties() if tie.ranks[0] != self.stage]
+        return {name for tie in later for name in tie.names}
+
     def close(self) -> None:
         """End the threads that wait for messages. The pipeline is not used again.
 

@@ -6,7 +6,7 @@ samo     compressed state, weights in the type of the computation
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from samo.compression import compress_
 from samo.config import OptimConfig
 from samo.data.batches import Batch
-from samo.errors import MaskError
+from samo.errors import MaskError, nearest
 from samo.leaves import param_groups
 from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
@@ -25,9 +25,11 @@ from samo.parallel.clipping import clip_grad_norm_
 from samo.parallel.dense import add_up_gradients, broadcast_weights
 from samo.parallel.replicas import Replicas, no_sync, replicate
 from samo.parallel.traffic import KINDS
+from samo.pipeline.api import Pipeline
 from samo.scaling import LossScaler
 from samo.training.events import Phase
 from samo.training.ranks import Ranks
+from samo.training.stages import Stages
 
 __all__ = []
 
@@ -45,6 +47,7 @@ class Learner:
         entry_steps: Whether weights may be kept anew: then the updates of each are counted.
         ranks: Who learns together; one process alone if nothing is said.
         is_sharded: Whether replicas divide compressed state.
+        stages: Where ``model`` is one stage of a larger one: all of them.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class Learner:
         entry_steps: bool = False,
         ranks: Ranks | None = None,
         is_sharded: bool = False,
+        stages: Stages | None = None,
     ) -> None:
         self.model = model
+        self.stages = stages
         self.ranks = ranks or Ranks()
         self.replicas: Replicas | None = None
         self._is_sharded = is_sharded
@@ -89,10 +94,40 @@ class Learner:
             broadcast_weights(self.ranks.data, model)
 
     @property
+    def whole(self) -> nn.Module | Pipeline:
+        """The model, or the pipeline whose stage it is: what checkpoints and clipping are about."""
+        return self.model if self.stages is None else self.stages.pipeline
+
+    @property
+    def num_params(self) -> int:
+        """Dense parameters of the whole model."""
+        if self.stages is not None:
+            return self.stages.num_params
+        return sum(param.numel() for param in self.model.parameters())
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing, because a gradient was not finite; waits for the device."""
         compressed = self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0
         return self.dense_skipped + compressed
+
+    def check_names(self, masks: Masks) -> None:
+        """Refuse masks of weights that no stage has.
+
+        Raises:
+            MaskError: There is one.
+        """
+        names = masks if self.stages is None else self.stages.names
+        for name in masks:
+            if name not in names:
+                raise MaskError(
+                    f"the masks have '{name}'{nearest(name, names)}, which is no weight of the model; give "
+                    "masks of the same model"
+                )
+
+    def own_masks(self, masks: Masks) -> Masks:
+        """Return those of a whole model's masks that are about this rank's stage."""
+        return masks if self.stages is None else self.stages.pipeline.masks(masks)
 
     def prune(self, masks: Masks, phase: Phase) -> None:
         """Leave the dense phase: from here on pruned weights are 0, and the moments go on.
@@ -140,13 +175,28 @@ class Learner:
         num_tokens = sum(batch.num_tokens for batch in batches)
         losses = []
         for left, batch in zip(reversed(range(len(batches))), batches):
-            with self._adding_up(is_last=left == 0):
-                loss = self._loss_sum(batch) / num_tokens
-                losses.append(loss.detach())
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            losses.append(self._pass(batch, num_tokens, is_last=left == 0))
         if self.phase != "samo" and self.ranks.data is not None:
             add_up_gradients(self.ranks.data, self.model.parameters())
         return torch.stack(losses).sum()
+
+    def _pass(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
+        """Compute forward and backward of one batch, and return its part of the loss."""
+        if self.stages is None:
+            with self._adding_up(is_last=is_last):
+                loss = self._loss_sum(batch) / num_tokens
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            return loss.detach()
+        scale: Tensor | float = 1.0
+        if self.scaler is not None:
+            scale = self.scaler.scale(torch.ones((), device=self.device))
+
+        @contextlib.contextmanager
+        def around(is_last_micro_batch: bool) -> Iterator[None]:
+            with self._adding_up(is_last=is_last and is_last_micro_batch), self._autocast():
+                yield
+
+        return self.stages.backward(batch, num_tokens / scale, around) / scale
 
     def whole_loss(self, loss: Tensor) -> float:
         """Return the loss of a whole batch, of which `backward` has returned this rank's part."""
@@ -157,7 +207,7 @@ class Learner:
         for group in self.opt.param_groups:
             group["lr"] = lr
         if self.phase == "samo":
-            norm = clip_grad_norm_(self.model, self._max_norm)
+            norm = clip_grad_norm_(self.whole, self._max_norm)
             self.opt.step()
         else:
             norm = self._dense_step()
@@ -211,10 +261,11 @@ class Learner:
         if self.replicas is not None:
             groups.append(self.replicas.team.group)
         counts = [group.meter.read() for group in groups]
-        sent = {kind: sum(getattr(c, kind).sent_bytes for c in counts) for kind in KINDS}
+        both = {kind: sum(getattr(c, kind).sent_bytes for c in counts) for kind in KINDS}
+        sent, received = (0, 0) if self.stages is None else self.stages.pipeline.exchanged_bytes
         return {
-            "sent": sent,
-            "received": dict(sent),
+            "sent": {**both, "activations": sent},
+            "received": {**both, "activations": received},
             "in_flight_s": sum(count.in_flight_s for count in counts),
             "exposed_s": sum(count.exposed_s for count in counts),
         }
@@ -274,6 +325,8 @@ class Learner:
         )
 
     def _loss_sum(self, batch: Batch) -> Tensor:
+        if self.stages is not None:
+            return self.stages.loss_sum(batch, lambda is_last: self._autocast())
         inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
         targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
         with self._autocast():
@@ -295,7 +348,10 @@ class Learner:
         for param, pruned in self._pruned:
             if param.grad is not None:
                 param.grad.masked_fill_(pruned, 0)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
+        if self.stages is None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
+        else:
+            norm = clip_grad_norm_(self.whole, self._max_norm)
         if isinstance(scaler, torch.amp.GradScaler):
             before = scaler.get_scale()
             scaler.step(self.opt)
@@ -326,10 +382,11 @@ class Learner:
     def _check_masks(self, masks: Masks) -> None:
         prints = self.ranks.texts("the fingerprints of the masks", masks.fingerprint())
         for rank, found in enumerate(prints):
-            if found != prints[0]:
+            first = rank - rank % self.ranks.num_replicas  # of its stage
+            if found != prints[first]:
                 raise MaskError(
-                    f"the masks that rank {rank} has drawn are not those of rank 0, though their weights "
-                    "should be the same; start again from the last checkpoint"
+                    f"the masks that rank {rank} has drawn are not those of rank {first}, though their "
+                    "weights should be the same; start again from the last checkpoint"
                 )
 
 

@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from samo import checkpoints
-from samo.config import TrainConfig, resolve
+from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import to_dict
 from samo.config_mesh import check_batch
 from samo.data.batches import Batch, Batches, validation_batches
@@ -112,7 +112,7 @@ def train(
     config = replace(config, data=replace(config.data, vocab_size=text.vocab_size))
     check_memory(config)
     learner = new_learner(config, ranks)
-    ranks.together("the masks", lambda: check_masks(learner.model, config))
+    ranks.together("the masks", lambda: check_masks(learner, config))
     masking = Masking(config, learner)
     folder = ranks.first("the run folder", lambda: RunFolder.create(out)) or RunFolder(out)
     try:
@@ -209,7 +209,9 @@ class _Run:
         listeners: Iterable[Listener],
     ) -> None:
         assert isinstance(config.model.context, int)
+        assert isinstance(config.data.vocab_size, int)
         self.config = config
+        self.shape = gpt_config(config.model, config.data.vocab_size)
         self.folder = folder
         self.text = text
         self.learner = learner
@@ -331,7 +333,7 @@ class _Run:
         Raises:
             RunError: They could not be written, and the run is to stop then.
         """
-        if not self.ranks.is_first:
+        if not self.ranks.is_first or self.ranks.num_stages > 1:  # see save() for stages
             return
         try:
             masks.save(self.folder.masks)
@@ -456,11 +458,15 @@ class _Run:
         """
         began = time.perf_counter()
         self.at.metrics_bytes = self.metrics.size
-        tokenizer = self.text.tokenizer.name
         try:
             with self.pause():
                 snapshot.write(
-                    self.folder.last, self.learner, self.masking, self.at, tokenizer=tokenizer
+                    self.folder.last,
+                    self.learner,
+                    self.masking,
+                    self.at,
+                    shape=self.shape,
+                    tokenizer=self.text.tokenizer.name,
                 )
                 if is_best and self.ranks.is_first:
                     checkpoints.copy(self.folder.last, self.folder.best)
@@ -470,6 +476,8 @@ class _Run:
             self.tell(events.NotSaved(step=self.at.step, reason=str(error)))
             return
         self.saved_step = self.at.step
+        if self.ranks.num_stages > 1 and self.ranks.is_first and self.learner.phase == "samo":
+            Masks.load(self.folder.last).save(self.folder.masks)  # where those of all stages are
         self.tell(
             events.Saved(
                 step=self.at.step,
@@ -483,7 +491,8 @@ class _Run:
         """Account for the state, and let the model write."""
         if self.has_stepped:
             self.tell(events.Accounted(step=self.at.step, **self.learner.account()))
-        if not self.config.run.sample_tokens or not self.ranks.is_first:
+        is_whole = self.ranks.num_stages == 1  # a stage alone writes nothing
+        if not (self.config.run.sample_tokens and self.ranks.is_first and is_whole):
             return
         assert isinstance(self.config.model.context, int)
         prompt_T = next(self.validation()).inputs_BT[0, :_PROMPT_TOKENS]

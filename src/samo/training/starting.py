@@ -20,6 +20,7 @@ from samo.training.folder import RunFolder
 from samo.training.launches import launcher
 from samo.training.learner import Learner
 from samo.training.ranks import Ranks
+from samo.training.stages import Stages
 from samo.training.text import Text
 
 __all__ = []
@@ -85,7 +86,7 @@ def check_memory(config: TrainConfig) -> None:
     is_watched = config.prune.method in ("early-bird", "gradual")  # these begin with all weights
     is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0 or is_watched
     # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
-    needed = (16 if is_dense else 4) * count
+    needed = (16 if is_dense else 4) * count // config.mesh.pipe
     there = hardware(torch.device(config.run.device))["memory_bytes"]
     if there and needed > there:
         can_skip = is_dense and config.run.mode == "samo" and not is_watched
@@ -114,7 +115,15 @@ def new_learner(
         CheckpointError: ``model.init`` cannot be read, or is of another model.
     """
     ranks = ranks or Ranks()
-    model = ranks.together("the model", lambda: _new_model(config, is_filled_later=is_filled_later))
+    stages: Stages | None = None
+    if ranks.num_stages > 1:
+        stages = Stages(config, ranks)
+        model: torch.nn.Module = stages.pipeline.module
+    else:
+        model = _new_model(config)
+    if config.model.init is not None and not is_filled_later:
+        whole = model if stages is None else stages.pipeline
+        load(config.model.init, whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
     return Learner(
         model,
         config.optim,
@@ -123,17 +132,15 @@ def new_learner(
         entry_steps=config.prune.method in MOVING,
         ranks=ranks,
         is_sharded=config.mesh.shard == "state",
+        stages=stages,
     )
 
 
-def _new_model(config: TrainConfig, *, is_filled_later: bool) -> GPT:
+def _new_model(config: TrainConfig) -> GPT:
     assert isinstance(config.data.vocab_size, int)
     torch.manual_seed(config.run.seed)
     with torch.device(config.run.device):
-        model = GPT(gpt_config(config.model, config.data.vocab_size))
-    if config.model.init is not None and not is_filled_later:
-        load(config.model.init, model)
-    return model
+        return GPT(gpt_config(config.model, config.data.vocab_size))
 
 
 def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
@@ -174,7 +181,7 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": to_dict(config),
-        "model": {"num_params": sum(param.numel() for param in learner.model.parameters())},
+        "model": {"num_params": learner.num_params},
         "data": {
             "train_tokens": text.train.num_tokens,
             "valid_tokens": text.valid.num_tokens,
