@@ -81,6 +81,11 @@ class Peers:
             ranks,
         )
 
+    def stopped(self) -> tuple[tuple[int, ...], str] | None:
+        """Return the ranks that were killed or stopped, and how that is known; None if all are alive."""
+        found = _in_time(self._find, self._pause_s + 2.0)
+        return found if found is not None and " stopped (" in found[1] else None
+
     def _name(self, rank: int) -> str:
         return f"{self._key}/beat/{rank}"
 

@@ -27,7 +27,14 @@ from samo.config_files import to_dict
 from samo.config_mesh import check_batch
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.environment import memory_in_use
-from samo.errors import CheckpointError, ConfigError, DataError, RunError, SamoError
+from samo.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PeerError,
+    RunError,
+    SamoError,
+)
 from samo.generation import generate
 from samo.masks import Masks
 from samo.memory.ledger import Ledger
@@ -35,6 +42,7 @@ from samo.training import events, snapshot
 from samo.training.events import Event, Listener
 from samo.training.folder import RunFolder, check_free
 from samo.training.interrupt import Interrupt
+from samo.training.launches import launcher
 from samo.training.learner import Learner
 from samo.training.masking import Masking, check_masks
 from samo.training.metrics import Board, MetricsFile, RankFile, has_tensorboard
@@ -45,6 +53,7 @@ from samo.training.starting import (
     check_changes,
     check_memory,
     check_same_text,
+    layout,
     new_learner,
     on_this_machine,
     record,
@@ -173,8 +182,10 @@ def resume(
         def note_changes() -> None:
             if checkpoint != folder.last:
                 checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
-            if config != recorded:
-                folder.write_run({**folder.read_run(), "config": to_dict(config)})
+            old = folder.read_run()
+            new = {**old, "config": to_dict(config), "ranks": layout(ranks), "launcher": launcher()}
+            if new != old:
+                folder.write_run(new)
 
         ranks.first("the run folder", note_changes)
         result = _Run(config, folder, text, learner, masking, progress, listeners).go()
@@ -288,6 +299,15 @@ class _Run:
                 ledger=self.learner.ledger(),
                 saved_step=self.saved_step,
             )
+        except RuntimeError as error:
+            if not isinstance(error, SamoError) and "memory" in str(error):
+                raise
+            cause = error if isinstance(error, SamoError) else self.ranks.blame(error)
+            if cause is None:
+                raise
+            with suppress(RunError):
+                self.tell(events.Ended(step=self.at.step, reason="failed"))
+            raise (self.ranks.placed(cause) if isinstance(cause, PeerError) else cause) from error
         except SamoError:
             with suppress(RunError):
                 self.tell(events.Ended(step=self.at.step, reason="failed"))

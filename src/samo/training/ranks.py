@@ -112,6 +112,28 @@ class Ranks:
         """Which part of every batch is this rank's, and of how many."""
         return self.replica, self.num_replicas
 
+    def blame(self, error: RuntimeError) -> PeerError | None:
+        """Return who is behind an error of a backend, which names nobody; None if all ranks are alive."""
+        found = None if self._all is None else self._all.peers.stopped()
+        if found is None:
+            return None
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return self.placed(
+            PeerError(
+                f"{found[1]}. Start again from the last checkpoint. The backend said: {said}", found[0]
+            )
+        )
+
+    def placed(self, error: PeerError) -> PeerError:
+        """Return the error with the stages of the ranks at fault, where it does not name them."""
+        if self.num_stages == 1 or error.stage is not None or not error.ranks:
+            return error
+        stages = {rank: rank // self.num_replicas for rank in error.ranks}
+        where = ", ".join(f"rank {rank} is stage {stage}" for rank, stage in stages.items())
+        return PeerError(
+            f"{error} ({where} of {self.num_stages})", error.ranks, stage=next(iter(stages.values()))
+        )
+
     def leave(self) -> None:
         """Part from the others, all having come this far."""
         if self._has_joined:

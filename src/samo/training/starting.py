@@ -191,13 +191,14 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
         },
         "versions": versions(),
         "hardware": hardware(learner.device),
-        "ranks": {
-            "size": learner.ranks.size,
-            "pipe": learner.ranks.num_stages,
-            "data": learner.ranks.num_replicas,
-        },
+        "ranks": layout(learner.ranks),
         "launcher": launcher(),
     }
+
+
+def layout(ranks: Ranks) -> dict[str, int]:
+    """Return the grid as run.json records it."""
+    return {"pipe": ranks.num_stages, "data": ranks.num_replicas}
 
 
 def _with_full_paths(config: TrainConfig) -> TrainConfig:

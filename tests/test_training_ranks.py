@@ -1,0 +1,319 @@
+"""Runs on many ranks against the same run on one: losses, masks, checkpoints, refusals."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import samo
+from samo.config import DataConfig, ModelConfig, PruneConfig, RunConfig, TrainConfig
+from samo.config_mesh import MeshConfig
+from samo.errors import ConfigError, PeerError, RunError
+from samo.models import GPT, GPTConfig
+from samo.training import events
+from samo.training.events import Event
+from samo.training.loop import resume, train
+from tests.launch import run_ranks
+
+WORDS: Final = "the quick brown fox jumps over a lazy dog while it rains".split()
+
+# Sums over parts of a batch are rounded otherwise than those over all of it, by some 1e-7; Adam
+# divides by the size of a gradient, so that the smallest ones, mostly rounding, count as much as others.
+CLOSE: Final = {"rel": 3e-5}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    draw = random.Random(0)
+    path = tmp_path / "notes.txt"
+    path.write_text("\n".join(" ".join(draw.choices(WORDS, k=8)) for _ in range(300)))
+    return path
+
+
+def small(text: Path, mesh: dict[str, Any] | None = None, **prune: Any) -> TrainConfig:
+    return TrainConfig(
+        data=DataConfig(train=(text,)),
+        model=ModelConfig(num_layers=2, width=32, num_heads=2, context=32),
+        prune=PruneConfig(**{"dense_steps": 2, **prune}),
+        run=RunConfig(
+            steps=6,
+            batch_size=7,
+            accumulate=2,
+            eval_every=3,
+            eval_batches=2,
+            save_every=100,
+            log_every=1,
+            sample_tokens=4,
+        ),
+        mesh=MeshConfig(**{"timeout_s": 20.0, **(mesh or {})}),
+    )
+
+
+def lines(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["event"] in kinds]
+
+
+def assert_same_course(one: Path, other: Path) -> None:
+    steps, others = lines(one, "step"), lines(other, "step")
+    for name in ("loss", "grad_norm"):
+        assert [a[name] for a in others] == pytest.approx([a[name] for a in steps], **CLOSE)
+    for name in ("step", "phase", "lr", "tokens", "epoch", "skipped_steps"):
+        assert [a[name] for a in others] == [a[name] for a in steps]
+    ours, theirs = lines(one, "eval"), lines(other, "eval")
+    assert [a["valid_loss"] for a in theirs] == pytest.approx(
+        [a["valid_loss"] for a in ours], **CLOSE
+    )
+    for a, b in zip(lines(one, "prune", "remap"), lines(other, "prune", "remap"), strict=True):
+        assert a == b
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted((run / "checkpoints" / "last").glob("data-*/*.safetensors")):
+        found.update({f"{file.name}:{name}": t for name, t in load_file(file).items()})
+    return found
+
+
+class Killer:
+    """Sends this process a signal after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, events.Ticked) and event.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_here(rank: int, num_ranks: int, configs: dict[Path, TrainConfig]) -> None:
+    for out, config in configs.items():
+        result = train(config, out)
+        assert (result.sample is not None) == (rank == 0 and config.mesh.pipe == 1)
+
+
+def train_until(rank: int, num_ranks: int, config: TrainConfig, out: Path, step: int) -> None:
+    # Not the first rank: all of them stop for a signal that one of them got.
+    result = train(config, out, listeners=[Killer(step)] if rank == num_ranks - 1 else [])
+    assert (result.signal, result.step, result.saved_step) == (signal.SIGTERM, step, step)
+
+
+def resume_here(rank: int, num_ranks: int, run: Path, mesh: MeshConfig) -> None:
+    from samo.training.folder import RunFolder
+
+    config = replace(RunFolder.find(run).config(), mesh=mesh)
+    assert resume(run, config=config).signal is None
+
+
+# The same course in every layout -------------------------------------------------------------------
+
+LAYOUTS: Final = [
+    (2, {}),
+    (3, {"shard": "state"}),
+    (2, {"pipe": 2}),
+    (4, {"pipe": 2, "shard": "state", "micro_batches": 3}),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), LAYOUTS, ids=str)
+def test_losses_do_not_depend_on_the_layout(
+    tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any]
+) -> None:
+    train(small(text), tmp_path / "one")
+    run_ranks(num_ranks, train_here, {tmp_path / "many": small(text, mesh)})
+    assert_same_course(tmp_path / "one", tmp_path / "many")
+    ours, theirs = tensors(tmp_path / "one"), tensors(tmp_path / "many")
+    assert ours.keys() == theirs.keys()
+    assert {name: t.dtype for name, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    masks = samo.Masks.load(tmp_path / "many" / "masks.safetensors")
+    assert masks == samo.Masks.load(tmp_path / "many" / "checkpoints" / "last")
+    assert masks.kept == samo.Masks.load(tmp_path / "one" / "masks.safetensors").kept
+    for rank in range(1, num_ranks):
+        found = (tmp_path / "many" / f"metrics.rank{rank}.jsonl").read_text().splitlines()
+        traffic = [json.loads(line) for line in found if '"traffic"' in line]
+        assert [line["step"] for line in traffic] == list(range(1, 7))
+        assert traffic[-1]["rank"] == rank
+        assert sum(traffic[-1]["received"].values()) > 0
+        kinds = {kind for kind, size in traffic[-1]["sent"].items() if size}
+        assert ("activations" in kinds) == (mesh.get("pipe", 1) > 1)
+        assert ("values" in kinds) == ("shard" in mesh)
+    record = json.loads((tmp_path / "many" / "run.json").read_text())
+    pipe = mesh.get("pipe", 1)
+    assert record["ranks"] == {"pipe": pipe, "data": num_ranks // pipe}
+    assert record["config"]["mesh"]["data"] == "auto"
+
+
+def test_methods_choose_the_same_masks_on_two_ranks_as_on_one(tmp_path: Path, text: Path) -> None:
+    methods: dict[str, dict[str, Any]] = {
+        "rigl": {"mask_every": 2, "mask_stop": 5, "dense_steps": 0},
+        "set": {"mask_every": 2, "mask_stop": 5, "dense_steps": 0},
+        "gradual": {"mask_every": 1, "mask_stop": 5, "dense_steps": 1},
+        "early-bird": {"mask_every": 1, "queue": 2, "dense_steps": 4, "threshold": 0.5},
+    }
+    for method, settings in methods.items():
+        train(small(text, method=method, **settings), tmp_path / method)
+    many = {
+        tmp_path / f"{method}-2": small(text, method=method, **settings)
+        for method, settings in methods.items()
+    }
+    run_ranks(2, train_here, many)
+    for method in methods:
+        one, two = tmp_path / method, tmp_path / f"{method}-2"
+        assert_same_course(one, two)
+        a, b = (samo.Masks.load(run / "masks.safetensors") for run in (one, two))
+        differing = 1 - (a & b).kept / a.kept
+        assert differing < 0.01, "rounding may turn the choice between almost equal weights alone"
+
+
+# Checkpoints go from one layout to another --------------------------------------------------------
+
+
+def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, text: Path) -> None:
+    train(small(text), tmp_path / "one")
+    run_ranks(4, train_until, small(text, {"pipe": 2}), tmp_path / "many", 4)
+    resume_alone = tmp_path / "1x1"
+    shutil.copytree(tmp_path / "many", resume_alone)
+    with pytest.raises(ConfigError, match=r"pipe=2 does not make up 1 rank; these do: pipe=1 x data=1"):
+        resume(resume_alone)
+    resume_here(0, 1, resume_alone, MeshConfig())
+    assert_same_course(tmp_path / "one", resume_alone)
+    layouts = {"4x1": (4, MeshConfig(pipe=4)), "1x3": (3, MeshConfig(shard="state"))}
+    for name, (num_ranks, mesh) in layouts.items():
+        shutil.copytree(tmp_path / "many", tmp_path / name)
+        run_ranks(num_ranks, resume_here, tmp_path / name, replace(mesh, timeout_s=20.0))
+        assert_same_course(tmp_path / "one", tmp_path / name)
+        assert json.loads((tmp_path / name / "run.json").read_text())["ranks"]["pipe"] == mesh.pipe
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def refused(rank: int, num_ranks: int, config: TrainConfig, out: Path) -> str:
+    kinds = (ConfigError, PeerError, RunError)
+    try:
+        train(config if rank else replace(config, run=replace(config.run, seed=1)), out)
+    except kinds as error:
+        first = f"{type(error).__name__}: {error}"
+    try:
+        train(config, out)
+    except kinds as error:
+        return f"{first} | {type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_one_rank_refuses_ends_all(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    first, second = run_ranks(2, refused, small(text), tmp_path / "full")
+    for said in (first, second):
+        assert "rank 1 and rank 0 do not have the same settings; start all ranks" in said
+    assert "| RunError: " in first
+    assert "is not empty" in first
+    assert "| PeerError: rank 0 stopped: " in second
+
+
+@pytest.mark.parametrize(
+    ("mesh", "prune", "message"),
+    [
+        ({"pipe": 0}, {}, "pipe must be 1 or more"),
+        ({"timeout_s": 0.0}, {}, "timeout_s must be a number of seconds over 0"),
+        ({"micro_batches": 2}, {}, "micro_batches is for a model that is cut into stages"),
+        ({"pipe": 5}, {}, "a model of 2 blocks has 4 layers .* too few for 5 pieces"),
+        ({"pipe": 2}, {"scope": "erk"}, "scope erk compares the weights of all stages"),
+        ({"pipe": 2}, {"method": "rigl"}, "method rigl follows the masks of the whole model"),
+        ({"shard": "state"}, {"method": "set"}, "method set changes masks, and with shard state"),
+        ({"data": 2}, {}, "data=2 does not make up 1 rank.* start ranks with samo launch"),
+        ({"pipe": 2}, {}, "pipe=2 does not make up 1 rank"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_the_start(
+    tmp_path: Path, text: Path, mesh: dict[str, Any], prune: dict[str, Any], message: str
+) -> None:
+    settings = {"dense_steps": "auto", **prune}
+    with pytest.raises(ConfigError, match=message):
+        train(small(text, mesh, **settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"mode": "masked"}, "mode masked is a comparison for one stage"),
+        ({"dtype": "float16"}, "dtype float16 scales the loss of a dense phase"),
+    ],
+)
+def test_modes_of_one_stage_are_refused_with_several(
+    tmp_path: Path, text: Path, run: dict[str, Any], message: str
+) -> None:
+    config = small(text, {"pipe": 2})
+    with pytest.raises(ConfigError, match=message):
+        train(replace(config, run=replace(config.run, **run)), tmp_path / "run")
+
+
+def test_sharded_state_is_compressed_state(tmp_path: Path, text: Path) -> None:
+    config = small(text, {"shard": "state"})
+    with pytest.raises(ConfigError, match="shard state divides compressed state"):
+        train(replace(config, run=replace(config.run, mode="masked")), tmp_path / "run")
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages_draw_the_weights_that_one_process_draws(is_tied: bool) -> None:
+    from samo.models import draw_weights
+
+    config = GPTConfig(num_layers=3, width=16, num_heads=2, context=8, is_tied=is_tied)
+    torch.manual_seed(5)
+    whole = dict(GPT(config).named_parameters())
+    for kept in ("embed", "blocks.0.", "blocks.2.", "norm", ""):
+        torch.manual_seed(5)
+        drawn = draw_weights(config, lambda name, kept=kept: name.startswith(kept))
+        assert drawn.keys() == {name for name in whole if name.startswith(kept)}
+        for name, values in drawn.items():
+            assert torch.equal(values, whole[name]), name
+
+
+def clip_stages(rank: int, num_ranks: int) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    config = GPTConfig(num_layers=2, width=16, num_heads=2, context=8, vocab_size=32, is_tied=True)
+    torch.manual_seed(1)
+    model = GPT(config)
+    tokens = torch.randint(0, 32, (4, 9))
+    loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pipe",))
+    pipeline = samo.Pipeline(GPT(config), loss, mesh, 2)
+    pipeline.step(tokens[:, :-1], target=tokens[:, 1:])
+    norm = samo.clip_grad_norm_(pipeline, 0.1)
+    torch.testing.assert_close(norm, expected)
+    for name, param in pipeline.module.named_parameters():
+        torch.testing.assert_close(param.grad, model.get_parameter(name).grad)
+    with pytest.raises(ValueError, match="norm_type is inf"):
+        samo.clip_grad_norm_(pipeline, 1.0, float("inf"))
+
+    samo.compress_(pipeline.module, samo.prune(pipeline.module, 0.5))
+    opt = samo.AdamW(samo.parameters(pipeline.module))
+    pipeline.step(tokens[:, :-1], target=tokens[:, 1:])
+    if rank == 1:
+        next(leaf for leaf in samo.parameters(pipeline.module)).grad[0] = float("inf")
+    samo.clip_grad_norm_(pipeline, 1.0)
+    opt.step()
+    return [opt.skipped_steps]
+
+
+def test_stages_clip_by_the_norm_of_all_and_skip_a_step_together() -> None:
+    assert run_ranks(2, clip_stages) == [[1], [1]]
