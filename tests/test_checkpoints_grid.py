@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import samo
 from samo import checkpoints, durable
-from samo.checkpoints import gathering, shards
+from samo.checkpoints import gathering, loading, saving, shards
 from samo.kernels.lean import Moments, dequantise_weight
 from samo.owners import owned_weights
 from tests.checkpoint_cases import Case, Layout, Run, contents
@@ -142,7 +143,7 @@ def moments(run: Run) -> dict[str, Tensor]:
     return found
 
 
-def save_lean(rank: int, num_ranks: int, folder: Path) -> dict[str, Tensor]:
+def save_lean(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     quick_disk()
     if num_ranks == 2:
         run = Run(LEAN, Layout(1, 2, "state"))
@@ -155,7 +156,7 @@ def save_lean(rank: int, num_ranks: int, folder: Path) -> dict[str, Tensor]:
     for value in found.values():
         dist.all_reduce(value)
     run.close()
-    return found
+    return {name: value.numpy() for name, value in found.items()}
 
 
 def test_sharded_lean_state_goes_into_other_layouts_rounded_once_more(tmp_path: Path) -> None:
@@ -165,13 +166,68 @@ def test_sharded_lean_state_goes_into_other_layouts_rounded_once_more(tmp_path: 
     three = run_ranks(3, save_lean, tmp_path)[0]
     for after in (moments(alone), three):
         for name, value in before.items():
+            value, found = torch.from_numpy(value), torch.as_tensor(after[name])
             largest = float(value.abs().max())
             # Half a step of the coarser code, 1/127 of its fourth root, next to the largest entry.
-            torch.testing.assert_close(after[name], value, rtol=0, atol=0.02 * largest)
-            assert float(after[name].abs().max()) == pytest.approx(largest)
+            torch.testing.assert_close(found, value, rtol=0, atol=0.02 * largest)
+            assert float(found.abs().max()) == pytest.approx(largest)
     samo.save(tmp_path / "alone", alone.pipeline, alone.opt)  # a whole weight's state from here on
     state = checkpoints.read_manifest(tmp_path / "alone").optimizer["state"]
     assert all("parts" not in content for content in state.values())
+
+
+# Each rank reads its part, and the writer holds one tensor at a time
+
+
+def read_parts(rank: int, num_ranks: int, folder: Path) -> tuple[int, str]:
+    """Return how many files this rank has compared with their checksums, and what it says of damage."""
+    quick_disk()
+    shards.SHARD_BYTES = 4000
+    run = Run(HALF, Layout(2, 1))
+    run.train(1)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def watched(*args: Any) -> shards.Source:
+        source = fetched(*args)
+
+        def make() -> Tensor:
+            assert all(reference() is None for reference in alive), (
+                "the tensor before is still there"
+            )
+            made = source.make()
+            if args[3].pieces[0].rank != rank:
+                alive.append(weakref.ref(made))
+            return made
+
+        return source._replace(make=make)
+
+    fetched = saving.fetched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "fetched", watched)
+        samo.save(folder / "last", run.pipeline, run.opt)
+    assert len(alive) >= 20 * (rank == 0)
+    checked: list[Path] = []
+    check_file = loading.check_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "check_file", lambda f, e: (checked.append(f), check_file(f, e)))
+        samo.load(folder / "last", run.pipeline, run.opt)
+    dist.barrier()
+    manifest = checkpoints.read_manifest(folder / "last")
+    if rank == 0:
+        last = folder / "last" / manifest.data / list(manifest.files_of("weights"))[-1]
+        last.write_bytes(last.read_bytes()[:-1] + b"!")
+    dist.barrier()
+    with pytest.raises(samo.CheckpointError) as caught:
+        samo.load(folder / "last", run.pipeline, run.opt)
+    run.close()
+    assert len(checked) < 0.8 * len(manifest.files)
+    return len(checked), str(caught.value)
+
+
+def test_a_rank_reads_its_part_and_hears_of_damage_in_another(tmp_path: Path) -> None:
+    counts, texts = zip(*run_ranks(2, read_parts, tmp_path))
+    assert sum(counts) >= len(checkpoints.read_manifest(tmp_path / "last").files)
+    assert all("its bytes do not match their checksum" in text for text in texts)
 
 
 # What fails anywhere fails everywhere
@@ -235,8 +291,13 @@ def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     full, given, extra, missing, foreign, settings, misfit, nowhere, mesh = heard
     assert all("CheckpointError: cannot save to" in text for text in full)
     assert all("No space left on device" in text for text in full)
-    assert [text.partition(":")[0] for text in given] == [*["CheckpointError"] * 3, *["ZeroDivisionError"]]
-    assert given[0].startswith("CheckpointError: rank 3 failed: ZeroDivisionError: division by zero")
+    assert [text.partition(":")[0] for text in given] == [
+        *["CheckpointError"] * 3,
+        *["ZeroDivisionError"],
+    ]
+    assert given[0].startswith(
+        "CheckpointError: rank 3 failed: ZeroDivisionError: division by zero"
+    )
     assert extra[0].startswith("TypeError: extra/bad is a set")
     assert all(text.startswith("CheckpointError: rank 0 failed: TypeError") for text in extra[1:])
     assert all("rank 0 gave an optimizer to samo.save and rank 2 none" in text for text in missing)
@@ -247,8 +308,10 @@ def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert all("replicated over ranks" in text and "all of them" in text for text in mesh)
 
 
-def die_while_saving(rank: int, num_ranks: int, folder: Path, victim: int) -> tuple[str, float]:
-    """Save, then save again while one rank is killed; return what the others hear, and when."""
+def die_while_saving(
+    rank: int, num_ranks: int, folder: Path, victim: int, how: signal.Signals
+) -> tuple[str, float]:
+    """Save, then save again while one rank is killed or stopped; return what the others hear, and when."""
     quick_disk()
     run = Run(HALF, Layout(2, 2, "state"))
     run.train(1)
@@ -256,31 +319,33 @@ def die_while_saving(rank: int, num_ranks: int, folder: Path, victim: int) -> tu
     run.train(1)
     dist.barrier()
     if rank == victim:
-        patch_to_die(after=5)
+        patch_to_die(how, after=5)
     begun = time.monotonic()
     with pytest.raises(samo.PeerError) as caught:
-        samo.save(folder / "last", run.pipeline, run.opt, extra={"step": 2}, timeout_s=10)
+        samo.save(folder / "last", run.pipeline, run.opt, extra={"step": 2}, timeout_s=3)
     assert caught.value.ranks == (victim,)
     return str(caught.value), time.monotonic() - begun
 
 
-def patch_to_die(after: int) -> None:
-    """Be killed, as by kill -9, when so many tensors have been made ready."""
+def patch_to_die(how: signal.Signals, after: int) -> None:
+    """Be killed, as by kill -9, or stopped when so many tensors have been made ready."""
     calls, whole = itertools.count(), shards.host_bytes
 
     def host_bytes(tensor: Tensor) -> Tensor:
         if next(calls) == after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return whole(tensor)
 
     shards.host_bytes = gathering.host_bytes = host_bytes  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_is_killed_while_saving_ends_all_and_harms_nothing(
-    victim: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("victim", "how"), [(0, signal.SIGKILL), (3, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+def test_a_rank_that_falls_while_saving_ends_all_and_harms_nothing(
+    victim: int, how: signal.Signals, tmp_path: Path
 ) -> None:
-    results = run_ranks(4, die_while_saving, tmp_path, victim, lost=[victim])
+    results = run_ranks(4, die_while_saving, tmp_path, victim, how, lost=[victim])
     for result in (result for rank, result in enumerate(results) if rank != victim):
         text, seconds = result
         assert f"rank {victim} is gone" in text

@@ -131,6 +131,7 @@ LAYERS: Final = (
     {"samo.training.learner"},
     {"samo.training.masking"},
     {"samo.training.snapshot", "samo.training.starting"},
+    {"samo.training.run"},
     {"samo.training.loop"},
     {"samo.bench", "samo.bench.settings", "samo.bench.timing", "samo.bench.rows"},
     {"samo.bench.kernels", "samo.bench.sparse_vs_dense", "samo.bench.figures"},

@@ -464,7 +464,13 @@ def test_listeners_hear_everything(tmp_path: Path, text: Path) -> None:
     result: Result = train(small(text), tmp_path / "run", listeners=[watcher])
     assert result.sample is not None
     heard = {type(event) for event in watcher.seen}
-    others = {events.Resumed, events.NotSaved, events.Observed, events.Remapped}
+    others = {
+        events.Resumed,
+        events.NotSaved,
+        events.Observed,
+        events.Remapped,
+        events.Exchanged,
+    }
     assert heard == {*events.NAMES, events.Ticked} - others
 
 

@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from samo.training.events import Event
 from samo.training.loop import resume, train
 from tests.launch import run_ranks
 
-WORDS: Final = "the quick brown fox jumps over a lazy dog while it rains".split()
+WORDS: Final = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while")
 
 # Sums over parts of a batch are rounded otherwise than those over all of it, by some 1e-7; Adam
 # divides by the size of a gradient, so that the smallest ones, mostly rounding, count as much as others.
@@ -181,7 +182,9 @@ def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, text: Path) -> None:
     run_ranks(4, train_until, small(text, {"pipe": 2}), tmp_path / "many", 4)
     resume_alone = tmp_path / "1x1"
     shutil.copytree(tmp_path / "many", resume_alone)
-    with pytest.raises(ConfigError, match=r"pipe=2 does not make up 1 rank; these do: pipe=1 x data=1"):
+    with pytest.raises(
+        ConfigError, match=r"pipe=2 does not make up 1 rank; these do: pipe=1 x data=1"
+    ):
         resume(resume_alone)
     resume_here(0, 1, resume_alone, MeshConfig())
     assert_same_course(tmp_path / "one", resume_alone)
@@ -267,6 +270,10 @@ def test_sharded_state_is_compressed_state(tmp_path: Path, text: Path) -> None:
 # Parts --------------------------------------------------------------------------------------------
 
 
+def _begins(start: str, name: str) -> bool:
+    return name.startswith(start)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_stages_draw_the_weights_that_one_process_draws(is_tied: bool) -> None:
     from samo.models import draw_weights
@@ -276,7 +283,7 @@ def test_stages_draw_the_weights_that_one_process_draws(is_tied: bool) -> None:
     whole = dict(GPT(config).named_parameters())
     for kept in ("embed", "blocks.0.", "blocks.2.", "norm", ""):
         torch.manual_seed(5)
-        drawn = draw_weights(config, lambda name, kept=kept: name.startswith(kept))
+        drawn = draw_weights(config, partial(_begins, kept))
         assert drawn.keys() == {name for name in whole if name.startswith(kept)}
         for name, values in drawn.items():
             assert torch.equal(values, whole[name]), name

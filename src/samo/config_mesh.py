@@ -1,7 +1,7 @@
 """The settings of a run on many ranks. Imports no torch.
 
-    [mesh]            samo launch -n 4 train notes.txt --pipe 2 --shard state
-    pipe = 2          4 ranks: 2 stages, each with 2 replicas
+[mesh]            samo launch -n 4 train notes.txt --pipe 2 --shard state
+pipe = 2          4 ranks: 2 stages, each with 2 replicas
 """
 
 import math

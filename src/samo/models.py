@@ -162,7 +162,13 @@ def draw_weights(
         keep: Called with the name of each parameter.
         device: Where to draw.
     """
-    paths = ["embed", "position", *(f"blocks.{i}" for i in range(config.num_layers)), "norm", "head"]
+    paths = [
+        "embed",
+        "position",
+        *(f"blocks.{i}" for i in range(config.num_layers)),
+        "norm",
+        "head",
+    ]
     with torch.device("meta"):
         whole = GPT(config)
     if config.is_tied:  # the head draws weights of its own, which the embedding's then replace

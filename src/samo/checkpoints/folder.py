@@ -87,7 +87,7 @@ def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
     def write(data: Path) -> bytes:
         for name, entry in manifest.files.items():
             file = source / manifest.data / name
-            _check_size(file, entry)
+            check_size(file, entry)
             try:
                 os.link(file, data / name)
             except OSError as error:
@@ -209,7 +209,7 @@ def check_file(file: Path, entry: DataFile) -> None:
     Raises:
         CheckpointError: It is missing, cannot be read, or differs.
     """
-    _check_size(file, entry)
+    check_size(file, entry)
     try:
         with open(file, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -219,7 +219,12 @@ def check_file(file: Path, entry: DataFile) -> None:
         raise damaged(file, "its bytes do not match their checksum")
 
 
-def _check_size(file: Path, entry: DataFile) -> None:
+def check_size(file: Path, entry: DataFile) -> None:
+    """Compare a file with its size alone.
+
+    Raises:
+        CheckpointError: It is missing, cannot be looked at, or differs.
+    """
     try:
         found = os.stat(file)
     except FileNotFoundError:

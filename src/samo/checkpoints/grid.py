@@ -102,5 +102,6 @@ def _stages(mesh: DeviceMesh) -> list[list[int]]:
     ranks = mesh.mesh
     if "pipe" not in names:
         return [ranks.flatten().tolist()]
-    rows: list[list[int]] = ranks.movedim(names.index("pipe"), 0).flatten(1).tolist()
-    return rows if ranks.dim() > 1 else [[int(rank)] for rank in ranks]
+    place = names.index("pipe")
+    rows: list[list[int]] = ranks.movedim(place, 0).reshape(ranks.shape[place], -1).tolist()
+    return rows

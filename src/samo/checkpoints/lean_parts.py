@@ -13,6 +13,7 @@ rounded once more.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -40,10 +41,11 @@ def parts_of(weight: Weight) -> tuple[int, ...]:
 
 def scale_place(weight: Weight) -> Place:
     """Return where the scales of this rank's part lie among those of all parts."""
-    assert weight.replica is not None and weight.replica.owned is not None
+    assert weight.replica is not None
+    assert weight.replica.owned is not None
     start, stop = weight.replica.owned
     parts = parts_of(weight)
-    before = [*(part for part in parts if part <= start)] if stop > start else [0]
+    before = [part for part in parts if part <= start] if stop > start else [0]
     return Place(_num_scales(before), _num_scales(parts))
 
 
@@ -93,7 +95,7 @@ def _dequantised(
     if parts is None:
         return dequantise_weight(moments, weight.param.numel(), weight.mask)
     pieces, first = [], 0
-    for start, stop in zip(parts, parts[1:]):
+    for start, stop in pairwise(parts):
         last = first + num_groups(stop - start, None)
         cuts = (slice(start, stop), slice(start, stop), slice(first, last), slice(first, last))
         part = Moments(*(tensor[cut] for tensor, cut in zip(moments, cuts)))
@@ -103,4 +105,4 @@ def _dequantised(
 
 
 def _num_scales(parts: Sequence[int]) -> int:
-    return sum(num_groups(stop - start, None) for start, stop in zip(parts, parts[1:]))
+    return sum(num_groups(stop - start, None) for start, stop in pairwise(parts))

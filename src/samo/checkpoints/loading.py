@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from samo.checkpoints.folder import verify
+from samo.checkpoints.folder import check_file, check_size, verify
 from samo.checkpoints.gathering import agree
 from samo.checkpoints.grid import Grid, grid_of
-from samo.checkpoints.manifest import Manifest, damaged
+from samo.checkpoints.manifest import Manifest, damaged, read_manifest
 from samo.checkpoints.model_state import ModelState, SavedModel
 from samo.checkpoints.optimizer_state import OptimizerState
 from samo.checkpoints.saving import Scaler
@@ -85,7 +85,13 @@ def load(
         failure = error
     agree(grid.links, failure, f"whether '{os.fspath(path)}' fits everywhere")
     assert fill is not None, "a failure was raised"
-    return fill()
+    extra: dict[str, Any] = {}
+    try:
+        extra = fill()
+    except BaseException as error:
+        failure = error
+    agree(grid.links, failure, f"whether '{os.fspath(path)}' was read everywhere")
+    return extra
 
 
 def _checked(
@@ -95,16 +101,19 @@ def _checked(
     folder, shown = Path(path), os.fspath(path)
     state = ModelState(grid.module, grid.aliases, is_part=grid.is_part)
     optimizer = None if opt is None else OptimizerState(opt, state)
-    manifest = verify(folder)
+    manifest = _sized(folder) if grid.is_part else verify(folder)
     is_dense = not state.is_compressed and state.has_params
     if optimizer is not None and manifest.is_compressed and is_dense:
         raise CheckpointError(
             f"'{shown}' has the optimizer state of a compressed model and this one is not compressed; "
             f"call samo.compress_(model, samo.Masks.load('{shown}')) first, or load with opt=None"
         )
-    masks = _masks(folder, manifest)
+    masks = _masks(folder, manifest, is_checked=not grid.is_part)
     saved = SavedModel(Shards(folder, manifest, "weights"), Shards(folder, manifest, "rest"))
     moments = Shards(folder, manifest, "optimizer")
+    if grid.is_part:
+        own = [*state.entries, *([] if optimizer is None else optimizer.tensors_of(manifest))]
+        _verify_part(folder, manifest, [*saved, moments], set(own))
     extra = _extra(folder, manifest)
     state.check_fits(shown, manifest, masks, saved)
     if optimizer is not None:
@@ -123,10 +132,28 @@ def _checked(
     return fill
 
 
-def _masks(folder: Path, manifest: Manifest) -> dict[str, Mask]:
+def _sized(folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint whose files have the right sizes."""
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        check_size(folder / manifest.data / name, entry)
+    return manifest
+
+
+def _verify_part(folder: Path, manifest: Manifest, read: list[Shards], names: set[str]) -> None:
+    """Compare the files that a stage reads with their checksums; other stages look at the others."""
+    files = {spec.file for shards in read for name, spec in shards.specs.items() if name in names}
+    files |= {folder / manifest.data / name for name in manifest.files_of("extra")}
+    for file in sorted(files):
+        check_file(file, manifest.files[file.name])
+
+
+def _masks(folder: Path, manifest: Manifest, *, is_checked: bool) -> dict[str, Mask]:
     masks: dict[str, Mask] = {}
-    for name in manifest.files_of("masks") if manifest.is_compressed else ():
+    for name, entry in manifest.files_of("masks").items() if manifest.is_compressed else ():
         file = folder / manifest.data / name
+        if not is_checked:
+            check_file(file, entry)
         try:
             masks.update(Masks.load(file))
         except MaskError as error:

@@ -78,8 +78,8 @@ def merge(shares: Mapping[int, Mapping[str, Any]], order: Sequence[str] = ()) ->
     shared = {name for rank in firsts for name in shares[rank]["shared"]}
     for entry in (shares[rank]["optimizer"] or {"state": {}} for rank in firsts):
         shared.update(values.references([entry["state"].get(name, {}) for name in [*shared]]))
-    recipes = {kind: _recipes(shares, ranks, kind, shared) for kind in TENSOR_KINDS}
     optimizer = _optimizer(shares, ranks, firsts, ordered)
+    recipes = {kind: _recipes(shares, ranks, kind, shared) for kind in TENSOR_KINDS}
     tensors = {
         kind: {name: found[name] for name in ordered(found)} for kind, found in recipes.items()
     }

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samo.checkpoints import values
-from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.lean_parts import (
     PARTS,
     SCALES,
@@ -26,6 +25,7 @@ from samo.checkpoints.lean_parts import (
     parts_of,
     scale_place,
 )
+from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.model_state import ModelState, owned_by, place_of
 from samo.checkpoints.shards import Shards, Source, Spec, host_bytes, source_of
 from samo.errors import CheckpointError
@@ -143,6 +143,12 @@ class OptimizerState:
                 )
 
     # Loading -------------------------------------------------------------------------------------
+
+    def tensors_of(self, manifest: Manifest) -> list[str]:
+        """Return the names of the tensors in a checkpoint that this optimizer takes."""
+        entry = manifest.optimizer or {"state": {}, "groups": []}
+        state = [content for name, content in entry["state"].items() if self._is_own(name)]
+        return values.references([*state, *(group["settings"] for group in entry["groups"])])
 
     def check_fits(self, path: str, manifest: Manifest, saved: Shards) -> None:
         """Refuse a state of another optimizer, before anything is changed.

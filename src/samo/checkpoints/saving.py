@@ -111,12 +111,16 @@ def save(
     def write(shares: Mapping[int, Mapping[str, Any]]) -> None:
         whole = merge(shares, grid.order)
         tensors = {
-            kind: {name: fetched(links, kind, name, recipe, own) for name, recipe in recipes.items()}
+            kind: {
+                name: fetched(links, kind, name, recipe, own) for name, recipe in recipes.items()
+            }
             for kind, recipes in whole.tensors.items()
         }
         extra_values, tensors["extra"] = _encode_extra(extra or {})
         scaler_state = None if scaler is None else values.encode(scaler.state_dict(), "scaler")
-        publish(Path(path), lambda folder: _write(folder, whole, tensors, scaler_state, extra_values))
+        publish(
+            Path(path), lambda folder: _write(folder, whole, tensors, scaler_state, extra_values)
+        )
 
     if links is None:
         write({0: describe()})

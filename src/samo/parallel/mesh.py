@@ -89,7 +89,7 @@ def _join(device: str, timeout: timedelta) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
         # The launcher keeps its store over restarts, with the addresses of ranks that are gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
@@ -97,7 +97,7 @@ def _join(device: str, timeout: timedelta) -> None:
         )
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"samo/attempt_{attempt}", store),
+            store=dist.PrefixStore(f"samo/attempt_{attempt}", store),  # type: ignore[attr-defined]
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,

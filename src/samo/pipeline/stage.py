@@ -34,7 +34,6 @@ class Unit:
         for path, module in self.modules.items():
             yield from module.named_parameters(prefix=path, remove_duplicate=False)
 
-
     def tensor_names(self) -> Iterator[str]:
         """Yield the name of each parameter and persistent buffer in the whole model, in its order."""
         for path, module in self.modules.items():

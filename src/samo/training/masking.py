@@ -231,9 +231,7 @@ def _pruned(learner: Learner, config: TrainConfig) -> Masks:
         raise ConfigError(f"cannot prune: {error}") from error
 
 
-def _own_choice(
-    model: torch.nn.Module, names: list[str], choice: dict[str, Any]
-) -> dict[str, Any]:
+def _own_choice(model: torch.nn.Module, names: list[str], choice: dict[str, Any]) -> dict[str, Any]:
     """Leave out patterns that are about other stages, once they are known to be about one of them."""
     whole, here = dict.fromkeys(names), dict(model.named_parameters())
     for argument in ("skip", "rules"):

@@ -120,7 +120,8 @@ class Ranks:
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return self.placed(
             PeerError(
-                f"{found[1]}. Start again from the last checkpoint. The backend said: {said}", found[0]
+                f"{found[1]}. Start again from the last checkpoint. The backend said: {said}",
+                found[0],
             )
         )
 
@@ -131,7 +132,9 @@ class Ranks:
         stages = {rank: rank // self.num_replicas for rank in error.ranks}
         where = ", ".join(f"rank {rank} is stage {stage}" for rank, stage in stages.items())
         return PeerError(
-            f"{error} ({where} of {self.num_stages})", error.ranks, stage=next(iter(stages.values()))
+            f"{error} ({where} of {self.num_stages})",
+            error.ranks,
+            stage=next(iter(stages.values())),
         )
 
     def leave(self) -> None:
