@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 _processes: Final = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.preloaded"])
+_processes.set_forkserver_preload(["tests.preloaded"])  # as in processes.py: one server for both
 
 
 def run_ranks(

@@ -1,15 +1,31 @@
 """What every rank of a test needs, imported once in the process that ranks are forked from."""
 
+import pytest
 import torch
 import torch.distributed
 import torch.distributed.device_mesh
+import torch.distributed.pipelining
 
 import samo
+from samo.checkpoints import loading, saving
 from samo.kernels import cpu
 from samo.optim import AdamW
 from samo.parallel import clipping, replicas
+from samo.pipeline import api
+from samo.pruning import choosing
 
-__all__ = ["AdamW", "clipping", "cpu", "replicas", "samo"]
+__all__ = [
+    "AdamW",
+    "api",
+    "choosing",
+    "clipping",
+    "cpu",
+    "loading",
+    "pytest",
+    "replicas",
+    "samo",
+    "saving",
+]
 
 torch.set_num_threads(1)
 

@@ -17,16 +17,7 @@ import torch.distributed as dist
 # A spawned rank imports torch anew; one forked from a server that has it loaded starts at once and,
 # unlike a plain fork, inherits no threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "torch.distributed.pipelining",
-        "pytest",
-        "samo.pipeline.api",
-        __name__,
-    ]
-)
+_CONTEXT.set_forkserver_preload(["tests.preloaded"])  # as in launch.py: one server for both
 
 
 def run_ranks(

@@ -165,9 +165,7 @@ def dequantise(moments: Moments, group_Z: Tensor) -> tuple[Tensor, Tensor]:
     return exp_avg, root * root
 
 
-def dequantise_weight(
-    moments: Moments, numel: int, mask: Mask | None
-) -> tuple[Tensor, Tensor]:
+def dequantise_weight(moments: Moments, numel: int, mask: Mask | None) -> tuple[Tensor, Tensor]:
     """Return the moments of a whole weight in fp32.
 
     Example:
