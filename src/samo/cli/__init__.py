@@ -132,7 +132,7 @@ _MODULES: Final[dict[type, str]] = {
 }
 
 
-_LAUNCHED: Final = ("train",)
+LAUNCHED: Final = ("train",)
 """Commands that run on many ranks."""
 
 
@@ -223,7 +223,7 @@ def _split_launch(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
     if ours[:1] != ["launch"]:
         return ours, ()
     for place in range(1, len(ours)):
-        if ours[place] in _LAUNCHED:
+        if ours[place] in LAUNCHED:
             return [*ours[: place + 1]], tuple(ours[place:])
     return ours, ()
 

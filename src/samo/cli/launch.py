@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from samo.cli import Launch
+from samo.cli import LAUNCHED, Launch
 from samo.errors import ConfigError
 
 __all__ = []
@@ -24,6 +24,10 @@ def run(command: Launch) -> int:
         raise ConfigError(f"num_ranks must be 1 or more, got {command.num_ranks}")
     if command.max_restarts < 0:
         raise ConfigError(f"max_restarts must be 0 or more, got {command.max_restarts}")
+    if command.command[:1] not in [(name,) for name in LAUNCHED]:
+        raise ConfigError(
+            f"samo launch starts one of: {', '.join(LAUNCHED)}; got {' '.join(command.command[:1])!r}"
+        )
     with ExitStack() as held:
         logs = command.logs
         if logs is None:
