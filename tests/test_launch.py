@@ -70,7 +70,7 @@ def started(*command: str, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
         process.communicate()
 
 
-def wait_for(path: Path, process: "subprocess.Popen[str]", seconds: float = 60) -> dict[int, int]:
+def wait_for(path: Path, process: "subprocess.Popen[str]", seconds: float = 120) -> dict[int, int]:
     """Wait until a file is there, and return the ranks."""
     deadline = time.monotonic() + seconds
     while not path.exists():
@@ -88,7 +88,7 @@ def test_one_killed_rank_ends_all_and_ctrl_c_saves(tmp_path: Path, text: Path) -
         ranks = wait_for(manifest, process)
         assert sorted(ranks) == [0, 1]
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=120)[0]
         assert process.returncode == 130, said
         assert "and saved. To go on:\n  samo train --resume run" in said
         assert all(map(is_gone, ranks.values()))
@@ -97,14 +97,14 @@ def test_one_killed_rank_ends_all_and_ctrl_c_saves(tmp_path: Path, text: Path) -
     before = len(metrics.read_bytes())
     resumed = ["samo", "launch", "-n", "2", "train", "--resume", "run"]
     with started(*resumed, cwd=tmp_path) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(metrics.read_bytes()) <= before + 1000:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.05)
         ranks = children(process.pid)
         os.kill(ranks[1], signal.SIGKILL)
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=120)[0]
         assert process.returncode == 128 + signal.SIGKILL, said
         assert "samo: rank 0: rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
         assert "samo: rank 1 was killed by signal 9, the first of the ranks to fail" in said
@@ -117,41 +117,47 @@ def test_a_restarted_run_comes_back_from_its_last_checkpoint(tmp_path: Path, tex
     run = tmp_path / "runs" / "notes"
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "1", "-m", "samo", "train", "notes.txt"]
-    with started(*command, "--steps", "400", *SMALL, cwd=tmp_path) as process:
+    with started(*command, "--steps", "40", *SMALL, cwd=tmp_path) as process:
         ranks = wait_for(run / "checkpoints" / "last" / "manifest.json", process)
         os.kill(ranks[1], signal.SIGKILL)
-        said = process.communicate(timeout=90)[0]
+        said = process.communicate(timeout=120)[0]
         assert process.returncode == 0, said
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes"]
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     resumes = [line for line in found if line["event"] == "resume"]
     assert len(resumes) == 1
-    assert resumes[0]["step"] >= 3
+    assert resumes[0]["step"] >= 2
     steps = [line["step"] for line in found if line["event"] == "step"]
-    assert steps == list(range(1, 401))
+    assert steps == list(range(1, 41))
 
 
 class Stopper:
-    """Stops this process after a step, without a word."""
+    """Stops one rank after a step, without a word; notes when, on the other."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.time = 0.0
 
     def on(self, event: Event) -> None:
         if isinstance(event, events.Ticked) and event.step == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            self.time = time.monotonic()
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def train_with_one_that_hangs(rank: int, num_ranks: int, config: TrainConfig, out: Path) -> Any:
-    began = time.monotonic()
+    stopper = Stopper(rank)
     try:
-        train(config, out, listeners=[Stopper()] if rank == 1 else [])
+        train(config, out, listeners=[stopper])
     except PeerError as error:
-        return str(error), error.ranks, time.monotonic() - began
+        return str(error), error.ranks, time.monotonic() - stopper.time
     return None
 
 
 def test_a_rank_that_hangs_ends_the_others_in_time(tmp_path: Path, text: Path) -> None:
     config = small(text, {"timeout_s": 2.0})
     answers = run_ranks(
-        2, train_with_one_that_hangs, config, tmp_path / "run", lost=[1], timeout_s=40
+        2, train_with_one_that_hangs, config, tmp_path / "run", lost=[1], timeout_s=60
     )
     message, ranks, seconds = answers[0]
     assert ranks == (1,)

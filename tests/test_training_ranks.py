@@ -121,6 +121,7 @@ LAYOUTS: Final = [
     (3, {"shard": "state"}),
     (2, {"pipe": 2}),
     (4, {"pipe": 2, "shard": "state", "micro_batches": 3}),
+    (4, {"pipe": 2}),
 ]
 
 
@@ -128,8 +129,13 @@ LAYOUTS: Final = [
 def test_losses_do_not_depend_on_the_layout(
     tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any]
 ) -> None:
-    train(small(text), tmp_path / "one")
-    run_ranks(num_ranks, train_here, {tmp_path / "many": small(text, mesh)})
+    is_tied = num_ranks == 4 and "shard" not in mesh  # a gradient that two stages and two replicas share
+    one, many = (
+        replace(config, model=replace(config.model, tied=is_tied))
+        for config in (small(text), small(text, mesh))
+    )
+    train(one, tmp_path / "one")
+    run_ranks(num_ranks, train_here, {tmp_path / "many": many})
     assert_same_course(tmp_path / "one", tmp_path / "many")
     ours, theirs = tensors(tmp_path / "one"), tensors(tmp_path / "many")
     assert ours.keys() == theirs.keys()
@@ -259,6 +265,12 @@ def test_modes_of_one_stage_are_refused_with_several(
     config = small(text, {"pipe": 2})
     with pytest.raises(ConfigError, match=message):
         train(replace(config, run=replace(config.run, **run)), tmp_path / "run")
+
+
+def test_a_tied_weight_on_two_stages_is_not_sharded(tmp_path: Path, text: Path) -> None:
+    config = small(text, {"pipe": 2, "shard": "state"})
+    with pytest.raises(ConfigError, match="a tied weight lies on the first and the last of 2 stages"):
+        train(replace(config, model=replace(config.model, tied=True)), tmp_path / "run")
 
 
 def test_sharded_state_is_compressed_state(tmp_path: Path, text: Path) -> None:

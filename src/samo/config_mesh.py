@@ -69,10 +69,11 @@ def check_mesh(config: "TrainConfig") -> None:
         )
     if mesh.pipe == 1:
         for name in ("micro_batches", "pipe_schedule"):
-            if getattr(mesh, name) != getattr(MeshConfig(), name):
+            usual = getattr(MeshConfig(), name)
+            if getattr(mesh, name) != usual:
                 raise ConfigError(
-                    f"{name} is for a model that is cut into stages, and pipe is 1; leave it out, or "
-                    "choose --pipe 2 or more"
+                    f"{name} is for a model that is cut into stages, and pipe is 1; leave it at {usual}, "
+                    "or choose --pipe 2 or more"
                 )
         return
     _check_pipe(config)
@@ -87,6 +88,11 @@ def _check_pipe(config: "TrainConfig") -> None:
         raise ConfigError(
             f"a model of {num_layers} blocks has {num_layers + 2} layers with embeddings and head, too few "
             f"for {pieces} pieces; lower --pipe"
+        )
+    if config.model.tied and mesh.shard == "state":
+        raise ConfigError(
+            f"a tied weight lies on the first and the last of {mesh.pipe} stages, and with shard state "
+            "replicas would hold other parts of it on each; leave out --tied or --shard"
         )
     if run.mode == "masked":
         raise ConfigError(

@@ -126,6 +126,8 @@ class Pipeline:
         self._ties: Final = ties_of(row, self.cuts, num_ranks)
         self._transport: Final = _transport(group, self.device, timeout)
         self._is_tie_checked = False
+        self._has_more = False
+        self._aside: list[Tensor | None] = []
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
             self._runner = Runner(
@@ -149,11 +151,15 @@ class Pipeline:
         for tie in self._own_ties():
             tie.copy_weight(self.module, self._transport)
 
-    def step(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
+    def step(
+        self, x: Tensors | None = None, *, target: Tensors | None = None, is_last: bool = True
+    ) -> Tensor:
         """Compute forward and backward of a batch, add up gradients, and return the loss.
 
         Every rank calls it; the first stage needs ``x``, the last one ``target``, and whoever does not
-        may pass them all the same. Every rank gets the loss of the whole batch.
+        may pass them all the same. Every rank gets the loss of the whole batch. Pass ``is_last=False``
+        for a batch that others of the same optimizer step follow: gradients of tied weights are added up
+        with the last one, after replicas have exchanged theirs.
 
         Example:
             >>> import torch, samo
@@ -167,11 +173,14 @@ class Pipeline:
             PeerError: Another rank died, hung, failed or sent nonsense.
         """
         ties = self._own_ties()
-        aside = [tie.set_aside(self.module) for tie in ties]
+        if not self._has_more:
+            self._aside = [tie.set_aside(self.module) for tie in ties]
+        self._has_more = not is_last
         loss = self._run(x, target, is_training=True)
-        for tie, old in zip(ties, aside):
-            self._add_up(tie, old)
-        self._is_tie_checked = True
+        if is_last:
+            for tie, old in zip(ties, self._aside):
+                self._add_up(tie, old)
+            self._is_tie_checked = True
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:

@@ -196,7 +196,7 @@ class Learner:
             with self._adding_up(is_last=is_last and is_last_micro_batch), self._autocast():
                 yield
 
-        return self.stages.backward(batch, num_tokens / scale, around) / scale
+        return self.stages.backward(batch, num_tokens / scale, around, is_last=is_last) / scale
 
     def whole_loss(self, loss: Tensor) -> float:
         """Return the loss of a whole batch, of which `backward` has returned this rank's part."""

@@ -69,10 +69,12 @@ class Stages:
             timeout=ranks.timeout_s,
         )
 
-    def backward(self, batch: Batch, divisor: Tensor | float, around: Around) -> Tensor:
+    def backward(
+        self, batch: Batch, divisor: Tensor | float, around: Around, *, is_last: bool
+    ) -> Tensor:
         """Compute forward and backward of a batch, and return the sum of its losses, divided."""
         self._divisor, self._around = divisor, around
-        return self.pipeline.step(batch.inputs_BT, target=batch.targets_BT)
+        return self.pipeline.step(batch.inputs_BT, target=batch.targets_BT, is_last=is_last)
 
     def loss_sum(self, batch: Batch, around: Around) -> Tensor:
         """Return the sum of the losses of a batch, which may have fewer rows than others."""
