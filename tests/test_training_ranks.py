@@ -8,6 +8,7 @@ import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -15,13 +16,25 @@ import torch
 from safetensors.torch import load_file
 
 import samo
-from samo.config import DataConfig, ModelConfig, PruneConfig, RunConfig, TrainConfig
-from samo.config_mesh import MeshConfig
-from samo.errors import ConfigError, PeerError, RunError
+from samo.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PruneConfig,
+    RunConfig,
+    TrainConfig,
+    resolve,
+)
+from samo.config_mesh import MeshConfig, check_batch, micro_batches
+from samo.errors import CompressionError, ConfigError, MaskError, PeerError, RunError
 from samo.models import GPT, GPTConfig
+from samo.pipeline.tied import Tie
 from samo.training import events
 from samo.training.events import Event
+from samo.training.learner import Learner
 from samo.training.loop import resume, train
+from samo.training.ranks import Ranks
+from samo.weights import weight_of
 from tests.launch import run_ranks
 
 WORDS: Final = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while")
@@ -129,7 +142,9 @@ LAYOUTS: Final = [
 def test_losses_do_not_depend_on_the_layout(
     tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any]
 ) -> None:
-    is_tied = num_ranks == 4 and "shard" not in mesh  # a gradient that two stages and two replicas share
+    is_tied = (
+        num_ranks == 4 and "shard" not in mesh
+    )  # a gradient that two stages and two replicas share
     one, many = (
         replace(config, model=replace(config.model, tied=is_tied))
         for config in (small(text), small(text, mesh))
@@ -269,7 +284,9 @@ def test_modes_of_one_stage_are_refused_with_several(
 
 def test_a_tied_weight_on_two_stages_is_not_sharded(tmp_path: Path, text: Path) -> None:
     config = small(text, {"pipe": 2, "shard": "state"})
-    with pytest.raises(ConfigError, match="a tied weight lies on the first and the last of 2 stages"):
+    with pytest.raises(
+        ConfigError, match="a tied weight lies on the first and the last of 2 stages"
+    ):
         train(replace(config, model=replace(config.model, tied=True)), tmp_path / "run")
 
 
@@ -302,8 +319,6 @@ def test_stages_draw_the_weights_that_one_process_draws(is_tied: bool) -> None:
 
 
 def clip_stages(rank: int, num_ranks: int) -> list[Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -314,7 +329,7 @@ def clip_stages(rank: int, num_ranks: int) -> list[Any]:
     loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     torch.manual_seed(1)
-    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pipe",))
+    mesh = samo.mesh(pipe=num_ranks)
     pipeline = samo.Pipeline(GPT(config), loss, mesh, 2)
     pipeline.step(tokens[:, :-1], target=tokens[:, 1:])
     norm = samo.clip_grad_norm_(pipeline, 0.1)
@@ -336,3 +351,105 @@ def clip_stages(rank: int, num_ranks: int) -> list[Any]:
 
 def test_stages_clip_by_the_norm_of_all_and_skip_a_step_together() -> None:
     assert run_ranks(2, clip_stages) == [[1], [1]]
+
+
+def test_a_stage_that_does_not_add_up_is_a_fault_of_another_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    pipeline = samo.Pipeline(layers, torch.nn.functional.mse_loss, None, 1)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(pipeline._transport, "add_up", fail)
+    with pytest.raises(PeerError, match=r"another stage did not add up .*Connection closed"):
+        pipeline.add_up(torch.ones(()))
+
+
+def a_learner() -> Learner:
+    model = GPT(GPTConfig(num_layers=1, width=16, num_heads=2, context=8))
+    return Learner(model, OptimConfig(), dtype=torch.float32)
+
+
+def test_masks_that_differ_between_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = a_learner()
+    monkeypatch.setattr(learner.ranks, "texts", lambda what, text: [text, "another"])
+    monkeypatch.setattr(learner.ranks, "num_replicas", 2)
+    with pytest.raises(MaskError, match="masks that rank 1 has drawn are not those of rank 0"):
+        learner.prune(samo.prune(learner.model, 0.5), "masked")
+
+
+def test_masks_of_weights_that_no_stage_has_are_refused() -> None:
+    learner = a_learner()
+    learner.stages = SimpleNamespace(names=["blocks.0.mlp.0.weight"])  # type: ignore[assignment]
+    with pytest.raises(
+        MaskError, match=r"the masks have 'blocks.0.attention.*no weight of the model"
+    ):
+        learner.check_names(samo.prune(learner.model, 0.5))
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens
+    with pytest.raises(PeerError, match="the 2 ranks did not meet: .*; start them all"):
+        Ranks.join(MeshConfig(timeout_s=0.5), "cpu")
+
+
+def test_an_error_of_a_backend_is_that_of_the_rank_that_stopped() -> None:
+    ranks = Ranks()
+    assert ranks.blame(RuntimeError("Connection closed")) is None  # there is nobody else
+    ranks._all = SimpleNamespace(  # type: ignore[assignment]
+        peers=SimpleNamespace(stopped=lambda: ((3,), "rank 3 stopped (no heartbeat for 3 s)"))
+    )
+    ranks.num_stages, ranks.num_replicas = 2, 2
+    error = ranks.blame(RuntimeError("Connection closed\nby peer"))
+    assert error is not None
+    assert (error.ranks, error.stage) == ((3,), 1)
+    assert str(error).endswith("The backend said: Connection closed (rank 3 is stage 1 of 2)")
+    assert ranks.placed(error) is error
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "batch_size", "mesh", "message"),
+    [
+        (
+            8,
+            7,
+            {},
+            "a batch of 7 sequences cannot be shared by 8 replicas; raise --batch-size to 8",
+        ),
+        (2, 7, {"pipe": 2, "micro_batches": 4}, "a replica's 3 sequences cannot be cut into 4"),
+        (2, 7, {"pipe": 2, "pipe_schedule": "gpipe"}, "7 sequences are not 2 replicas x 3 micro"),
+        (2, 6, {"pipe": 4, "pipe_schedule": "1f1b"}, "3 are fewer than 4; raise --micro-batches"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared_out_is_refused(
+    num_replicas: int, batch_size: int, mesh: dict[str, Any], message: str
+) -> None:
+    config = small(Path("notes.txt"), mesh)
+    config = resolve(replace(config, run=replace(config.run, batch_size=batch_size)))
+    with pytest.raises(ConfigError, match=message):
+        check_batch(config, num_replicas)
+
+
+def test_micro_batches_are_two_for_each_stage_or_as_many_as_there_are_sequences() -> None:
+    config = resolve(small(Path("notes.txt"), {"pipe": 2}))
+    assert [micro_batches(config, n) for n in (1, 2, 7)] == [4, 3, 1]
+    even = replace(config, mesh=replace(config.mesh, pipe_schedule="gpipe"))
+    assert micro_batches(replace(even, run=replace(even.run, batch_size=6)), 1) == 3
+
+
+def test_a_tied_weight_whose_state_is_sharded_is_not_added_up() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    samo.compress_(model, samo.prune(model, 0.5))
+    weight = weight_of(model[0].weight)
+    assert weight is not None
+    weight.replica = SimpleNamespace(part=object())  # type: ignore[assignment]
+    with pytest.raises(
+        CompressionError, match=r"tied weight '0.weight' lies on stages \(0, 1\), and"
+    ):
+        Tie(("0.weight",), (0, 1)).set_aside(model)

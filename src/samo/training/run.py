@@ -135,6 +135,7 @@ class Run:
                     stops = is_last or signal is not None
                     if stops or is_best or self.at.step % run.save_every == 0:
                         self.save(is_best=is_best)
+                        signal = signal or self.ranks.common_signal(interrupt.signal)
             is_done = self.at.step >= run.steps
             if is_done:
                 self.finish()
