@@ -395,7 +395,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_for_ever(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens
-    with pytest.raises(PeerError, match="the 2 ranks did not meet: .*; start them all"):
+    with pytest.raises(PeerError, match=r"the 2 ranks did not meet: .*; start them all"):
         Ranks.join(MeshConfig(timeout_s=0.5), "cpu")
 
 
@@ -453,3 +453,17 @@ def test_a_tied_weight_whose_state_is_sharded_is_not_added_up() -> None:
         CompressionError, match=r"tied weight '0.weight' lies on stages \(0, 1\), and"
     ):
         Tie(("0.weight",), (0, 1)).set_aside(model)
+
+
+@pytest.mark.slow
+def test_orders_of_torch_train_alike(tmp_path: Path, text: Path) -> None:
+    def config(mesh: dict[str, Any]) -> TrainConfig:
+        found = small(text, mesh)
+        return replace(found, run=replace(found.run, batch_size=8, accumulate=1))
+
+    train(config({}), tmp_path / "one")
+    schedules = ("1f1b", "interleaved")
+    many = {tmp_path / name: config({"pipe": 2, "pipe_schedule": name}) for name in schedules}
+    run_ranks(2, train_here, many)
+    for name in schedules:
+        assert_same_course(tmp_path / "one", tmp_path / name)
