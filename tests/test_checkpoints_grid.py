@@ -32,7 +32,6 @@ PAIRS = {
     3: ((SGD, Layout(1, 3, "state")), (TIED, Layout(3, 1))),
     4: (
         (HALF, Layout(2, 2, "state")),
-        (SGD, Layout(2, 2, "state")),
         (TIED, Layout(2, 2, "state")),
         (TIED, Layout(4, 1)),
         (HALF, Layout(1, 4, "state")),
@@ -101,7 +100,7 @@ def train_on(rank: int, num_ranks: int, folder: Path) -> list[str]:
     """Train, save, train; and from what was saved, train the same again."""
     quick_disk()
     wrong = []
-    for case, layout in ((LEAN, Layout(1, 2, "state")), (SGD, Layout(2, 1)), (HALF, Layout(1, 2))):
+    for case, layout in ((LEAN, Layout(1, 2, "state")), (SGD, Layout(2, 1))):
         run = Run(case, layout)
         run.train(2)
         samo.save(folder / "middle", run.pipeline, run.opt)
@@ -208,8 +207,13 @@ def read_parts(rank: int, num_ranks: int, folder: Path) -> tuple[int, str]:
     assert len(alive) >= 20 * (rank == 0)
     checked: list[Path] = []
     check_file = loading.check_file
+
+    def counted(file: Path, entry: Any) -> None:
+        checked.append(file)
+        check_file(file, entry)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "check_file", lambda f, e: (checked.append(f), check_file(f, e)))
+        patch.setattr(loading, "check_file", counted)
         samo.load(folder / "last", run.pipeline, run.opt)
     dist.barrier()
     manifest = checkpoints.read_manifest(folder / "last")

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import samo
-from samo.checkpoints import gathering, lean_parts
+from samo.checkpoints import gathering, lean_parts, manifest as manifests
 from samo.checkpoints.merging import Piece, Recipe
 from samo.errors import CheckpointError, PeerError
 from samo.parallel import links as links_module
@@ -185,3 +185,17 @@ def test_lists_that_are_parts_are_taken(inner: set[int]) -> None:
     sizes = [-(-(stop - start) // 256) for start, stop in pairwise(parts)]
     expected = {"exp_avg": (torch.int8, 1000), "exp_avg_scale": (torch.float32, sum(sizes))}
     assert lean_parts.layout_of_parts(layout, parts) == expected
+
+
+def test_a_checkpoint_with_parts_that_do_not_fit_is_refused(tmp_path: Any) -> None:
+    made = model()
+    opt = samo.AdamW(samo.parameters(made), state="lean")
+    made(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    samo.save(tmp_path, made, opt)
+    content = manifests.read_content(tmp_path)
+    content["optimizer"]["state"]["0.weight"]["parts"] = [0, 31]
+    (tmp_path / "manifest.json").write_bytes(manifests.encode_manifest(content))
+    message = r"does not fit: the optimizer's parts of '0.weight' is \[0, 31\]"
+    with pytest.raises(CheckpointError, match=message):
+        samo.load(tmp_path, made, opt)

@@ -7,7 +7,9 @@ a rank has made already, so that ranks which have made different numbers would n
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -37,9 +39,8 @@ class Links:
         self.ranks: Final = tuple(ranks)
         self.rank: Final = dist.get_rank()
         self.is_leader: Final = self.rank == self.ranks[0]
-        self._limit: Final = datetime.timedelta(
-            seconds=timeout_s if self.is_leader else 2 * timeout_s + 5
-        )
+        self._patience_s: Final = 2 * timeout_s + 5
+        self._limit_s: Final = timeout_s if self.is_leader else self._patience_s
         world = dist.group.WORLD
         assert world is not None, "whoever has a mesh has joined the others"
         kinds = {device.type for device in world._device_types}
@@ -91,24 +92,51 @@ class Links:
 
     def _send(self, rank: int, data: Tensor, what: str) -> None:
         moved = data.to(self._device)
-        self._wait(rank, lambda: dist.isend(moved, rank, tag=_TAG), what)
+        self._finish(rank, lambda: dist.isend(moved, rank, tag=_TAG), what)
 
     def _recv(self, rank: int, into: Tensor, what: str) -> None:
         moved = into if self._device.type == "cpu" else torch.empty_like(into, device=self._device)
-        self._wait(rank, lambda: dist.irecv(moved, rank, tag=_TAG), what)
+        self._finish(rank, lambda: dist.irecv(moved, rank, tag=_TAG), what)
         if moved is not into:
             into.copy_(moved)
 
-    def _wait(self, rank: int, start: Any, what: str) -> None:
+    def _finish(self, rank: int, start: Callable[[], Any], what: str) -> None:
         try:
-            start().wait(self._limit)
-        except RuntimeError as error:
+            self._wait(start())
+        except (RuntimeError, TimeoutError) as error:
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise self._error(
                 rank,
-                f"is gone, or was silent for {self._limit.total_seconds():g} s, while rank {self.rank} "
-                f"waited for {what}; the backend said: {said[0]}",
+                f"is gone, or was silent for {self._limit_s:g} s, while rank {self.rank} waited for {what}; "
+                f"the backend said: {said[0]}",
             ) from error
+
+    def _wait(self, work: Any) -> None:
+        """Wait for an operation, and leave the links to other ranks as they are if it takes too long.
+
+        A wait of gloo that expires closes the connections to all ranks, also to those that the leader
+        has to tell. So a thread waits in its place, and for longer.
+        """
+        if not self.is_leader or self._device.type != "cpu":
+            work.wait(datetime.timedelta(seconds=self._limit_s))
+            return
+        ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def wait() -> None:
+            try:
+                work.wait(datetime.timedelta(seconds=self._patience_s))
+            except Exception as error:
+                ended.put(error)
+            else:
+                ended.put(None)
+
+        threading.Thread(target=wait, name="samo-link", daemon=True).start()
+        try:
+            error = ended.get(timeout=self._limit_s)
+        except queue.Empty:
+            raise TimeoutError("nothing") from None
+        if error is not None:
+            raise error
 
     def _error(self, rank: int, what: str) -> PeerError:
         return PeerError(

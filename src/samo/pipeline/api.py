@@ -229,8 +229,8 @@ class Pipeline:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
             >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
-            >>> sorted(pipeline.masks(samo.prune(model, rules={"0.weight": 0.5})))
-            ['0.weight']
+            >>> sorted(pipeline.masks(samo.prune(model, 0.5)))
+            ['0.weight', '1.weight']
         """
         found = dict(masks)
         for group in self.tied:
