@@ -411,6 +411,11 @@ def test_an_error_of_a_backend_is_that_of_the_rank_that_stopped() -> None:
     assert (error.ranks, error.stage) == ((3,), 1)
     assert str(error).endswith("The backend said: Connection closed (rank 3 is stage 1 of 2)")
     assert ranks.placed(error) is error
+    assert ranks.cause(error) is error
+    assert isinstance(ranks.cause(RuntimeError("Connection closed")), PeerError)
+    assert ranks.cause(RuntimeError("out of memory")) is None
+    own = RunError("no room")
+    assert ranks.cause(own) is own
 
 
 @pytest.mark.parametrize(

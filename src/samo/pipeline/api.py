@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from samo.errors import PeerError
 from samo.masks import Masks
 from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
+from samo.pipeline.checking import check_even, check_settings
 from samo.pipeline.costs import parameter_costs
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
@@ -21,7 +22,7 @@ from samo.pipeline.memory import MemoryNetwork
 from samo.pipeline.nccl import NcclTransport
 from samo.pipeline.partition import partition
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.schedules import TorchRunner, check_schedule
+from samo.pipeline.schedules import TorchRunner
 from samo.pipeline.stage import Chunk, Stage
 from samo.pipeline.tied import Tie, ties_of
 from samo.pipeline.timeline import Timeline
@@ -101,7 +102,7 @@ class Pipeline:
         group = _pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
         self.stage: Final = 0 if group is None else dist.get_rank(group)
-        _check(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
+        check_settings(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
         per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
@@ -297,7 +298,7 @@ class Pipeline:
             return self._runner.run(lambda: self._batch(x, target, is_training=is_training))
         batch = self._batch(x, target, is_training=is_training)
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
-        _check_even(inputs, self.micro_batches, self.schedule)
+        check_even(inputs, self.micro_batches, self.schedule)
         return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
 
     def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
@@ -338,42 +339,6 @@ class Pipeline:
                 ranks=(rank,),
                 stage=stage,
             ) from error
-
-
-def _check(
-    schedule: str,
-    micro_batches: int,
-    in_flight: object,
-    stages_per_rank: int | None,
-    reduction: str,
-    timeout: float,
-) -> None:
-    check_schedule(schedule)
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number, 1 or more, got {micro_batches!r}")
-    if in_flight is not None and schedule != "message-driven":
-        raise ValueError(
-            f"in_flight={in_flight} has no effect on schedule '{schedule}', whose order fixes it; leave "
-            "it out, or use 'message-driven'"
-        )
-    if stages_per_rank is not None and (schedule != "interleaved" or stages_per_rank < 2):
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank} with schedule '{schedule}': only 'interleaved' has "
-            "several pieces on a rank, 2 or more"
-        )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
-
-
-def _check_even(inputs: tuple[Tensor, ...], micro_batches: int, schedule: str) -> None:
-    rows = len(inputs[0]) if inputs else 0
-    if rows % micro_batches:
-        raise ValueError(
-            f"{rows} rows cannot be cut into {micro_batches} equal micro-batches, and torch's schedule "
-            f"'{schedule}' takes no smaller ones; use 'message-driven', or drop the rest of the batch"
-        )
 
 
 def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -112,6 +112,15 @@ class Ranks:
         """Which part of every batch is this rank's, and of how many."""
         return self.replica, self.num_replicas
 
+    def cause(self, error: Exception) -> SamoError | None:
+        """Return what is to be said of an error that ended a run; None if it is nobody else's fault."""
+        if isinstance(error, PeerError):
+            return self.placed(error)
+        if isinstance(error, SamoError):
+            return error
+        is_memory = "memory" in str(error)
+        return self.blame(error) if isinstance(error, RuntimeError) and not is_memory else None
+
     def blame(self, error: RuntimeError) -> PeerError | None:
         """Return who is behind an error of a backend, which names nobody; None if all ranks are alive."""
         found = None if self._all is None else self._all.peers.stopped()

@@ -14,7 +14,7 @@ from samo import checkpoints
 from samo.config import TrainConfig, gpt_config
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.environment import memory_in_use
-from samo.errors import CheckpointError, PeerError, RunError, SamoError
+from samo.errors import CheckpointError, RunError, SamoError
 from samo.generation import generate
 from samo.masks import Masks
 from samo.memory.ledger import Ledger
@@ -150,19 +150,14 @@ class Run:
                 ledger=self.learner.ledger(),
                 saved_step=self.saved_step,
             )
-        except RuntimeError as error:
-            if not isinstance(error, SamoError) and "memory" in str(error):
+        except (RuntimeError, SamoError) as error:  # not all of ours are RuntimeErrors
+            cause = self.ranks.cause(error)
+            if cause is not None:
+                with suppress(RunError):
+                    self.tell(events.Ended(step=self.at.step, reason="failed"))
+            if cause is None or cause is error:
                 raise
-            cause = error if isinstance(error, SamoError) else self.ranks.blame(error)
-            if cause is None:
-                raise
-            with suppress(RunError):
-                self.tell(events.Ended(step=self.at.step, reason="failed"))
-            raise (self.ranks.placed(cause) if isinstance(cause, PeerError) else cause) from error
-        except SamoError:
-            with suppress(RunError):
-                self.tell(events.Ended(step=self.at.step, reason="failed"))
-            raise
+            raise cause from error
         finally:
             self.metrics.close()
             if self.board is not None:
