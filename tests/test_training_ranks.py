@@ -207,8 +207,11 @@ def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, text: Path) -> None:
         ConfigError, match=r"pipe=2 does not make up 1 rank; these do: pipe=1 x data=1"
     ):
         resume(resume_alone)
+    stale = resume_alone / "metrics.rank3.jsonl"
+    stale.write_text(stale.read_text() + '{"event": "end", "step": 5, "reason": "done"}\n')
     resume_here(0, 1, resume_alone, MeshConfig())
     assert_same_course(tmp_path / "one", resume_alone)
+    assert [json.loads(line)["step"] for line in stale.read_text().splitlines()][-1] == 4
     layouts = {"4x1": (4, MeshConfig(pipe=4)), "1x3": (3, MeshConfig(shard="state"))}
     for name, (num_ranks, mesh) in layouts.items():
         shutil.copytree(tmp_path / "many", tmp_path / name)

@@ -24,6 +24,7 @@ from samo.training.events import Listener
 from samo.training.folder import RunFolder, check_free
 from samo.training.launches import launcher
 from samo.training.masking import Masking, check_masks
+from samo.training.metrics import RankFile
 from samo.training.ranks import Ranks
 from samo.training.run import Result, Run
 from samo.training.snapshot import Progress
@@ -136,6 +137,8 @@ def resume(
         def note_changes() -> None:
             if checkpoint != folder.last:
                 checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
+            for file in folder.path.glob("metrics.rank*.jsonl"):  # also of ranks that are no more
+                RankFile(file, step=progress.step, on_error=config.run.save_errors).close()
             old = folder.read_run()
             new = {**old, "config": to_dict(config), "ranks": layout(ranks), "launcher": launcher()}
             if new != old:
