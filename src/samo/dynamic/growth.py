@@ -12,6 +12,7 @@ Scores are sums, as gradients are. What is a candidate gets the exact sum from i
 later part brings in starts there. With one part, which is the rule, that is the exact choice.
 """
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -42,7 +43,10 @@ class _Found(NamedTuple):
 class Growth:
     """Watches a weight's dense gradients, and decides what to drop and what to grow."""
 
-    def __init__(self, fraction: float, seed: int) -> None:
+    def __init__(
+        self, fraction: float, seed: int, add_up: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.add_up: Final = add_up
         self.fraction: Final = fraction
         self.seed: Final = seed
         self._found: _Found | None = None
@@ -56,6 +60,8 @@ class Growth:
     def __call__(self, weight: Weight, grad: Tensor, is_first: bool) -> None:
         """Take in a dense gradient, the first of a sum or a further part of it."""
         assert weight.mask is not None  # only weights with a mask are watched
+        if self.add_up is not None:
+            grad = self.add_up(grad)
         if is_first or self._found is None or self._found.mask is not weight.mask:
             self._found = self._first(weight, weight.mask, grad)
         else:

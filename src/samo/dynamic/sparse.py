@@ -1,10 +1,10 @@
 """`DynamicSparse`: masks that move while a model trains, each tensor with as many entries as before."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samo.dynamic.choices import grow_random, prune_to
@@ -64,6 +64,9 @@ class DynamicSparse:
         density_power: The learning rate is multiplied by the kept fraction to this power: -0.5 doubles
             it at a quarter kept, 0 leaves it alone. Both act for the time of a step, on the groups that
             hold a pruned weight.
+        add_up: Sums a dense gradient over the ranks of a run, each of which has seen a part of the batch;
+            called for every pruned weight in the backward passes before an update, if entries grow by
+            gradients. Then all ranks choose the same entries.
 
     Raises:
         ValueError: A setting is out of range.
@@ -83,6 +86,7 @@ class DynamicSparse:
         seed: int = 0,
         warmup: int = 0,
         density_power: float = 0.0,
+        add_up: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if grow not in get_args(Grow):
             raise ValueError(f"grow must be one of {', '.join(get_args(Grow))}, got {grow!r}")
@@ -103,6 +107,7 @@ class DynamicSparse:
         self._stop: Final = stop
         self._seed = seed
         self._warmup: Final = warmup
+        self._add_up: Final = add_up
         self._steps = 0
         self._growths: dict[str, Growth] = {}
         masks = [w.mask for w in pruned_weights(model).values() if w.mask is not None]
@@ -183,7 +188,7 @@ class DynamicSparse:
         for name, weight in pruned_weights(self._model).items():
             weight.watcher = None
             if is_watched:
-                weight.watcher = self._growths[name] = Growth(fraction, seed)
+                weight.watcher = self._growths[name] = Growth(fraction, seed, self._add_up)
 
     def _by_gradient(self, weights: dict[str, Weight]) -> Masks:
         if not any(growth.has_seen for growth in self._growths.values()):

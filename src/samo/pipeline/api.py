@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from samo.errors import PeerError
 from samo.masks import Masks
 from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
+from samo.pipeline.checking import check_even, check_settings
 from samo.pipeline.costs import parameter_costs
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
@@ -21,7 +22,7 @@ from samo.pipeline.memory import MemoryNetwork
 from samo.pipeline.nccl import NcclTransport
 from samo.pipeline.partition import partition
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.schedules import TorchRunner, check_schedule
+from samo.pipeline.schedules import TorchRunner
 from samo.pipeline.stage import Chunk, Stage
 from samo.pipeline.tied import Tie, ties_of
 from samo.pipeline.timeline import Timeline
@@ -101,7 +102,7 @@ class Pipeline:
         group = _pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
         self.stage: Final = 0 if group is None else dist.get_rank(group)
-        _check(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
+        check_settings(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
         per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
@@ -126,6 +127,8 @@ class Pipeline:
         self._ties: Final = ties_of(row, self.cuts, num_ranks)
         self._transport: Final = _transport(group, self.device, timeout)
         self._is_tie_checked = False
+        self._has_more = False
+        self._aside: list[Tensor | None] = []
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
             self._runner = Runner(
@@ -149,11 +152,15 @@ class Pipeline:
         for tie in self._own_ties():
             tie.copy_weight(self.module, self._transport)
 
-    def step(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
+    def step(
+        self, x: Tensors | None = None, *, target: Tensors | None = None, is_last: bool = True
+    ) -> Tensor:
         """Compute forward and backward of a batch, add up gradients, and return the loss.
 
         Every rank calls it; the first stage needs ``x``, the last one ``target``, and whoever does not
-        may pass them all the same. Every rank gets the loss of the whole batch.
+        may pass them all the same. Every rank gets the loss of the whole batch. Pass ``is_last=False``
+        for a batch that others of the same optimizer step follow: gradients of tied weights are added up
+        with the last one, after replicas have exchanged theirs.
 
         Example:
             >>> import torch, samo
@@ -167,11 +174,14 @@ class Pipeline:
             PeerError: Another rank died, hung, failed or sent nonsense.
         """
         ties = self._own_ties()
-        aside = [tie.set_aside(self.module) for tie in ties]
+        if not self._has_more:
+            self._aside = [tie.set_aside(self.module) for tie in ties]
+        self._has_more = not is_last
         loss = self._run(x, target, is_training=True)
-        for tie, old in zip(ties, aside):
-            self._add_up(tie, old)
-        self._is_tie_checked = True
+        if is_last:
+            for tie, old in zip(ties, self._aside):
+                self._add_up(tie, old)
+            self._is_tie_checked = True
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
@@ -230,6 +240,48 @@ class Pipeline:
         here = dict(self.module.named_parameters())
         return Masks({name: mask for name, mask in found.items() if name in here})
 
+    @property
+    def exchanged_bytes(self) -> tuple[int, int]:
+        """Bytes of tensors sent to and received from neighbours so far; 0 with torch's schedules."""
+        if not isinstance(self._runner, Runner):
+            return 0, 0
+        return self._runner.sent_bytes, self._runner.received_bytes
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by its sum over the stages, on every rank; all of them call it.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
+            >>> pipeline.add_up(torch.tensor(3.0))     # one stage
+            tensor(3.)
+
+        Raises:
+            PeerError: Another rank is gone.
+        """
+        stages = tuple(range(self._transport.num_stages))
+        try:
+            self._transport.add_up([tensor], stages)
+        except RuntimeError as error:
+            raise PeerError(
+                f"another stage did not add up a number ({str(error).splitlines()[0]}). This is stage "
+                f"{self.stage}: start the ranks again from the last checkpoint"
+            ) from error
+        return tensor
+
+    def tied_elsewhere(self) -> set[str]:
+        """Return names of this rank's parameters that an earlier stage has too.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).tied_elsewhere()
+            set()
+        """
+        later = [tie for tie in self._own_ties() if tie.ranks[0] != self.stage]
+        return {name for tie in later for name in tie.names}
+
     def close(self) -> None:
         """End the threads that wait for messages. The pipeline is not used again.
 
@@ -246,7 +298,7 @@ class Pipeline:
             return self._runner.run(lambda: self._batch(x, target, is_training=is_training))
         batch = self._batch(x, target, is_training=is_training)
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
-        _check_even(inputs, self.micro_batches, self.schedule)
+        check_even(inputs, self.micro_batches, self.schedule)
         return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
 
     def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
@@ -287,42 +339,6 @@ class Pipeline:
                 ranks=(rank,),
                 stage=stage,
             ) from error
-
-
-def _check(
-    schedule: str,
-    micro_batches: int,
-    in_flight: object,
-    stages_per_rank: int | None,
-    reduction: str,
-    timeout: float,
-) -> None:
-    check_schedule(schedule)
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number, 1 or more, got {micro_batches!r}")
-    if in_flight is not None and schedule != "message-driven":
-        raise ValueError(
-            f"in_flight={in_flight} has no effect on schedule '{schedule}', whose order fixes it; leave "
-            "it out, or use 'message-driven'"
-        )
-    if stages_per_rank is not None and (schedule != "interleaved" or stages_per_rank < 2):
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank} with schedule '{schedule}': only 'interleaved' has "
-            "several pieces on a rank, 2 or more"
-        )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
-
-
-def _check_even(inputs: tuple[Tensor, ...], micro_batches: int, schedule: str) -> None:
-    rows = len(inputs[0]) if inputs else 0
-    if rows % micro_batches:
-        raise ValueError(
-            f"{rows} rows cannot be cut into {micro_batches} equal micro-batches, and torch's schedule "
-            f"'{schedule}' takes no smaller ones; use 'message-driven', or drop the rest of the batch"
-        )
 
 
 def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -84,6 +84,7 @@ class Runner:
         self.context: Final[Context] = context or (lambda is_last: nullcontext())
         self.events: list[Event] = []
         self.steps = 0
+        self.sent_bytes = self.received_bytes = 0
         self._failure: str | None = None
         self._heard: dict[int, float] = {}
         self._asked: set[int] = set()
@@ -190,6 +191,7 @@ class Runner:
             flags = tuple(output.requires_grad for output in outputs)
             tensors = tuple(output.detach() for output in outputs)
             packet = Packet("activation", self.steps, micro_batch, tensors, flags)
+            self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
             self.transport.send(stage + 1, packet)
             return
         if action.kind == "send_gradient":
@@ -198,6 +200,7 @@ class Runner:
         else:
             assert held.loss is not None, "the engine sends the loss when it is known"
             packet = Packet("loss", self.steps, micro_batch, (held.loss,), (False,))
+        self.sent_bytes += sum(tensor.nbytes for tensor in packet.tensors)
         self.transport.send(stage - 1, packet)
 
     def _receive(self, engine: Engine, held: _Held) -> None:
@@ -205,6 +208,7 @@ class Runner:
         packet = arrival.packet
         assert packet is not None, "errors end the wait with an exception"
         assert packet.kind in ("activation", "gradient", "loss"), "control ends in the wait"
+        self.received_bytes += sum(tensor.nbytes for tensor in packet.tensors)
         if packet.step != self.steps:
             what = f"sent {packet.kind} of batch {packet.step} in batch {self.steps}"
             self._blame(arrival.stage, what, is_there=True)

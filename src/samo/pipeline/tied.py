@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from samo.errors import MaskError
+from samo.errors import CompressionError, MaskError
 from samo.pipeline.layers import Layers
 from samo.pipeline.transport import Transport
 from samo.weights import weight_of
@@ -71,6 +71,11 @@ class Tie:
     def _leaf(self, module: nn.Module) -> Tensor:
         param = self._param(module)
         weight = weight_of(param)
+        if weight is not None and weight.part is not weight:
+            raise CompressionError(
+                f"tied weight '{self.names[0]}' lies on stages {self.ranks}, and its state is sharded "
+                "over replicas, which hold other parts of it on each stage; replicate with shard=None"
+            )
         return param if weight is None else weight.leaf
 
 
