@@ -74,6 +74,7 @@ LAYERS: Final = (
     {"samo.stepping", "samo.owners"},
     {"samo.compression", "samo.leaves", "samo.scaling"},
     {"samo.optim"},
+    {"samo.exchange"},
     {"samo.remapping"},
     {"samo.dynamic", "samo.dynamic.schedules", "samo.dynamic.choices", "samo.dynamic.members"},
     {"samo.dynamic.growth", "samo.dynamic.rates"},
