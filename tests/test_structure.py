@@ -40,6 +40,7 @@ LAYERS: Final = (
         "samo.checkpoints.folder",
     },
     {"samo.bitmap", "samo.mask_files"},
+    {"samo.arguments"},
     {"samo.layouts", "samo.candidates"},
     {"samo.mask"},
     {"samo.masks"},
@@ -77,7 +78,12 @@ LAYERS: Final = (
     {"samo.exchange"},
     {"samo.remapping"},
     {"samo.dynamic", "samo.dynamic.schedules", "samo.dynamic.choices", "samo.dynamic.members"},
-    {"samo.dynamic.growth", "samo.dynamic.rates"},
+    {
+        "samo.dynamic.growth",
+        "samo.dynamic.patterns",
+        "samo.dynamic.rates",
+        "samo.dynamic.states",
+    },
     {"samo.dynamic.gradual", "samo.dynamic.sparse"},
     {
         "samo.pipeline",

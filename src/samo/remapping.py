@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samo.arguments import optimizers_of
 from samo.errors import CompressionError, MaskError, nearest
 from samo.exchange import Change, Plan, Vectors, prepare
 from samo.kernels.rounding import convert_rest, master_dtype, split
@@ -84,7 +85,7 @@ def remap_(
         TypeError: An argument is of another kind.
         ValueError: ``fill`` does not fit the entries kept anew.
     """
-    plans = _plan(model, masks, _optimizers(opt), _fill(fill))
+    plans = _plan(model, masks, [] if opt is None else optimizers_of(opt), _fill(fill))
     begun: list[Change] = []
     try:
         for plan in plans:
@@ -96,17 +97,6 @@ def remap_(
             change.undo(error)
         raise
     return model
-
-
-def _optimizers(opt: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    found = [] if opt is None else [opt] if isinstance(opt, Optimizer) else list(opt)
-    for one in found:
-        if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"opt must be a torch.optim.Optimizer or several of them, got {type(one).__name__}; "
-                "give new values as fill="
-            )
-    return found
 
 
 def _fill(fill: object) -> dict[str, Tensor]:
