@@ -52,7 +52,8 @@ LAYERS: Final = (
         "samo.transfer",
     },
     {"samo.early_bird", "samo.early_bird.channels", "samo.early_bird.channel_graph"},
-    {"samo.early_bird.settling", "samo.early_bird.settings", "samo.early_bird.bird"},
+    {"samo.early_bird.settling", "samo.early_bird.settings", "samo.early_bird.inputs"},
+    {"samo.early_bird.saved"},
     {
         "samo.kernels",
         "samo.kernels.rounding",
@@ -73,6 +74,7 @@ LAYERS: Final = (
     },
     {"samo.partners", "samo.weights"},
     {"samo.stepping", "samo.owners"},
+    {"samo.early_bird.bird"},
     {"samo.compression", "samo.leaves", "samo.scaling"},
     {"samo.optim"},
     {"samo.exchange"},
