@@ -70,8 +70,9 @@ def optimizers_of(opt: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     Raises:
         TypeError: Something among them is no optimizer.
     """
-    is_several = isinstance(opt, Iterable) and not isinstance(opt, str | nn.Module)
-    found = list(opt) if is_several and not isinstance(opt, Optimizer) else [opt]
+    given: Any = opt
+    is_one = isinstance(opt, Optimizer | str | nn.Module) or not isinstance(opt, Iterable)
+    found = [given] if is_one else list(given)
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(

@@ -31,7 +31,7 @@ class _Found(NamedTuple):
     """The weight's, on which all of this stands."""
     kept_words: Tensor
     """Packed bits: which of its kept entries stay."""
-    count: int
+    num_grown: int
     """How many are to grow."""
     candidates: Mask
     scores: Tensor
@@ -84,11 +84,11 @@ class Growth:
         found = self._found
         if found is None or found.mask is not weight.mask:
             return None
-        if found.count == 0:
+        if found.num_grown == 0:
             return found.mask
         if not bool(found.scores.isfinite().all()):
             return None
-        words = largest(weight.name, found.scores, found.count, self.seed)
+        words = largest(weight.name, found.scores, found.num_grown, self.seed)
         return found.survivors | narrow(found.candidates, words)
 
     def _first(self, weight: Weight, mask: Mask, grad: Tensor) -> _Found:

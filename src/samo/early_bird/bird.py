@@ -112,6 +112,7 @@ class EarlyBird:
         self._drawn: Masks | None = None
         self._how = ""
         self._norms: Mapping[str, nn.Module] = {}
+        self._inputs: LinearInputs | None = None
         check_settings(self._settings, self._device, pairs)
         self._settling: Final = Settling(queue, threshold, distance, keeps_all=history)
         self._steps: list[int] = []
@@ -155,12 +156,13 @@ class EarlyBird:
         if self._drawn is not None:
             return self._drawn
         self._check_limit()
+        step = self._calls if step is None else whole_number("step", step)
         if self._calls % self._settings["every"]:
             self._calls += 1
             return None
         masks = self._take()
         has_settled = self._settling.add(self._held(masks))
-        self._steps.append(self._calls if step is None else whole_number("step", step))
+        self._steps.append(step)
         self._calls += 1
         if not has_settled:
             self._check_limit()
@@ -338,9 +340,10 @@ class EarlyBird:
 
     def _draw(self, masks: Masks, how: str) -> Masks:
         if self._norms:
-            self._inputs.check()
+            if self._inputs is not None:
+                self._inputs.check()
             masks = channels.weight_masks(self.model, self._channels, masks, self._skipped)
-            del self._inputs
+            self._inputs = None  # which takes its hooks with it
         self._drawn, self._how = masks, how
         self._settling.drop_masks()
         return masks

@@ -6,7 +6,7 @@ keeps (`decide`); then each group is looked at on its own.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
@@ -152,7 +152,9 @@ def check_choice_of(skip: object, rules: object) -> list[str]:
     Raises:
         TypeError: It holds no patterns, or ``rules`` does not map patterns to sparsities.
     """
-    patterns = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
+    patterns: list[Any] = (
+        [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
+    )
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
             f"skip must be names or shell-style patterns of weights, as ['layers.0.*'], got {skip!r:.60}"
