@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 import samo
 from samo.early_bird.channel_graph import find_channels
-from tests.test_channels import net, norm, random_scales_
+from samo.early_bird.channels import batch_norms, channel_masks, weight_masks
+from tests.test_channels import SmallVGG, net, norm, random_scales_
 
 
 def then(write: Callable[[Any, Tensor, Tensor], object], **layers: nn.Module) -> nn.Module:
@@ -130,3 +132,22 @@ def test_a_batch_norm_over_another_dimension_is_refused() -> None:
 def test_given_pairs_are_taken_at_their_word() -> None:
     bird = samo.EarlyBird(perceptron(), 0.5, score="batchnorm", pairs={"1": "0"})
     assert list(bird.draw_now()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_the_masks_of_weights_are_built_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[weakref.ref[Tensor]] = []
+    from_bool = samo.Mask.from_bool
+
+    def build(keep: Tensor) -> samo.Mask:
+        assert all(other() is None for other in built)  # a byte for each weight of one tensor alone
+        built.append(weakref.ref(keep))
+        return from_bool(keep)
+
+    model = SmallVGG()
+    random_scales_(model)
+    drawn = channel_masks(batch_norms(model), 0.5)
+    channels = find_channels(model, list(batch_norms(model)))
+    monkeypatch.setattr(samo.Mask, "from_bool", build)
+    assert len(weight_masks(model, channels, drawn)) == len(built) == 10
