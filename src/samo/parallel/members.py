@@ -44,6 +44,7 @@ class Member:
         self._index: Final = index
         self._name: Final = weight.name
         self._weight: Final = weakref.ref(weight)
+        self._mask: Final = weight.mask
         if bucket is not None and bucket.is_sharded:
             self.part = bucket.part_of(index)
             self.part.replica = Part(team, weight, bucket, index)
@@ -102,6 +103,12 @@ class Member:
             raise CompressionError(
                 f"'{self._name}' keeps {weight.kept:,} weights, but {self.home.numel():,} when its place "
                 "in a bucket was made; call rebuild() of what samo.replicate returned after masks change"
+            )
+        if weight is not None and weight.mask is not self._mask:
+            raise CompressionError(
+                f"'{self._name}' has another mask than when its place in a bucket was made, and nobody has "
+                "compared it with those of other ranks; call rebuild() of what samo.replicate returned "
+                "after masks change"
             )
         if self.bucket.is_launched:
             raise CompressionError(
