@@ -69,6 +69,7 @@ LAYERS: Final = (
         "samo.kernels.age_loops",
         "samo.kernels.cpu_ages",
         "samo.kernels.lean",
+        "samo.kernels.lean_numbers",
         "samo.kernels.lean_kernels",
         "samo.kernels.cuda_lean",
     },
