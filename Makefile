@@ -26,7 +26,7 @@ demo: $(STAMP) ## set up, then show the whole story in two minutes
 setup: $(STAMP) ## create .venv with everything development needs
 
 test: lint ## check format, lint and types, then run all tests
-	OMP_NUM_THREADS=1 $(RUN) pytest --numprocesses 2 --dist worksteal --durations=10
+	OMP_NUM_THREADS=1 $(RUN) pytest --numprocesses 3 --dist worksteal --durations=10
 
 lint: $(STAMP) ## check format, lint and types
 	$(RUN) ruff format --check
