@@ -231,6 +231,12 @@ def test_several_optimizers_follow() -> None:
             opt.step()
         samo.remap_(model, random_masks(2, (0.2, 0.8)), optimizers)
         model.zero_grad()
+    leaves = dict(samo.named_parameters(model))
+    assert optimizers[0].state[leaves["0.weight"]]["exp_avg"].shape == leaves["0.weight"].shape
+    assert (
+        optimizers[1].state[leaves["2.weight"]]["momentum_buffer"].shape == leaves["2.weight"].shape
+    )
+    assert optimizers[1].state[leaves["2.weight"]]["momentum_buffer"].any()
 
 
 def test_a_tied_weight_is_moved_once() -> None:

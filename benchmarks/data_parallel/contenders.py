@@ -1,6 +1,7 @@
 """Ways to train one pruned model on several ranks; each counts what it sends."""
 
 import time
+from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from samo.parallel.traffic import TrafficMeter
 LR = 3e-4
 
 
-class Contender:
+class Contender(ABC):
     """A way to train the pruned model on all ranks."""
 
     name: str
@@ -42,20 +43,21 @@ class Contender:
     def clear(self) -> None:
         self.optimizer.zero_grad()
 
+    @abstractmethod
     def no_sync(self) -> Any:
-        raise NotImplementedError
+        """Return a context in which nothing is sent."""
 
+    @abstractmethod
     def traffic(self) -> samo.Traffic:
         """Return what was sent so far."""
-        raise NotImplementedError
 
+    @abstractmethod
     def communicate(self) -> None:
         """Send what one step sends, and do nothing else."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_bytes(self) -> dict[str, int]:
         """Return the bytes held between steps, measured and, where there is one, predicted."""
-        raise NotImplementedError
 
 
 class DDP(Contender):
