@@ -148,6 +148,52 @@ def test_a_packet_out_of_place_names_its_sender(packet: Packet, text: str) -> No
     assert caught.value.ranks == (0,)
 
 
+def test_a_batch_ends_when_each_neighbour_has_ended_it() -> None:
+    """A rank that leaves earlier takes along a neighbour that still waits for messages."""
+    network = MemoryNetwork(2)
+    other = network.transport(0)
+    other.send(1, Packet("activation", 0, 0, (torch.ones(1),), (False,)))
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=5)
+    done = threading.Event()
+
+    def work() -> None:
+        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum(), is_training=False))
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    said = []
+    while "end" not in said:
+        arrival = other.receive(1.0)
+        assert arrival is not None
+        assert arrival.packet is not None
+        said.append(arrival.packet.kind)
+    assert not done.wait(0.1)
+    other.send(1, Packet("end", 0))
+    assert done.wait(2)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ((), r"rank 0 .stage 0 of 2. has not ended its batch for 0\.[34]"),
+        ((Packet("activation", 0, 1, (torch.ones(1),), (False,)),), "sent more than belongs to the"),
+        ((Packet("abort", 0, origin=0, reason="OSError: disk"),), "OSError: disk"),
+    ],
+)  # fmt: skip
+def test_a_neighbour_that_does_not_end_its_batch_is_named(
+    more: tuple[Packet, ...], text: str
+) -> None:
+    network = MemoryNetwork(2)
+    other = network.transport(0)
+    for packet in (Packet("activation", 0, 0, (torch.ones(1),), (False,)), *more):
+        other.send(1, packet)
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=0.1)
+    with pytest.raises(samo.PeerError, match=text):
+        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum(), is_training=False))
+
+
 def test_gradients_that_do_not_fit_name_their_sender() -> None:
     network = MemoryNetwork(2)
     network.transport(1).send(0, Packet("gradient", 0, 0))

@@ -90,6 +90,7 @@ LAYERS: Final = (
     {"samo.pipeline.memory", "samo.pipeline.gloo", "samo.pipeline.nccl"},
     {"samo.pipeline.stage", "samo.pipeline.layers", "samo.pipeline.filling", "samo.pipeline.costs"},
     {"samo.pipeline.runner", "samo.pipeline.schedules", "samo.pipeline.tied"},
+    {"samo.pipeline.setup"},
     {"samo.pipeline.api"},
     {"samo.parallel", "samo.parallel.mesh", "samo.parallel.layout", "samo.parallel.traffic"},
     {"samo.parallel.peers", "samo.parallel.links"},

@@ -8,7 +8,7 @@
 - stage, filling: the layers of a rank, and how they come to their values
 - batches, tied: micro-batches and their weights in the loss; weights that two stages use
 - runner: does what the engine decides; schedules: orders that torch.distributed.pipelining runs
-- api: `samo.Pipeline`
+- setup: settings, checked and carried out; api: `samo.Pipeline`
 """
 
 __all__ = []

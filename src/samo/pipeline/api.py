@@ -1,8 +1,9 @@
 """`samo.Pipeline`: a model cut into stages, one for each rank of the axis `pipe`."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -12,20 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from samo.errors import PeerError
 from samo.masks import Masks
 from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
-from samo.pipeline.costs import parameter_costs
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
-from samo.pipeline.gloo import GlooTransport
-from samo.pipeline.layers import Layers, LayersLike, take_apart
-from samo.pipeline.memory import MemoryNetwork
-from samo.pipeline.nccl import NcclTransport
-from samo.pipeline.partition import partition
+from samo.pipeline.layers import LayersLike, take_apart
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.schedules import TorchRunner, check_schedule
-from samo.pipeline.stage import Chunk, Stage
+from samo.pipeline.schedules import TorchRunner
+from samo.pipeline.setup import (
+    check,
+    check_even,
+    chunks_of,
+    cuts_of,
+    device_of,
+    pipe_group,
+    transport_of,
+)
 from samo.pipeline.tied import Tie, ties_of
 from samo.pipeline.timeline import Timeline
-from samo.pipeline.transport import Transport
 
 __all__ = ["Pipeline"]
 
@@ -98,21 +101,21 @@ class Pipeline:
         last_micro_batch: Callable[[bool], AbstractContextManager[Any]] | None = None,
         timeout: float = 600.0,
     ) -> None:
-        group = _pipe_group(mesh)
+        group = pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
         self.stage: Final = 0 if group is None else dist.get_rank(group)
-        _check(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
+        check(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
         per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
         self.schedule: Final = schedule
         self.in_flight: Final = in_flight_limits(in_flight, num_ranks)
-        self.device: Final = _device(device, mesh)
+        self.device: Final = device_of(device, mesh)
         self.mesh: Final = mesh
         row = take_apart(layers, tied)
         self.names: Final = tuple(name for unit in row.units for name in unit.tensor_names())
         self.tied: Final = row.tied
-        self.cuts: Final = _cuts(cuts, row, self.num_stages)
+        self.cuts: Final = cuts_of(cuts, row, self.num_stages)
         mine = list(range(self.stage, self.num_stages, num_ranks))
         self.module: Final = build_stage(
             row, [self.cuts[i] for i in mine], device=self.device, seed=seed, weights=weights
@@ -124,7 +127,9 @@ class Pipeline:
         self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
         self._ties: Final = ties_of(row, self.cuts, num_ranks)
-        self._transport: Final = _transport(group, self.device, timeout)
+        self._transport: Final = transport_of(group, self.device, timeout)
+        # Also where a program ends without a word, and before torch's own end.
+        self._finalizer: Final = weakref.finalize(self, self._transport.close)
         self._is_tie_checked = False
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
@@ -136,7 +141,7 @@ class Pipeline:
                 context=last_micro_batch,
             )
         else:
-            chunks = _chunks(self.module, [self.cuts[i] for i in mine])
+            chunks = chunks_of(self.module, [self.cuts[i] for i in mine])
             self._runner = TorchRunner(
                 schedule,
                 list(zip(mine, chunks)),
@@ -233,20 +238,32 @@ class Pipeline:
     def close(self) -> None:
         """End the threads that wait for messages. The pipeline is not used again.
 
+        It is what leaving a ``with`` block does, and the end of the program.
+
         Example:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).close()
+            >>> with samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2) as pipeline:
+            ...     loss = pipeline.eval(torch.zeros(2, 4), target=torch.zeros(2, 1))
+            >>> pipeline.close()    # a second time does nothing
         """
-        self._transport.close()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _run(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Tensor:
+        if not self._finalizer.alive:
+            raise PeerError("the pipeline was closed, and its links with it; build a new one")
         if isinstance(self._runner, Runner):
             # Within the runner, whose other stages must hear of a batch that cannot be cut.
             return self._runner.run(lambda: self._batch(x, target, is_training=is_training))
         batch = self._batch(x, target, is_training=is_training)
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
-        _check_even(inputs, self.micro_batches, self.schedule)
+        check_even(inputs, self.micro_batches, self.schedule)
         return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
 
     def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
@@ -287,90 +304,3 @@ class Pipeline:
                 ranks=(rank,),
                 stage=stage,
             ) from error
-
-
-def _check(
-    schedule: str,
-    micro_batches: int,
-    in_flight: object,
-    stages_per_rank: int | None,
-    reduction: str,
-    timeout: float,
-) -> None:
-    check_schedule(schedule)
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number, 1 or more, got {micro_batches!r}")
-    if in_flight is not None and schedule != "message-driven":
-        raise ValueError(
-            f"in_flight={in_flight} has no effect on schedule '{schedule}', whose order fixes it; leave "
-            "it out, or use 'message-driven'"
-        )
-    if stages_per_rank is not None and (schedule != "interleaved" or stages_per_rank < 2):
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank} with schedule '{schedule}': only 'interleaved' has "
-            "several pieces on a rank, 2 or more"
-        )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
-
-
-def _check_even(inputs: tuple[Tensor, ...], micro_batches: int, schedule: str) -> None:
-    rows = len(inputs[0]) if inputs else 0
-    if rows % micro_batches:
-        raise ValueError(
-            f"{rows} rows cannot be cut into {micro_batches} equal micro-batches, and torch's schedule "
-            f"'{schedule}' takes no smaller ones; use 'message-driven', or drop the rest of the batch"
-        )
-
-
-def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        return None
-    names = mesh.mesh_dim_names or ()
-    if "pipe" not in names:
-        raise ValueError(
-            f"the mesh has dimensions {names}, none of them 'pipe'; build it with "
-            "init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
-        )
-    return mesh["pipe"].get_group()
-
-
-def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if mesh is None or mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())
-
-
-def _cuts(
-    cuts: Sequence[tuple[int, int]] | None, layers: Layers, num_stages: int
-) -> list[tuple[int, int]]:
-    if cuts is None:
-        return partition(parameter_costs(layers), num_stages)
-    found = [(start, stop) for start, stop in cuts]
-    ends = [0, *(stop for _, stop in found)]
-    is_row = all(start == end and start < stop for end, (start, stop) in zip(ends, found))
-    if len(found) != num_stages or not is_row or ends[-1] != len(layers.units):
-        raise ValueError(
-            f"cuts must be {num_stages} ranges that follow each other from layer 0 to "
-            f"{len(layers.units)}, got {found}"
-        )
-    return found
-
-
-def _chunks(module: Stage, cuts: list[tuple[int, int]]) -> list[Chunk]:
-    chunks, place = [], 0
-    for start, stop in cuts:
-        chunks.append(Chunk(module, place, place + stop - start))
-        place += stop - start
-    return chunks
-
-
-def _transport(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> Transport:
-    if group is None:
-        return MemoryNetwork(1).transport(0)
-    is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
-    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout=timeout)

@@ -88,6 +88,7 @@ class Runner:
         self._heard: dict[int, float] = {}
         self._asked: set[int] = set()
         self._expected: dict[int, int] = {}
+        self._open: set[int] = set()  # neighbours whose "end" has not come
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
         """Compute a batch and return its loss; the other stages hear of it if ``prepare`` raises.
@@ -101,6 +102,7 @@ class Runner:
             )
         transport, stage = self.transport, self.transport.stage
         self.events = []
+        self._open = self._neighbours()
         try:
             batch = prepare()
             engine = Engine(stage, transport.num_stages, batch.num_micro_batches, self.in_flight)
@@ -114,10 +116,13 @@ class Runner:
             late = transport.flush(self.timeout, self._neighbours())
             if late is not None:
                 self._blame(late, self._why(late))
+            self._await_ends()
         except PeerError as error:
             self._failure = self._failure or str(error)
             raise
         except BaseException as error:
+            if not self._neighbours():
+                raise  # nobody else is in the middle of this batch
             self._failure = f"{type(error).__name__}: {error}"
             self._say_goodbye(stage, self._failure, self._neighbours())
             raise
@@ -246,6 +251,24 @@ class Runner:
             if arrival is not None and self._is_data(arrival):
                 return arrival
 
+    def _await_ends(self) -> None:
+        """Wait until each neighbour has said that it is done.
+
+        Then nobody receives any more, and a program may end here: a rank that goes while its neighbour
+        still waits for a message takes it along. A neighbour that has our "end" hears no questions, and
+        may have as many passes before it as are in flight.
+        """
+        begin = time.monotonic()
+        limit = max(_PATIENCE, self.in_flight + 1) * self.timeout
+        while self._open:
+            arrival = self.transport.receive(max(0.01, self.timeout / 8))
+            if arrival is not None and self._is_data(arrival):
+                what = "sent more than belongs to the batch"
+                self._blame(arrival.stage, what, is_there=True)
+            waited = time.monotonic() - begin
+            if arrival is None and waited > limit:
+                self._blame(min(self._open), f"has not ended its batch for {waited:.1f} s")
+
     def _is_data(self, arrival: Arrival) -> bool:
         stage, packet = arrival.stage, arrival.packet
         if packet is None:
@@ -256,6 +279,8 @@ class Runner:
         self._asked.discard(stage)
         if packet.kind == "abort":
             self._end(packet.origin, packet.reason, came_from=stage)
+        if packet.kind == "end":
+            self._open.discard(stage)
         if packet.kind == "probe" and packet.step == self.steps:
             self.transport.send(stage, Packet("alive", self.steps))
         if packet.kind not in DATA_KINDS:
