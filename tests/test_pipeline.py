@@ -385,8 +385,14 @@ def test_a_closed_pipeline_says_so_at_once_and_one_process_goes_on_after_a_bad_b
 
 
 PROGRAM = """
-import sys, time, torch, samo
+import time, torch, samo
 from torch import nn
+
+class Lingers:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)  # while the interpreter ends: a thread that wakes up now aborts the process
+
+lingers = Lingers()
 
 class Slow(torch.autograd.Function):
     @staticmethod
@@ -395,7 +401,7 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(0.4)
+        time.sleep(0.3)
         return grad
 
 class First(nn.Linear):
