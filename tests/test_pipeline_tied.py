@@ -33,9 +33,13 @@ def on_two_stages(modules: list[nn.Module], do: Any) -> list[Any]:
     return results
 
 
-def compressed(seed: int) -> nn.Module:
+def plain() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    return nn.Sequential(nn.Linear(8, 8, bias=False))
+
+
+def compressed(seed: int) -> nn.Module:
+    model = plain()
     return samo.compress_(model, samo.prune(model, 0.5, method="random", seed=seed))
 
 
@@ -76,6 +80,34 @@ def test_different_masks_on_two_stages_are_refused_by_both() -> None:
         assert isinstance(error, samo.MaskError)
         with pytest.raises(samo.MaskError, match=r"tied weight '0.weight' has different masks on"):
             raise error
+
+
+def test_masks_that_change_later_are_compared_again() -> None:
+    modules = [compressed(1), compressed(1)]
+
+    def steps(module: Any, transport: Any) -> None:
+        for seeds in ((1, 1), (2, 2), (2, 3)):
+            samo.remap_(
+                module, samo.prune(plain(), 0.5, method="random", seed=seeds[transport.stage])
+            )
+            TIE.check(module, transport)
+
+    for error in on_two_stages(modules, steps):
+        assert isinstance(error, samo.MaskError)
+
+
+def test_a_gradient_that_was_not_reduced_is_not_added_up() -> None:
+    mesh = samo.mesh()
+    try:
+        model = compressed(1)
+        samo.replicate(model, mesh["data"])
+        with samo.no_sync(model):
+            model(torch.ones(1, 8)).sum().backward()
+        tie = Tie(("0.weight",), (0,))
+        with pytest.raises(samo.CompressionError, match="'0.weight' is not reduced over ranks yet"):
+            tie.add_up(model, MemoryNetwork(1).transport(0), None)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_stage_that_does_not_add_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

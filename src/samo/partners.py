@@ -67,6 +67,15 @@ class Replica(Protocol):
     def cut(self, values: Tensor) -> Tensor:
         """Return what belongs to this weight of a vector of all kept entries."""
 
+    def show_gradient(self) -> Tensor:
+        """Return the reduced gradient of all kept entries, 0 where there is none; every rank calls it."""
+
+    def set_gradient(self, values: Tensor, own: Tensor | None) -> None:
+        """Take other gradients of all kept entries, the same on all ranks, in place of the reduced ones.
+
+        ``own`` is added to what an optimizer updates here: the weight, or this rank's part of it.
+        """
+
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook of one use in a forward pass, which calls ``take``."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samo.errors import CompressionError
 from samo.parallel.buckets import Bucket
+from samo.partners import Replica
 from samo.weights import Weight
 
 if TYPE_CHECKING:
@@ -69,6 +70,46 @@ class Member:
     def cut(self, values: Tensor) -> Tensor:
         """Return all of it."""
         return values
+
+    def show_gradient(self) -> Tensor:
+        """Return the reduced gradient of all kept entries, 0 where there is none; every rank calls it.
+
+        Raises:
+            CompressionError: There is one that was not reduced.
+        """
+        weight = self._weight()
+        assert weight is not None, "whoever asks holds the weight"
+        if not self.is_reduced and weight.leaf.grad is not None:
+            raise CompressionError(
+                f"the gradient of '{self._name}' is not reduced over ranks yet, so that of its other "
+                "uses on other ranks cannot be added; leave the last micro-batch of each batch out of "
+                "samo.no_sync"
+            )
+        whole = torch.zeros(weight.kept, dtype=weight.grad_dtype, device=weight.device)
+        if self.part is None or self.bucket is None:
+            return whole if weight.leaf.grad is None else whole.copy_(weight.leaf.grad)
+        start, stop = self.bucket.owned(self._index)
+        if self.part.leaf.grad is not None:
+            whole[start:stop] = self.part.leaf.grad
+        # All but one of the terms of each sum are 0.
+        self.team.group.all_reduce(
+            whole, kind="gradients", what=f"the gradient of '{self._name}'"
+        ).wait()
+        return whole
+
+    def set_gradient(self, values: Tensor, own: Tensor | None) -> None:
+        """Take other gradients of all kept entries, the same on all ranks, and add ``own`` to its part."""
+        weight = self._weight()
+        assert weight is not None, "whoever asks holds the weight"
+        assert self.bucket is not None, "frozen weights have no gradients"
+        if self.part is None:
+            held = weight.leaf.grad = self.bucket.home_of(self._index).copy_(values)
+        else:
+            home = self.bucket.owned_home_of(self._index)
+            held = self.part.leaf.grad = home.copy_(self.bucket.cut(self._index, values))
+        if own is not None:
+            held.add_(own)
+        self.bucket.accept()
 
     @property
     def is_complete(self) -> bool:
@@ -173,6 +214,21 @@ class Part:
     def cut(self, values: Tensor) -> Tensor:
         """Return this rank's part of a vector of all kept entries."""
         return self._bucket.cut(self._index, values)
+
+    def show_gradient(self) -> Tensor:
+        """Return that of the whole weight."""
+        return self._member.show_gradient()
+
+    def set_gradient(self, values: Tensor, own: Tensor | None) -> None:
+        """Take that of the whole weight."""
+        self._member.set_gradient(values, own)
+
+    @property
+    def _member(self) -> Replica:
+        whole = self._whole()
+        assert whole is not None, "whoever asks holds the weight"
+        assert whole.replica is not None, "a part is one of a replica's"
+        return whole.replica
 
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook as it is: a part is used in no forward pass."""

@@ -130,7 +130,6 @@ class Pipeline:
         self._transport: Final = transport_of(group, self.device, timeout)
         # Also where a program ends without a word, and before torch's own end.
         self._finalizer: Final = weakref.finalize(self, self._transport.close)
-        self._is_tie_checked = False
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
             self._runner = Runner(
@@ -176,7 +175,6 @@ class Pipeline:
         loss = self._run(x, target, is_training=True)
         for tie, old in zip(ties, aside):
             self._add_up(tie, old)
-        self._is_tie_checked = True
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
@@ -292,8 +290,7 @@ class Pipeline:
 
     def _add_up(self, tie: Tie, aside: Tensor | None) -> None:
         try:
-            if not self._is_tie_checked:
-                tie.check(self.module, self._transport)
+            tie.check(self.module, self._transport)
             tie.add_up(self.module, self._transport, aside)
         except RuntimeError as error:
             stage = next(rank for rank in tie.ranks if rank != self.stage)
