@@ -4,6 +4,7 @@ Nothing here knows how they do it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -35,6 +36,17 @@ class Team(Protocol):
 
     def any(self, flag: Tensor) -> Tensor:
         """Return whether a flag, a boolean scalar, is set on any rank whose gradients differ from ours."""
+
+
+@dataclass
+class Line:
+    """The stages of a pipeline, of which this rank is one; what they agreed on after a batch.
+
+    Attributes:
+        nonfinite: Whether the gradients of any stage are not finite.
+    """
+
+    nonfinite: bool = False
 
 
 class Replica(Protocol):

@@ -39,8 +39,14 @@ def tell_scalers(weights: Iterable[Weight], nonfinite: Tensor) -> None:
         scaler.update(nonfinite)
 
 
-def agree(weights: Iterable[Weight], nonfinite: Tensor) -> Tensor:
-    """Return whether the gradients of any rank are not finite, where ranks hold different ones."""
+def agree(weights: list[Weight], nonfinite: Tensor) -> Tensor:
+    """Return whether the gradients of any rank are not finite, where ranks hold different ones.
+
+    Stages of a pipeline have agreed at the end of the batch; copies of a stage agree now, and so hear of
+    every stage of every copy.
+    """
+    if any(w.whole.line is not None and w.whole.line.nonfinite for w in weights):
+        nonfinite = torch.ones_like(nonfinite)
     for team in _teams(weights):
         nonfinite = team.any(nonfinite)
     return nonfinite

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from samo.errors import PeerError
+from samo.errors import PeerError, SamoError
 from samo.masks import Masks
-from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
+from samo.owners import owned_weights
+from samo.partners import Line
+from samo.pipeline.batches import Count, Reduction, Tensors, cut, nothing, weights as weigh
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
 from samo.pipeline.layers import LayersLike, take_apart
@@ -130,6 +132,7 @@ class Pipeline:
         self._transport: Final = transport_of(group, self.device, timeout)
         # Also where a program ends without a word, and before torch's own end.
         self._finalizer: Final = weakref.finalize(self, self._transport.close)
+        self._line: Final = Line()
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
             self._runner = Runner(
@@ -175,6 +178,7 @@ class Pipeline:
         loss = self._run(x, target, is_training=True)
         for tie, old in zip(ties, aside):
             self._add_up(tie, old)
+        self._agree()
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
@@ -278,10 +282,10 @@ class Pipeline:
             factors = weigh(targets, self._reduction, self._count)
 
             def loss(micro_batch: int, output: Any) -> Tensor:
-                wanted = targets[micro_batch]
-                value = self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted)
-                factor = factors[micro_batch]
-                return value * (factor.to(value.dtype) if isinstance(factor, Tensor) else factor)
+                wanted, factor = targets[micro_batch], factors[micro_batch]
+                if factor == 0:  # a mean over nothing, which is not a number
+                    return nothing(output)
+                return self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted) * factor
 
         return Batch(self.micro_batches, inputs, loss, is_training)
 
@@ -292,6 +296,8 @@ class Pipeline:
         try:
             tie.check(self.module, self._transport)
             tie.add_up(self.module, self._transport, aside)
+        except SamoError:
+            raise  # says what is wrong, and where
         except RuntimeError as error:
             stage = next(rank for rank in tie.ranks if rank != self.stage)
             rank = self._transport.ranks[stage]
@@ -301,3 +307,52 @@ class Pipeline:
                 ranks=(rank,),
                 stage=stage,
             ) from error
+
+    def counted_elsewhere(self) -> list[Tensor]:
+        """Return those of this rank's parameters that an earlier stage holds as well.
+
+        Their gradients are the same there, so that a norm over all stages leaves them out here.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).counted_elsewhere()
+            []
+        """
+        return [t.leaf_of(self.module) for t in self._own_ties() if t.ranks[0] != self.stage]
+
+    def _agree(self) -> None:
+        """Find out whether the gradients of any stage are not finite, so that all skip the same steps."""
+        weights = list(owned_weights(self.module).values())
+        gradients = [w.part.leaf.grad for w in weights if w.part.leaf.grad is not None]
+        flag = torch.tensor(False)
+        if gradients:
+            flag = weights[0].kernels.find_nonfinite(gradients)
+        self._line.nonfinite = bool(self.of_all_stages(float(flag)).any())
+        for weight in weights:
+            weight.line = self._line
+
+    def of_all_stages(self, number: float) -> Tensor:
+        """Return a number of each stage, in fp64 and in their order; every stage calls it.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).of_all_stages(3.0)
+            tensor([3.], dtype=torch.float64)
+
+        Raises:
+            PeerError: Another stage did not come.
+        """
+        ranks = tuple(range(self._transport.num_stages))
+        numbers = torch.zeros(len(ranks), dtype=torch.float64)
+        numbers[self.stage] = number
+        if len(ranks) > 1:
+            try:
+                self._transport.add_up([numbers], ranks)
+            except RuntimeError as error:
+                raise PeerError(
+                    f"a stage did not say what it has to agree on ({str(error).splitlines()[0]}); "
+                    "start the ranks again from the last checkpoint"
+                ) from error
+        return numbers
