@@ -134,6 +134,7 @@ def test_a_stage_that_falls_silent_is_named_by_all_others() -> None:
     ("packet", "text"),
     [
         (Packet("activation", 3, 0, (torch.ones(1),), (False,)), "sent activation of batch 3 in batch 0"),
+        (Packet("activation", 0, 0, (torch.ones(1),), (False,), is_training=False), r"rank 0 \(stage 0 of 2\) called eval\(\) where this stage called step\(\)"),
         (Packet("gradient", 0, 0), "sent gradient in the wrong direction"),
         (Packet("activation", 0, 1, (torch.ones(1),), (False,)), "sent activation 1 .* activation 0 was"),
         (Packet("abort", 0, origin=0, reason="OSError: disk"), r"rank 0 \(stage 0 of 2\) OSError: disk"),
@@ -157,7 +158,7 @@ def test_a_batch_ends_when_each_neighbour_has_ended_it() -> None:
     done = threading.Event()
 
     def work() -> None:
-        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum(), is_training=False))
+        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
         done.set()
 
     thread = threading.Thread(target=work)
@@ -191,7 +192,7 @@ def test_a_neighbour_that_does_not_end_its_batch_is_named(
         other.send(1, packet)
     runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=0.1)
     with pytest.raises(samo.PeerError, match=text):
-        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum(), is_training=False))
+        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
 
 
 def test_gradients_that_do_not_fit_name_their_sender() -> None:

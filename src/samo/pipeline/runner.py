@@ -20,7 +20,7 @@ from samo.errors import PeerError
 from samo.pipeline.engine import Action, Engine, Message
 from samo.pipeline.timeline import Event, Pass
 from samo.pipeline.transport import Arrival, Transport
-from samo.pipeline.wire import DATA_KINDS, Packet
+from samo.pipeline.wire import DATA_KINDS, Packet, PacketKind
 
 __all__ = ["Batch", "Runner", "as_tuple"]
 
@@ -135,7 +135,7 @@ class Runner:
             held.inputs = dict(enumerate(batch.inputs))
         while (action := engine.next()).kind != "step":
             if action.kind == "receive":
-                self._receive(engine, held)
+                self._receive(engine, held, batch)
             elif action.kind == "forward" or action.kind == "backward":
                 self._compute(action.kind, action.micro_batch, held, batch)
             else:
@@ -194,24 +194,34 @@ class Runner:
             outputs = held.outputs[micro_batch]
             flags = tuple(output.requires_grad for output in outputs)
             tensors = tuple(output.detach() for output in outputs)
-            packet = Packet("activation", self.steps, micro_batch, tensors, flags)
+            packet = Packet(
+                "activation", self.steps, micro_batch, tensors, flags, is_training=batch.is_training
+            )
             self.transport.send(stage + 1, packet)
             return
         if action.kind == "send_gradient":
             tensors = held.gradients.pop(micro_batch)
-            packet = Packet("gradient", self.steps, micro_batch, tensors, (False,) * len(tensors))
+            flags = (False,) * len(tensors)
+            kind: PacketKind = "gradient"
         else:
             assert held.loss is not None, "the engine sends the loss when it is known"
-            packet = Packet("loss", self.steps, micro_batch, (held.loss,), (False,))
+            kind, tensors, flags = "loss", (held.loss,), (False,)
+        trains = batch.is_training
+        packet = Packet(kind, self.steps, micro_batch, tensors, flags, is_training=trains)
         self.transport.send(stage - 1, packet)
 
-    def _receive(self, engine: Engine, held: _Held) -> None:
+    def _receive(self, engine: Engine, held: _Held, batch: Batch) -> None:
         arrival = self._wait()
         packet = arrival.packet
         assert packet is not None, "errors end the wait with an exception"
         assert packet.kind in ("activation", "gradient", "loss"), "control ends in the wait"
         if packet.step != self.steps:
             what = f"sent {packet.kind} of batch {packet.step} in batch {self.steps}"
+            self._blame(arrival.stage, what, is_there=True)
+        if packet.is_training != batch.is_training:
+            what = "called {} where this stage called {}".format(
+                *(("eval()", "step()")[flag] for flag in (packet.is_training, batch.is_training))
+            )
             self._blame(arrival.stage, what, is_there=True)
         is_from_before = arrival.stage < self.transport.stage
         if is_from_before != (packet.kind == "activation"):
