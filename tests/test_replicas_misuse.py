@@ -96,6 +96,37 @@ def step_badly(rank: int, num_ranks: int) -> None:
     come_again(data)
     carry_moments_over(data)
     count_steps_of_entries(data)
+    use_whole_tensors(data)
+    edit_what_others_update(data)
+
+
+def use_whole_tensors(data: Any) -> None:
+    for shard in (None, "state"):
+        model = compressed()
+        samo.replicate(model, data, shard=shard)
+        opt = torch.optim.Adafactor(samo.parameters(model))
+        loss_of(model).backward()
+        if shard is None:
+            opt.step()
+            equal_on_all_ranks(model)
+            continue
+        with pytest.raises(
+            samo.CompressionError, match=r"Adafactor updates an entry of '0.weight' by"
+        ):
+            opt.step()
+
+
+def edit_what_others_update(data: Any) -> None:
+    """A step publishes whole buckets, also the weights that it does not update."""
+    model = compressed()
+    samo.replicate(model, data, shard="state")
+    leaves = dict(samo.named_parameters(model))
+    opt = torch.optim.SGD([leaves["0.weight"]], lr=0.1)
+    loss_of(model).backward()
+    with torch.no_grad():
+        model[2].bias.fill_(7.0)
+    opt.step()
+    assert torch.equal(model[2].bias, torch.full((8,), 7.0))
 
 
 def count_steps_of_entries(data: Any) -> None:
