@@ -97,7 +97,32 @@ def step_badly(rank: int, num_ranks: int) -> None:
     carry_moments_over(data)
     count_steps_of_entries(data)
     use_whole_tensors(data)
+    train_after_release(data)
     edit_what_others_update(data)
+
+
+def train_after_release(data: Any) -> None:
+    for shard in (None, "state"):
+        model = compressed()
+        replicas = samo.replicate(model, data, shard=shard)
+        replicas.release()
+        with pytest.raises(samo.CompressionError, match=r"'\d.\w+' was released, so its gradient"):
+            loss_of(model).backward()
+        replicas.rebuild()
+        loss_of(model).backward()
+        replicas.release()
+        again = samo.replicate(model, data)  # another way than before
+        loss_of(model, dist.get_rank()).backward()
+        opt = torch.optim.SGD(samo.parameters(model), lr=0.1)
+        opt.step()
+        equal_on_all_ranks(model)
+        again.release(is_final=True)
+        opt.zero_grad()
+        loss_of(model, dist.get_rank()).backward()
+        opt.step()
+        with pytest.raises(AssertionError, match="weight"):
+            equal_on_all_ranks(model)
+        dist.barrier()
 
 
 def use_whole_tensors(data: Any) -> None:

@@ -33,6 +33,7 @@ class Member:
         self, team: "ReplicaTeam", weight: Weight, bucket: Bucket | None, index: int = 0
     ) -> None:
         self.team: Final = team
+        self.is_released = False  # nothing is reduced until the buckets are laid out anew
         self.bucket: Final = bucket
         self.home: Final = None if bucket is None else bucket.home_of(index)
         self.part: Weight | None = None
@@ -130,10 +131,16 @@ class Member:
         """Learn that a gradient comes.
 
         Raises:
-            CompressionError: The weight was frozen at first, its mask has changed, or its reduction is
-                under way.
+            CompressionError: The weight was released, or frozen at first, its mask has changed, or its
+                reduction is under way.
         """
         weight = self._weight()
+        if self.is_released:
+            raise CompressionError(
+                f"'{self._name}' was released, so its gradient would not be reduced and ranks would drift "
+                "apart; call rebuild() of what samo.replicate returned, or release(is_final=True) to train "
+                "on without the others"
+            )
         if self.bucket is None:
             raise CompressionError(
                 f"'{self._name}' was frozen when samo.replicate was called, so its gradient would not be "
@@ -182,6 +189,13 @@ class Member:
         self._was_used = self.has_arrived
         self.has_arrived = self._last_arrived = False
         self.is_reduced |= is_reduced
+
+
+def released(team: "ReplicaTeam", weight: Weight) -> Member:
+    """Return the replica of a weight that takes no gradient until buckets are laid out anew."""
+    member = Member(team, weight, None)
+    member.is_released = True
+    return member
 
 
 class Part:
