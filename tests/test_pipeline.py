@@ -155,20 +155,55 @@ def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
     return results
 
 
-def contexts(mesh: Any) -> list[bool]:
-    seen: list[bool] = []
+class Recorded(torch.autograd.Function):
+    """Notes the number of the micro-batch, which its values begin with, in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int, note: Any) -> Tensor:
+        ctx.number, ctx.note = number, note
+        note("forward", number)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.note("backward", ctx.number)
+        return grad, None, None
+
+
+def contexts(mesh: Any) -> dict[str, list[tuple[str, int, list[bool]]]]:
+    """Return each pass with its micro-batch and the contexts that it was computed in."""
+    open_: list[bool] = []
+    seen: dict[str, list[tuple[str, int, list[bool]]]] = {"message-driven": [], "1f1b": []}
 
     @contextlib.contextmanager
     def context(is_last: bool):
-        seen.append(is_last)
+        open_.append(is_last)
         yield
+        open_.pop()
 
-    layers = [nn.Linear(2, 2) for _ in range(4)]
-    for schedule in ("message-driven", "1f1b"):
-        pipeline = samo.Pipeline(
-            layers, F.mse_loss, mesh, 4, schedule=schedule, last_micro_batch=context, timeout=20
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Recorded.apply(x + self.shift, int(x[0, 0]), self.note)
+
+    for schedule, noted in seen.items():
+        Layer.note = staticmethod(
+            lambda what, number, to=noted: to.append((what, number, [*open_]))
         )
-        pipeline.step(torch.ones(4, 2), target=torch.ones(4, 2))
+        pipeline = samo.Pipeline(
+            [Layer() for _ in range(dist.get_world_size())],
+            F.mse_loss,
+            mesh,
+            4,
+            schedule=schedule,
+            last_micro_batch=context,
+            timeout=20,
+        )
+        x = torch.arange(4.0).unsqueeze(1).expand(4, 2)
+        pipeline.step(x, target=torch.ones(4, 2))
         pipeline.close()
     return seen
 
@@ -247,9 +282,14 @@ def test_models_of_others_tied_weights_and_small_batches(num_ranks: int) -> None
         assert all(torch.equal(got[n], p.grad) for n, p in model.named_parameters())
     check_tied(everyones)
     for results in everyones:
-        seen = results["contexts"]
-        assert seen.count(True) == len(seen) / 4  # the last of 4 micro-batches, in each pass
-        assert len(seen) == 16
+        for schedule, seen in results["contexts"].items():
+            # torch computes the first micro-batch once more, outside, to find shapes.
+            passes = seen if schedule == "message-driven" else [p for p in seen if p[2]]
+            assert sorted(passes) == sorted(
+                (what, number, [number == 3])
+                for what in ("forward", "backward")
+                for number in range(4)
+            )
         assert results["timeline"].count("stage") == num_ranks
         assert torch.equal(*results["one"])
         assert results["nccl"] == (9 + 9 + 4) * 2
