@@ -154,5 +154,5 @@ def test_a_stage_that_does_not_agree_ends_the_step(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(pipeline._transport, "add_up", broken)
     monkeypatch.setattr(pipeline._transport, "num_stages", 2)
-    with pytest.raises(samo.PeerError, match="a stage did not say what it has to agree on"):
+    with pytest.raises(samo.PeerError, match="another stage did not come"):
         pipeline.of_all_stages(0.0)

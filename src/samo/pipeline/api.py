@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from samo.errors import PeerError, SamoError
+from samo.errors import PeerError
 from samo.masks import Masks
 from samo.owners import owned_weights
 from samo.partners import Line
@@ -18,7 +18,7 @@ from samo.pipeline.batches import Count, Reduction, Tensors, cut, nothing, weigh
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
 from samo.pipeline.layers import LayersLike, take_apart
-from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.runner import Batch, Result, Runner
 from samo.pipeline.schedules import TorchRunner
 from samo.pipeline.setup import (
     check,
@@ -176,9 +176,13 @@ class Pipeline:
         ties = self._own_ties()
         aside = [tie.set_aside(self.module) for tie in ties]
         loss = self._run(x, target, is_training=True)
-        for tie, old in zip(ties, aside):
-            self._add_up(tie, old)
-        self._agree()
+
+        def agree() -> None:
+            for tie, old in zip(ties, aside):
+                self._add_up(tie, old)
+            self._agree()
+
+        self._together(agree)
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
@@ -293,20 +297,8 @@ class Pipeline:
         return [tie for tie in self._ties if self.stage in tie.ranks]
 
     def _add_up(self, tie: Tie, aside: Tensor | None) -> None:
-        try:
-            tie.check(self.module, self._transport)
-            tie.add_up(self.module, self._transport, aside)
-        except SamoError:
-            raise  # says what is wrong, and where
-        except RuntimeError as error:
-            stage = next(rank for rank in tie.ranks if rank != self.stage)
-            rank = self._transport.ranks[stage]
-            raise PeerError(
-                f"rank {rank} (stage {stage}) did not add up the tied weight '{tie.names[0]}' "
-                f"({str(error).splitlines()[0]}); start the ranks again",
-                ranks=(rank,),
-                stage=stage,
-            ) from error
+        tie.check(self.module, self._transport)
+        tie.add_up(self.module, self._transport, aside)
 
     def counted_elsewhere(self) -> list[Tensor]:
         """Return those of this rank's parameters that an earlier stage holds as well.
@@ -328,7 +320,7 @@ class Pipeline:
         flag = torch.tensor(False)
         if gradients:
             flag = weights[0].kernels.find_nonfinite(gradients)
-        self._line.nonfinite = bool(self.of_all_stages(float(flag)).any())
+        self._line.nonfinite = bool(self._show_all(float(flag)).any())
         for weight in weights:
             weight.line = self._line
 
@@ -344,15 +336,16 @@ class Pipeline:
         Raises:
             PeerError: Another stage did not come.
         """
+        return self._together(lambda: self._show_all(number))
+
+    def _show_all(self, number: float) -> Tensor:
         ranks = tuple(range(self._transport.num_stages))
         numbers = torch.zeros(len(ranks), dtype=torch.float64)
         numbers[self.stage] = number
         if len(ranks) > 1:
-            try:
-                self._transport.add_up([numbers], ranks)
-            except RuntimeError as error:
-                raise PeerError(
-                    f"a stage did not say what it has to agree on ({str(error).splitlines()[0]}); "
-                    "start the ranks again from the last checkpoint"
-                ) from error
+            self._transport.add_up([numbers], ranks)
         return numbers
+
+    def _together(self, do: Callable[[], Result]) -> Result:
+        """Do what all stages do, outside of a batch."""
+        return self._runner.together(do) if isinstance(self._runner, Runner) else do()

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from samo.errors import PeerError
+from samo.errors import PeerError, SamoError
 from samo.pipeline.engine import Action, Engine, Message
 from samo.pipeline.timeline import Event, Pass
 from samo.pipeline.transport import Arrival, Transport
@@ -24,6 +24,7 @@ from samo.pipeline.wire import DATA_KINDS, Packet, PacketKind
 
 __all__ = ["Batch", "Runner", "as_tuple"]
 
+Result = TypeVar("Result")
 Context = Callable[[bool], AbstractContextManager[Any]]
 _GOODBYE: Final = 2.0
 _PATIENCE: Final = 3
@@ -88,6 +89,7 @@ class Runner:
         self._heard: dict[int, float] = {}
         self._asked: set[int] = set()
         self._expected: dict[int, int] = {}
+        self._early: list[Arrival] = []
         self._open: set[int] = set()  # neighbours whose "end" has not come
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
@@ -96,24 +98,55 @@ class Runner:
         Raises:
             PeerError: Another stage died, hung, failed or sent nonsense.
         """
-        if self._failure is not None:
-            raise PeerError(
-                f"the pipeline ended with an earlier error ({self._failure}); start the ranks again"
-            )
         transport, stage = self.transport, self.transport.stage
         self.events = []
-        self._open = self._neighbours()
-        try:
+
+        def compute() -> Tensor:
             batch = prepare()
             engine = Engine(stage, transport.num_stages, batch.num_micro_batches, self.in_flight)
             before, after = engine.expected()
             wanted = {stage - 1: before, stage + 1: after}
             self._expected = {s: n for s, n in wanted.items() if n}
             transport.begin()
-            loss = self._loop(engine, batch)
+            return self._loop(engine, batch)
+
+        loss = self._until_all_end(compute)
+        self.steps += 1
+        return loss
+
+    def together(self, do: Callable[[], Result]) -> Result:
+        """Do what needs other stages outside of a batch, and name whoever does not come to it.
+
+        Raises:
+            PeerError: Another stage did not.
+        """
+
+        def listen() -> Result:
+            self.transport.begin()
+            try:
+                return do()
+            except SamoError:
+                raise
+            except RuntimeError as error:
+                self._hear()
+                raise PeerError(
+                    f"another stage did not come ({str(error).splitlines()[0]}); start the ranks again "
+                    "from the last checkpoint"
+                ) from error
+
+        return self._until_all_end(listen)
+
+    def _until_all_end(self, do: Callable[[], Result]) -> Result:
+        if self._failure is not None:
+            raise PeerError(
+                f"the pipeline ended with an earlier error ({self._failure}); start the ranks again"
+            )
+        self._open = self._neighbours()
+        try:
+            result = do()
             for other in self._neighbours():
-                transport.send(other, Packet("end", self.steps))
-            late = transport.flush(self.timeout, self._neighbours())
+                self.transport.send(other, Packet("end", self.steps))
+            late = self.transport.flush(self.timeout, self._neighbours())
             if late is not None:
                 self._blame(late, self._why(late))
             self._await_ends()
@@ -124,10 +157,17 @@ class Runner:
             if not self._neighbours():
                 raise  # nobody else is in the middle of this batch
             self._failure = f"{type(error).__name__}: {error}"
-            self._say_goodbye(stage, self._failure, self._neighbours())
+            self._say_goodbye(self.transport.stage, self._failure, self._neighbours())
             raise
-        self.steps += 1
-        return loss
+        return result
+
+    def _hear(self) -> None:
+        """Raise what a neighbour says about who failed, if it says anything."""
+        deadline = time.monotonic() + min(_GOODBYE, self.timeout)
+        while time.monotonic() < deadline:
+            arrival = self._next(0.1)
+            if arrival is not None:
+                self._is_data(arrival)
 
     def _loop(self, engine: Engine, batch: Batch) -> Tensor:
         held = _Held()
@@ -241,6 +281,17 @@ class Runner:
         else:
             held.loss = packet.tensors[0]
 
+    def _next(self, timeout: float) -> Arrival | None:
+        """Return what came first of what belongs to now: what follows a stage's "end" is for later."""
+        for place, early in enumerate(self._early):
+            if early.stage in self._open:
+                return self._early.pop(place)
+        arrival = self.transport.receive(timeout)
+        if arrival is None or arrival.packet is None or arrival.stage in self._open:
+            return arrival
+        self._early.append(arrival)
+        return None
+
     def _wait(self) -> Arrival:
         """Return the next data packet; meanwhile answer questions and watch the clock."""
         begin = time.monotonic()
@@ -257,7 +308,7 @@ class Runner:
                 if silence >= self.timeout / 2 and stage not in self._asked:
                     self._asked.add(stage)
                     self.transport.send(stage, Packet("probe", self.steps))
-            arrival = self.transport.receive(max(0.01, self.timeout / 8))
+            arrival = self._next(max(0.01, self.timeout / 8))
             if arrival is not None and self._is_data(arrival):
                 return arrival
 
@@ -271,7 +322,7 @@ class Runner:
         begin = time.monotonic()
         limit = max(_PATIENCE, self.in_flight + 1) * self.timeout
         while self._open:
-            arrival = self.transport.receive(max(0.01, self.timeout / 8))
+            arrival = self._next(max(0.01, self.timeout / 8))
             if arrival is not None and self._is_data(arrival):
                 what = "sent more than belongs to the batch"
                 self._blame(arrival.stage, what, is_there=True)
