@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import samo
+from samo.pipeline.ends import as_tuple
 from samo.pipeline.memory import MemoryNetwork
-from samo.pipeline.runner import Batch, Runner, as_tuple
+from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.wire import Packet
 
 

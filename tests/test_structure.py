@@ -89,6 +89,7 @@ LAYERS: Final = (
     {"samo.pipeline.wire", "samo.pipeline.transport"},
     {"samo.pipeline.memory", "samo.pipeline.gloo", "samo.pipeline.nccl"},
     {"samo.pipeline.stage", "samo.pipeline.layers", "samo.pipeline.filling", "samo.pipeline.costs"},
+    {"samo.pipeline.ends"},
     {"samo.pipeline.runner", "samo.pipeline.schedules", "samo.pipeline.tied"},
     {"samo.pipeline.setup"},
     {"samo.pipeline.api"},
