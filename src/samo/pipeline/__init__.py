@@ -7,7 +7,8 @@
 - layers, costs, partition: what a model is cut into, and where
 - stage, filling: the layers of a rank, and how they come to their values
 - batches, tied: micro-batches and their weights in the loss; weights that two stages use
-- ends: what goes into a stage and comes out; runner: does what the engine decides; schedules: orders that torch.distributed.pipelining runs
+- ends: what goes into a stage and comes out; runner: does what the engine decides
+- schedules: orders that torch.distributed.pipelining runs
 - setup: settings, checked and carried out; api: `samo.Pipeline`
 """
 
