@@ -472,3 +472,34 @@ def test_a_finished_run_that_is_resumed_says_that_it_is_over(
     assert main(["train", "--resume", "runs/notes"]) == 1
     assert "samo train NEW-PLACE --resume runs/notes" in capsys.readouterr().err
     assert main(["train", "moved.txt", "--resume", "runs/notes"]) == 0
+
+
+# Many ranks ---------------------------------------------------------------------------------------
+
+
+def test_an_error_of_a_backend_is_no_traceback_on_many_ranks(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from samo.cli import train
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("Connection closed by peer\nin some file")
+
+    monkeypatch.setattr(train, "_train", fail)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        main(["train", "notes.txt", *SMALL])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "notes.txt", *SMALL]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("samo: rank 1: stopped by RuntimeError: Connection closed by peer; look")
+
+
+def test_the_first_rank_alone_complains_of_settings(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "notes.txt", *SMALL, "--pipe", "2"]) == 2
+        assert capsys.readouterr().err.count("pipe=2 does not make up 3 ranks") == lines

@@ -35,7 +35,13 @@ def test_a_resolved_config_says_auto_only_where_data_or_hardware_decide() -> Non
         for entry in fields(getattr(resolved, section.name))
         if getattr(getattr(resolved, section.name), entry.name) == "auto"
     }
-    assert open_questions == {"data.vocab_size", "run.device", "run.dtype"}
+    assert open_questions == {
+        "data.vocab_size",
+        "run.device",
+        "run.dtype",
+        "mesh.data",  # stays so: a run may go on with another number of ranks
+        "mesh.micro_batches",
+    }
 
 
 def test_resolving_twice_changes_nothing() -> None:
@@ -120,6 +126,7 @@ BAD = [
     (config(prune=PruneConfig(method="early-bird", mask_every=101)), "none can settle before step 505, and the dense phase ends at step 500; raise"),
     (config(prune=PruneConfig(method="early-bird", dense_steps=0)), "the dense phase ends at step 0; raise dense_steps"),
     (config(run=RunConfig(mode="masked"), prune=PruneConfig(method="rigl")), "method rigl changes masks on compressed state, and the mode is masked; choose mode samo"),
+    (config(prune=PruneConfig(method="rigl", mask_every=100, mask_stop=100)), "moves masks every 100 steps after the dense phase, which ends at step 0, and no more from mask_stop 100 on"),
     (config(prune=PruneConfig(method="gradual", mask_stop=200)), "mask_stop 200 is not after the dense phase, which ends at step 200"),
     (config(prune=PruneConfig(method="set", pattern="2:4")), "method set would not keep to pattern 2:4 when it changes masks"),
     (config(prune=PruneConfig(method="set", drop=0.0)), "drop must be more than 0 and at most 1, got 0.0; 0.3 replaces"),

@@ -47,7 +47,7 @@ def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(ph
     for one in (whole, pieces):
         if phase != "dense":
             one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
-    inputs, targets = batch(4, real=16)
+    inputs, targets, _ = batch(4, real=16)
     targets = targets.clone()
     targets[3, 3:] = IGNORE
     loss = whole.backward([Batch(inputs, targets)])

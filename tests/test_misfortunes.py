@@ -214,7 +214,7 @@ def test_an_interrupted_sample_is_left_out(
     def impatient(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("samo.training.loop.generate", impatient)
+    monkeypatch.setattr("samo.training.run.generate", impatient)
     result = train(small(text), tmp_path / "run")
     assert (result.step, result.sample) == (8, None)
     assert lines(tmp_path / "run", "end")[-1]["reason"] == "done"

@@ -138,7 +138,7 @@ def replicate_alone(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:
 def test_a_rank_that_does_not_replicate_is_named() -> None:
     blamed, message = run_ranks(2, replicate_alone, lost={1})[0]
     assert blamed == (1,)
-    assert "not all of ranks [1] came to samo.replicate within 1 s" in message
+    assert "not all of ranks [1] came to make a group within 1 s" in message
 
 
 def leave_without_the_store(rank: int, num_ranks: int, path: str) -> tuple[int, ...]:

@@ -83,9 +83,29 @@ def clipped(mesh: Any, *, is_compressed: bool, norm_type: float) -> Any:
     return norm, {name: leaf.grad.clone() for name, leaf in leaves.items()}
 
 
+def spoilt(mesh: Any, rank: int, *, is_clipped: bool) -> tuple[int, bool]:
+    """Return skipped steps, and whether all gradients are NaN, after one on the last stage became inf."""
+    pipeline = samo.Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 4)], F.mse_loss, mesh, 2, timeout=TIMEOUT
+    )
+    module = samo.compress_(pipeline.module, samo.prune(pipeline.module, 0.5))
+    opt = samo.AdamW(samo.parameters(module))
+    pipeline.step(torch.ones(2, 4), target=torch.zeros(2, 4))
+    leaves = list(samo.parameters(module))
+    if rank == 1:
+        leaves[0].grad[0] = math.inf
+    if is_clipped:
+        assert not samo.clip_grad_norm_(pipeline, 1.0).isfinite()
+    is_nan = all(bool(leaf.grad.isnan().all()) for leaf in leaves)
+    opt.step()
+    pipeline.close()
+    return opt.skipped_steps, is_nan
+
+
 def work(rank: int, num_ranks: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pipe",))
     results: dict[str, Any] = {name: scaled(mesh, name) for name in ("samo", "torch")}
+    results["spoilt"] = [spoilt(mesh, rank, is_clipped=flag) for flag in (False, True)]
     for is_compressed in (False, True):
         for norm_type in (2.0, math.inf):
             results[f"{is_compressed} {norm_type}"] = clipped(
@@ -96,6 +116,9 @@ def work(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def test_stages_skip_scale_and_clip_alike() -> None:
     first, last = run_ranks(2, work)
+    # What is written after the batch is seen by one stage, and by all once they clip together.
+    assert first["spoilt"] == [(0, False), (1, True)]
+    assert last["spoilt"] == [(1, False), (1, True)]
     for name in ("samo", "torch"):
         assert first[name] == last[name]
         scales = [scale for scale, _ in first[name]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import samo
-from samo import remapping, transfer
+from samo import exchange, transfer
 from samo.kernels.rounding import convert_rest, join, split
 from samo.owners import owned_weights
 from samo.weights import Weight
@@ -305,7 +305,7 @@ def test_a_failure_in_the_middle_is_undone(
             raise error
         return transfer.move(*args)
 
-    monkeypatch.setattr(remapping, "move", fail_second)
+    monkeypatch.setattr(exchange, "move", fail_second)
     with pytest.raises(error):
         samo.remap_(model, new, opt)
     assert next(calls) == 3  # first, second, and the first again
@@ -329,7 +329,7 @@ def test_a_tensor_that_just_got_its_first_mask_is_undone_too(
             raise MemoryError
         return transfer.move(*args)
 
-    monkeypatch.setattr(remapping, "move", fail_second)
+    monkeypatch.setattr(exchange, "move", fail_second)
     with pytest.raises(MemoryError):
         samo.remap_(model, random_masks(1, (0.3, 0.3)), opt)
     after = dense_state(model, opt)

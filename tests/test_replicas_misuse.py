@@ -77,6 +77,56 @@ def differ(rank: int, num_ranks: int) -> None:
             loss_of(model).backward()
 
 
+def change_masks(rank: int, num_ranks: int) -> None:
+    data = samo.mesh()["data"]
+    model = compressed()
+    replicas = samo.replicate(model, data)
+    opt = samo.AdamW(samo.parameters(model), lr=0.1)
+    other = samo.prune(model, 0.5, method="random", seed=1)
+    assert other.kept == samo.prune(model, 0.5, method="random").kept
+    samo.remap_(model, other, opt)
+    with pytest.raises(samo.CompressionError, match=r"another mask than when .* call rebuild\(\)"):
+        loss_of(model).backward()
+    model.zero_grad()
+    replicas.rebuild()
+    loss_of(model).backward()
+    opt.step()
+    equal_on_all_ranks(model)
+
+    # masks that each rank chooses by its own gradients
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
+    opt.zero_grad()
+    loss_of(model, factor=rank + 1.0).backward()
+    opt.step()
+    moving.step()
+    with pytest.raises(samo.CompressionError, match=r"another mask than when"):
+        loss_of(model).backward()
+
+    model = compressed()
+    replicas = samo.replicate(model, data, shard="state")
+    opt = samo.AdamW(samo.parameters(model), lr=0.0, weight_decay=0.0)
+    loss_of(model).backward()
+    opt.step()
+    opt.zero_grad()
+    before = model[0].weight.detach().clone()
+    with pytest.raises(samo.CompressionError, match=r"sharded over ranks .* call release\(\)"):
+        samo.remap_(model, other, opt)
+    assert torch.equal(model[0].weight, before)
+    replicas.release()
+    samo.remap_(model, other)
+    replicas.rebuild()
+    after = model[0].weight.detach().clone()
+    opt = samo.AdamW(samo.parameters(model), lr=0.0, weight_decay=0.0)
+    loss_of(model).backward()
+    opt.step()
+    assert torch.equal(model[0].weight, after)
+    equal_on_all_ranks(model)
+
+
+def test_masks_that_change_on_ranks_are_compared_before_the_next_gradient() -> None:
+    run_ranks(2, change_masks)
+
+
 def test_differences_are_named_and_values_made_equal() -> None:
     run_ranks(3, differ)
 

@@ -23,6 +23,7 @@ from samo.models import GPT
 from samo.shapes import GPTConfig
 from samo.training import events, masking, starting
 from samo.training.events import Event
+from samo.training.learner import Learner
 from samo.training.loop import Result, resume, train
 
 WORDS = [
@@ -385,7 +386,8 @@ def test_a_run_is_pruned_by_its_density_rule(settings: Any, text: Path) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
     expected = samo.prune(model, config.prune.sparsity, seed=config.run.seed, **settings)
-    assert masking.draw_masks(model, config) == expected
+    learner = Learner(model, config.optim, dtype=torch.float32)
+    assert masking.draw_masks(learner, config) == expected
     assert expected.sparsity == pytest.approx(0.75 if "pattern" in settings else 0.9, abs=1e-3)
 
 
@@ -462,7 +464,13 @@ def test_listeners_hear_everything(tmp_path: Path, text: Path) -> None:
     result: Result = train(small(text), tmp_path / "run", listeners=[watcher])
     assert result.sample is not None
     heard = {type(event) for event in watcher.seen}
-    others = {events.Resumed, events.NotSaved, events.Observed, events.Remapped}
+    others = {
+        events.Resumed,
+        events.NotSaved,
+        events.Observed,
+        events.Remapped,
+        events.Exchanged,
+    }
     assert heard == {*events.NAMES, events.Ticked} - others
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from tyro.conf import Positional, arg
 
+from samo.config_mesh import MeshConfig, check_mesh
 from samo.config_methods import MOVING, NONE, Distance, Method, check_method, resolve_method
 from samo.errors import ConfigError
 from samo.pruning.densities import parse_pattern, pattern_sparsity
@@ -187,6 +188,7 @@ class TrainConfig:
     prune: PruneConfig = field(default_factory=PruneConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -368,6 +370,7 @@ def _check_together(config: TrainConfig) -> None:
         warmup_steps=_number(config.optim.warmup_steps),
         state=config.optim.state,
     )
+    check_mesh(config)
     _require(
         config.optim.state == "exact" or run.mode == "samo",
         f"state lean is for mode samo, and the mode is {run.mode}; leave one of them out",

@@ -159,8 +159,9 @@ def _check_early_bird(prune: "PruneConfig", every: int, dense: int, warmup_steps
 
 
 def _check_changing(prune: "PruneConfig", dense: int, *, mode: str, steps: int, state: str) -> None:
-    method, stop = prune.method, prune.mask_stop
+    method, stop, every = prune.method, prune.mask_stop, prune.mask_every
     assert not isinstance(stop, str)
+    assert not isinstance(every, str)
     if mode != "samo":
         raise ConfigError(
             f"method {method} changes masks on compressed state, and the mode is {mode}; choose mode samo, "
@@ -177,6 +178,12 @@ def _check_changing(prune: "PruneConfig", dense: int, *, mode: str, steps: int, 
             "of them out"
         )
     if method in MOVING:
+        if stop - dense <= every:
+            raise ConfigError(
+                f"method {method} moves masks every {every:,} steps after the dense phase, which "
+                f"ends at step {dense:,}, and no more from mask_stop {stop:,} on, so they never would; "
+                "lower mask_every, or take more steps"
+            )
         if not 0 < prune.drop <= 1:
             raise ConfigError(
                 f"drop must be more than 0 and at most 1, got {prune.drop}; 0.3 replaces 30 % of the kept "

@@ -3,6 +3,7 @@
 Shape suffixes: B = batch, T = tokens, D = model width, V = vocabulary.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Final, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from samo.shapes import GPTConfig
 
-__all__ = ["GPT", "GPTConfig", "init_weights"]
+__all__ = ["GPT", "GPTConfig", "draw_weights", "init_weights"]
 
 _MAX_LOGITS: Final = 2**27
 """Logits that exist at once when a loss is computed: 2 GB with their gradients."""
@@ -134,8 +135,89 @@ def init_weights(module: nn.Module, config: GPTConfig) -> None:
     module.apply(_init)
     for part in module.modules():
         if isinstance(part, _Block):  # the residual stream grows with depth; GPT-2's remedy
-            for layer in (part.attention.out, part.mlp[2]):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * config.num_layers) ** 0.5)  # type: ignore[arg-type]
+            _init_residual(part, config)
+
+
+@torch.no_grad()
+def draw_weights(
+    config: GPTConfig, keep: Callable[[str], bool], device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """Draw the weights of a GPT as its constructor does, and return those that ``keep`` wants.
+
+    They are equal bit for bit, for the same seed and device. No more than one block is held beside them,
+    so that one rank can draw its own part of a model that has no room there.
+
+    Example:
+        >>> import torch
+        >>> from samo.models import GPT, GPTConfig, draw_weights
+        >>> config = GPTConfig(num_layers=2, width=64, num_heads=2)
+        >>> _ = torch.manual_seed(0)
+        >>> drawn = draw_weights(config, lambda name: name.startswith("blocks.1."))
+        >>> _ = torch.manual_seed(0)
+        >>> torch.equal(drawn["blocks.1.mlp.0.weight"], GPT(config).blocks[1].mlp[0].weight)
+        True
+
+    Args:
+        config: The shape.
+        keep: Called with the name of each parameter.
+        device: Where to draw.
+    """
+    paths = [
+        "embed",
+        "position",
+        *(f"blocks.{i}" for i in range(config.num_layers)),
+        "norm",
+        "head",
+    ]
+    with torch.device("meta"):
+        whole = GPT(config)
+    if config.is_tied:  # the head draws weights of its own, which the embedding's then replace
+        whole.head = nn.Linear(config.width, config.vocab_size, bias=False, device="meta")
+
+    def constructed() -> Iterator[nn.Module]:
+        yield nn.Embedding(config.vocab_size, config.width)
+        yield nn.Embedding(config.context, config.width)
+        for _ in range(config.num_layers):
+            yield _Block(config)
+        yield nn.Linear(config.width, config.vocab_size, bias=False)
+
+    with torch.device(device):
+        for module in constructed():  # which draws once, before `init_weights` draws again
+            del module
+    kept: dict[str, nn.Module] = {}
+    scratch: nn.Module | None = None
+    for path in paths:
+        module = whole.get_submodule(path)
+        is_kept = any(keep(f"{path}.{name}") for name, _ in module.named_parameters())
+        if isinstance(module, _Block) and not is_kept and scratch is not None:
+            module = scratch
+        else:
+            module = module.to_empty(device=device)
+        for part in module.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.reset_parameters()  # draws nothing
+        module.apply(_init)
+        if is_kept:
+            kept[path] = module
+        elif isinstance(module, _Block):
+            scratch = module
+        del module
+    for path in paths:
+        if path.startswith("blocks."):
+            block = kept.get(path, scratch)
+            assert isinstance(block, _Block)
+            _init_residual(block, config)
+    return {
+        f"{path}.{name}": param.detach()
+        for path, module in kept.items()
+        for name, param in module.named_parameters()
+        if keep(f"{path}.{name}") and not (config.is_tied and path == "head")
+    }
+
+
+def _init_residual(block: "_Block", config: GPTConfig) -> None:
+    for layer in (block.attention.out, block.mlp[2]):
+        nn.init.normal_(layer.weight, std=0.02 / (2 * config.num_layers) ** 0.5)  # type: ignore[arg-type]
 
 
 def _init(module: nn.Module) -> None:

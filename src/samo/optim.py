@@ -187,6 +187,8 @@ class AdamW(Optimizer):
             self._skipped = torch.zeros((), dtype=torch.int64, device=nonfinite.device)
         self._skipped += nonfinite
         tell_scalers(weights, nonfinite)
+        for weight in weights:
+            weight.was_skipped = nonfinite
         # A CPU's result is here already; another device's is used there, without waiting for it.
         if nonfinite.device.type == "cpu" and bool(nonfinite):
             return loss

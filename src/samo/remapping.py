@@ -6,32 +6,33 @@ gradients, moments, ages. All of them move alike:
     old mask   1 1 0 1 0      old vector  a b d
     new mask   1 0 1 1 0      new vector  a 0 d        dropped: b
 
-Weights are taken one after the other, and a weight in pieces of 2**20 entries. What is dropped is held
-until the last weight is done: if one fails (memory runs out), the same exchange with the masks the other
-way round puts back those that came before it.
+Here everything that could be wrong is looked for; ``exchange.py`` does it, weight by weight.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samo.arguments import optimizers_of
 from samo.errors import CompressionError, MaskError, nearest
-from samo.kernels.ages import ages_at
+from samo.exchange import Change, Plan, Vectors, prepare
 from samo.kernels.rounding import convert_rest, master_dtype, split
 from samo.mask import Mask
 from samo.masks import Masks
 from samo.optim import AdamW
 from samo.owners import owned_weights, put_back_taps
-from samo.transfer import move
 from samo.weights import Weight, weight_of
 
 __all__ = ["remap_"]
 
-Vectors = dict[str, Tensor]
-"""What belongs to the kept entries of a weight, by name."""
+_INITIAL: Final = (
+    (torch.optim.Rprop, "step_size", "lr"),
+    (torch.optim.Adagrad, "sum", "initial_accumulator_value"),
+)
+"""State of torch's optimizers that does not begin at 0, and the setting that it begins at."""
 
 
 @torch.no_grad()
@@ -45,11 +46,15 @@ def remap_(
     """Give a compressed model other masks, in place, and let training go on.
 
     Entries kept by the old and the new mask keep their values, remainders, gradients and optimizer
-    state bit for bit. Entries kept anew start at 0, with zero optimizer state. Dropped entries become
-    exactly 0. The leaves stay the objects they were, with another length.
+    state bit for bit. Entries kept anew start at 0, with the optimizer state of a first step (0, but for
+    the step sizes of Rprop and the sums of Adagrad). Dropped entries become exactly 0. The leaves stay
+    the objects they were, with another length.
 
     Everything that could be wrong is looked for first, and a failure in the middle is undone, so that
     the model has either all of the new masks or all of the old ones.
+
+    A model that `samo.replicate` has spread over ranks needs the same masks on all of them, and
+    ``rebuild()`` of its replicas afterwards; the next gradient is refused without it.
 
     Example:
         >>> import torch, samo
@@ -74,52 +79,46 @@ def remap_(
         The same model.
 
     Raises:
-        CompressionError: The model is not compressed, or its optimizer was left out or keeps state
-            that cannot be moved.
+        CompressionError: The model is not compressed, its state is sharded over ranks, or its
+            optimizer was left out or keeps state that cannot be moved.
         MaskError: The masks do not fit the model.
+        TypeError: An argument is of another kind.
         ValueError: ``fill`` does not fit the entries kept anew.
     """
-    plans = _plan(model, masks, _optimizers(opt), dict(fill or {}))
-    done: list[tuple[_Plan, Mask | None, Vectors]] = []
+    plans = _plan(model, masks, [] if opt is None else optimizers_of(opt), _fill(fill))
+    begun: list[Change] = []
     try:
         for plan in plans:
-            before = plan.weight.mask
-            done.append((plan, before, _exchange(plan, plan.mask, plan.added)))
-    except BaseException:
-        for plan, before, dropped in reversed(done):
-            _exchange(plan, before, dropped)
+            change = prepare(plan, plan.mask, plan.added)
+            begun.append(change)  # before anything changes: an interrupt may come at any line
+            change.do()
+    except BaseException as error:
+        for change in reversed(begun):
+            change.undo(error)
         raise
     return model
 
 
-class _Plan(NamedTuple):
-    """What happens to one weight."""
-
-    weight: Weight
-    mask: Mask
-    added: Vectors
-    """Of the entries kept anew what is not 0."""
-    states: list[tuple[Optimizer, dict[str, Any]]]
-    """The optimizers that keep something for the weight, and what."""
-
-
-# Deciding ----------------------------------------------------------------------------------------
-
-
-def _optimizers(opt: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    found = [] if opt is None else [opt] if isinstance(opt, Optimizer) else list(opt)
-    for one in found:
-        if not isinstance(one, Optimizer):
+def _fill(fill: object) -> dict[str, Tensor]:
+    if fill is None:
+        return {}
+    if not isinstance(fill, Mapping):
+        raise TypeError(
+            f"fill must map names to vectors of values, got {type(fill).__name__}; give "
+            "fill={name: tensor}"
+        )
+    for name, values in fill.items():
+        if not isinstance(values, Tensor):
             raise TypeError(
-                f"opt must be a torch.optim.Optimizer or several of them, got {type(one).__name__}; "
-                "give new values as fill="
+                f"fill has a {type(values).__name__} for '{name}'; give a 1-D tensor, as "
+                "torch.tensor(values)"
             )
-    return found
+    return dict(fill)
 
 
 def _plan(
     model: nn.Module, masks: Masks, optimizers: list[Optimizer], fill: dict[str, Tensor]
-) -> list[_Plan]:
+) -> list[Plan]:
     """Find everything that could be wrong, before anything is changed."""
     if not owned_weights(model):
         raise CompressionError(
@@ -130,6 +129,7 @@ def _plan(
     plans = []
     for name, (weight, mask) in mask_of.items():
         _check_mask(name, weight, mask)
+        _check_whole(name, weight)
         weight.check()
         weight.reclaim()
         _check_optimizer(name, weight, optimizers)
@@ -143,7 +143,9 @@ def _plan(
         mask = mask.to(weight.device)
         values = fill.get(name)
         if weight.mask != mask:
-            plans.append(_Plan(weight, mask, _added(name, weight, mask, values), states))
+            added = _added(name, weight, mask, values)
+            added.update(_initial_state(weight, mask, states))
+            plans.append(Plan(weight, mask, added, states))
         elif values is not None and values.numel():
             raise ValueError(
                 f"fill has {values.numel():,} values for '{name}', but its mask stays as it is and "
@@ -200,6 +202,15 @@ def _check_mask(name: str, weight: Weight, mask: Mask) -> None:
         )
 
 
+def _check_whole(name: str, weight: Weight) -> None:
+    if weight.part is not weight:
+        raise CompressionError(
+            f"the state of '{name}' is sharded over ranks by its old mask (shard='state'), and a rank "
+            "cannot move what others hold; call release() of what samo.replicate returned first, and "
+            "afterwards rebuild() and a new optimizer"
+        )
+
+
 def _check_optimizer(name: str, weight: Weight, optimizers: list[Optimizer]) -> None:
     stepped_by = None if weight.stepped_by is None else weight.stepped_by()
     if stepped_by is None or not stepped_by.state.get(weight.leaf):
@@ -237,8 +248,7 @@ def _added(name: str, weight: Weight, mask: Mask, values: Tensor | None) -> Vect
     """Return the vectors of the entries kept anew, in the types the weight stores them in."""
     if values is None:
         return {}
-    old = weight.mask
-    count = 0 if old is None else mask.kept - (mask & old).kept
+    count = _num_added(weight, mask)
     if values.shape != (count,) or not values.is_floating_point():
         raise ValueError(
             f"fill has {values.dtype} of shape {tuple(values.shape)} for '{name}', whose new mask keeps "
@@ -257,53 +267,20 @@ def _added(name: str, weight: Weight, mask: Mask, values: Tensor | None) -> Vect
     return added
 
 
-# Doing -------------------------------------------------------------------------------------------
+def _num_added(weight: Weight, mask: Mask) -> int:
+    return 0 if weight.mask is None else mask.kept - (mask & weight.mask).kept
 
 
-def _exchange(plan: _Plan, mask: Mask | None, added: Vectors) -> Vectors:
-    """Give a weight another mask and return what it drops; ``None`` only to undo."""
-    weight = plan.weight
-    old = _or_whole(weight, weight.mask)
-    vectors: Vectors = {"values": weight.values()}
-    if weight.rest is not None:
-        vectors["rest"] = weight.rest
-    if weight.leaf.grad is not None:
-        vectors["grad"] = weight.leaf.grad
-    places: dict[str, tuple[dict[str, Any], str]] = {}
-    for index, (opt, state) in enumerate(plan.states):
-        for key, value in _vectors_of(opt, state, weight).items():
-            places[f"{index}/{key}"] = (state, key)
-            vectors[f"{index}/{key}"] = value
-    moved, dropped = move(vectors, old, _or_whole(weight, mask), added)
-
-    rest = weight.rest
-    weight.remap(mask, moved["values"], moved.get("rest"), moved.get("grad"))
-    for name, (state, key) in places.items():
-        state[key] = moved[name]
-    for _, state in plan.states:
-        if mask is None:
-            state.pop("age", None)  # which only pruned weights have
-        for key, value in state.items():
-            if rest is not None and value is rest:  # AdamW lists it
-                state[key] = weight.rest
-    return dropped
-
-
-def _or_whole(weight: Weight, mask: Mask | None) -> Mask:
-    return Mask.whole(weight.shape, weight.device) if mask is None else mask
-
-
-def _vectors_of(opt: Optimizer, state: dict[str, Any], weight: Weight) -> Vectors:
-    """Return what an optimizer keeps for each kept entry."""
-    if isinstance(
-        opt, AdamW
-    ):  # scales of lean state belong to places in the dense tensor, and stay
-        vectors: Vectors = {
-            key: state[key] for key in ("exp_avg", "exp_avg_sq", "age") if key in state
-        }
-        if opt.entry_steps and weight.mask is None:
-            vectors["age"] = ages_at(state["step"], weight.kept)
-        return vectors
-    return {
-        key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() == 1
-    }
+def _initial_state(
+    weight: Weight, mask: Mask, states: list[tuple[Optimizer, dict[str, Any]]]
+) -> Vectors:
+    """Return what optimizers begin with for the entries kept anew, where that is not 0."""
+    found: Vectors = {}
+    for index, (opt, state) in enumerate(states):
+        for kind, key, setting in _INITIAL:
+            if not isinstance(opt, kind) or not isinstance(state.get(key), Tensor):
+                continue
+            (group,) = (g for g in opt.param_groups if any(p is weight.leaf for p in g["params"]))
+            value = float(group.get(setting, opt.defaults[setting]))
+            found[f"{index}/{key}"] = state[key].new_full((_num_added(weight, mask),), value)
+    return found

@@ -90,6 +90,18 @@ def _compressed_weights(optimizer: Optimizer) -> list[Weight]:
     return weights
 
 
+def _check_lengths(optimizer: Optimizer, weights: list[Weight]) -> None:
+    """Refuse state of an older mask: of an optimizer that `samo.remap_` was not told of."""
+    for weight in weights:
+        for key, value in optimizer.state.get(weight.leaf, {}).items():
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() != weight.kept:
+                raise CompressionError(
+                    f"{type(optimizer).__name__} has {value.numel():,} entries of '{key}' for "
+                    f"'{weight.name}', which keeps {weight.kept:,} weights since its mask has changed; "
+                    "pass the optimizer to samo.remap_(model, masks, opt), or build a new one"
+                )
+
+
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -114,6 +126,7 @@ def _before_step(
         team.before_step(weights)
     if is_ours or not weights:
         return None
+    _check_lengths(optimizer, weights)
     if closure is not None:
         for weight in weights:
             weight.lend()
@@ -126,6 +139,7 @@ def _before_step(
     tell_scalers(weights, nonfinite)
     is_skipped = bool(nonfinite)
     for weight in weights:
+        weight.was_skipped = nonfinite
         if is_skipped:
             weight.leaf.grad = None  # torch's optimizers pass over such a parameter
         else:

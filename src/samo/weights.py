@@ -63,8 +63,9 @@ class Weight:
         self.replica: Replica | None = None
         self.line: Line | None = None
         self.is_lent = False
-        self.watcher: Watcher | None = None
         self.stepped_by: weakref.ref[Optimizer] | None = None
+        self.was_skipped: Tensor | None = None
+        self._watcher: weakref.ref[Watcher] | None = None
         self.path: Final = path
         self._buffer: Tensor | None = None
         self._set_dense()
@@ -103,6 +104,15 @@ class Weight:
         return held if self.leaf.grad is None else self.leaf.grad
 
     @property
+    def watcher(self) -> Watcher | None:
+        """Who looks at the dense gradients; held weakly, so that it ends with whoever set it."""
+        return None if self._watcher is None else self._watcher()
+
+    @watcher.setter
+    def watcher(self, watcher: Watcher | None) -> None:
+        self._watcher = None if watcher is None else weakref.ref(watcher)
+
+    @property
     def _home(self) -> Tensor | None:
         return None if self.replica is None else self.replica.home
 
@@ -127,8 +137,9 @@ class Weight:
         """Add a dense gradient to the compressed one."""
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        if self.watcher is not None:
-            self.watcher(self, grad, self.leaf.grad is None)
+        watcher = self.watcher
+        if watcher is not None:
+            watcher(self, grad, self._begins_sum())
         factor = None if self.scaler is None else self.scaler.inverse
         held, home = self.leaf.grad, self._home
         if held is not None and home is not None and held.data_ptr() != home.data_ptr():
@@ -139,6 +150,10 @@ class Weight:
         held = torch.empty_like(self.leaf) if self.is_lent else self._free_buffer()
         self.kernels.compress_(grad, self.mask, held, factor=factor)
         self.leaf.grad = held
+
+    def _begins_sum(self) -> bool:
+        """Return whether the next gradient is the first: nothing is held, or it was set to 0."""
+        return self.leaf.grad is None or not bool(self.leaf.grad.any())
 
     def check(self) -> None:
         """Follow what was done to the parameter since the last use, or refuse it.
@@ -243,18 +258,23 @@ class Weight:
         self._note_state()
 
     def masters(self) -> Tensor:
-        """Return the kept values with what their rounding left over, as an update sees them."""
+        """Return the kept values with what their rounding left over, as an update sees them.
+
+        Values that somebody has written to the parameter are taken over first.
+        """
+        self.check()
         return join(self.values(), self.rest)
 
-    def remap(
-        self, mask: Mask | None, values: Tensor, rest: Tensor | None, grad: Tensor | None
-    ) -> None:
+    def write(self, values: Tensor, mask: Mask | None) -> None:
+        """Write kept values of a mask to the parameter, and 0 elsewhere."""
+        self.kernels.expand_(values, mask, self.param)
+        self.changed()
+
+    def take_mask(self, mask: Mask | None, rest: Tensor | None, grad: Tensor | None) -> None:
         """Take another mask, with the vectors that belong to it; the leaf stays the same object."""
         self.mask, self.rest, self._buffer = mask, rest, grad
         self._empty_leaf()
         self.leaf.grad = grad
-        self.kernels.expand_(values, mask, self.param)
-        self.changed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
         if self.part is not self:
@@ -269,7 +289,7 @@ class Weight:
         new.__dict__["leaf"] = memo[id(self.leaf)] = new._new_leaf()
         new.rest = None if self.rest is None else self.rest.clone()
         new._buffer, new.is_lent, new.replica, new.line = None, False, None, None
-        new.watcher, new.stepped_by = None, None
+        new._watcher, new.stepped_by, new.was_skipped = None, None, None
         if self.leaf.grad is not None:
             new.leaf.grad = self.leaf.grad.to(self.grad_dtype, copy=True)
         new._note_state()

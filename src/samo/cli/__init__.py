@@ -47,6 +47,20 @@ class Train(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Start a command of samo on several ranks of this machine: samo launch -n 4 train notes.txt."""
+
+    command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND ...")]
+    """The command and its flags, without the word samo."""
+    num_ranks: Annotated[int, arg(aliases=("-n",))] = 2
+    """Processes to start; with GPUs, one for each."""
+    max_restarts: int = 0
+    """How often to start all ranks again after one has failed; they go on from the last checkpoint."""
+    logs: OptionalPath = None
+    """Folder for what ranks other than the first say; if nothing is said it is shown when one fails."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Prune:
     """Choose the weights to keep of a checkpoint, a run or a Hugging Face model folder."""
 
@@ -105,16 +119,21 @@ class Bench:
     )
 
 
-Command = Demo | Train | Prune | Inspect | Report | Bench
+Command = Demo | Train | Launch | Prune | Inspect | Report | Bench
 
 _MODULES: Final[dict[type, str]] = {
     Demo: "samo.cli.demo",
     Train: "samo.cli.train",
+    Launch: "samo.cli.launch",
     Prune: "samo.cli.prune",
     Inspect: "samo.cli.inspect",
     Report: "samo.cli.report",
     Bench: "samo.cli.bench",
 }
+
+
+LAUNCHED: Final = ("train",)
+"""Commands that run on many ranks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(arguments or ["--help"])
         return int(importlib.import_module(_MODULES[type(command)]).run(command))
     except SamoError as error:
-        _complain(str(error))
+        if not isinstance(error, ConfigError) or _rank() == "0":  # which all ranks have alike
+            _complain(str(error))
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -186,8 +206,26 @@ def parse(arguments: Sequence[str]) -> Command:
 def _parse(arguments: Sequence[str]) -> Command:
     marked: Any = OmitArgPrefixes[OmitSubcommandPrefixes[Command]]  # type: ignore[misc]
     description = "Train pruned neural networks with a fraction of the memory."
+    arguments, behind = _split_launch(arguments)
     command: Command = tyro.cli(marked, prog="samo", description=description, args=arguments)
-    return command
+    return replace(command, command=behind) if isinstance(command, Launch) else command
+
+
+def _split_launch(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Take what is launched away from the flags of samo launch: its own flags are not for us.
+
+    Example:
+        >>> from samo.cli import _split_launch
+        >>> _split_launch(["launch", "-n", "4", "train", "notes.txt", "--steps", "9"])
+        (['launch', '-n', '4', 'train'], ('train', 'notes.txt', '--steps', '9'))
+    """
+    ours = list(arguments)
+    if ours[:1] != ["launch"]:
+        return ours, ()
+    for place in range(1, len(ours)):
+        if ours[place] in LAUNCHED:
+            return [*ours[: place + 1]], tuple(ours[place:])
+    return ours, ()
 
 
 def _log_to_stderr() -> None:
@@ -211,4 +249,9 @@ def _share_the_cores() -> None:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write(f"samo: {message}\n")
+    rank = "" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else f"rank {_rank()}: "
+    sys.stderr.write(f"samo: {rank}{message}\n")
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")

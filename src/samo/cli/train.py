@@ -1,7 +1,9 @@
 """``samo train``: a run from the settings to the report."""
 
+import json
 import shlex
-from dataclasses import fields
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -10,13 +12,16 @@ from rich.console import Console
 from samo.cli import Train
 from samo.cli.display import Display
 from samo.cli.tables import facts
-from samo.config import TrainConfig, resolve
-from samo.errors import RunError
+from samo.config import TrainConfig
+from samo.errors import RunError, SamoError
 from samo.report.amounts import loss, percent, plain, size
 from samo.report.findings import saved
 from samo.report.runs import read_run
-from samo.training.folder import free_folder
+from samo.training.folder import RunFolder, free_folder
+from samo.training.launches import is_first_rank, is_restarted, num_ranks, restarted_folder
 from samo.training.loop import Result, resume, train
+from samo.training.ranks import Ranks
+from samo.training.starting import on_this_machine
 
 __all__ = []
 
@@ -29,21 +34,26 @@ def run(command: Train) -> int:
     )
     display = Display(console)
     try:
-        with display:
-            if command.resume is not None:
-                result = resume(command.resume, config=config, listeners=[display])
-            else:
-                resolve(config)  # so that nothing is made for settings that cannot be run
-                out = command.out or free_folder(Path("runs"), config.data.train[0].stem)
-                console.print(f"run folder: {out}", highlight=False, markup=False, soft_wrap=True)
-                result = train(config, out, listeners=[display])
+        with display if is_first_rank() else nullcontext():
+            result = _train(command, config, console, display)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, SamoError):
             raise
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            if num_ranks() == 1:
+                raise
+            # A backend's own error, such as that of a torch schedule whose neighbour is gone.
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RunError(
+                f"stopped by {type(error).__name__}: {said}; look at what the other ranks say, and go on "
+                "with --resume"
+            ) from error
         raise RunError(
             f"out of memory: {str(error).partition('. ')[0]}; lower --batch-size and raise "
             "--accumulate by as much, use --checkpointing, or a shorter --context"
         ) from error
+    if not is_first_rank():
+        return 0 if result.signal is None else 128 + result.signal
     if result.signal is not None:
         saved = result.saved_step == result.step
         what = "and saved" if saved else "but NOT saved: it will go on from an older checkpoint"
@@ -57,6 +67,29 @@ def run(command: Train) -> int:
         return 128 + result.signal
     summarise(console, result)
     return 0
+
+
+def _train(command: Train, config: TrainConfig, console: Console, display: Display) -> Result:
+    listeners = [display] if is_first_rank() else []
+    if command.resume is not None:
+        path = command.resume
+        if is_restarted():  # the checkpoint it was first told to go on from is the oldest by now
+            path = RunFolder.find(path).path
+        return resume(path, config=config, listeners=listeners)
+    config = on_this_machine(config)  # so that nothing is made for settings that cannot be run
+    ranks = Ranks.join(config.mesh, config.run.device)
+    name, runs = config.data.train[0].stem, Path("runs")
+    before = restarted_folder(command.out, runs, name) if is_restarted() else None
+    out = command.out or before or free_folder(runs, name)
+    text = ranks.told("the run folder", json.dumps([str(out), before is not None]))
+    chosen, goes_on = json.loads(text)
+    if goes_on:
+        recorded = RunFolder.find(Path(chosen)).config()
+        config = replace(recorded, mesh=config.mesh)
+        return resume(Path(chosen), config=config, listeners=listeners, ranks=ranks)
+    if ranks.is_first:
+        console.print(f"run folder: {chosen}", highlight=False, markup=False, soft_wrap=True)
+    return train(config, Path(chosen), listeners=listeners, ranks=ranks)
 
 
 def summarise(console: Console, result: Result) -> None:

@@ -26,7 +26,7 @@ from samo.data.order import key_of, shuffled
 from samo.data.tokens import Tokens
 from samo.errors import DataError
 
-__all__ = ["IGNORE", "Batch", "Batches", "validation_batches"]
+__all__ = ["IGNORE", "Batch", "Batches", "part_of", "validation_batches"]
 
 IGNORE: Final = -100
 """A target that does not count; torch's cross entropy leaves it out."""
@@ -43,17 +43,21 @@ class Batch(NamedTuple):
         >>> next(validation_batches(tokens, context=6, batch_size=2, max_batches=1))
         Batch(inputs_BT=tensor([[0, 1, 2, 3, 4, 5],
                 [6, 7, 8, 0, 0, 0]]), targets_BT=tensor([[   1,    2,    3,    4,    5,    6],
-                [   7,    8,    9, -100, -100, -100]]))
+                [   7,    8,    9, -100, -100, -100]]), whole_tokens=9)
     """
 
     inputs_BT: Tensor
     """What the model reads, int64; 0 after the end of a short window."""
     targets_BT: Tensor
     """What it should predict, int64; `IGNORE` after the end of a short window."""
+    whole_tokens: int | None = None
+    """Where this is one rank's part of a batch: how many targets of the whole batch count."""
 
     @property
     def num_tokens(self) -> int:
-        """How many targets count."""
+        """How many targets count, in all parts of the batch together."""
+        if self.whole_tokens is not None:
+            return self.whole_tokens
         return int((self.targets_BT != IGNORE).sum())
 
 
@@ -77,17 +81,28 @@ class Batches(Iterator[Batch]):
         context: Length of a sequence.
         batch_size: Sequences in a batch.
         seed: Chooses the order and the shifts of every epoch.
+        part: Which part of every batch to return, and of how many: what one of several ranks learns from.
+            The order does not depend on it.
 
     Raises:
         ValueError: A size is less than 1.
         DataError: There are fewer tokens than one sequence needs.
     """
 
-    def __init__(self, tokens: Tokens, *, context: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        context: int,
+        batch_size: int,
+        seed: int,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
         _check_sizes(context=context, batch_size=batch_size)
         self._windows: Final = _Windows(tokens, context, is_shifted=True)
         self._batch_size: Final = batch_size
         self._seed: Final = seed
+        self._part: Final = part
         self._position = 0
 
     @property
@@ -121,11 +136,29 @@ class Batches(Iterator[Batch]):
             places += self._windows.places(order, key_of(self._seed, epoch, 1))
             position += last - first
         self._position = end
-        return self._windows.read(places)
+        return self._windows.read(places, self._part)
+
+
+def part_of(count: int, part: tuple[int, int]) -> slice:
+    """Return which of ``count`` rows a part has: contiguous, as even as can be, the first ones larger.
+
+    Example:
+        >>> [part_of(16, (rank, 3)) for rank in range(3)]
+        [slice(0, 6, None), slice(6, 11, None), slice(11, 16, None)]
+    """
+    index, parts = part
+    size, larger = divmod(count, parts)
+    start = index * size + min(index, larger)
+    return slice(start, start + size + (index < larger))
 
 
 def validation_batches(
-    tokens: Tokens, *, context: int, batch_size: int, max_batches: int
+    tokens: Tokens,
+    *,
+    context: int,
+    batch_size: int,
+    max_batches: int,
+    part: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
     """Return batches spread evenly over the tokens, the same ones every time, and then end.
 
@@ -140,6 +173,7 @@ def validation_batches(
         context: Length of a sequence.
         batch_size: Sequences in a batch; the last batch may have fewer.
         max_batches: The most there are; few tokens make fewer.
+        part: Which part of every batch to return, and of how many; it may be empty.
 
     Raises:
         ValueError: A size is less than 1.
@@ -150,7 +184,7 @@ def validation_batches(
     total = min(windows.count, max_batches * batch_size)
     chosen = np.arange(total) * windows.count // total
     return (
-        windows.read(windows.places(chosen[start : start + batch_size], key=0))
+        windows.read(windows.places(chosen[start : start + batch_size], key=0), part)
         for start in range(0, total, batch_size)
     )
 
@@ -202,14 +236,16 @@ class _Windows:
         start = number * self._context - shift
         return _Place(segment, max(start, 0), min(start + self._context, len(segment) - 1))
 
-    def read(self, places: list[_Place]) -> Batch:
-        """Read the windows into a batch. This is the only step that touches tokens."""
+    def read(self, places: list[_Place], part: tuple[int, int]) -> Batch:
+        """Read a part of the windows into a batch. This is the only step that touches tokens."""
+        num_tokens = sum(place.stop - place.start for place in places)
+        places = places[part_of(len(places), part)]
         inputs = np.zeros((len(places), self._context), dtype=np.int64)
         targets = np.full_like(inputs, IGNORE)
         for row, (segment, start, stop) in enumerate(places):
             inputs[row, : stop - start] = segment[start:stop]
             targets[row, : stop - start] = segment[start + 1 : stop + 1]
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets))
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), num_tokens)
 
 
 def _check_sizes(**sizes: int) -> None:

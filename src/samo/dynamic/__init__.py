@@ -2,7 +2,9 @@
 
 schedules   when masks change and by how much     numbers in, numbers out
 choices     which entries to drop and to grow     magnitudes, scores and a seed in, masks out
-members     the weights whose masks can change
+members     the weights whose masks change
+patterns    masks that must not move entry by entry
+states      what a resumed run needs
 growth      the best entries to grow, found while a weight's dense gradient is there
 rates       the learning rate after a change
 gradual     `GradualPruning`: drop only

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from samo.arguments import check_model, finite_number, optimizers_of, whole_number
+from samo.dynamic import states
 from samo.dynamic.choices import prune_to
-from samo.dynamic.members import pruned_weights
+from samo.dynamic.members import check_moving, finite_masters, moving_weights, with_others
 from samo.dynamic.schedules import cubic_sparsity, is_pruning_step
 from samo.errors import MaskError
 from samo.mask import Mask
@@ -30,6 +32,11 @@ class GradualPruning:
     State shrinks along: what is dropped is freed. Entries never come back. A tensor that is sparser than
     the schedule asks for waits until the schedule has caught up.
 
+    Matrices that are trained are pruned: with ``requires_grad``, and in a group of ``opt``. Steps are
+    counted from 1 on, so with ``start=0`` the first pruning is at step ``every``, and ``initial`` is where the
+    curve begins, not a sparsity that the model ever has. A run that is past ``stop`` without its final
+    sparsity is pruned to it at the next step.
+
     Example:
         >>> import torch, samo
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
@@ -45,7 +52,7 @@ class GradualPruning:
         Masks(1 tensors, 410 of 4,096 weights kept, sparsity 0.900)
 
     Args:
-        model: A compressed model; its tensors with a mask are pruned. `samo.Masks.whole` makes masks
+        model: A compressed model; its trained matrices with a mask are pruned. `samo.Masks.whole` makes masks
             that keep everything to start from.
         opt: Its optimizer, ours or torch's, or several.
         sparsity: Fraction pruned of each tensor in the end.
@@ -56,9 +63,10 @@ class GradualPruning:
         seed: Chooses between entries of equal magnitude.
 
     Raises:
+        TypeError: ``opt`` is no optimizer, or ``model`` no module.
         ValueError: A setting is out of range.
         CompressionError: The model is not compressed.
-        MaskError: No tensor has a mask, or one would keep nothing.
+        MaskError: No tensor that is trained has a mask, or one would keep nothing.
     """
 
     def __init__(
@@ -73,6 +81,10 @@ class GradualPruning:
         *,
         seed: int = 0,
     ) -> None:
+        check_model(model)
+        sparsity, initial = finite_number("sparsity", sparsity), finite_number("initial", initial)
+        start, stop = whole_number("start", start), whole_number("stop", stop)
+        every = whole_number("every", every)
         if not 0 <= initial <= sparsity < 1:
             raise ValueError(
                 f"sparsity is the fraction pruned and may only grow: 0 <= initial <= sparsity < 1, got "
@@ -84,12 +96,12 @@ class GradualPruning:
                 f"start={start}, stop={stop}, every={every}"
             )
         self._model: Final = model
-        self._optimizers: Final = [opt] if isinstance(opt, Optimizer) else list(opt)
+        self._optimizers: Final = optimizers_of(opt)
         self._schedule: Final = (start, stop, initial, sparsity)
         self._every: Final = every
-        self._seed: Final = seed
+        self._seed = whole_number("seed", seed)
         self._steps = 0
-        for name, weight in pruned_weights(model).items():
+        for name, weight in check_moving(model, self._optimizers).items():
             if _num_kept(weight, sparsity) == 0:
                 raise MaskError(
                     f"sparsity {sparsity} would keep none of the {weight.param.numel():,} weights of "
@@ -111,11 +123,14 @@ class GradualPruning:
 
         Returns:
             The new masks, or None if they stay as they are.
+
+        Raises:
+            ValueError: A weight is NaN or infinite.
         """
         step = self._steps + 1
         start, stop, initial, final = self._schedule
         masks = None
-        if is_pruning_step(step, start, stop, self._every):
+        if step > stop or is_pruning_step(step, start, stop, self._every):
             masks = self._prune(cubic_sparsity(step, start, stop, initial, final))
         self._steps = step
         return masks
@@ -128,10 +143,11 @@ class GradualPruning:
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.Masks.whole(model))
             >>> opt = samo.AdamW(samo.parameters(model))
-            >>> samo.GradualPruning(model, opt, 0.9, start=0, stop=9, every=1).state_dict()
-            {'steps': 0}
+            >>> state = samo.GradualPruning(model, opt, 0.9, start=0, stop=9, every=1).state_dict()
+            >>> state["steps"], state["settings"]["stop"]
+            (0, 9)
         """
-        return {"steps": self._steps}
+        return states.pack(self._steps, self._seed, self._settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state.
@@ -143,24 +159,31 @@ class GradualPruning:
             >>> opt = samo.AdamW(samo.parameters(model))
             >>> pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=9, every=1)
             >>> pruning.load_state_dict({"steps": 7})
+
+        Raises:
+            ValueError: It is no such state, or of other settings.
         """
-        self._steps = int(state["steps"])
+        self._steps, self._seed = states.unpack("GradualPruning", state, self._seed, self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        start, stop, initial, sparsity = self._schedule
+        when = {"start": start, "stop": stop, "every": self._every}
+        return {**when, "initial": initial, "sparsity": sparsity}
 
     def _prune(self, sparsity: float) -> Masks | None:
-        masks: dict[str, Mask] = {}
-        is_changed = False
-        for name, weight in pruned_weights(self._model).items():
+        changed: dict[str, Mask] = {}
+        for name, weight in moving_weights(self._model, self._optimizers).items():
             assert weight.mask is not None
             kept = _num_kept(weight, sparsity)
-            masks[name] = weight.mask
             if kept < weight.kept:
-                is_changed = True
-                seed = self._seed
-                masks[name] = prune_to(name, weight.mask, weight.masters(), kept, seed)
-        if not is_changed:
+                masters = finite_masters(name, weight)
+                changed[name] = prune_to(name, weight.mask, masters, kept, self._seed)
+        if not changed:
             return None
-        remap_(self._model, Masks(masks), self._optimizers)
-        return Masks(masks)
+        masks = with_others(self._model, changed)
+        remap_(self._model, masks, self._optimizers)
+        return masks
 
 
 def _num_kept(weight: Weight, sparsity: float) -> int:

@@ -1,17 +1,19 @@
 """The entries of one weight that a gradient asks for, found while the dense gradient is there.
 
-A dense gradient lives for a moment: it is compressed and freed before the next weight's. So the
-entries to grow are chosen right then, and only they are held on to, as a mask and their scores:
+A dense gradient lives for a moment: it is compressed and freed before the next weight's. So candidates
+for growth are chosen right then, and only they are held on to, as a mask and their scores:
 
     weight           a  .  b  .  c  .       kept a, b, c; the smallest, b, is to be dropped
     dense gradient   .  4  1  .  .  9       the largest where nothing is kept after that: the last
-    held             mask 0 0 0 0 0 1, scores 9
+    held             mask 0 1 0 0 0 1, scores 4 9, of which the largest grow in the end
 
 Gradients of one step may come in parts: micro-batches, the uses of a tied weight, recomputed blocks.
 Scores are sums, as gradients are. What is a candidate gets the exact sum from its first part on; what a
-later part brings in starts there. With one part, which is the rule, that is the exact choice.
+later part brings in starts there. So several times as many are held as are to grow. With one part,
+which is the rule, or with all entries as candidates, the choice is exact.
 """
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ class _Found(NamedTuple):
     """The weight's, on which all of this stands."""
     kept_words: Tensor
     """Packed bits: which of its kept entries stay."""
+    num_grown: int
+    """How many are to grow."""
     candidates: Mask
     scores: Tensor
     """The gradients of the candidates, summed up."""
@@ -40,11 +44,26 @@ class _Found(NamedTuple):
 
 
 class Growth:
-    """Watches a weight's dense gradients, and decides what to drop and what to grow."""
+    """Watches a weight's dense gradients, and decides what to drop and what to grow.
 
-    def __init__(self, fraction: float, seed: int) -> None:
+    Args:
+        fraction: How much of what is kept is replaced.
+        seed: Chooses between equals.
+        candidates: How many times as many entries as are to grow are held; None for all.
+        add_up: Sums a dense gradient over the ranks of a run.
+    """
+
+    def __init__(
+        self,
+        fraction: float,
+        seed: int,
+        candidates: int | None = 4,
+        add_up: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.add_up: Final = add_up
         self.fraction: Final = fraction
         self.seed: Final = seed
+        self.candidates: Final = candidates
         self._found: _Found | None = None
 
     @property
@@ -52,10 +71,20 @@ class Growth:
         """Whether there was a gradient."""
         return self._found is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held until `decide`."""
+        found = self._found
+        if found is None:
+            return 0
+        return found.kept_words.nbytes + found.candidates.nbytes + found.scores.nbytes
+
     @torch.no_grad()
     def __call__(self, weight: Weight, grad: Tensor, is_first: bool) -> None:
         """Take in a dense gradient, the first of a sum or a further part of it."""
         assert weight.mask is not None  # only weights with a mask are watched
+        if self.add_up is not None:
+            grad = self.add_up(grad)
         if is_first or self._found is None or self._found.mask is not weight.mask:
             self._found = self._first(weight, weight.mask, grad)
         else:
@@ -66,20 +95,30 @@ class Growth:
         found = self._found
         if found is None or found.mask is not weight.mask:
             return None
-        return found.survivors | found.candidates if bool(found.scores.isfinite().all()) else None
+        if found.num_grown == 0:
+            return found.mask
+        if not bool(found.scores.isfinite().all()):
+            return None
+        words = largest(weight.name, found.scores, found.num_grown, self.seed)
+        return found.survivors | narrow(found.candidates, words)
 
     def _first(self, weight: Weight, mask: Mask, grad: Tensor) -> _Found:
         count = round(self.fraction * mask.kept)
         kept_words = largest(weight.name, weight.masters(), mask.kept - count, self.seed)
         survivors = narrow(mask, kept_words)
-        candidates = grow_largest(weight.name, grad, survivors, count, self.seed)
-        return _Found(mask, kept_words, candidates, _at(weight, grad, candidates))
+        num_held = survivors.numel - survivors.kept
+        if self.candidates is not None:
+            num_held = min(num_held, self.candidates * count)
+        candidates = grow_largest(weight.name, grad, survivors, num_held, self.seed)
+        return _Found(mask, kept_words, count, candidates, _at(weight, grad, candidates))
 
     def _sum(self, weight: Weight, grad: Tensor, found: _Found) -> _Found:
         candidates, scores = found.candidates, found.scores
         weight.kernels.compress_(grad, candidates, scores, add=True)
         taken = found.survivors | candidates
         count = min(candidates.kept, taken.numel - taken.kept)
+        if count == 0:
+            return found
         more = grow_largest(weight.name, grad, taken, count, self.seed)
         union = candidates | more
         added = {"scores": _at(weight, grad, more)}

@@ -6,20 +6,21 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from samo.arguments import check_model, whole_number
 from samo.candidates import matching
 from samo.early_bird import channels
 from samo.early_bird.channel_graph import find_channels
+from samo.early_bird.inputs import LinearInputs
+from samo.early_bird.saved import KEY, check_saved
 from samo.early_bird.settings import Score, check_settings
 from samo.early_bird.settling import Distance, Settling, describe
-from samo.errors import TicketError
+from samo.errors import CompressionError, TicketError
 from samo.mask import Mask
 from samo.masks import Masks
-from samo.pruning.choosing import Scope, decide, prune
+from samo.owners import owned_weights
+from samo.pruning.choosing import Scope, check_choice_of, decide, prune
 
 __all__ = ["EarlyBird"]
-
-_CHANGEABLE: Final = {"limit"}
-_KEY: Final = "early_bird"
 
 
 class EarlyBird:
@@ -70,8 +71,10 @@ class EarlyBird:
         history: Hold all masks, on the CPU, so that `matrix` has no gaps.
 
     Raises:
+        TypeError: ``model`` is no module, or a setting of another kind.
         ValueError: A setting is out of range or contradicts another; or with ``score="batchnorm"`` there
             is no BatchNorm, or it is not clear which layer one belongs to.
+        CompressionError: The model is compressed, so that its masks are settled already.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class EarlyBird:
         device: torch.device | str | None = None,
         history: bool = False,
     ) -> None:
-        skip = [skip] if isinstance(skip, str) else list(skip)
+        check_model(model)
+        skip = check_choice_of(skip, rules)
+        _check_dense(model)
         self._settings: Final[dict[str, Any]] = {
             **{"sparsity": sparsity, "every": every, "queue": queue, "threshold": threshold},
             **{"distance": distance, "score": score, "scope": scope, "pattern": pattern},
@@ -107,6 +112,7 @@ class EarlyBird:
         self._drawn: Masks | None = None
         self._how = ""
         self._norms: Mapping[str, nn.Module] = {}
+        self._inputs: LinearInputs | None = None
         check_settings(self._settings, self._device, pairs)
         self._settling: Final = Settling(queue, threshold, distance, keeps_all=history)
         self._steps: list[int] = []
@@ -115,6 +121,7 @@ class EarlyBird:
             self._skipped = matching(skip, known, "skip")
             self._norms = channels.batch_norms(model, self._skipped)
             self._channels = find_channels(model, list(self._norms), pairs)
+            self._inputs = LinearInputs(model, self._channels if pairs is None else [])
         else:
             settings = {key: value for key, value in self._prune_settings.items() if key != "seed"}
             if not decide(model, **settings):
@@ -140,6 +147,7 @@ class EarlyBird:
             step: What `steps` calls this observation; the number of calls before it if nothing is said.
 
         Raises:
+            CompressionError: The model was compressed since.
             TicketError: ``limit`` observations were made, and masks have not settled. `draw_now` draws
                 them all the same.
             ValueError: A weight is NaN or infinite.
@@ -148,12 +156,13 @@ class EarlyBird:
         if self._drawn is not None:
             return self._drawn
         self._check_limit()
+        step = self._calls if step is None else whole_number("step", step)
         if self._calls % self._settings["every"]:
             self._calls += 1
             return None
         masks = self._take()
         has_settled = self._settling.add(self._held(masks))
-        self._steps.append(self._calls if step is None else step)
+        self._steps.append(step)
         self._calls += 1
         if not has_settled:
             self._check_limit()
@@ -223,9 +232,9 @@ class EarlyBird:
         return self._settling.matrix()
 
     def add_l1_(self, strength: float = 1e-4) -> None:
-        """Add the sub-gradient of an L1 penalty, ``strength * sign(gamma)``, to each BatchNorm scale.
+        """Add the sub-gradient of an L1 penalty, ``strength * sign(gamma)``, to each scale it watches.
 
-        As published, it makes the scales of channels that matter little small. Call it after
+        Those that ``skip`` leaves out are not pruned, and get none. As published, it makes the scales of channels that matter little small. Call it after
         ``backward()`` and before the optimizer's ``step()``.
 
         Example:
@@ -276,11 +285,11 @@ class EarlyBird:
             },
         }
         words = {
-            f"{_KEY}/{key}/{name}": mask.words.clone()
+            f"{KEY}/{key}/{name}": mask.words.clone()
             for key, masks in held.items()
             for name, mask in masks.items()
         }
-        return {_KEY: values, **words}
+        return {KEY: values, **words}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state: what is drawn then is what would have been drawn without a break.
@@ -301,21 +310,9 @@ class EarlyBird:
             ValueError: There is no such state, or it is of other settings; ``limit`` alone may differ.
             MaskError: Its masks are of another model.
         """
-        if _KEY not in state:
-            raise ValueError(
-                f"there is no state of an EarlyBird here (no '{_KEY}' among {len(state)} keys); save it "
-                "with samo.save(..., extra=bird.state_dict())"
-            )
-        values = state[_KEY]
-        for name, value in self._settings.items():
-            saved = values["settings"].get(name)
-            if name not in _CHANGEABLE and saved != value:
-                raise ValueError(
-                    f"the saved state is of an EarlyBird with {name}={saved!r}, and this one has "
-                    f"{value!r}; build it with the settings it had (limit alone may differ)"
-                )
+        values = check_saved(state, self._settings)
         held = {
-            key: self._placed({n: Mask(shapes[n], state[f"{_KEY}/{key}/{n}"]) for n in shapes})
+            key: self._placed({n: Mask(shapes[n], state[f"{KEY}/{key}/{n}"]) for n in shapes})
             for key, shapes in values["masks"].items()
         }
         self._drawn = held.pop("drawn", None)
@@ -336,13 +333,17 @@ class EarlyBird:
 
     def _take(self) -> Masks:
         """Return the masks that are compared: of weights, or of channels."""
+        _check_dense(self.model)
         if self._norms:
             return channels.channel_masks(self._norms, self._settings["sparsity"])
         return prune(self.model, **self._prune_settings)
 
     def _draw(self, masks: Masks, how: str) -> Masks:
         if self._norms:
+            if self._inputs is not None:
+                self._inputs.check()
             masks = channels.weight_masks(self.model, self._channels, masks, self._skipped)
+            self._inputs = None  # which takes its hooks with it
         self._drawn, self._how = masks, how
         self._settling.drop_masks()
         return masks
@@ -375,6 +376,15 @@ class EarlyBird:
                 "as they are with draw_now(), or give it more time, a larger threshold or a smaller "
                 "learning rate"
             )
+
+
+def _check_dense(model: nn.Module) -> None:
+    if owned_weights(model):
+        raise CompressionError(
+            "the model is compressed: its masks stay as they are, and would settle at once. An EarlyBird "
+            "watches a dense model; masks of a compressed one change with samo.GradualPruning or "
+            "samo.DynamicSparse"
+        )
 
 
 def _count(number: int) -> str:

@@ -6,7 +6,8 @@ r"""Find which layers share the channels of a BatchNorm, in the graph of a symbo
 A channel whose scale and shift are 0 leaves the BatchNorm as 0. From there the graph is followed
 through operations that keep channels apart and 0 at 0; a convolution or linear layer at the end is a
 consumer. At anything else, such as the sum of a residual network, the search ends, and the weights
-behind it keep all of their inputs. ``torch.fx`` does the tracing and runs no data.
+behind it keep all of their inputs. If anything writes to the channels or to a view of them, all
+consumers do. ``torch.fx`` does the tracing and runs no data.
 """
 
 import operator
@@ -44,6 +45,18 @@ _PASSING_FUNCTIONS: Final[set[Any]] = {
 
 _PASSING_METHODS: Final = {"relu", "relu_", "tanh", "contiguous", "clone"}
 
+_FRESH: Final[set[Any]] = {
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.matmul, operator.neg),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.cat, torch.stack, torch.mean),
+    *("add", "sub", "mul", "div", "matmul", "mean", "sum", "size", "dim", "clone"),
+}
+"""What makes a tensor of its own, or none: to write to its result does nothing to its input."""
+
+_WRITING_OPERATORS: Final[set[Any]] = {
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
+    *(operator.ipow, operator.imod, operator.iand, operator.ior, operator.ixor, operator.setitem),
+}
+
 
 def find_channels(
     model: nn.Module, norms: Collection[str], pairs: Mapping[str, str] | None = None
@@ -66,17 +79,44 @@ def find_channels(
         return [_checked(Channels(norm, known[norm], ()), modules, shared) for norm in norms]
     graph = _trace(model)
     calls: dict[str, list[fx.Node]] = {}
+    read: set[int] = set()  # modules whose parameters are used as plain tensors too
     for node in graph.nodes:
         if node.op == "call_module":
             calls.setdefault(str(node.target), []).append(node)
+        elif node.op == "get_attr":
+            read.add(id(modules.get(str(node.target).rpartition(".")[0])))
     once = {name for name, nodes in calls.items() if len(nodes) == 1} - shared
+    once = {name for name in once if id(modules[name]) not in read}
     return [
-        _checked(_of_norm(norm, calls.get(norm, []), modules, once), modules, shared)
+        _checked(
+            _of_norm(norm, calls.get(norm, []), modules, once, is_read=id(modules[norm]) in read),
+            modules,
+            shared,
+        )
         for norm in norms
     ]
 
 
+class _Proxy(fx.Proxy):
+    """A value under tracing that tells ``y += z`` from ``y = y + z``, as torch's own does not."""
+
+
+def _inplace(write: Any) -> Any:
+    def method(self: _Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", write, (self, other), {})
+
+    return method
+
+
+for _write in _WRITING_OPERATORS - {operator.setitem}:
+    setattr(_Proxy, f"__{_write.__name__}__", _inplace(_write))
+
+
 class _Tracer(fx.Tracer):
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return the value of a node."""
+        return _Proxy(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is one node: torch's own are, and so are subclasses of these."""
         is_ours = isinstance(m, (*_LAYERS, *BATCH_NORMS))
@@ -95,7 +135,12 @@ def _trace(model: nn.Module) -> fx.Graph:
 
 
 def _of_norm(
-    norm: str, calls: list[fx.Node], modules: Mapping[str, nn.Module], once: Collection[str]
+    norm: str,
+    calls: list[fx.Node],
+    modules: Mapping[str, nn.Module],
+    once: Collection[str],
+    *,
+    is_read: bool,
 ) -> Channels:
     way_out = f"leave it out with skip=['{norm}.weight']"
     if len(calls) != 1:
@@ -104,6 +149,11 @@ def _of_norm(
             f"followed only where it is used once; {way_out}"
         )
     (call,) = calls
+    if is_read:
+        raise ValueError(
+            f"scale or shift of BatchNorm '{norm}' is used elsewhere too, where it may be needed; "
+            f"{way_out}"
+        )
     source: Any = call.args[0] if call.args else call.kwargs["input"]
     while isinstance(source, fx.Node) and _is_module(source, modules, nn.Identity):
         source = source.args[0]
@@ -120,7 +170,8 @@ def _of_norm(
         )
     search = _Search(modules, once, modules[norm], modules[producer], {})
     search.follow(call, is_flat=False)
-    return Channels(norm, producer, tuple(search.found))
+    found = () if _is_written(call, modules) else tuple(search.found)
+    return Channels(norm, producer, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +219,48 @@ class _Search:
         )
 
 
+def _is_written(start: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a value, or what may be a view of it, is changed in place so that 0 may not stay 0."""
+    seen: set[fx.Node] = set()
+    waiting = [start]
+    while waiting:
+        node = waiting.pop()
+        for user in node.users:
+            if user.kwargs.get("out") is node or (_is_first(user, node) and _writes(user, modules)):
+                return True
+            is_layer = _is_module(user, modules, (*_LAYERS, *BATCH_NORMS))
+            if user in seen or is_layer or user.target in _FRESH or not _is_first(user, node):
+                continue
+            seen.add(user)
+            waiting.append(user)
+    return False
+
+
+def _is_first(user: fx.Node, node: fx.Node) -> bool:
+    """Return whether a node is what an operation works on."""
+    first = user.args[0] if user.args else user.kwargs.get("input")
+    return first is node
+
+
+def _writes(user: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether an operation changes its first argument, other than by one that keeps 0 at 0."""
+    if _passes(user, modules):
+        return False
+    if user.op == "call_module":
+        return bool(getattr(modules[str(user.target)], "inplace", False))
+    name = str(getattr(user.target, "__name__", user.target))
+    is_inplace = name.endswith("_") and not name.endswith("__")
+    return is_inplace or bool(user.kwargs.get("inplace")) or user.target in _WRITING_OPERATORS
+
+
 def _passes(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    if "out" in node.kwargs:
+        return False
     if node.op == "call_module":
-        return isinstance(modules[str(node.target)], _PASSING_MODULES)
+        module = modules[str(node.target)]
+        if isinstance(module, nn.Hardtanh) and not module.min_val <= 0 <= module.max_val:
+            return False
+        return isinstance(module, _PASSING_MODULES)
     if node.op == "call_function":
         return node.target in _PASSING_FUNCTIONS
     return node.op == "call_method" and node.target in _PASSING_METHODS

@@ -63,10 +63,14 @@ def channel_masks(norms: Mapping[str, nn.Module], sparsity: float) -> Masks:
     """Draw the masks of all channels, named by the scales: one threshold, and only larger scores kept.
 
     Raises:
-        ValueError: A scale is NaN or infinite.
+        ValueError: A scale is NaN or infinite, or has no values.
     """
     scores: dict[str, Tensor] = {}
     for name, module in norms.items():
+        if _scale(module).is_meta:
+            raise ValueError(
+                f"'{_weight_of(name)}' has no values (device 'meta') to compare; load the weights first"
+            )
         scores[name] = _scale(module).detach().abs().float()
         bad = int((~scores[name].isfinite()).sum())
         if bad:
@@ -103,18 +107,13 @@ def weight_masks(
     Raises:
         MaskError: A layer would lose all of its channels.
     """
-    keep: dict[str, Tensor] = {}
+    marks: dict[str, list[tuple[int, Tensor]]] = {}
 
     def mark(module: str, parameter: str, dim: int, kept: Tensor) -> None:
         values = getattr(model.get_submodule(module), parameter)
         name = f"{module}.{parameter}" if module else parameter
-        if values is None or name in skipped:
-            return
-        # A flattened channel is as many neighbouring inputs as it had places.
-        kept = kept.to(values.device).repeat_interleave(values.shape[dim] // kept.numel())
-        shape = [-1 if at == dim else 1 for at in range(values.dim())]
-        known = keep.get(name, torch.ones_like(values, dtype=torch.bool))
-        keep[name] = known & kept.view(shape)
+        if values is not None and name not in skipped:
+            marks.setdefault(name, []).append((dim, kept))
 
     for entry in channels:
         mask = drawn[_weight_of(entry.norm)]
@@ -130,8 +129,23 @@ def weight_masks(
         mark(entry.producer, "bias", 0, kept)
         for consumer in entry.consumers:
             mark(consumer, "weight", 1 - output_dim(model.get_submodule(consumer)), kept)
-    order = [name for name, _ in model.named_parameters() if name in keep]
-    return Masks({name: Mask.from_bool(keep[name]) for name in order})
+    return Masks(
+        {
+            name: _mask_of(values, marks[name])
+            for name, values in model.named_parameters()
+            if name in marks
+        }
+    )
+
+
+def _mask_of(values: Tensor, marks: Collection[tuple[int, Tensor]]) -> Mask:
+    """Return the mask of one tensor from what is kept of some of its dimensions."""
+    keep = torch.ones_like(values, dtype=torch.bool)
+    for dim, kept in marks:
+        # A flattened channel is as many neighbouring inputs as it had places.
+        kept = kept.to(values.device).repeat_interleave(values.shape[dim] // kept.numel())
+        keep &= kept.view([-1 if at == dim else 1 for at in range(values.dim())])
+    return Mask.from_bool(keep)
 
 
 def add_l1_(norms: Mapping[str, nn.Module], strength: float) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from samo.arguments import finite_number, whole_number
 from samo.early_bird.settling import Distance
 
 __all__ = []
@@ -26,15 +27,19 @@ def check_settings(
                 f"{name}={settings[name]!r} is unknown; it is one of {', '.join(get_args(kinds))}"
             )
     for name, least in (("every", 1), ("queue", 2), ("limit", 1)):
-        value = settings[name]
-        if (name != "limit" or value is not None) and (
-            not isinstance(value, int) or isinstance(value, bool) or value < least
-        ):
-            raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}")
-    if not 0 <= settings["threshold"] < 1:
+        if name != "limit" or settings[name] is not None:
+            whole_number(name, settings[name], least)
+    whole_number("seed", settings["seed"])
+    if not 0 <= finite_number("threshold", settings["threshold"]) < 1:
         raise ValueError(
             f"threshold must be at least 0 and less than 1, got {settings['threshold']}; 0.1 is usual"
         )
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device is {device!r}, which torch does not know; give one such as 'cpu', or leave it out"
+        ) from error
     if settings["history"] and device is not None and torch.device(device).type != "cpu":
         raise ValueError(
             f"history holds all masks on the CPU, and device is '{device}'; leave one of them out"
@@ -54,8 +59,8 @@ def check_settings(
             "have no effect; leave it out"
         )
     sparsity = settings["sparsity"]
-    if not isinstance(sparsity, int | float) or not 0 <= sparsity < 1:
+    if not isinstance(sparsity, int | float) or not 0 < sparsity < 1:
         raise ValueError(
-            f"sparsity is {sparsity!r}, but it is the fraction of channels to prune: at least 0 and "
+            f"sparsity is {sparsity!r}, but it is the fraction of channels to prune: more than 0 and "
             "less than 1"
         )

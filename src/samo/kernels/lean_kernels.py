@@ -17,6 +17,7 @@ import triton.language as tl
 
 from samo import bitmap
 from samo.kernels import lean
+from samo.kernels.lean_numbers import invert, random_bits, to_code, to_float, to_signed_float
 from samo.kernels.triton_parts import (
     BLOCK_BITS,
     BLOCK_PAIRS,
@@ -45,7 +46,6 @@ UNPRUNED_GROUP: Final = tl.constexpr(lean.UNPRUNED_GROUP)
 GROUP_PAIRS: Final = tl.constexpr(lean.GROUP // 64)
 BLOCK_GROUPS: Final = tl.constexpr(bitmap.BLOCK_BITS // lean.GROUP)
 LARGEST_ROOT: Final = tl.constexpr(lean.LARGEST_ROOT)
-SMALLEST: Final = tl.constexpr(lean.SMALLEST)
 
 REST_KINDS: Final = {
     torch.bfloat16: tl.int8,
@@ -58,54 +58,6 @@ EXP_AVG_SCALE: Final = tl.constexpr(0)
 EXP_AVG_SQ_SCALE: Final = tl.constexpr(1)
 SCALE_COLUMNS: Final = tl.constexpr(2)
 """Columns of a weight's row in the table of scales."""
-
-
-@triton.jit
-def _random_bits(index, step):
-    """Return 32 bits that look random for each entry in a step: `lean.random_bits`."""
-    steps = (tl.zeros_like(index) + step).to(tl.uint32)
-    bits = (index.to(tl.uint32) * 0x9E3779B1) ^ (steps * 0x85EBCA77)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    return bits ^ (bits >> 16)
-
-
-# Between floats and small integers by their bits: the instructions that convert run at a quarter of the
-# speed of those that add. An fp32 number from 2**23 on has whole numbers as its lowest bits.
-
-
-@triton.jit
-def _to_float(code):
-    """Return codes from 0 to 255 as fp32."""
-    return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-
-
-@triton.jit
-def _to_signed_float(code):
-    """Return codes from -128 to 127 as fp32."""
-    shifted = (code.to(tl.int32) & 0xFF) ^ (0x4B000000 | 0x80)
-    return shifted.to(tl.float32, bitcast=True) - (8388608.0 + 128.0)
-
-
-@triton.jit
-def _to_code(x, bits, SHIFT: tl.constexpr, MOST: tl.constexpr):
-    """Return floor(x + dither), at most ``MOST``; 12 of the 32 bits are the dither, between 0 and 1.
-
-    Example: x = 2.6 gives 3 for six of ten dithers, and 2 for the others.
-    """
-    part = ((bits >> SHIFT) & 0xFFF).to(tl.int32)
-    dither = ((part << 11) | 0x3F800000).to(tl.float32, bitcast=True) - (1.5 - 2**-13)
-    # Half less, and rounded to nearest, is down: no tie, since the dither is an odd multiple of 2**-13.
-    whole = (tl.minimum(x + dither, MOST) + 8388864.0).to(tl.int32, bitcast=True)
-    return whole & 0xFF
-
-
-@triton.jit
-def _invert(largest):
-    """Return a scale from the largest size in a group, and its inverse; 0 and 0 for next to nothing."""
-    scale = tl.where(largest < SMALLEST, 0.0, largest)
-    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(scale > 0, scale, 1.0))
-    return scale, tl.where(scale > 0, inverse, 0.0)
 
 
 @triton.jit
@@ -132,11 +84,11 @@ def _advance(
     """
     param = load_master(weight_at, rest_at, mask, IS_FULL)
     grad = widen(load_entries(grad_at, mask, IS_FULL))
-    part = _to_signed_float(load_entries(exp_avg_at, mask, IS_FULL)) * (1 / 127)
+    part = to_signed_float(load_entries(exp_avg_at, mask, IS_FULL)) * (1 / 127)
     square = part * part
     exp_avg = square * square * exp_avg_scale
     exp_avg = tl.where(part < 0, -exp_avg, exp_avg)
-    part = _to_float(load_entries(exp_avg_sq_at, mask, IS_FULL)) * (1 / 255)
+    part = to_float(load_entries(exp_avg_sq_at, mask, IS_FULL)) * (1 / 255)
     square = part * part
     root = square * square * exp_avg_sq_scale
     step_size = tl.load(scalars)
@@ -173,10 +125,10 @@ def _write(
 ):
     """Write entries in their stored form."""
     x = tl.sqrt(tl.sqrt(tl.abs(exp_avg) * exp_avg_inverse)) * 127.0
-    code = _to_code(x, bits, 8, 127)
+    code = to_code(x, bits, 8, 127)
     store_entries(exp_avg_at, tl.where(exp_avg < 0, -code, code).to(tl.int8), mask, IS_FULL)
     x = tl.sqrt(tl.sqrt(root * root_inverse)) * 255.0
-    code = _to_code(x, bits, 20, 255)
+    code = to_code(x, bits, 20, 255)
     code = tl.where((code == 0) & (root > 0), 1, code)
     store_entries(exp_avg_sq_at, code.to(tl.uint8), mask, IS_FULL)
     dither = (bits & 0xFF).to(tl.int32)
@@ -259,8 +211,8 @@ def _update_group(
         root_size = tl.maximum(root_size, tl.max(root, 0))
         second += SLOTS
 
-    new_exp_avg_scale, exp_avg_inverse = _invert(exp_avg_size)
-    new_root_scale, root_inverse = _invert(root_size)
+    new_exp_avg_scale, exp_avg_inverse = invert(exp_avg_size)
+    new_root_scale, root_inverse = invert(root_size)
     tl.store(exp_avg_scale_at, new_exp_avg_scale)
     tl.store(root_scale_at, new_root_scale)
     # Those in registers now are the last ones; the others come after them, from the first on.
@@ -275,7 +227,7 @@ def _update_group(
         root,
         exp_avg_inverse,
         root_inverse,
-        _random_bits(begin + slots, step),
+        random_bits(begin + slots, step),
         False,
     )
     second = first + SLOTS
@@ -310,7 +262,7 @@ def _update_group(
             root,
             exp_avg_inverse,
             root_inverse,
-            _random_bits(begin + slots, step),
+            random_bits(begin + slots, step),
             False,
         )
         second += SLOTS
@@ -429,8 +381,8 @@ def _update_part(
         IS_SMALL,
         IS_FULL,
     )
-    exp_avg_scale, exp_avg_inverse = _invert(tl.max(tl.abs(exp_avg), 1))
-    root_scale, root_inverse = _invert(tl.max(root, 1))
+    exp_avg_scale, exp_avg_inverse = invert(tl.max(tl.abs(exp_avg), 1))
+    root_scale, root_inverse = invert(tl.max(root, 1))
     tl.store(exp_avg_scale_at, exp_avg_scale, mask=is_group)
     tl.store(root_scale_at, root_scale, mask=is_group)
     step = tl.load(address_in(row, STEP, tl.float32)).to(tl.int32)
@@ -445,7 +397,7 @@ def _update_part(
         root,
         exp_avg_inverse[:, None],
         root_inverse[:, None],
-        _random_bits(entry, step),
+        random_bits(entry, step),
         IS_FULL,
     )
 

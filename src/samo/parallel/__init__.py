@@ -7,11 +7,12 @@ peers        who is alive
 collectives  the operations of torch.distributed that are used, counted and guarded
 agreement    what must be the same on all ranks at the start
 buckets      flat buffers of compressed gradients, and their reduction
+dense        dense gradients and values, before a model is compressed
 members      a weight's place in a bucket, and what it tells the others
 team         when buckets are reduced, and what an optimizer's step does around it
 replicas     the public functions
 links        messages from rank to rank, for checkpoints
-clipping     clipping by the norm over all ranks
+clipping     clipping by the norm over all ranks and stages
 """
 
 __all__ = []

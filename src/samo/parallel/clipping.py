@@ -1,35 +1,23 @@
 """Clip gradients by their norm over all ranks."""
 
-from typing import Protocol
+import math
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samo.leaves import parameters
+from samo.kernels.rounding import master_dtype
+from samo.leaves import named_parameters
 from samo.owners import owned_weights
 from samo.parallel.replicas import team_of
+from samo.pipeline.api import Pipeline
 
 __all__ = ["clip_grad_norm_"]
 
 
-class Stages(Protocol):
-    """What clipping needs of a pipeline."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The layers of this stage."""
-
-    def counted_elsewhere(self) -> list[Tensor]:
-        """Return the parameters that an earlier stage holds as well."""
-
-    def of_all_stages(self, number: float) -> Tensor:
-        """Return a number of each stage."""
-
-
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module | Stages,
+    model: nn.Module | Pipeline,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -38,8 +26,9 @@ def clip_grad_norm_(
 
     As ``torch.nn.utils.clip_grad_norm_(samo.parameters(model), max_norm)``, which does the same wherever
     a rank holds whole gradients. With ``shard="state"`` it holds a part of them, and only this function
-    is right. Given a `samo.Pipeline`, on every rank, it clips by the norm over all stages, where a weight
-    that two stages use counts once.
+    is right. Of a `samo.Pipeline` all ranks call it, and the norm is that of all stages, a tied weight
+    counted once. Where a norm over ranks is not finite, gradients become NaN on all of them, so that all
+    skip the step.
 
     Example:
         >>> import torch, samo
@@ -52,7 +41,7 @@ def clip_grad_norm_(
         tensor(1.0000)
 
     Args:
-        model: A compressed model, or a pipeline, whether compressed or not.
+        model: A compressed model; or a pipeline, of a compressed model or an ordinary one.
         max_norm: The norm is at most this afterwards.
         norm_type: 2, another power, or ``math.inf`` for the largest magnitude.
         error_if_nonfinite: Whether a norm that is not finite is an error.
@@ -61,51 +50,50 @@ def clip_grad_norm_(
         CompressionError: The model is not compressed.
         ValueError: ``norm_type`` is not over 0.
         RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+        PeerError: Another rank did not come.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be over 0, got {norm_type}")
-    stages = None if isinstance(model, nn.Module) else model
-    module = model if isinstance(model, nn.Module) else model.module
-    is_plain = stages is not None and not owned_weights(module)
-    leaves = list(module.parameters() if is_plain else parameters(module))
+    pipeline = model if isinstance(model, Pipeline) else None
+    module = model.module if isinstance(model, Pipeline) else model
+    is_plain = pipeline is not None and not owned_weights(module)
+    leaves = dict(module.named_parameters() if is_plain else named_parameters(module))
     team = team_of(module)
     is_parted = team is not None and team.settings.shard is not None and team.group.size > 1
-    if stages is None and not is_parted:
-        return nn.utils.clip_grad_norm_(leaves, max_norm, norm_type, error_if_nonfinite)
-    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None and leaf.grad.numel()]
-    elsewhere = {id(leaf) for leaf in stages.counted_elsewhere()} if stages is not None else set()
-    counted = [
-        leaf.grad
-        for leaf in leaves
-        if leaf.grad is not None and leaf.grad.numel() and id(leaf) not in elsewhere
-    ]
-    first = leaves[0] if leaves else torch.zeros(())
+    if pipeline is None and not is_parted:
+        return nn.utils.clip_grad_norm_(leaves.values(), max_norm, norm_type, error_if_nonfinite)
+    held = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    elsewhere = set() if pipeline is None else pipeline.tied_elsewhere()
+    first = next(iter(leaves.values()), torch.zeros(()))
     # In fp64: powers of many small entries are summed, here and over ranks.
-    norms = torch.zeros(len(counted) + 1, dtype=torch.float64, device=first.device)
-    for i, gradient in enumerate(counted):
-        norms[i] = torch.linalg.vector_norm(gradient, norm_type, dtype=first.dtype)
-    largest = norm_type == float("inf")
-    total = norms.max() if largest else norms.pow(norm_type).sum()
+    norms = [
+        torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+        for name, gradient in held.items()
+        if gradient.numel() and name not in elsewhere
+    ]
+    each = torch.stack([torch.zeros((), dtype=torch.float64, device=first.device), *norms])
+    is_largest = norm_type == math.inf
+    total = each.max() if is_largest else each.pow(norm_type).sum()
     if team is not None and is_parted:
         team.group.all_reduce(
             total,
-            op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM,
+            op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM,
             kind="norm",
             what="the norm of the gradients",
         ).wait()
-    if stages is not None:
-        everyones = stages.of_all_stages(float(total))
-        total = (everyones.max() if largest else everyones.sum()).to(first.device)
-    norm = (total if largest else total.pow(1.0 / norm_type)).to(first.dtype)
+    if pipeline is not None:
+        everyones = pipeline.of_all_stages(float(total))
+        total = (everyones.max() if is_largest else everyones.sum()).to(first.device)
+    norm = total if is_largest else total.pow(1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of the gradients is {float(norm)}, so they cannot be clipped; pass "
             "error_if_nonfinite=False to let the optimizer skip the step"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
-    for gradient in gradients:
+    factor = torch.where(norm.isfinite(), factor, math.nan)
+    for gradient in held.values():
         gradient.mul_(factor.to(gradient.dtype))
-    if team is not None:
-        for bucket in team.buckets:
-            bucket.accept()
-    return norm
+    for bucket in [] if team is None else team.buckets:
+        bucket.accept()
+    return norm.to(master_dtype(first.dtype))

@@ -83,8 +83,8 @@ class Group:
         except RuntimeError as error:
             others = tuple(rank for rank in self.ranks if rank != dist.get_rank())
             raise PeerError(
-                f"not all of ranks {list(others)} came to samo.replicate within {timeout_s:g} s "
-                f"({str(error).splitlines()[0]}); do all ranks of the axis call it?",
+                f"not all of ranks {list(others)} came to make a group within {timeout_s:g} s "
+                f"({str(error).splitlines()[0]}); do all ranks of the axis run the same program?",
                 ranks=others,
             ) from error
         name = getattr(self._group, "group_name", "group")
@@ -165,10 +165,11 @@ class Group:
 
     def exchange(self, text: str, *, what: str) -> list[str]:
         """Return the texts of all ranks, in their order."""
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
+        own = own[: len(text.encode())]  # torch makes no tensor from nothing
         device = torch.device("cuda" if self.backend == "nccl" else "cpu")
         sizes = self._gather_all(torch.tensor([own.numel()], device=device), what).tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=device)
         padded[: own.numel()] = own
         all_texts = self._gather_all(padded, what).view(self.size, -1).cpu()
         return [bytes(row[:n].tolist()).decode() for row, n in zip(all_texts, sizes)]

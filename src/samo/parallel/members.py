@@ -46,6 +46,7 @@ class Member:
         self._index: Final = index
         self._name: Final = weight.name
         self._weight: Final = weakref.ref(weight)
+        self._mask: Final = weight.mask
         if bucket is not None and bucket.is_sharded:
             self.part = bucket.part_of(index)
             self.part.replica = Part(team, weight, bucket, index)
@@ -83,8 +84,8 @@ class Member:
         if not self.is_reduced and weight.leaf.grad is not None:
             raise CompressionError(
                 f"the gradient of '{self._name}' is not reduced over ranks yet, so that of its other "
-                "uses on other ranks cannot be added; leave the last micro-batch of each batch out of "
-                "samo.no_sync"
+                "uses on other stages cannot be added; leave the last micro-batch of a batch out of "
+                "samo.no_sync, or pass is_last=False to Pipeline.step if other batches follow"
             )
         whole = torch.zeros(weight.kept, dtype=weight.grad_dtype, device=weight.device)
         if self.part is None or self.bucket is None:
@@ -150,6 +151,12 @@ class Member:
             raise CompressionError(
                 f"'{self._name}' keeps {weight.kept:,} weights, but {self.home.numel():,} when its place "
                 "in a bucket was made; call rebuild() of what samo.replicate returned after masks change"
+            )
+        if weight is not None and weight.mask is not self._mask:
+            raise CompressionError(
+                f"'{self._name}' has another mask than when its place in a bucket was made, and nobody has "
+                "compared it with those of other ranks; call rebuild() of what samo.replicate returned "
+                "after masks change"
             )
         if self.bucket.is_launched:
             raise CompressionError(

@@ -7,6 +7,7 @@ to find out writes its verdict to the store, since ranks that give up stop beati
 """
 
 import os
+import re
 import threading
 import time
 import weakref
@@ -79,6 +80,11 @@ class Peers:
             f"rank, and start again from the last checkpoint. The backend said: {_first(cause)}",
             ranks,
         )
+
+    def stopped(self) -> tuple[tuple[int, ...], str] | None:
+        """Return the ranks that were killed or stopped, and how that is known; None if all are alive."""
+        found = _in_time(self._find, self._pause_s + 2.0)
+        return found if found is not None and " stopped (" in found[1] else None
 
     def _name(self, rank: int) -> str:
         return f"{self._key}/beat/{rank}"
@@ -163,4 +169,6 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _first(cause: BaseException) -> str:
-    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    """Return the first sentence of an error, without the file of the backend that it comes from."""
+    line = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    return re.sub(r"^\[[^\]]*\] ", "", line).partition(". ")[0]

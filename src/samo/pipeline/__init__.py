@@ -9,7 +9,7 @@
 - batches, tied: micro-batches and their weights in the loss; weights that two stages use
 - ends: what goes into a stage and comes out; runner: does what the engine decides
 - schedules: orders that torch.distributed.pipelining runs
-- setup: settings, checked and carried out; api: `samo.Pipeline`
+- checking: what is refused; setup: settings, carried out; api: `samo.Pipeline`
 """
 
 __all__ = []

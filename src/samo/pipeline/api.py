@@ -15,20 +15,13 @@ from samo.masks import Masks
 from samo.owners import owned_weights
 from samo.partners import Line
 from samo.pipeline.batches import Count, Reduction, Tensors, cut, nothing, weights as weigh
+from samo.pipeline.checking import check_even, check_settings
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
 from samo.pipeline.layers import LayersLike, take_apart
 from samo.pipeline.runner import Batch, Result, Runner
 from samo.pipeline.schedules import TorchRunner
-from samo.pipeline.setup import (
-    check,
-    check_even,
-    chunks_of,
-    cuts_of,
-    device_of,
-    pipe_group,
-    transport_of,
-)
+from samo.pipeline.setup import chunks_of, cuts_of, device_of, pipe_group, transport_of
 from samo.pipeline.tied import Tie, ties_of
 from samo.pipeline.timeline import Timeline
 
@@ -106,7 +99,7 @@ class Pipeline:
         group = pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
         self.stage: Final = 0 if group is None else dist.get_rank(group)
-        check(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
+        check_settings(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
         per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
@@ -133,6 +126,8 @@ class Pipeline:
         # Also where a program ends without a word, and before torch's own end.
         self._finalizer: Final = weakref.finalize(self, self._transport.close)
         self._line: Final = Line()
+        self._has_more = False
+        self._aside: list[Tensor | None] = []
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
             self._runner = Runner(
@@ -156,11 +151,16 @@ class Pipeline:
         for tie in self._own_ties():
             tie.copy_weight(self.module, self._transport)
 
-    def step(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
+    def step(
+        self, x: Tensors | None = None, *, target: Tensors | None = None, is_last: bool = True
+    ) -> Tensor:
         """Compute forward and backward of a batch, add up gradients, and return the loss.
 
         Every rank calls it; the first stage needs ``x``, the last one ``target``, and whoever does not
-        may pass them all the same. Every rank gets the loss of the whole batch.
+        may pass them all the same. Every rank gets the loss of the whole batch. Pass ``is_last=False``
+        for a batch that others of the same optimizer step follow: with the last one gradients of tied
+        weights are added up, after replicas have exchanged theirs, and stages agree whether all gradients
+        are finite.
 
         Example:
             >>> import torch, samo
@@ -173,16 +173,13 @@ class Pipeline:
         Raises:
             PeerError: Another rank died, hung, failed or sent nonsense.
         """
-        ties = self._own_ties()
-        aside = [tie.set_aside(self.module) for tie in ties]
+        self._check_open()
+        if not self._has_more:
+            self._aside = [tie.set_aside(self.module) for tie in self._own_ties()]
+        self._has_more = not is_last
         loss = self._run(x, target, is_training=True)
-
-        def agree() -> None:
-            for tie, old in zip(ties, aside):
-                self._add_up(tie, old)
-            self._agree()
-
-        self._together(agree)
+        if is_last:
+            self._together(self._agree)
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
@@ -241,6 +238,39 @@ class Pipeline:
         here = dict(self.module.named_parameters())
         return Masks({name: mask for name, mask in found.items() if name in here})
 
+    @property
+    def exchanged_bytes(self) -> tuple[int, int]:
+        """Bytes of tensors sent to and received from neighbours so far; 0 with torch's schedules."""
+        if not isinstance(self._runner, Runner):
+            return 0, 0
+        return self._runner.sent_bytes, self._runner.received_bytes
+
+    def of_all_stages(self, number: float) -> Tensor:
+        """Return a number of each stage, in fp64 and in their order; every stage calls it.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).of_all_stages(3.0)
+            tensor([3.], dtype=torch.float64)
+
+        Raises:
+            PeerError: Another stage did not come.
+        """
+        return self._together(lambda: self._show_all(number))
+
+    def tied_elsewhere(self) -> set[str]:
+        """Return names of this rank's parameters that an earlier stage has too.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).tied_elsewhere()
+            set()
+        """
+        later = [tie for tie in self._own_ties() if tie.ranks[0] != self.stage]
+        return {name for tie in later for name in tie.names}
+
     def close(self) -> None:
         """End the threads that wait for messages. The pipeline is not used again.
 
@@ -262,8 +292,7 @@ class Pipeline:
         self.close()
 
     def _run(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Tensor:
-        if not self._finalizer.alive:
-            raise PeerError("the pipeline was closed, and its links with it; build a new one")
+        self._check_open()
         if isinstance(self._runner, Runner):
             # Within the runner, whose other stages must hear of a batch that cannot be cut.
             return self._runner.run(lambda: self._batch(x, target, is_training=is_training))
@@ -271,6 +300,10 @@ class Pipeline:
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
         check_even(inputs, self.micro_batches, self.schedule)
         return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise PeerError("the pipeline was closed, and its links with it; build a new one")
 
     def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
         """Cut what this stage needs of a batch."""
@@ -296,47 +329,19 @@ class Pipeline:
     def _own_ties(self) -> list[Tie]:
         return [tie for tie in self._ties if self.stage in tie.ranks]
 
-    def _add_up(self, tie: Tie, aside: Tensor | None) -> None:
-        tie.check(self.module, self._transport)
-        tie.add_up(self.module, self._transport, aside)
-
-    def counted_elsewhere(self) -> list[Tensor]:
-        """Return those of this rank's parameters that an earlier stage holds as well.
-
-        Their gradients are the same there, so that a norm over all stages leaves them out here.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).counted_elsewhere()
-            []
-        """
-        return [t.leaf_of(self.module) for t in self._own_ties() if t.ranks[0] != self.stage]
-
     def _agree(self) -> None:
-        """Find out whether the gradients of any stage are not finite, so that all skip the same steps."""
+        """Add up tied gradients, and find out whether any stage has one that is not finite."""
+        for tie, old in zip(self._own_ties(), self._aside):
+            tie.check(self.module, self._transport)
+            tie.add_up(self.module, self._transport, old)
         weights = list(owned_weights(self.module).values())
         gradients = [w.part.leaf.grad for w in weights if w.part.leaf.grad is not None]
         flag = torch.tensor(False)
         if gradients:
             flag = weights[0].kernels.find_nonfinite(gradients)
-        self._line.nonfinite = bool(self._show_all(float(flag)).any())
+        self._line.nonfinite = bool(self._show_all(float(flag)).any())  # all skip the same steps
         for weight in weights:
             weight.line = self._line
-
-    def of_all_stages(self, number: float) -> Tensor:
-        """Return a number of each stage, in fp64 and in their order; every stage calls it.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).of_all_stages(3.0)
-            tensor([3.], dtype=torch.float64)
-
-        Raises:
-            PeerError: Another stage did not come.
-        """
-        return self._together(lambda: self._show_all(number))
 
     def _show_all(self, number: float) -> Tensor:
         ranks = tuple(range(self._transport.num_stages))
@@ -348,4 +353,5 @@ class Pipeline:
 
     def _together(self, do: Callable[[], Result]) -> Result:
         """Do what all stages do, outside of a batch."""
+        self._check_open()
         return self._runner.together(do) if isinstance(self._runner, Runner) else do()

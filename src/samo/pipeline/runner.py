@@ -86,6 +86,7 @@ class Runner:
         self.context: Final[Context] = context or (lambda is_last: nullcontext())
         self.events: list[Event] = []
         self.steps = 0
+        self.sent_bytes = self.received_bytes = 0
         self._failure: str | None = None
         self._heard: dict[int, float] = {}
         self._asked: set[int] = set()
@@ -238,6 +239,7 @@ class Runner:
             packet = Packet(
                 "activation", self.steps, micro_batch, tensors, flags, is_training=batch.is_training
             )
+            self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
             self.transport.send(stage + 1, packet)
             return
         if action.kind == "send_gradient":
@@ -249,6 +251,7 @@ class Runner:
             kind, tensors, flags = "loss", (held.loss,), (False,)
         trains = batch.is_training
         packet = Packet(kind, self.steps, micro_batch, tensors, flags, is_training=trains)
+        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         self.transport.send(stage - 1, packet)
 
     def _receive(self, engine: Engine, held: _Held, batch: Batch) -> None:
@@ -256,6 +259,7 @@ class Runner:
         packet = arrival.packet
         assert packet is not None, "errors end the wait with an exception"
         assert packet.kind in ("activation", "gradient", "loss"), "control ends in the wait"
+        self.received_bytes += sum(tensor.nbytes for tensor in packet.tensors)
         if packet.step != self.steps:
             what = f"sent {packet.kind} of batch {packet.step} in batch {self.steps}"
             self._blame(arrival.stage, what, is_there=True)

@@ -1,10 +1,9 @@
-"""What the settings of a pipeline come to: checked, cut and connected; nothing is computed here."""
+"""What the settings of a pipeline come to: places, cuts and links; nothing is computed here."""
 
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from samo.pipeline.costs import parameter_costs
@@ -13,49 +12,10 @@ from samo.pipeline.layers import Layers
 from samo.pipeline.memory import MemoryNetwork
 from samo.pipeline.nccl import NcclTransport
 from samo.pipeline.partition import partition
-from samo.pipeline.schedules import check_schedule
 from samo.pipeline.stage import Chunk, Stage
 from samo.pipeline.transport import Transport
 
 __all__ = []
-
-
-def check(
-    schedule: str,
-    micro_batches: int,
-    in_flight: object,
-    stages_per_rank: int | None,
-    reduction: str,
-    timeout: float,
-) -> None:
-    """Refuse settings that are out of range."""
-    check_schedule(schedule)
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number, 1 or more, got {micro_batches!r}")
-    if in_flight is not None and schedule != "message-driven":
-        raise ValueError(
-            f"in_flight={in_flight} has no effect on schedule '{schedule}', whose order fixes it; leave "
-            "it out, or use 'message-driven'"
-        )
-    if stages_per_rank is not None and (schedule != "interleaved" or stages_per_rank < 2):
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank} with schedule '{schedule}': only 'interleaved' has "
-            "several pieces on a rank, 2 or more"
-        )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
-
-
-def check_even(inputs: tuple[Tensor, ...], micro_batches: int, schedule: str) -> None:
-    """Refuse a batch that cannot be cut into equal micro-batches."""
-    rows = len(inputs[0]) if inputs else 0
-    if rows % micro_batches:
-        raise ValueError(
-            f"{rows} rows cannot be cut into {micro_batches} equal micro-batches, and torch's schedule "
-            f"'{schedule}' takes no smaller ones; use 'message-driven', or drop the rest of the batch"
-        )
 
 
 def pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -44,7 +44,7 @@ class Tie:
     def add_up(self, module: nn.Module, transport: Transport, aside: Tensor | None) -> None:
         """Make the gradient the sum over the ranks, and add what was set aside.
 
-        Copies on an axis `data` have theirs reduced by now; where each holds a part of it, the parts
+        Replicas have theirs reduced by now; where each holds a part of it, the parts
         differ from stage to stage, and all of it is put together for the sum.
         """
         weight, leaf = self._weight(module), self._leaf(module)
@@ -74,10 +74,6 @@ class Tie:
                 f"tied weight '{self.names[0]}' has different masks on stages {self.ranks}; give all "
                 f"its names {self.names} the same mask, or none"
             )
-
-    def leaf_of(self, module: nn.Module) -> Tensor:
-        """Return what holds its gradient on this rank."""
-        return self._leaf(module)
 
     def _param(self, module: nn.Module) -> nn.Parameter:
         here = dict(module.named_parameters(remove_duplicate=False))

@@ -6,11 +6,12 @@ keeps (`decide`); then each group is looked at on its own.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
 
+from samo.arguments import check_model, whole_number
 from samo.candidates import matching, prunable
 from samo.errors import MaskError
 from samo.layouts import Layout, layouts
@@ -78,11 +79,14 @@ def prune(
         A mask for each pruned tensor, on the tensor's device, in the order of the model.
 
     Raises:
+        TypeError: ``model`` is no module, ``skip`` no list of patterns, or ``rules`` no mapping.
         ValueError: A setting is out of range or contradicts another, a pattern matches nothing, there
             is nothing to prune, a weight is not a finite floating-point number, or the inputs of one
             cannot be cut into groups of m.
         MaskError: Nothing of a tensor would be kept.
     """
+    check_model(model)
+    seed = whole_number("seed", seed)
     _check_choice("method", method, get_args(Method))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     decision = decide(
@@ -115,11 +119,11 @@ def decide(
     fraction = pattern_sparsity(neighbours, sparsity) if neighbours is not None else sparsity
     _check_sparsity("sparsity", fraction)
     assert fraction is not None
+    skip = check_choice_of(skip, rules)
     for name, value in (rules or {}).items():
         _check_sparsity(f"rules['{name}']", value)
     if parameters is None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
-    skip = [skip] if isinstance(skip, str) else list(skip)
     wanted = _choose(model, parameters, skip, rules or {})
     ruled = [
         _group(parameters, [name], value) for name, value in wanted.items() if value is not None
@@ -140,6 +144,27 @@ def decide(
         together = [others] if scope == "global" else [[name] for name in others]
         groups = [_group(parameters, names, fraction) for names in together]
     return [group for group in [*groups, *ruled] if group.sparsity > 0]
+
+
+def check_choice_of(skip: object, rules: object) -> list[str]:
+    """Return ``skip`` as a list.
+
+    Raises:
+        TypeError: It holds no patterns, or ``rules`` does not map patterns to sparsities.
+    """
+    patterns: list[Any] = (
+        [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
+    )
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"skip must be names or shell-style patterns of weights, as ['layers.0.*'], got {skip!r:.60}"
+        )
+    if rules is not None and not isinstance(rules, Mapping):
+        raise TypeError(
+            f"rules must map patterns of weights to sparsities, as {{'lm_head.weight': 0.5}}, got "
+            f"{rules!r:.60}"
+        )
+    return patterns
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,28 @@ class Accounted(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanged(Event):
+    """What a rank has sent and received since the run was started or resumed; on many ranks only."""
+
+    rank: int
+    """Which one."""
+    stage: int
+    """Its place on the axis pipe."""
+    replica: int
+    """Its place on the axis data."""
+    sent: dict[str, int]
+    """Bytes sent by kind: gradients, values, flags, norm, start; activations between stages."""
+    received: dict[str, int]
+    """Bytes received by kind."""
+    in_flight_s: float
+    """Seconds in which at least one reduction was under way."""
+    exposed_s: float
+    """Seconds in which this rank did nothing but wait for one."""
+    memory_bytes: int
+    """As of a step, of this rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saved(Event):
     """A checkpoint was written."""
 
@@ -208,6 +230,7 @@ NAMES: dict[type[Event], str] = {
     Pruned: "prune",
     Remapped: "remap",
     Accounted: "state",
+    Exchanged: "traffic",
     Saved: "save",
     NotSaved: "save_failed",
     Sampled: "sample",

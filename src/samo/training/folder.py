@@ -2,6 +2,7 @@
 
 run.json            settings, versions, hardware: what was run, where
 metrics.jsonl       what happened, a line each
+metrics.rankN.jsonl  on many ranks: traffic, memory and state of rank N
 masks.safetensors   the masks, from pruning on, as they are now
 checkpoints/last    the newest checkpoint, to go on from
 checkpoints/best    the one with the lowest validation loss since pruning
@@ -43,6 +44,10 @@ class RunFolder:
     def metrics(self) -> Path:
         """What happened."""
         return self.path / "metrics.jsonl"
+
+    def rank_metrics(self, rank: int) -> Path:
+        """What another rank than the first has to tell."""
+        return self.path / f"metrics.rank{rank}.jsonl"
 
     @property
     def masks(self) -> Path:

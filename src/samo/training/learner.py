@@ -6,29 +6,49 @@ samo     compressed state, weights in the type of the computation
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 from samo.compression import compress_
 from samo.config import OptimConfig
 from samo.data.batches import Batch
-from samo.leaves import param_groups, parameters
+from samo.errors import MaskError, nearest
+from samo.leaves import param_groups
 from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.memory.predict import TensorSpec, paper_bytes
 from samo.optim import AdamW
+from samo.parallel.clipping import clip_grad_norm_
+from samo.parallel.dense import add_up_gradients, broadcast_weights
+from samo.parallel.replicas import Replicas, no_sync, replicate
+from samo.parallel.traffic import KINDS
+from samo.pipeline.api import Pipeline
 from samo.scaling import LossScaler
 from samo.training.events import Phase
+from samo.training.ranks import Ranks
+from samo.training.stages import Stages
 
 __all__ = []
 
 
 class Learner:
-    """Learns from batches; knows nothing of steps, files or schedules."""
+    """Learns from batches; knows nothing of steps, files or schedules.
+
+    On many ranks each learns from its part of a batch, and all take the same step.
+
+    Args:
+        model: The model.
+        optim: Settings of the optimizer.
+        dtype: Type to compute in.
+        fp32_gradients: Whether 16-bit gradients are added up in float32.
+        entry_steps: Whether weights may be kept anew: then the updates of each are counted.
+        ranks: Who learns together; one process alone if nothing is said.
+        is_sharded: Whether replicas divide compressed state.
+        stages: Where ``model`` is one stage of a larger one: all of them.
+    """
 
     def __init__(
         self,
@@ -38,19 +58,23 @@ class Learner:
         dtype: torch.dtype,
         fp32_gradients: bool = False,
         entry_steps: bool = False,
+        ranks: Ranks | None = None,
+        is_sharded: bool = False,
+        stages: Stages | None = None,
     ) -> None:
         self.model = model
+        self.stages = stages
+        self.ranks = ranks or Ranks()
+        self.replicas: Replicas | None = None
+        self._is_sharded = is_sharded
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
         self.device = next(model.parameters()).device
-        self.dtype = dtype
-        self._optim = optim
+        self.dtype, self._optim = dtype, optim
         self._grad_dtype = torch.float32 if fp32_gradients else None
-        self._entry_steps = entry_steps  # weights may be kept anew: count the updates of each
+        self._entry_steps = entry_steps
         self.dense_skipped = 0
-        self._pruned: list[
-            tuple[Tensor, Tensor]
-        ] = []  # of masked state: weights, and where they are 0
+        self._pruned: list[tuple[Tensor, Tensor]] = []  # masked: weights, and where they are 0
         self._gradient_bytes = 0  # of the last dense step, measured before they are freed
         params = list(model.parameters())
         groups = [
@@ -63,15 +87,51 @@ class Learner:
         self.scaler: LossScaler | torch.amp.GradScaler | None = None
         if dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
+        if self.ranks.data is not None:
+            broadcast_weights(self.ranks.data, model)
+
+    @property
+    def whole(self) -> nn.Module | Pipeline:
+        """The model, or the pipeline whose stage it is: what checkpoints and clipping are about."""
+        return self.model if self.stages is None else self.stages.pipeline
+
+    @property
+    def num_params(self) -> int:
+        """Dense parameters of the whole model."""
+        if self.stages is not None:
+            return self.stages.num_params
+        return sum(param.numel() for param in self.model.parameters())
 
     @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing, because a gradient was not finite; waits for the device."""
-        compressed = self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0
-        return self.dense_skipped + compressed
+        return self.dense_skipped + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
+
+    def check_names(self, masks: Masks) -> None:
+        """Refuse masks of weights that no stage has.
+
+        Raises:
+            MaskError: There is one.
+        """
+        names = masks if self.stages is None else self.stages.names
+        for name in masks:
+            if name not in names:
+                raise MaskError(
+                    f"the masks have '{name}'{nearest(name, names)}, which is no weight of the model; give "
+                    "masks of the same model"
+                )
+
+    def own_masks(self, masks: Masks) -> Masks:
+        """Return those of a whole model's masks that are about this rank's stage."""
+        return masks if self.stages is None else self.stages.pipeline.masks(masks)
 
     def prune(self, masks: Masks, phase: Phase) -> None:
-        """Leave the dense phase: from here on pruned weights are 0, and the moments go on."""
+        """Leave the dense phase: from here on pruned weights are 0, and the moments go on.
+
+        Raises:
+            MaskError: Another rank has other masks.
+        """
+        self._check_masks(masks)
         self.masks = masks
         self.phase = phase
         if phase == "masked":
@@ -81,6 +141,14 @@ class Learner:
             return
         dense = self.opt
         compress_(self.model, masks, dtype=self.dtype, grad_dtype=self._grad_dtype)
+        if self.ranks.mesh is not None and self.ranks.num_replicas > 1:
+            self.replicas = replicate(
+                self.model,
+                self.ranks.mesh["data"],
+                shard="state" if self._is_sharded else None,
+                average=False,  # losses are divided by the tokens of all ranks
+                timeout_s=self.ranks.timeout_s,
+            )
         self.opt = AdamW(
             param_groups(self.model, self._optim.weight_decay),
             betas=self._optim.betas,
@@ -102,18 +170,40 @@ class Learner:
         batches = list(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
         losses = []
-        for batch in batches:
-            loss = self._loss_sum(batch) / num_tokens
-            losses.append(loss.detach())
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        for left, batch in zip(reversed(range(len(batches))), batches):
+            losses.append(self._pass(batch, num_tokens, is_last=left == 0))
+        if self.phase != "samo" and self.ranks.data is not None:
+            add_up_gradients(self.ranks.data, self.model.parameters())
         return torch.stack(losses).sum()
+
+    def _pass(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
+        """Compute forward and backward of one batch, and return its part of the loss."""
+        if self.stages is None:
+            with self._adding_up(is_last=is_last):
+                loss = self._loss_sum(batch) / num_tokens
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            return loss.detach()
+        scale: Tensor | float = 1.0
+        if self.scaler is not None:
+            scale = self.scaler.scale(torch.ones((), device=self.device))
+
+        @contextlib.contextmanager
+        def around(is_last_micro_batch: bool) -> Iterator[None]:
+            with self._adding_up(is_last=is_last and is_last_micro_batch), self._autocast():
+                yield
+
+        return self.stages.backward(batch, num_tokens / scale, around, is_last=is_last) / scale
+
+    def whole_loss(self, loss: Tensor) -> float:
+        """Return the loss of a whole batch, of which `backward` has returned this rank's part."""
+        return float(self.ranks.add_up(loss.double(), "the loss"))
 
     def step(self, lr: float) -> Tensor:
         """Clip the gradient, update the weights, and return the norm before clipping."""
         for group in self.opt.param_groups:
             group["lr"] = lr
         if self.phase == "samo":
-            norm = self._clip(parameters(self.model))
+            norm = clip_grad_norm_(self.whole, self._max_norm)
             self.opt.step()
         else:
             norm = self._dense_step()
@@ -126,10 +216,60 @@ class Learner:
         self.model.eval()
         total, num_tokens = 0.0, 0
         for batch in batches:
-            total += float(self._loss_sum(batch))
+            if len(batch.inputs_BT):  # the last batch may be too small for all ranks
+                total += float(self._loss_sum(batch))
             num_tokens += batch.num_tokens
         self.model.train()
-        return total / num_tokens
+        whole = self.ranks.add_up(
+            torch.tensor(total, dtype=torch.float64, device=self.device), "the validation loss"
+        )
+        return float(whole) / num_tokens
+
+    @property
+    def add_up_dense(self) -> Callable[[Tensor], Tensor] | None:
+        """What sums a dense gradient over the replicas; None if there is one."""
+        group = self.ranks.data
+        if group is None:
+            return None
+
+        def add_up(gradient: Tensor) -> Tensor:
+            whole = gradient.to(torch.float32, copy=True).contiguous()
+            group.all_reduce(whole, kind="gradients", what="gradients to grow weights by").wait()
+            return whole
+
+        return add_up
+
+    def remapped(self, masks: Masks) -> None:
+        """Learn that the masks of the compressed model have changed, here and on all ranks.
+
+        Raises:
+            MaskError: Another rank has other masks.
+        """
+        self.masks = masks
+        if self.replicas is not None:
+            self.replicas.rebuild()
+
+    def traffic(self) -> dict[str, Any] | None:
+        """Return what this rank has sent and received, as `samo.training.events.Exchanged` names it."""
+        if self.ranks.size == 1:
+            return None
+        groups = self.ranks.groups
+        if self.replicas is not None:
+            groups.append(self.replicas.team.group)
+        counts = [group.meter.read() for group in groups]
+        both = {kind: sum(getattr(c, kind).sent_bytes for c in counts) for kind in KINDS}
+        sent, received = (0, 0) if self.stages is None else self.stages.pipeline.exchanged_bytes
+        return {
+            "sent": {**both, "activations": sent},
+            "received": {**both, "activations": received},
+            "in_flight_s": sum(count.in_flight_s for count in counts),
+            "exposed_s": sum(count.exposed_s for count in counts),
+        }
+
+    def close(self) -> None:
+        """End the links between stages; there is nothing more to learn."""
+        if self.stages is not None:
+            self.stages.pipeline.close()
 
     def ledger(self) -> Ledger | None:
         """Return the account of compressed state, or None if the state is dense."""
@@ -186,6 +326,8 @@ class Learner:
         )
 
     def _loss_sum(self, batch: Batch) -> Tensor:
+        if self.stages is not None:
+            return self.stages.loss_sum(batch, lambda is_last: self._autocast())
         inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
         targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
         with self._autocast():
@@ -207,7 +349,10 @@ class Learner:
         for param, pruned in self._pruned:
             if param.grad is not None:
                 param.grad.masked_fill_(pruned, 0)
-        norm = self._clip(self.model.parameters())
+        if self.stages is None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
+        else:
+            norm = clip_grad_norm_(self.whole, self._max_norm)
         if isinstance(scaler, torch.amp.GradScaler):
             before = scaler.get_scale()
             scaler.step(self.opt)
@@ -225,8 +370,25 @@ class Learner:
         for param, pruned in self._pruned:
             param.masked_fill_(pruned, 0)
 
-    def _clip(self, params: Iterable[nn.Parameter]) -> Tensor:
-        return clip_grad_norm_(params, self._optim.clip or float("inf"))
+    @property
+    def _max_norm(self) -> float:
+        return self._optim.clip or float("inf")
+
+    def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Keep gradients on their rank until those of the last batch of a step have come."""
+        if self.replicas is None or is_last:
+            return contextlib.nullcontext()
+        return no_sync(self.model)
+
+    def _check_masks(self, masks: Masks) -> None:
+        prints = self.ranks.texts("the fingerprints of the masks", masks.fingerprint())
+        for rank, found in enumerate(prints):
+            first = rank - rank % self.ranks.num_replicas  # of its stage
+            if found != prints[first]:
+                raise MaskError(
+                    f"the masks that rank {rank} has drawn are not those of rank {first}, though their "
+                    "weights should be the same; start again from the last checkpoint"
+                )
 
 
 def _sum(parts: Iterable[dict[Any, int]]) -> dict[str, int]:

@@ -7,10 +7,13 @@ after it          `change` after every step
 All decisions follow from the settings, the model and `state_dict`, which goes into the checkpoint.
 """
 
+import fnmatch
+import json
 from typing import Any, Final
 
 import torch
 
+from samo.candidates import matching, prunable
 from samo.config import PruneConfig, TrainConfig
 from samo.config_methods import MOVING, first_look
 from samo.dynamic.gradual import GradualPruning
@@ -78,12 +81,13 @@ class Masking:
         reason: events.DrawReason = "masks" if settings.masks else "dense_steps"
         if bird is not None:
             reason = "limit" if bird.masks is None else "settled"
-        masks = draw_masks(self._learner.model, self._config) if bird is None else bird.draw_now()
+        masks = draw_masks(self._learner, self._config) if bird is None else bird.draw_now()
+        kept, numel = self._of_all_stages(masks)
         return masks, events.Pruned(
             step=step,
-            kept=masks.kept,
-            numel=masks.numel,
-            sparsity=masks.sparsity,
+            kept=kept,
+            numel=numel,
+            sparsity=1 - kept / numel,
             reason=reason,
             distances=[] if bird is None else self._recent(bird),
             threshold=None if bird is None else settings.threshold,
@@ -113,6 +117,7 @@ class Masking:
                 every=every,
                 stop=stop,
                 seed=seed,
+                add_up=learner.add_up_dense,
             )
 
     def change(self, step: int) -> events.Remapped | None:
@@ -123,7 +128,7 @@ class Masking:
         if masks is None:
             return None
         assert before is not None
-        self._learner.masks = masks
+        self._learner.remapped(masks)
         common = (before & masks).kept
         return events.Remapped(
             step=step,
@@ -164,13 +169,20 @@ class Masking:
                 "another checkpoint of this run"
             ) from error
 
+    def _of_all_stages(self, masks: Masks) -> tuple[int, int]:
+        """Return how many weights are kept, and of how many, in the masks of all stages."""
+        ranks = self._learner.ranks
+        said = ranks.texts("the size of the masks", json.dumps([masks.kept, masks.numel]))
+        counts = [json.loads(text) for text in said[:: ranks.num_replicas]]
+        return sum(kept for kept, _ in counts), sum(numel for _, numel in counts)
+
     def _recent(self, bird: EarlyBird) -> list[float]:
         """Return the distances of the newest masks to the others in the queue."""
         rows = bird.distances
         return rows[-1][-(self._config.prune.queue - 1) :] if rows else []
 
 
-def draw_masks(model: torch.nn.Module, config: TrainConfig) -> Masks:
+def draw_masks(learner: Learner, config: TrainConfig) -> Masks:
     """Return the first masks of a run: read from a file, or drawn from the weights as they are now.
 
     Raises:
@@ -180,14 +192,16 @@ def draw_masks(model: torch.nn.Module, config: TrainConfig) -> Masks:
     settings = config.prune
     if settings.masks is not None:
         masks = Masks.load(settings.masks).to(config.run.device)
-        masks.parameters_of(model)
+        learner.check_names(masks)
+        masks = learner.own_masks(masks)
+        masks.parameters_of(learner.model)
         return masks
     if settings.method == "gradual":
-        return Masks.whole(model, skip=settings.skip)
-    return _pruned(model, config)
+        return Masks.whole(learner.model, skip=settings.skip)
+    return _pruned(learner, config)
 
 
-def check_masks(model: torch.nn.Module, config: TrainConfig) -> None:
+def check_masks(learner: Learner, config: TrainConfig) -> None:
     """Refuse what cannot be pruned at the start of a run, not after a dense phase.
 
     Raises:
@@ -195,22 +209,41 @@ def check_masks(model: torch.nn.Module, config: TrainConfig) -> None:
         MaskError: The masks of a file do not, or nothing of a tensor would be kept.
     """
     if config.prune.masks is not None:
-        draw_masks(model, config)
+        draw_masks(learner, config)
     elif config.run.mode != "dense":
-        _pruned(model, config)
+        _pruned(learner, config)
 
 
-def _pruned(model: torch.nn.Module, config: TrainConfig) -> Masks:
-    settings = config.prune
+def _pruned(learner: Learner, config: TrainConfig) -> Masks:
+    model, choice = learner.model, _choice(config.prune)
     try:
+        if learner.stages is not None:
+            choice = _own_choice(model, learner.stages.names, choice)
+            if not ({*prunable(model)} - choice.pop("skipped") or choice["rules"]):
+                return Masks({})  # embeddings or a head alone
         return prune(
             model,
             method="random" if _is_random(config) else "magnitude",
-            **_choice(settings),
+            **choice,
             seed=config.run.seed,
         )
     except ValueError as error:
         raise ConfigError(f"cannot prune: {error}") from error
+
+
+def _own_choice(model: torch.nn.Module, names: list[str], choice: dict[str, Any]) -> dict[str, Any]:
+    """Leave out patterns that are about other stages, once they are known to be about one of them."""
+    whole, here = dict.fromkeys(names), dict(model.named_parameters())
+    for argument in ("skip", "rules"):
+        matching(choice[argument], whole, argument)
+
+    def is_here(pattern: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for name in here)
+
+    skip = tuple(filter(is_here, choice["skip"]))
+    rules = {pattern: value for pattern, value in choice["rules"].items() if is_here(pattern)}
+    skipped = matching(skip, here, "skip")
+    return {**choice, "skip": skip, "rules": rules, "skipped": skipped}
 
 
 def _is_random(config: TrainConfig) -> bool:

@@ -1,7 +1,9 @@
 """The record of a run: ``metrics.jsonl``, and TensorBoard's event files where that is installed."""
 
 import importlib.util
+import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +65,50 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class RankFile:
+    """Writes what one rank other than the first has to tell: its traffic, memory and state.
+
+    Args:
+        path: The file.
+        step: Where the run stands; lines of later steps are dropped.
+        on_error: Whether a line that cannot be written ends the run.
+    """
+
+    def __init__(self, path: Path, *, step: int, on_error: Literal["stop", "continue"]) -> None:
+        size = 0
+        with suppress(OSError), open(path, "rb") as file:
+            for line in file:
+                if _step_of(line) > step:
+                    break
+                size += len(line)
+        self._file = MetricsFile(path, size=size, on_error=on_error)
+
+    def on(self, event: Event) -> None:
+        """Write an event, if it is of this rank's own.
+
+        Raises:
+            RunError: The line could not be written, and the run is to stop then.
+        """
+        if isinstance(event, events.Started | events.Exchanged | events.Accounted | events.Ended):
+            self._file.on(event)
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._file.size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
 
 
 class Board:

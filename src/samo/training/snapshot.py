@@ -14,7 +14,7 @@ from samo.checkpoints.saving import save
 from samo.errors import CheckpointError
 from samo.mask import Mask
 from samo.masks import Masks
-from samo.models import GPT
+from samo.shapes import GPTConfig
 from samo.training.events import Phase
 from samo.training.learner import Learner
 from samo.training.masking import Masking
@@ -43,26 +43,39 @@ class Progress:
 
 
 def write(
-    path: Path, learner: Learner, masking: Masking, progress: Progress, *, tokenizer: str
+    path: Path,
+    learner: Learner,
+    masking: Masking,
+    progress: Progress,
+    *,
+    shape: GPTConfig,
+    tokenizer: str,
 ) -> None:
     """Save a run.
 
     Raises:
         CheckpointError: It could not be written; what was there before still is.
     """
-    assert isinstance(learner.model, GPT)
     progress.phase = learner.phase
     progress.dense_skipped = learner.dense_skipped
     extra: dict[str, Any] = {
         "progress": dataclasses.asdict(progress),
-        "model": dataclasses.asdict(learner.model.config),
+        "model": dataclasses.asdict(shape),
         "tokenizer": tokenizer,
         **_random_states(learner.device),
         **masking.state_dict(),
     }
     if learner.phase == "masked" and learner.masks is not None:
         extra |= {f"{_MASK}{name}": mask.words for name, mask in learner.masks.items()}
-    save(path, learner.model, learner.opt, scaler=learner.scaler, extra=extra)
+    save(
+        path,
+        learner.whole,
+        learner.opt,
+        scaler=learner.scaler,
+        extra=extra,
+        mesh=learner.ranks.mesh,
+        timeout_s=learner.ranks.timeout_s,
+    )
 
 
 def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
@@ -71,17 +84,29 @@ def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
     Raises:
         CheckpointError: The checkpoint is damaged, of another model, or not of a run.
     """
-    manifest = verify(path)
-    progress = _progress(path, manifest.extra.get("progress"))
-    if progress.phase == "samo":
-        learner.prune(Masks.load(path).to(learner.device), "samo")
-    extra = load(path, learner.model, learner.opt, scaler=learner.scaler)
+    progress, masks = learner.ranks.together("the checkpoint", lambda: _read(path))
+    if masks is not None:
+        learner.prune(learner.own_masks(masks).to(learner.device), "samo")
+    extra = load(
+        path,
+        learner.whole,
+        learner.opt,
+        scaler=learner.scaler,
+        mesh=learner.ranks.mesh,
+        timeout_s=learner.ranks.timeout_s,
+    )
     if progress.phase == "masked":
         learner.prune(_masks_in(extra, learner), "masked")
     masking.load_state_dict(extra)
     learner.dense_skipped = progress.dense_skipped
     _set_random_states(extra)
     return progress
+
+
+def _read(path: Path) -> tuple[Progress, Masks | None]:
+    """Return where a run stood, and its masks if its model was compressed."""
+    progress = _progress(path, verify(path).extra.get("progress"))
+    return progress, Masks.load(path) if progress.phase == "samo" else None
 
 
 def _progress(path: Path, found: Any) -> Progress:

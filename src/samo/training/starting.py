@@ -17,7 +17,10 @@ from samo.environment import hardware, versions
 from samo.errors import ConfigError, RunError
 from samo.models import GPT
 from samo.training.folder import RunFolder
+from samo.training.launches import launcher
 from samo.training.learner import Learner
+from samo.training.ranks import Ranks
+from samo.training.stages import Stages
 from samo.training.text import Text
 
 __all__ = []
@@ -33,9 +36,15 @@ CHANGEABLE: Final = frozenset(
         "run.sample_tokens",
         "data.train",
         "data.valid",
+        "mesh.pipe",
+        "mesh.data",
+        "mesh.shard",
+        "mesh.micro_batches",
+        "mesh.pipe_schedule",
+        "mesh.timeout_s",
     }
 )
-"""What a resumed run may change: how long, how often; and where the same text lies now."""
+"""What a resumed run may change: how long, how often, on how many ranks; and where the text lies now."""
 
 
 def on_this_machine(config: TrainConfig) -> TrainConfig:
@@ -77,7 +86,7 @@ def check_memory(config: TrainConfig) -> None:
     is_watched = config.prune.method in ("early-bird", "gradual")  # these begin with all weights
     is_dense = config.run.mode != "samo" or config.prune.dense_steps != 0 or is_watched
     # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
-    needed = (16 if is_dense else 4) * count
+    needed = (16 if is_dense else 4) * count // config.mesh.pipe
     there = hardware(torch.device(config.run.device))["memory_bytes"]
     if there and needed > there:
         can_skip = is_dense and config.run.mode == "samo" and not is_watched
@@ -92,29 +101,46 @@ def check_memory(config: TrainConfig) -> None:
         )
 
 
-def new_learner(config: TrainConfig, *, is_filled_later: bool = False) -> Learner:
+def new_learner(
+    config: TrainConfig, ranks: Ranks | None = None, *, is_filled_later: bool = False
+) -> Learner:
     """Return a learner with its first weights: of ``model.init``, or from seed and device.
 
     Args:
         config: Resolved settings.
+        ranks: Who learns together; one process alone if nothing is said.
         is_filled_later: A checkpoint will be loaded; then ``model.init`` need not be there any more.
 
     Raises:
         CheckpointError: ``model.init`` cannot be read, or is of another model.
     """
-    assert isinstance(config.data.vocab_size, int)
-    torch.manual_seed(config.run.seed)
-    with torch.device(config.run.device):
-        model = GPT(gpt_config(config.model, config.data.vocab_size))
+    ranks = ranks or Ranks()
+    stages: Stages | None = None
+    if ranks.num_stages > 1:
+        stages = Stages(config, ranks)
+        model: torch.nn.Module = stages.pipeline.module
+    else:
+        model = _new_model(config)
     if config.model.init is not None and not is_filled_later:
-        load(config.model.init, model)
+        whole = model if stages is None else stages.pipeline
+        load(config.model.init, whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
     return Learner(
         model,
         config.optim,
         dtype=getattr(torch, config.run.dtype),
         fp32_gradients=config.run.fp32_gradients,
         entry_steps=config.prune.method in MOVING,
+        ranks=ranks,
+        is_sharded=config.mesh.shard == "state",
+        stages=stages,
     )
+
+
+def _new_model(config: TrainConfig) -> GPT:
+    assert isinstance(config.data.vocab_size, int)
+    torch.manual_seed(config.run.seed)
+    with torch.device(config.run.device):
+        return GPT(gpt_config(config.model, config.data.vocab_size))
 
 
 def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
@@ -155,7 +181,7 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": to_dict(config),
-        "model": {"num_params": sum(param.numel() for param in learner.model.parameters())},
+        "model": {"num_params": learner.num_params},
         "data": {
             "train_tokens": text.train.num_tokens,
             "valid_tokens": text.valid.num_tokens,
@@ -165,7 +191,14 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
         },
         "versions": versions(),
         "hardware": hardware(learner.device),
+        "ranks": layout(learner.ranks),
+        "launcher": launcher(),
     }
+
+
+def layout(ranks: Ranks) -> dict[str, int]:
+    """Return the grid as run.json records it."""
+    return {"pipe": ranks.num_stages, "data": ranks.num_replicas}
 
 
 def _with_full_paths(config: TrainConfig) -> TrainConfig:

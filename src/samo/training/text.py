@@ -42,13 +42,13 @@ def open_text(config: TrainConfig, out: Path) -> Text:
     else:
         together = tokens.vocab_size
         tokens, valid = tokens.split(data.valid_fraction, min_tokens=context + 1)
-    sizes = {"context": context, "batch_size": config.run.batch_size}
     for name, part, paths in (
         ("to train on", tokens, data.train),
         ("to validate on", valid, data.valid or data.train),
     ):
         try:
-            next(validation_batches(part, **sizes, max_batches=1))
+            size = config.run.batch_size
+            next(validation_batches(part, context=context, batch_size=size, max_batches=1))
         except DataError as error:
             files = ", ".join(f"'{path.name}'" for path in paths)
             raise DataError(f"the text {name} ({files}): {error}") from None

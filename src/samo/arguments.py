@@ -1,0 +1,82 @@
+"""Arguments that are checked alike everywhere: numbers, models and optimizers."""
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = []
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """Return a whole number of any kind (numpy's, a tensor of one) as a Python int.
+
+    Example:
+        >>> whole_number("every", 3, least=1)
+        3
+
+    Raises:
+        ValueError: It is none, or less than ``least``.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or (least is not None and found < least):
+        rule = "" if least is None else f" of {least} or more"
+        raise ValueError(f"{name} must be a whole number{rule}, got {value!r}")
+    return found
+
+
+def finite_number(name: str, value: Any) -> float:
+    """Return a number that is neither NaN nor infinite.
+
+    Example:
+        >>> finite_number("drop", 0.3)
+        0.3
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, bool | str | bytes):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return found
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def optimizers_of(opt: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """Return one optimizer or several as a list.
+
+    Raises:
+        TypeError: Something among them is no optimizer.
+    """
+    given: Any = opt
+    is_one = isinstance(opt, Optimizer | str | nn.Module) or not isinstance(opt, Iterable)
+    found = [given] if is_one else list(given)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"opt must be a torch.optim.Optimizer or several of them, got {type(one).__name__}; "
+                "build one on samo.parameters(model)"
+            )
+    return found

@@ -1,0 +1,244 @@
+"""The ranks of a run: who this one is, and what all of them do together.
+
+A run on one process has a `Ranks` too, which does nothing but what it is given. What ranks must agree
+on goes over a group of its own, on the host: texts, errors, signals. Sums of losses and dense gradients
+go over the axis `data`.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from samo.config_mesh import MeshConfig
+from samo.errors import ConfigError, PeerError, SamoError
+from samo.parallel import mesh as meshes
+from samo.parallel.collectives import Group
+from samo.training.launches import end_with_launcher
+
+__all__ = []
+
+Result = TypeVar("Result")
+
+_HEARTBEAT_S: Final = 1.0
+
+
+class Ranks:
+    """The grid of ranks as one of them sees it; without a mesh, one process alone.
+
+    Args:
+        mesh: The grid, with axes ``pipe`` and ``data``.
+        timeout_s: Seconds after which a rank that waits for another gives up.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, *, timeout_s: float = 600.0) -> None:
+        self.mesh: Final = mesh
+        self.timeout_s: Final = timeout_s
+        self.rank = self.stage = self.replica = 0
+        self.size = self.num_stages = self.num_replicas = 1
+        self._all: Group | None = None
+        self._data: Group | None = None
+        self._has_joined = False
+        if mesh is None:
+            return
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.num_stages, self.num_replicas = mesh.size(0), mesh.size(1)
+        self.stage, self.replica = divmod(self.rank, self.num_replicas)
+        # On the host whatever the device: nobody waits for a GPU to learn of a signal.
+        host = dist.new_group(backend="gloo")
+        self._all = Group(host, timeout_s=timeout_s, heartbeat_s=_HEARTBEAT_S)
+        if self.num_replicas > 1:
+            self._data = Group(
+                mesh["data"].get_group(), timeout_s=timeout_s, heartbeat_s=_HEARTBEAT_S
+            )
+
+    @classmethod
+    def join(cls, settings: MeshConfig, device: str) -> "Ranks":
+        """Meet the other ranks that torchrun or samo launch has started; alone without them.
+
+        Raises:
+            ConfigError: The sizes of the grid do not make up the number of ranks.
+            PeerError: The others did not come.
+        """
+        is_here = dist.is_available() and dist.is_initialized()
+        num_ranks = dist.get_world_size() if is_here else int(os.environ.get("WORLD_SIZE", "1"))
+        data = None if isinstance(settings.data, str) else settings.data
+        try:
+            meshes.check_sizes({"pipe": settings.pipe, "data": data}, num_ranks)
+        except ValueError as error:
+            more = "; start ranks with samo launch -n or torchrun" if num_ranks == 1 else ""
+            raise ConfigError(f"{error}{more}") from None
+        if num_ranks == 1:
+            return cls(timeout_s=settings.timeout_s)
+        end_with_launcher()
+        try:
+            grid = meshes.mesh(
+                settings.pipe,
+                data,
+                device="cuda" if device == "cuda" else "cpu",
+                timeout_s=settings.timeout_s,
+            )
+            ranks = cls(grid, timeout_s=settings.timeout_s)
+        except SamoError:
+            raise
+        except (RuntimeError, OSError) as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PeerError(
+                f"the {num_ranks} ranks did not meet: {said}; start them all, on machines that reach each "
+                "other"
+            ) from error
+        ranks._has_joined = not is_here
+        return ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and speaks for all."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """This rank as messages call it."""
+        stage = f" (stage {self.stage} of {self.num_stages})" if self.num_stages > 1 else ""
+        return f"rank {self.rank}{stage}"
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of every batch is this rank's, and of how many."""
+        return self.replica, self.num_replicas
+
+    def cause(self, error: Exception) -> SamoError | None:
+        """Return what is to be said of an error that ended a run; None if it is nobody else's fault."""
+        if isinstance(error, PeerError):
+            return self.placed(error)
+        if isinstance(error, SamoError):
+            return error
+        is_memory = "memory" in str(error)
+        return self.blame(error) if isinstance(error, RuntimeError) and not is_memory else None
+
+    def blame(self, error: RuntimeError) -> PeerError | None:
+        """Return who is behind an error of a backend, which names nobody; None if all ranks are alive."""
+        found = None if self._all is None else self._all.peers.stopped()
+        if found is None:
+            return None
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return self.placed(
+            PeerError(
+                f"{found[1]}. Start again from the last checkpoint. The backend said: {said}",
+                found[0],
+            )
+        )
+
+    def placed(self, error: PeerError) -> PeerError:
+        """Return the error with the stages of the ranks at fault, where it does not name them."""
+        if self.num_stages == 1 or error.stage is not None or not error.ranks:
+            return error
+        stages = {rank: rank // self.num_replicas for rank in error.ranks}
+        where = ", ".join(f"rank {rank} is stage {stage}" for rank, stage in stages.items())
+        return PeerError(
+            f"{error} ({where} of {self.num_stages})",
+            error.ranks,
+            stage=next(iter(stages.values())),
+        )
+
+    def leave(self) -> None:
+        """Part from the others, all having come this far."""
+        if self._has_joined:
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
+            self._has_joined = False
+
+    # What all ranks do together ------------------------------------------------------------------
+
+    def together(self, what: str, do: Callable[[], Result]) -> Result:
+        """Do something that may fail on one rank; then it has failed on all.
+
+        Raises:
+            SamoError: What this rank's own work raised.
+            PeerError: It went well here, and not on another rank, which is named.
+        """
+        failure: SamoError | None = None
+        result: Result | None = None
+        try:
+            result = do()
+        except SamoError as error:
+            failure = error
+        if self._all is not None:
+            said = self._all.exchange("" if failure is None else f"!{failure}", what=what)
+            others = [rank for rank, text in enumerate(said) if text and rank != self.rank]
+            if failure is None and others:
+                raise PeerError(
+                    f"rank {others[0]} stopped: {said[others[0]][1:]}", tuple(others[:1])
+                )
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def first(self, what: str, do: Callable[[], Result]) -> Result | None:
+        """Do something on the first rank, for which the others wait; they return None.
+
+        Raises:
+            SamoError: It failed on the first rank.
+            PeerError: This is another rank.
+        """
+        return self.together(what, lambda: do() if self.is_first else None)
+
+    def first_then_others(self, what: str, do: Callable[[], Result]) -> Result:
+        """Do something on the first rank, and on the others once it is done."""
+        result = self.first(what, do)
+        if self._all is None:
+            assert result is not None
+            return result
+        return self.together(what, lambda: do() if result is None else result)
+
+    def told(self, what: str, text: str) -> str:
+        """Return the text of the first rank."""
+        return text if self._all is None else self._all.exchange(text, what=what)[0]
+
+    def texts(self, what: str, text: str) -> list[str]:
+        """Return the texts of all ranks, in their order."""
+        return [text] if self._all is None else self._all.exchange(text, what=what)
+
+    def check_same(self, what: str, values: object) -> None:
+        """Refuse ranks that were started differently.
+
+        Raises:
+            ConfigError: They have different values.
+        """
+        texts = self.texts(what, json.dumps(values, sort_keys=True, default=str))
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise ConfigError(
+                    f"rank {rank} and rank 0 do not have the same {what}; start all ranks with one command"
+                )
+
+    def common_signal(self, number: int | None) -> int | None:
+        """Return the signal that any rank got: all end after the same step."""
+        if self._all is None:
+            return number
+        highest = torch.tensor([number or 0])
+        self._all.all_reduce(
+            highest, op=dist.ReduceOp.MAX, kind="flags", what="whether the run goes on"
+        ).wait()
+        return int(highest) or None
+
+    def add_up(self, tensor: Tensor, what: str) -> Tensor:
+        """Sum a tensor over the replicas, in place."""
+        if self._data is not None:
+            self._data.all_reduce(tensor, kind="flags", what=what).wait()
+        return tensor
+
+    @property
+    def data(self) -> Group | None:
+        """The replicas of this stage; None if there is one."""
+        return self._data
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups whose traffic is this run's own."""
+        return [group for group in (self._all, self._data) if group is not None]

@@ -1,0 +1,96 @@
+"""A model that lies on several ranks in a row: how its first weights are drawn, and its passes computed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samo.config import TrainConfig, gpt_config
+from samo.config_mesh import micro_batches
+from samo.data.batches import IGNORE, Batch, part_of
+from samo.models import GPT, draw_weights
+from samo.pipeline.api import Pipeline
+from samo.pipeline.costs import parameter_costs
+from samo.pipeline.layers import take_apart
+from samo.pipeline.partition import partition
+from samo.training.ranks import Ranks
+
+__all__ = []
+
+Around = Callable[[bool], AbstractContextManager[Any]]
+
+
+class Stages:
+    """The stages of a GPT, of which this rank has one.
+
+    Weights are drawn as one process draws them, whatever the number of stages.
+
+    Args:
+        config: Resolved settings.
+        ranks: The grid.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        assert isinstance(config.data.vocab_size, int)
+        shape = gpt_config(config.model, config.data.vocab_size)
+        with torch.device("meta"):
+            whole = GPT(shape)
+        layers = take_apart(whole)
+        pieces = ranks.num_stages * (2 if config.mesh.pipe_schedule == "interleaved" else 1)
+        cuts = partition(parameter_costs(layers), pieces)
+        own = {
+            name
+            for start, stop in cuts[ranks.stage :: ranks.num_stages]
+            for unit in layers.units[start:stop]
+            for name, _ in unit.named_parameters()
+        }
+        tied = {name for group in layers.tied if own & {*group} for name in group}
+        torch.manual_seed(config.run.seed)
+        weights = draw_weights(shape, lambda name: name in own | tied, config.run.device)
+        self.names: Final = [name for name, _ in whole.named_parameters()]
+        self.num_params: Final = sum(param.numel() for param in whole.parameters())
+        self._rows: Final = _rows(config, ranks)
+        self._divisor: Tensor | float = 1.0
+        self._around: Around = lambda is_last: nullcontext()
+        self.pipeline: Final = Pipeline(
+            whole,
+            self._loss,
+            ranks.mesh,
+            micro_batches(config, ranks.num_replicas),
+            schedule=config.mesh.pipe_schedule,
+            cuts=cuts,
+            device=config.run.device,
+            weights=weights,
+            loss_reduction="sum",
+            last_micro_batch=lambda is_last: self._around(is_last),
+            timeout=ranks.timeout_s,
+        )
+
+    def backward(
+        self, batch: Batch, divisor: Tensor | float, around: Around, *, is_last: bool
+    ) -> Tensor:
+        """Compute forward and backward of a batch, and return the sum of its losses, divided."""
+        self._divisor, self._around = divisor, around
+        return self.pipeline.step(batch.inputs_BT, target=batch.targets_BT, is_last=is_last)
+
+    def loss_sum(self, batch: Batch, around: Around) -> Tensor:
+        """Return the sum of the losses of a batch, which may have fewer rows than others."""
+        self._divisor, self._around = 1.0, around
+        missing = max(self._rows - len(batch.inputs_BT), 0)  # torch's schedules know one shape
+        inputs_BT = F.pad(batch.inputs_BT, (0, 0, 0, missing))
+        targets_BT = F.pad(batch.targets_BT, (0, 0, 0, missing), value=IGNORE)
+        return self.pipeline.eval(inputs_BT, target=targets_BT)
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        total = F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum"
+        )
+        return total / self._divisor
+
+
+def _rows(config: TrainConfig, ranks: Ranks) -> int:
+    rows = part_of(config.run.batch_size, ranks.part)
+    return rows.stop - rows.start

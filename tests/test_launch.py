@@ -1,0 +1,208 @@
+"""samo launch and torchrun: ranks that end together, whatever ends one of them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samo.cli import Launch, _split_launch, main, parse
+from samo.cli.launch import run as launch
+from samo.config import TrainConfig
+from samo.errors import ConfigError, PeerError
+from samo.training import events
+from samo.training.events import Event
+from samo.training.launches import restarted_folder
+from samo.training.loop import train
+from tests.launch import run_ranks
+from tests.test_training_ranks import small, text
+
+__all__ = ["text"]  # the fixture
+
+SMALL = "--batch-size 4 --num-layers 2 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 1000 --eval-batches 1 --dense-steps 2 --save-every 3 --sample-tokens 0 --timeout-s 10".split()  # fmt: skip  # noqa: SIM905
+
+
+def children(pid: int) -> dict[int, int]:
+    """Return the ranks among the children of a process, to their process numbers."""
+    found: dict[int, int] = {}
+    try:
+        numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return found  # it has ended
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{number}/environ").read_bytes().decode().split("\0")
+            ranks = [entry for entry in entries if entry.startswith("RANK=")]
+            found.update({int(rank.removeprefix("RANK=")): int(number) for rank in ranks})
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def started(*command: str, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+    )
+    try:
+        yield process
+    finally:
+        for pid in (*children(process.pid).values(), process.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(path: Path, process: "subprocess.Popen[str]", seconds: float = 120) -> dict[int, int]:
+    """Wait until a file is there, and return the ranks."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"no {path} after {seconds} s"
+        time.sleep(0.05)
+    return children(process.pid)
+
+
+@pytest.mark.slow
+def test_one_killed_rank_ends_all_and_ctrl_c_saves(tmp_path: Path, text: Path) -> None:
+    manifest = tmp_path / "run" / "checkpoints" / "last" / "manifest.json"
+    command = ["samo", "launch", "-n", "2", "train", "notes.txt", "--out", "run", "--pipe", "2"]
+    with started(*command, "--steps", "100000", *SMALL, cwd=tmp_path) as process:
+        ranks = wait_for(manifest, process)
+        assert sorted(ranks) == [0, 1]
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == 130, said
+        assert "and saved. To go on:\n  samo train --resume run" in said
+        assert all(map(is_gone, ranks.values()))
+
+    metrics = tmp_path / "run" / "metrics.rank1.jsonl"
+    before = len(metrics.read_bytes())
+    resumed = ["samo", "launch", "-n", "2", "train", "--resume", "run"]
+    with started(*resumed, cwd=tmp_path) as process:
+        deadline = time.monotonic() + 120
+        while len(metrics.read_bytes()) <= before + 1000:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        ranks = children(process.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == 128 + signal.SIGKILL, said
+        assert "samo: rank 0: rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
+        assert "samo: rank 1 was killed by signal 9, the first of the ranks to fail" in said
+        assert "Traceback" not in said
+        assert all(map(is_gone, ranks.values()))
+
+
+@pytest.mark.slow
+def test_a_restarted_run_comes_back_from_its_last_checkpoint(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "runs" / "notes"
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "1", "-m", "samo", "train", "notes.txt"]
+    with started(*command, "--steps", "40", *SMALL, cwd=tmp_path) as process:
+        ranks = wait_for(run / "checkpoints" / "last" / "manifest.json", process)
+        os.kill(ranks[1], signal.SIGKILL)
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, said
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes"]
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    resumes = [line for line in found if line["event"] == "resume"]
+    assert len(resumes) == 1
+    assert resumes[0]["step"] >= 2
+    steps = [line["step"] for line in found if line["event"] == "step"]
+    assert steps == list(range(1, 41))
+
+
+class Stopper:
+    """Stops one rank after a step, without a word; notes when, on the other."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.time = 0.0
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, events.Ticked) and event.step == 2:
+            self.time = time.monotonic()
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train_with_one_that_hangs(rank: int, num_ranks: int, config: TrainConfig, out: Path) -> Any:
+    stopper = Stopper(rank)
+    try:
+        train(config, out, listeners=[stopper])
+    except PeerError as error:
+        return str(error), error.ranks, time.monotonic() - stopper.time
+    return None
+
+
+def test_a_rank_that_hangs_ends_the_others_in_time(tmp_path: Path, text: Path) -> None:
+    config = small(text, {"timeout_s": 2.0})
+    answers = run_ranks(
+        2, train_with_one_that_hangs, config, tmp_path / "run", lost=[1], timeout_s=60
+    )
+    message, ranks, seconds = answers[0]
+    assert ranks == (1,)
+    assert "rank 1 stopped (no heartbeat" in message
+    assert (
+        seconds < 30
+    )  # 2 s, 3 s to find out who it was, and what a busy machine takes for two steps
+
+
+def test_flags_behind_the_command_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, behind = _split_launch(["launch", "-n", "4", "train", "a.txt", "--steps", "9"])
+    assert ours == ["launch", "-n", "4", "train"]
+    assert behind == ("train", "a.txt", "--steps", "9")
+    command = parse(["launch", "-n", "4", "train", "a.txt", "--max-restarts", "9"])
+    assert isinstance(command, Launch)
+    assert (command.num_ranks, command.max_restarts) == (4, 0)
+    assert command.command[-2:] == ("--max-restarts", "9")
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--help"])
+    assert ended.value.code == 0
+    assert "COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks must be 1 or more, got 0"),
+        ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
+        ({"command": ("bench",)}, "samo launch starts one of: train; got 'bench'"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch(Launch(**{"command": ("train", "a.txt"), **settings}))
+
+
+def test_a_restart_finds_the_folder_of_its_own_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    for name, launcher in (("notes", "6/1"), ("notes-2", f"7/{os.getppid()}")):
+        folder = tmp_path / name
+        folder.mkdir()
+        record = {"format": "samo-run", "version": 1, "launcher": launcher}
+        (folder / "run.json").write_text(json.dumps(record))
+    assert restarted_folder(None, tmp_path, "notes") == tmp_path / "notes-2"
+    assert restarted_folder(tmp_path / "notes", tmp_path, "notes") is None
+    assert restarted_folder(tmp_path / "none", tmp_path, "notes") is None

@@ -1,0 +1,404 @@
+"""Runs on many ranks against the same run on one: losses, masks, checkpoints, refusals."""
+
+import json
+import os
+import random
+import shutil
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import samo
+from samo.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PruneConfig,
+    RunConfig,
+    TrainConfig,
+    resolve,
+)
+from samo.config_mesh import MeshConfig, check_batch, micro_batches
+from samo.errors import ConfigError, MaskError, PeerError, RunError
+from samo.models import GPT, GPTConfig
+from samo.training import events
+from samo.training.events import Event
+from samo.training.learner import Learner
+from samo.training.loop import resume, train
+from samo.training.ranks import Ranks
+from tests.launch import run_ranks
+
+WORDS: Final = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while")
+
+# Sums over parts of a batch are rounded otherwise than those over all of it, by some 1e-7; Adam
+# divides by the size of a gradient, so that the smallest ones, mostly rounding, count as much as others.
+CLOSE: Final = {"rel": 3e-5}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    draw = random.Random(0)
+    path = tmp_path / "notes.txt"
+    path.write_text("\n".join(" ".join(draw.choices(WORDS, k=8)) for _ in range(300)))
+    return path
+
+
+def small(text: Path, mesh: dict[str, Any] | None = None, **prune: Any) -> TrainConfig:
+    return TrainConfig(
+        data=DataConfig(train=(text,)),
+        model=ModelConfig(num_layers=2, width=32, num_heads=2, context=32),
+        prune=PruneConfig(**{"dense_steps": 2, **prune}),
+        run=RunConfig(
+            steps=6,
+            batch_size=7,
+            accumulate=2,
+            eval_every=3,
+            eval_batches=2,
+            save_every=100,
+            log_every=1,
+            sample_tokens=4,
+        ),
+        mesh=MeshConfig(**{"timeout_s": 20.0, **(mesh or {})}),
+    )
+
+
+def lines(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["event"] in kinds]
+
+
+def assert_same_course(one: Path, other: Path) -> None:
+    steps, others = lines(one, "step"), lines(other, "step")
+    for name in ("loss", "grad_norm"):
+        assert [a[name] for a in others] == pytest.approx([a[name] for a in steps], **CLOSE)
+    for name in ("step", "phase", "lr", "tokens", "epoch", "skipped_steps"):
+        assert [a[name] for a in others] == [a[name] for a in steps]
+    ours, theirs = lines(one, "eval"), lines(other, "eval")
+    assert [a["valid_loss"] for a in theirs] == pytest.approx(
+        [a["valid_loss"] for a in ours], **CLOSE
+    )
+    for a, b in zip(lines(one, "prune", "remap"), lines(other, "prune", "remap"), strict=True):
+        assert a == b
+
+
+def tensors(run: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in sorted((run / "checkpoints" / "last").glob("data-*/*.safetensors")):
+        found.update({f"{file.name}:{name}": t for name, t in load_file(file).items()})
+    return found
+
+
+class Killer:
+    """Sends this process a signal after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, events.Ticked) and event.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_here(rank: int, num_ranks: int, configs: dict[Path, TrainConfig]) -> None:
+    for out, config in configs.items():
+        result = train(config, out)
+        assert (result.sample is not None) == (rank == 0 and config.mesh.pipe == 1)
+
+
+def train_until(rank: int, num_ranks: int, config: TrainConfig, out: Path, step: int) -> None:
+    # Not the first rank: all of them stop for a signal that one of them got.
+    result = train(config, out, listeners=[Killer(step)] if rank == num_ranks - 1 else [])
+    assert (result.signal, result.step, result.saved_step) == (signal.SIGTERM, step, step)
+
+
+def resume_here(rank: int, num_ranks: int, run: Path, mesh: MeshConfig) -> None:
+    from samo.training.folder import RunFolder
+
+    config = replace(RunFolder.find(run).config(), mesh=mesh)
+    assert resume(run, config=config).signal is None
+
+
+# The same course in every layout -------------------------------------------------------------------
+
+LAYOUTS: Final = [
+    (2, {}),
+    (3, {"shard": "state"}),
+    (2, {"pipe": 2}),
+    (4, {"pipe": 2, "shard": "state", "micro_batches": 3}),
+    (4, {"pipe": 2}),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), LAYOUTS, ids=str)
+def test_losses_do_not_depend_on_the_layout(
+    tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any]
+) -> None:
+    is_tied = num_ranks == 4  # a gradient that two stages and two replicas share
+    one, many = (
+        replace(config, model=replace(config.model, tied=is_tied))
+        for config in (small(text), small(text, mesh))
+    )
+    train(one, tmp_path / "one")
+    run_ranks(num_ranks, train_here, {tmp_path / "many": many})
+    assert_same_course(tmp_path / "one", tmp_path / "many")
+    ours, theirs = tensors(tmp_path / "one"), tensors(tmp_path / "many")
+    assert ours.keys() == theirs.keys()
+    assert {name: t.dtype for name, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    masks = samo.Masks.load(tmp_path / "many" / "masks.safetensors")
+    assert masks == samo.Masks.load(tmp_path / "many" / "checkpoints" / "last")
+    assert masks.kept == samo.Masks.load(tmp_path / "one" / "masks.safetensors").kept
+    for rank in range(1, num_ranks):
+        found = (tmp_path / "many" / f"metrics.rank{rank}.jsonl").read_text().splitlines()
+        traffic = [json.loads(line) for line in found if '"traffic"' in line]
+        assert [line["step"] for line in traffic] == list(range(1, 7))
+        assert traffic[-1]["rank"] == rank
+        assert sum(traffic[-1]["received"].values()) > 0
+        kinds = {kind for kind, size in traffic[-1]["sent"].items() if size}
+        assert ("activations" in kinds) == (mesh.get("pipe", 1) > 1)
+        assert ("values" in kinds) == ("shard" in mesh)
+    record = json.loads((tmp_path / "many" / "run.json").read_text())
+    pipe = mesh.get("pipe", 1)
+    assert record["ranks"] == {"pipe": pipe, "data": num_ranks // pipe}
+    assert record["config"]["mesh"]["data"] == "auto"
+
+
+def test_methods_choose_the_same_masks_on_two_ranks_as_on_one(tmp_path: Path, text: Path) -> None:
+    methods: dict[str, dict[str, Any]] = {
+        "rigl": {"mask_every": 2, "mask_stop": 5, "dense_steps": 0},
+        "set": {"mask_every": 2, "mask_stop": 5, "dense_steps": 0},
+        "gradual": {"mask_every": 1, "mask_stop": 5, "dense_steps": 1},
+        "early-bird": {"mask_every": 1, "queue": 2, "dense_steps": 4, "threshold": 0.5},
+    }
+    for method, settings in methods.items():
+        train(small(text, method=method, **settings), tmp_path / method)
+    many = {
+        tmp_path / f"{method}-2": small(text, method=method, **settings)
+        for method, settings in methods.items()
+    }
+    run_ranks(2, train_here, many)
+    for method in methods:
+        one, two = tmp_path / method, tmp_path / f"{method}-2"
+        assert_same_course(one, two)
+        a, b = (samo.Masks.load(run / "masks.safetensors") for run in (one, two))
+        differing = 1 - (a & b).kept / a.kept
+        assert differing < 0.01, "rounding may turn the choice between almost equal weights alone"
+
+
+# Checkpoints go from one layout to another --------------------------------------------------------
+
+
+def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, text: Path) -> None:
+    train(small(text), tmp_path / "one")
+    run_ranks(4, train_until, small(text, {"pipe": 2}), tmp_path / "many", 4)
+    resume_alone = tmp_path / "1x1"
+    shutil.copytree(tmp_path / "many", resume_alone)
+    with pytest.raises(
+        ConfigError, match=r"pipe=2 does not make up 1 rank; these do: pipe=1 x data=1"
+    ):
+        resume(resume_alone)
+    stale = resume_alone / "metrics.rank3.jsonl"
+    stale.write_text(stale.read_text() + '{"event": "end", "step": 5, "reason": "done"}\n')
+    resume_here(0, 1, resume_alone, MeshConfig())
+    assert_same_course(tmp_path / "one", resume_alone)
+    assert [json.loads(line)["step"] for line in stale.read_text().splitlines()][-1] == 4
+    layouts = {"4x1": (4, MeshConfig(pipe=4)), "1x3": (3, MeshConfig(shard="state"))}
+    for name, (num_ranks, mesh) in layouts.items():
+        shutil.copytree(tmp_path / "many", tmp_path / name)
+        run_ranks(num_ranks, resume_here, tmp_path / name, replace(mesh, timeout_s=20.0))
+        assert_same_course(tmp_path / "one", tmp_path / name)
+        assert json.loads((tmp_path / name / "run.json").read_text())["ranks"]["pipe"] == mesh.pipe
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def refused(rank: int, num_ranks: int, config: TrainConfig, out: Path) -> str:
+    kinds = (ConfigError, PeerError, RunError)
+    try:
+        train(config if rank else replace(config, run=replace(config.run, seed=1)), out)
+    except kinds as error:
+        first = f"{type(error).__name__}: {error}"
+    try:
+        train(config, out)
+    except kinds as error:
+        return f"{first} | {type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_one_rank_refuses_ends_all(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    first, second = run_ranks(2, refused, small(text), tmp_path / "full")
+    for said in (first, second):
+        assert "rank 1 and rank 0 do not have the same settings; start all ranks" in said
+    assert "| RunError: " in first
+    assert "is not empty" in first
+    assert "| PeerError: rank 0 stopped: " in second
+
+
+@pytest.mark.parametrize(
+    ("mesh", "prune", "message"),
+    [
+        ({"pipe": 0}, {}, "pipe must be 1 or more"),
+        ({"timeout_s": 0.0}, {}, "timeout_s must be a number of seconds over 0"),
+        ({"micro_batches": 2}, {}, "micro_batches is for a model that is cut into stages"),
+        ({"pipe": 5}, {}, "a model of 2 blocks has 4 layers .* too few for 5 pieces"),
+        ({"pipe": 2}, {"scope": "erk"}, "scope erk compares the weights of all stages"),
+        ({"pipe": 2}, {"method": "rigl"}, "method rigl follows the masks of the whole model"),
+        ({"shard": "state"}, {"method": "set"}, "method set changes masks, and with shard state"),
+        ({"data": 2}, {}, "data=2 does not make up 1 rank.* start ranks with samo launch"),
+        ({"pipe": 2}, {}, "pipe=2 does not make up 1 rank"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_the_start(
+    tmp_path: Path, text: Path, mesh: dict[str, Any], prune: dict[str, Any], message: str
+) -> None:
+    settings = {"dense_steps": "auto", **prune}
+    with pytest.raises(ConfigError, match=message):
+        train(small(text, mesh, **settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"mode": "masked"}, "mode masked is a comparison for one stage"),
+        ({"dtype": "float16"}, "dtype float16 scales the loss of a dense phase"),
+    ],
+)
+def test_modes_of_one_stage_are_refused_with_several(
+    tmp_path: Path, text: Path, run: dict[str, Any], message: str
+) -> None:
+    config = small(text, {"pipe": 2})
+    with pytest.raises(ConfigError, match=message):
+        train(replace(config, run=replace(config.run, **run)), tmp_path / "run")
+
+
+def test_sharded_state_is_compressed_state(tmp_path: Path, text: Path) -> None:
+    config = small(text, {"shard": "state"})
+    with pytest.raises(ConfigError, match="shard state divides compressed state"):
+        train(replace(config, run=replace(config.run, mode="masked")), tmp_path / "run")
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+def _begins(start: str, name: str) -> bool:
+    return name.startswith(start)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_stages_draw_the_weights_that_one_process_draws(is_tied: bool) -> None:
+    from samo.models import draw_weights
+
+    config = GPTConfig(num_layers=3, width=16, num_heads=2, context=8, is_tied=is_tied)
+    torch.manual_seed(5)
+    whole = dict(GPT(config).named_parameters())
+    for kept in ("embed", "blocks.0.", "blocks.2.", "norm", ""):
+        torch.manual_seed(5)
+        drawn = draw_weights(config, partial(_begins, kept))
+        assert drawn.keys() == {name for name in whole if name.startswith(kept)}
+        for name, values in drawn.items():
+            assert torch.equal(values, whole[name]), name
+
+
+def a_learner() -> Learner:
+    model = GPT(GPTConfig(num_layers=1, width=16, num_heads=2, context=8))
+    return Learner(model, OptimConfig(), dtype=torch.float32)
+
+
+def test_masks_that_differ_between_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = a_learner()
+    monkeypatch.setattr(learner.ranks, "texts", lambda what, text: [text, "another"])
+    monkeypatch.setattr(learner.ranks, "num_replicas", 2)
+    with pytest.raises(MaskError, match="masks that rank 1 has drawn are not those of rank 0"):
+        learner.prune(samo.prune(learner.model, 0.5), "masked")
+
+
+def test_masks_of_weights_that_no_stage_has_are_refused() -> None:
+    learner = a_learner()
+    learner.stages = SimpleNamespace(names=["blocks.0.mlp.0.weight"])  # type: ignore[assignment]
+    with pytest.raises(
+        MaskError, match=r"the masks have 'blocks.0.attention.*no weight of the model"
+    ):
+        learner.check_names(samo.prune(learner.model, 0.5))
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")  # where nobody listens
+    with pytest.raises(PeerError, match=r"the 2 ranks did not meet: .*; start them all"):
+        Ranks.join(MeshConfig(timeout_s=0.5), "cpu")
+
+
+def test_an_error_of_a_backend_is_that_of_the_rank_that_stopped() -> None:
+    ranks = Ranks()
+    assert ranks.blame(RuntimeError("Connection closed")) is None  # there is nobody else
+    ranks._all = SimpleNamespace(  # type: ignore[assignment]
+        peers=SimpleNamespace(stopped=lambda: ((3,), "rank 3 stopped (no heartbeat for 3 s)"))
+    )
+    ranks.num_stages, ranks.num_replicas = 2, 2
+    error = ranks.blame(RuntimeError("Connection closed\nby peer"))
+    assert error is not None
+    assert (error.ranks, error.stage) == ((3,), 1)
+    assert str(error).endswith("The backend said: Connection closed (rank 3 is stage 1 of 2)")
+    assert ranks.placed(error) is error
+    assert ranks.cause(error) is error
+    assert isinstance(ranks.cause(RuntimeError("Connection closed")), PeerError)
+    assert ranks.cause(RuntimeError("out of memory")) is None
+    own = RunError("no room")
+    assert ranks.cause(own) is own
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "batch_size", "mesh", "message"),
+    [
+        (
+            8,
+            7,
+            {},
+            "a batch of 7 sequences cannot be shared by 8 replicas; raise --batch-size to 8",
+        ),
+        (2, 7, {"pipe": 2, "micro_batches": 4}, "a replica's 3 sequences cannot be cut into 4"),
+        (2, 7, {"pipe": 2, "pipe_schedule": "gpipe"}, "7 sequences are not 2 replicas x 3 micro"),
+        (2, 6, {"pipe": 4, "pipe_schedule": "1f1b"}, "3 are fewer than 4; raise --micro-batches"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared_out_is_refused(
+    num_replicas: int, batch_size: int, mesh: dict[str, Any], message: str
+) -> None:
+    config = small(Path("notes.txt"), mesh)
+    config = resolve(replace(config, run=replace(config.run, batch_size=batch_size)))
+    with pytest.raises(ConfigError, match=message):
+        check_batch(config, num_replicas)
+
+
+def test_micro_batches_are_two_for_each_stage_or_as_many_as_there_are_sequences() -> None:
+    config = resolve(small(Path("notes.txt"), {"pipe": 2}))
+    assert [micro_batches(config, n) for n in (1, 2, 7)] == [4, 3, 1]
+    even = replace(config, mesh=replace(config.mesh, pipe_schedule="gpipe"))
+    assert micro_batches(replace(even, run=replace(even.run, batch_size=6)), 1) == 3
+
+
+@pytest.mark.slow
+def test_orders_of_torch_train_alike(tmp_path: Path, text: Path) -> None:
+    def config(mesh: dict[str, Any]) -> TrainConfig:
+        found = small(text, mesh)
+        return replace(found, run=replace(found.run, batch_size=8, accumulate=1))
+
+    train(config({}), tmp_path / "one")
+    schedules = ("1f1b", "interleaved")
+    many = {tmp_path / name: config({"pipe": 2, "pipe_schedule": name}) for name in schedules}
+    run_ranks(2, train_here, many)
+    for name in schedules:
+        assert_same_course(tmp_path / "one", tmp_path / name)
