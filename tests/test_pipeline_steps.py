@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import samo
+from samo.pipeline.schedules import TorchRunner
 from tests.pipeline_cases import compress, next_token_loss, tiny_gpt, tokens
 from tests.processes import run_ranks
 
@@ -179,3 +180,25 @@ def test_a_stage_that_does_not_agree_ends_the_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pipeline._transport, "num_stages", 2)
     with pytest.raises(samo.PeerError, match="another stage did not come"):
         pipeline.of_all_stages(0.0)
+    runner = object.__new__(TorchRunner)  # its own needs several ranks
+    monkeypatch.setattr(pipeline, "_runner", runner)
+    with pytest.raises(samo.PeerError, match=r"did not come \(Connection closed by peer\)"):
+        pipeline.of_all_stages(0.0)
+    pipeline.close()
+    with pytest.raises(samo.PeerError, match="the pipeline was closed"):
+        pipeline.of_all_stages(0.0)
+
+
+def test_what_a_stage_finds_by_itself_is_not_the_fault_of_another() -> None:
+    def refuse() -> None:
+        raise samo.CompressionError("not reduced")
+
+    def fill() -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    pipeline = samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, None, 1)
+    for runner in (pipeline._runner, object.__new__(TorchRunner)):
+        with pytest.raises(samo.CompressionError, match="not reduced"):
+            runner.together(refuse)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+            runner.together(fill)

@@ -318,6 +318,14 @@ def clip_wrongly(data: Any) -> None:
     loss_of(model, math.inf).backward()
     with pytest.raises(RuntimeError, match=r"the norm of the gradients is nan"):
         samo.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    model.zero_grad()
+    loss_of(model).backward()
+    leaves = list(samo.parameters(model))
+    if dist.get_rank() == 0:
+        next(leaf for leaf in leaves if leaf.numel()).grad[0] = math.nan
+    assert not samo.clip_grad_norm_(model, 1.0, math.inf).isfinite()  # on no rank
+    assert all(leaf.grad.isnan().all() for leaf in leaves)
+    model.zero_grad()
 
 
 def change_what_is_trained(data: Any) -> None:

@@ -75,6 +75,8 @@ def clip_grad_norm_(
     is_largest = norm_type == math.inf
     total = each.max() if is_largest else each.pow(norm_type).sum()
     if team is not None and is_parted:
+        if is_largest:
+            total = total.nan_to_num(math.inf, math.inf)  # a maximum over ranks may lose a NaN
         team.group.all_reduce(
             total,
             op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM,

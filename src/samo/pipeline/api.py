@@ -19,7 +19,7 @@ from samo.pipeline.checking import check_even, check_settings
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
 from samo.pipeline.layers import LayersLike, take_apart
-from samo.pipeline.runner import Batch, Result, Runner
+from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.schedules import TorchRunner
 from samo.pipeline.setup import chunks_of, cuts_of, device_of, pipe_group, transport_of
 from samo.pipeline.tied import Tie, ties_of
@@ -179,7 +179,7 @@ class Pipeline:
         self._has_more = not is_last
         loss = self._run(x, target, is_training=True)
         if is_last:
-            self._together(self._agree)
+            self._runner.together(self._agree)
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
@@ -257,7 +257,8 @@ class Pipeline:
         Raises:
             PeerError: Another stage did not come.
         """
-        return self._together(lambda: self._show_all(number))
+        self._check_open()
+        return self._runner.together(lambda: self._show_all(number))
 
     def tied_elsewhere(self) -> set[str]:
         """Return names of this rank's parameters that an earlier stage has too.
@@ -350,8 +351,3 @@ class Pipeline:
         if len(ranks) > 1:
             self._transport.add_up([numbers], ranks)
         return numbers
-
-    def _together(self, do: Callable[[], Result]) -> Result:
-        """Do what all stages do, outside of a batch."""
-        self._check_open()
-        return self._runner.together(do) if isinstance(self._runner, Runner) else do()

@@ -20,7 +20,7 @@ from samo.errors import PeerError, SamoError
 from samo.pipeline.ends import as_tuple, enter
 from samo.pipeline.engine import Action, Engine, Message
 from samo.pipeline.timeline import Event, Pass
-from samo.pipeline.transport import Arrival, Transport
+from samo.pipeline.transport import Arrival, Transport, not_come
 from samo.pipeline.wire import DATA_KINDS, Packet, PacketKind
 
 __all__ = ["Batch", "Runner"]
@@ -127,14 +127,11 @@ class Runner:
             self.transport.begin()
             try:
                 return do()
-            except SamoError:
+            except (SamoError, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
                 self._hear()
-                raise PeerError(
-                    f"another stage did not come ({str(error).splitlines()[0]}); start the ranks again "
-                    "from the last checkpoint"
-                ) from error
+                raise not_come(error) from error
 
         return self._until_all_end(listen)
 

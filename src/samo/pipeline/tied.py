@@ -44,8 +44,8 @@ class Tie:
     def add_up(self, module: nn.Module, transport: Transport, aside: Tensor | None) -> None:
         """Make the gradient the sum over the ranks, and add what was set aside.
 
-        Replicas have theirs reduced by now; where each holds a part of it, the parts
-        differ from stage to stage, and all of it is put together for the sum.
+        Replicas have theirs reduced by now; where each holds a part of it, the parts differ from stage to
+        stage, and all of it is put together for the sum.
         """
         weight, leaf = self._weight(module), self._leaf(module)
         if weight is not None and weight.replica is not None:
