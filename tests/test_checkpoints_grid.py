@@ -32,7 +32,7 @@ PAIRS = {
     3: ((SGD, Layout(1, 3, "state")), (TIED, Layout(3, 1))),
     4: (
         (HALF, Layout(2, 2, "state")),
-        (TIED, Layout(2, 2)),
+        (TIED, Layout(2, 2, "state")),
         (TIED, Layout(4, 1)),
         (HALF, Layout(1, 4, "state")),
         (LEAN, Layout(2, 2)),

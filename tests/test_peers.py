@@ -124,6 +124,23 @@ def test_a_rank_that_is_alive_but_does_not_come_is_named() -> None:
     assert "the gradients of bucket 1 of" in message
 
 
+def replicate_alone(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:
+    data = samo.mesh()["data"]
+    if rank == 1:
+        time.sleep(60)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8))
+    model = samo.compress_(model, samo.prune(model, 0.5))
+    with pytest.raises(samo.PeerError) as found:
+        samo.replicate(model, data, timeout_s=1.0)
+    return found.value.ranks, str(found.value)
+
+
+def test_a_rank_that_does_not_replicate_is_named() -> None:
+    blamed, message = run_ranks(2, replicate_alone, lost={1})[0]
+    assert blamed == (1,)
+    assert "not all of ranks [1] came to make a group within 1 s" in message
+
+
 def leave_without_the_store(rank: int, num_ranks: int, path: str) -> tuple[int, ...]:
     """Ranks that rank 0 itself holds the store of."""
     dist.destroy_process_group()

@@ -11,6 +11,8 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+import samo
+from samo import models
 from samo.pipeline.batches import cut, weights
 from samo.pipeline.costs import measured_costs, parameter_costs
 from samo.pipeline.filling import build_stage
@@ -165,6 +167,31 @@ def test_functions_make_only_the_layers_of_a_stage() -> None:
     assert made == [1, 2]
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Row(nn.Sequential):
+    pass
+
+
+class GPT(nn.Module):
+    """Somebody else's, of which nothing is known."""
+
+
+class Doubled(models.GPT):
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * super().forward(*args, **kwargs)
+
+
+def test_a_subclass_that_computes_the_same_is_cut_as_its_parent() -> None:
+    assert len(take_apart(Row(nn.Linear(2, 2), nn.Tanh())).units) == 2
+    whole = tiny_gpt()
+    compressed = samo.compress_(tiny_gpt(), samo.prune(whole, 0.5))  # has a class of its own
+    assert len(take_apart(compressed).units) == len(take_apart(whole).units)
+
+
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -179,6 +206,13 @@ class Bare(nn.Module):
             TypeError,
             "a pipeline takes nn.Sequential.*got Linear",
         ),
+        (
+            lambda: take_apart(Residual(nn.Linear(2, 2))),
+            TypeError,
+            "Residual is an nn.Sequential with a forward.. of its own",
+        ),
+        (lambda: take_apart(GPT()), TypeError, "one of samo.GPT, .* got GPT"),
+        (lambda: take_apart(Doubled(tiny_gpt().config)), TypeError, "got Doubled"),
         (lambda: take_apart(cast("Any", [3])), TypeError, "layer 0 is a int; give a module"),
         (
             lambda: take_apart(cast("Any", [lambda: 3])),

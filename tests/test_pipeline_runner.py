@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import samo
+from samo.pipeline.ends import as_tuple
 from samo.pipeline.memory import MemoryNetwork
-from samo.pipeline.runner import Batch, Runner, as_tuple
+from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.wire import Packet
 
 
@@ -134,6 +135,7 @@ def test_a_stage_that_falls_silent_is_named_by_all_others() -> None:
     ("packet", "text"),
     [
         (Packet("activation", 3, 0, (torch.ones(1),), (False,)), "sent activation of batch 3 in batch 0"),
+        (Packet("activation", 0, 0, (torch.ones(1),), (False,), is_training=False), r"rank 0 \(stage 0 of 2\) called eval\(\) where this stage called step\(\)"),
         (Packet("gradient", 0, 0), "sent gradient in the wrong direction"),
         (Packet("activation", 0, 1, (torch.ones(1),), (False,)), "sent activation 1 .* activation 0 was"),
         (Packet("abort", 0, origin=0, reason="OSError: disk"), r"rank 0 \(stage 0 of 2\) OSError: disk"),
@@ -146,6 +148,52 @@ def test_a_packet_out_of_place_names_its_sender(packet: Packet, text: str) -> No
     with pytest.raises(samo.PeerError, match=text) as caught:
         runner.run(lambda: Batch(2, loss=lambda number, y: y.sum()))
     assert caught.value.ranks == (0,)
+
+
+def test_a_batch_ends_when_each_neighbour_has_ended_it() -> None:
+    """A rank that leaves earlier takes along a neighbour that still waits for messages."""
+    network = MemoryNetwork(2)
+    other = network.transport(0)
+    other.send(1, Packet("activation", 0, 0, (torch.ones(1),), (False,)))
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=5)
+    done = threading.Event()
+
+    def work() -> None:
+        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    said = []
+    while "end" not in said:
+        arrival = other.receive(1.0)
+        assert arrival is not None
+        assert arrival.packet is not None
+        said.append(arrival.packet.kind)
+    assert not done.wait(0.1)
+    other.send(1, Packet("end", 0))
+    assert done.wait(2)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ((), r"rank 0 .stage 0 of 2. has not ended its batch for 0\.[34]"),
+        ((Packet("activation", 0, 1, (torch.ones(1),), (False,)),), "sent more than belongs to the"),
+        ((Packet("abort", 0, origin=0, reason="OSError: disk"),), "OSError: disk"),
+    ],
+)  # fmt: skip
+def test_a_neighbour_that_does_not_end_its_batch_is_named(
+    more: tuple[Packet, ...], text: str
+) -> None:
+    network = MemoryNetwork(2)
+    other = network.transport(0)
+    for packet in (Packet("activation", 0, 0, (torch.ones(1),), (False,)), *more):
+        other.send(1, packet)
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=0.1)
+    with pytest.raises(samo.PeerError, match=text):
+        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
 
 
 def test_gradients_that_do_not_fit_name_their_sender() -> None:

@@ -33,9 +33,13 @@ def on_two_stages(modules: list[nn.Module], do: Any) -> list[Any]:
     return results
 
 
-def compressed(seed: int) -> nn.Module:
+def plain() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    return nn.Sequential(nn.Linear(8, 8, bias=False))
+
+
+def compressed(seed: int) -> nn.Module:
+    model = plain()
     return samo.compress_(model, samo.prune(model, 0.5, method="random", seed=seed))
 
 
@@ -78,6 +82,34 @@ def test_different_masks_on_two_stages_are_refused_by_both() -> None:
             raise error
 
 
+def test_masks_that_change_later_are_compared_again() -> None:
+    modules = [compressed(1), compressed(1)]
+
+    def steps(module: Any, transport: Any) -> None:
+        for seeds in ((1, 1), (2, 2), (2, 3)):
+            samo.remap_(
+                module, samo.prune(plain(), 0.5, method="random", seed=seeds[transport.stage])
+            )
+            TIE.check(module, transport)
+
+    for error in on_two_stages(modules, steps):
+        assert isinstance(error, samo.MaskError)
+
+
+def test_a_gradient_that_was_not_reduced_is_not_added_up() -> None:
+    mesh = samo.mesh()
+    try:
+        model = compressed(1)
+        samo.replicate(model, mesh["data"])
+        with samo.no_sync(model):
+            model(torch.ones(1, 8)).sum().backward()
+        tie = Tie(("0.weight",), (0,))
+        with pytest.raises(samo.CompressionError, match="is not reduced over ranks yet"):
+            tie.add_up(model, MemoryNetwork(1).transport(0), None)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_stage_that_does_not_add_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = samo.Pipeline(nn.Sequential(nn.Linear(2, 2)), F.mse_loss, None, 1)
 
@@ -88,7 +120,15 @@ def test_a_stage_that_does_not_add_up_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pipeline._transport, "ranks", [4, 7])
     monkeypatch.setattr(pipeline, "_ties", [TIE])
     with pytest.raises(
-        samo.PeerError, match=r"rank 7 \(stage 1\) did not add up .* '0.weight'"
+        samo.PeerError, match=r"another stage did not come \(Connection closed by peer"
     ) as e:
         pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
-    assert e.value.ranks == (7,)
+    assert e.value.ranks == ()
+    pipeline._runner._failure = None
+
+    def silent(tensors: object, stages: object) -> None:
+        raise samo.PeerError("rank 9 did not come", ranks=(9,))
+
+    monkeypatch.setattr(pipeline._transport, "add_up", silent)
+    with pytest.raises(samo.PeerError, match="rank 9 did not come"):  # who is named stays
+        pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))

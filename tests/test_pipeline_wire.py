@@ -55,13 +55,16 @@ def test_a_form_is_sent_once_and_a_smaller_one_again() -> None:
 def test_a_reason_travels_whole() -> None:
     packet = Packet("abort", 1, origin=2, reason="ValueError: größer als 3")
     assert through_a_buffer(Encoder(0), Decoder(0), packet) == packet
+    packet = Packet("gradient", 1, 0, is_training=False)
+    assert through_a_buffer(Encoder(0), Decoder(0), packet) == packet
 
 
 def words_of(**changes: int) -> list[int]:
     from samo.pipeline import wire
 
     words, _ = Encoder(1).encode(Packet("probe", 0))
-    names = ["magic", "kind", "step", "sequence", "micro_batch", "form", "body", "origin", "stage"]
+    names = ["magic", "kind", "step", "sequence", "micro_batch", "form", "body", "origin"]
+    names += ["is_training", "stage"]
     for name, value in changes.items():
         words[names.index(name)] = value
     return [*words[:-1], wire._checksum(words[:-1])]

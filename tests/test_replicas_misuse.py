@@ -146,6 +146,62 @@ def step_badly(rank: int, num_ranks: int) -> None:
     come_again(data)
     carry_moments_over(data)
     count_steps_of_entries(data)
+    use_whole_tensors(data)
+    train_after_release(data)
+    edit_what_others_update(data)
+
+
+def train_after_release(data: Any) -> None:
+    for shard in (None, "state"):
+        model = compressed()
+        replicas = samo.replicate(model, data, shard=shard)
+        replicas.release()
+        with pytest.raises(samo.CompressionError, match=r"'\d.\w+' was released, so its gradient"):
+            loss_of(model).backward()
+        replicas.rebuild()
+        loss_of(model).backward()
+        replicas.release()
+        again = samo.replicate(model, data)  # another way than before
+        loss_of(model, dist.get_rank()).backward()
+        opt = torch.optim.SGD(samo.parameters(model), lr=0.1)
+        opt.step()
+        equal_on_all_ranks(model)
+        again.release(is_final=True)
+        opt.zero_grad()
+        loss_of(model, dist.get_rank()).backward()
+        opt.step()
+        with pytest.raises(AssertionError, match="weight"):
+            equal_on_all_ranks(model)
+        dist.barrier()
+
+
+def use_whole_tensors(data: Any) -> None:
+    for shard in (None, "state"):
+        model = compressed()
+        samo.replicate(model, data, shard=shard)
+        opt = torch.optim.Adafactor(samo.parameters(model))
+        loss_of(model).backward()
+        if shard is None:
+            opt.step()
+            equal_on_all_ranks(model)
+            continue
+        with pytest.raises(
+            samo.CompressionError, match=r"Adafactor updates an entry of '0.weight' by"
+        ):
+            opt.step()
+
+
+def edit_what_others_update(data: Any) -> None:
+    """A step publishes whole buckets, also the weights that it does not update."""
+    model = compressed()
+    samo.replicate(model, data, shard="state")
+    leaves = dict(samo.named_parameters(model))
+    opt = torch.optim.SGD([leaves["0.weight"]], lr=0.1)
+    loss_of(model).backward()
+    with torch.no_grad():
+        model[2].bias.fill_(7.0)
+    opt.step()
+    assert torch.equal(model[2].bias, torch.full((8,), 7.0))
 
 
 def count_steps_of_entries(data: Any) -> None:
@@ -262,6 +318,15 @@ def clip_wrongly(data: Any) -> None:
     loss_of(model, math.inf).backward()
     with pytest.raises(RuntimeError, match=r"the norm of the gradients is nan"):
         samo.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    for rank in range(dist.get_world_size()):
+        model.zero_grad()
+        loss_of(model).backward()
+        grads = [leaf.grad for leaf in samo.parameters(model) if leaf.grad is not None]
+        if dist.get_rank() == rank:
+            next(grad for grad in grads if grad.numel())[0] = math.nan
+        assert not samo.clip_grad_norm_(model, 1.0, math.inf).isfinite()  # on no rank
+        assert all(grad.isnan().all() for grad in grads)
+    model.zero_grad()
 
 
 def change_what_is_trained(data: Any) -> None:

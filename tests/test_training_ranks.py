@@ -26,15 +26,13 @@ from samo.config import (
     resolve,
 )
 from samo.config_mesh import MeshConfig, check_batch, micro_batches
-from samo.errors import CompressionError, ConfigError, MaskError, PeerError, RunError
+from samo.errors import ConfigError, MaskError, PeerError, RunError
 from samo.models import GPT, GPTConfig
-from samo.pipeline.tied import Tie
 from samo.training import events
 from samo.training.events import Event
 from samo.training.learner import Learner
 from samo.training.loop import resume, train
 from samo.training.ranks import Ranks
-from samo.weights import weight_of
 from tests.launch import run_ranks
 
 WORDS: Final = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while")
@@ -142,9 +140,7 @@ LAYOUTS: Final = [
 def test_losses_do_not_depend_on_the_layout(
     tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any]
 ) -> None:
-    is_tied = (
-        num_ranks == 4 and "shard" not in mesh
-    )  # a gradient that two stages and two replicas share
+    is_tied = num_ranks == 4  # a gradient that two stages and two replicas share
     one, many = (
         replace(config, model=replace(config.model, tied=is_tied))
         for config in (small(text), small(text, mesh))
@@ -285,14 +281,6 @@ def test_modes_of_one_stage_are_refused_with_several(
         train(replace(config, run=replace(config.run, **run)), tmp_path / "run")
 
 
-def test_a_tied_weight_on_two_stages_is_not_sharded(tmp_path: Path, text: Path) -> None:
-    config = small(text, {"pipe": 2, "shard": "state"})
-    with pytest.raises(
-        ConfigError, match="a tied weight lies on the first and the last of 2 stages"
-    ):
-        train(replace(config, model=replace(config.model, tied=True)), tmp_path / "run")
-
-
 def test_sharded_state_is_compressed_state(tmp_path: Path, text: Path) -> None:
     config = small(text, {"shard": "state"})
     with pytest.raises(ConfigError, match="shard state divides compressed state"):
@@ -319,55 +307,6 @@ def test_stages_draw_the_weights_that_one_process_draws(is_tied: bool) -> None:
         assert drawn.keys() == {name for name in whole if name.startswith(kept)}
         for name, values in drawn.items():
             assert torch.equal(values, whole[name]), name
-
-
-def clip_stages(rank: int, num_ranks: int) -> list[Any]:
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    config = GPTConfig(num_layers=2, width=16, num_heads=2, context=8, vocab_size=32, is_tied=True)
-    torch.manual_seed(1)
-    model = GPT(config)
-    tokens = torch.randint(0, 32, (4, 9))
-    loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    torch.manual_seed(1)
-    mesh = samo.mesh(pipe=num_ranks)
-    pipeline = samo.Pipeline(GPT(config), loss, mesh, 2)
-    pipeline.step(tokens[:, :-1], target=tokens[:, 1:])
-    norm = samo.clip_grad_norm_(pipeline, 0.1)
-    torch.testing.assert_close(norm, expected)
-    for name, param in pipeline.module.named_parameters():
-        torch.testing.assert_close(param.grad, model.get_parameter(name).grad)
-    with pytest.raises(ValueError, match="norm_type is inf"):
-        samo.clip_grad_norm_(pipeline, 1.0, float("inf"))
-
-    samo.compress_(pipeline.module, samo.prune(pipeline.module, 0.5))
-    opt = samo.AdamW(samo.parameters(pipeline.module))
-    pipeline.step(tokens[:, :-1], target=tokens[:, 1:])
-    if rank == 1:
-        next(leaf for leaf in samo.parameters(pipeline.module)).grad[0] = float("inf")
-    samo.clip_grad_norm_(pipeline, 1.0)
-    opt.step()
-    return [opt.skipped_steps]
-
-
-def test_stages_clip_by_the_norm_of_all_and_skip_a_step_together() -> None:
-    assert run_ranks(2, clip_stages) == [[1], [1]]
-
-
-def test_a_stage_that_does_not_add_up_is_a_fault_of_another_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    pipeline = samo.Pipeline(layers, torch.nn.functional.mse_loss, None, 1)
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(pipeline._transport, "add_up", fail)
-    with pytest.raises(PeerError, match=r"another stage did not add up .*Connection closed"):
-        pipeline.add_up(torch.ones(()))
 
 
 def a_learner() -> Learner:
@@ -449,18 +388,6 @@ def test_micro_batches_are_two_for_each_stage_or_as_many_as_there_are_sequences(
     assert [micro_batches(config, n) for n in (1, 2, 7)] == [4, 3, 1]
     even = replace(config, mesh=replace(config.mesh, pipe_schedule="gpipe"))
     assert micro_batches(replace(even, run=replace(even.run, batch_size=6)), 1) == 3
-
-
-def test_a_tied_weight_whose_state_is_sharded_is_not_added_up() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    samo.compress_(model, samo.prune(model, 0.5))
-    weight = weight_of(model[0].weight)
-    assert weight is not None
-    weight.replica = SimpleNamespace(part=object())  # type: ignore[assignment]
-    with pytest.raises(
-        CompressionError, match=r"tied weight '0.weight' lies on stages \(0, 1\), and"
-    ):
-        Tie(("0.weight",), (0, 1)).set_aside(model)
 
 
 @pytest.mark.slow

@@ -89,11 +89,6 @@ def _check_pipe(config: "TrainConfig") -> None:
             f"a model of {num_layers} blocks has {num_layers + 2} layers with embeddings and head, too few "
             f"for {pieces} pieces; lower --pipe"
         )
-    if config.model.tied and mesh.shard == "state":
-        raise ConfigError(
-            f"a tied weight lies on the first and the last of {mesh.pipe} stages, and with shard state "
-            "replicas would hold other parts of it on each; leave out --tied or --shard"
-        )
     if run.mode == "masked":
         raise ConfigError(
             "mode masked is a comparison for one stage; use --pipe 1, or mode samo or dense"

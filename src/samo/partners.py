@@ -4,6 +4,7 @@ Nothing here knows how they do it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -37,6 +38,17 @@ class Team(Protocol):
         """Return whether a flag, a boolean scalar, is set on any rank whose gradients differ from ours."""
 
 
+@dataclass
+class Line:
+    """The stages of a pipeline, of which this rank is one; what they agreed on after a batch.
+
+    Attributes:
+        nonfinite: Whether the gradients of any stage are not finite.
+    """
+
+    nonfinite: bool = False
+
+
 class Replica(Protocol):
     """What a weight needs to know of its copies on other ranks, and tells them."""
 
@@ -66,6 +78,15 @@ class Replica(Protocol):
 
     def cut(self, values: Tensor) -> Tensor:
         """Return what belongs to this weight of a vector of all kept entries."""
+
+    def show_gradient(self) -> Tensor:
+        """Return the reduced gradient of all kept entries, 0 where there is none; every rank calls it."""
+
+    def set_gradient(self, values: Tensor, own: Tensor | None) -> None:
+        """Take other gradients of all kept entries, the same on all ranks, in place of the reduced ones.
+
+        ``own`` is added to what an optimizer updates here: the weight, or this rank's part of it.
+        """
 
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook of one use in a forward pass, which calls ``take``."""

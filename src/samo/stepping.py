@@ -9,7 +9,7 @@ from a closure; to know it costs one synchronisation with the device, which `sam
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from samo.weights import Weight, is_orphaned, weight_of
 
 __all__ = []
 
+_NOT_ELEMENTWISE: Final = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "LBFGS", "Muon")
+    if hasattr(torch.optim, name)
+)
+"""Optimizers of torch that need the whole tensor; they differ between its versions."""
+
 
 @cache  # torch keeps the hooks for the life of the process, so once is enough
 def watch_optimizers() -> None:
@@ -39,8 +46,14 @@ def tell_scalers(weights: Iterable[Weight], nonfinite: Tensor) -> None:
         scaler.update(nonfinite)
 
 
-def agree(weights: Iterable[Weight], nonfinite: Tensor) -> Tensor:
-    """Return whether the gradients of any rank are not finite, where ranks hold different ones."""
+def agree(weights: list[Weight], nonfinite: Tensor) -> Tensor:
+    """Return whether the gradients of any rank are not finite, where ranks hold different ones.
+
+    Stages of a pipeline have agreed at the end of the batch; copies of a stage agree now, and so hear of
+    every stage of every copy.
+    """
+    if any(w.whole.line is not None and w.whole.line.nonfinite for w in weights):
+        nonfinite = torch.ones_like(nonfinite)
     for team in _teams(weights):
         nonfinite = team.any(nonfinite)
     return nonfinite
@@ -95,6 +108,12 @@ def _before_step(
     weights = _compressed_weights(optimizer)
     for weight in weights:
         weight.stepped_by = weakref.ref(optimizer)
+        if weight.whole is not weight and isinstance(optimizer, _NOT_ELEMENTWISE):
+            raise CompressionError(
+                f"{type(optimizer).__name__} updates an entry of '{weight.name}' by all others of its tensor, "
+                "of which this rank has a part (shard='state'); use an optimizer that updates each entry by "
+                "itself, such as Adam or SGD, or samo.replicate with shard=None"
+            )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     is_ours = getattr(optimizer, "updates_compressed_state", False)
     for team in _teams(weights):

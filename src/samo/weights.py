@@ -25,7 +25,7 @@ from samo import kernels as _kernels
 from samo.errors import CompressionError
 from samo.kernels.rounding import convert_rest, join, master_dtype, rest_dtype, split
 from samo.mask import Mask
-from samo.partners import Replica, Scaler
+from samo.partners import Line, Replica, Scaler
 
 __all__ = []
 
@@ -61,6 +61,7 @@ class Weight:
         self.rest: Tensor | None = None
         self.scaler = None
         self.replica: Replica | None = None
+        self.line: Line | None = None
         self.is_lent = False
         self.stepped_by: weakref.ref[Optimizer] | None = None
         self.was_skipped: Tensor | None = None
@@ -287,7 +288,7 @@ class Weight:
         new.__dict__["param"] = copy.deepcopy(self.param, memo)
         new.__dict__["leaf"] = memo[id(self.leaf)] = new._new_leaf()
         new.rest = None if self.rest is None else self.rest.clone()
-        new._buffer, new.is_lent, new.replica = None, False, None
+        new._buffer, new.is_lent, new.replica, new.line = None, False, None, None
         new._watcher, new.stepped_by, new.was_skipped = None, None, None
         if self.leaf.grad is not None:
             new.leaf.grad = self.leaf.grad.to(self.grad_dtype, copy=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from samo.errors import PeerError
 from samo.kernels.rounding import master_dtype
 from samo.parallel.peers import Peers
 from samo.parallel.traffic import Kind, TrafficMeter
@@ -72,12 +73,20 @@ class Group:
         self.size: Final = len(self.ranks)
         self.backend: Final = dist.get_backend(mesh_group)
         self.meter: Final = TrafficMeter(self.size)
-        self._group: Final = dist.new_group(
-            list(self.ranks),
-            timeout=datetime.timedelta(seconds=timeout_s),
-            backend=self.backend,
-            use_local_synchronization=True,  # other groups of the mesh need not come along
-        )
+        try:
+            self._group: Final = dist.new_group(
+                list(self.ranks),
+                timeout=datetime.timedelta(seconds=timeout_s),
+                backend=self.backend,
+                use_local_synchronization=True,  # other groups of the mesh need not come along
+            )
+        except RuntimeError as error:
+            others = tuple(rank for rank in self.ranks if rank != dist.get_rank())
+            raise PeerError(
+                f"not all of ranks {list(others)} came to make a group within {timeout_s:g} s "
+                f"({str(error).splitlines()[0]}); do all ranks of the axis run the same program?",
+                ranks=others,
+            ) from error
         name = getattr(self._group, "group_name", "group")
         self.peers: Final = Peers(
             distributed_c10d._get_default_store(),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samo.errors import CompressionError
 from samo.parallel.buckets import Bucket
+from samo.partners import Replica
 from samo.weights import Weight
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Member:
         self, team: "ReplicaTeam", weight: Weight, bucket: Bucket | None, index: int = 0
     ) -> None:
         self.team: Final = team
+        self.is_released = False  # nothing is reduced until the buckets are laid out anew
         self.bucket: Final = bucket
         self.home: Final = None if bucket is None else bucket.home_of(index)
         self.part: Weight | None = None
@@ -71,6 +73,46 @@ class Member:
         """Return all of it."""
         return values
 
+    def show_gradient(self) -> Tensor:
+        """Return the reduced gradient of all kept entries, 0 where there is none; every rank calls it.
+
+        Raises:
+            CompressionError: There is one that was not reduced.
+        """
+        weight = self._weight()
+        assert weight is not None, "whoever asks holds the weight"
+        if not self.is_reduced and weight.leaf.grad is not None:
+            raise CompressionError(
+                f"the gradient of '{self._name}' is not reduced over ranks yet, so that of its other "
+                "uses on other stages cannot be added; leave the last micro-batch of a batch out of "
+                "samo.no_sync, or pass is_last=False to Pipeline.step if other batches follow"
+            )
+        whole = torch.zeros(weight.kept, dtype=weight.grad_dtype, device=weight.device)
+        if self.part is None or self.bucket is None:
+            return whole if weight.leaf.grad is None else whole.copy_(weight.leaf.grad)
+        start, stop = self.bucket.owned(self._index)
+        if self.part.leaf.grad is not None:
+            whole[start:stop] = self.part.leaf.grad
+        # All but one of the terms of each sum are 0.
+        self.team.group.all_reduce(
+            whole, kind="gradients", what=f"the gradient of '{self._name}'"
+        ).wait()
+        return whole
+
+    def set_gradient(self, values: Tensor, own: Tensor | None) -> None:
+        """Take other gradients of all kept entries, the same on all ranks, and add ``own`` to its part."""
+        weight = self._weight()
+        assert weight is not None, "whoever asks holds the weight"
+        assert self.bucket is not None, "frozen weights have no gradients"
+        if self.part is None:
+            held = weight.leaf.grad = self.bucket.home_of(self._index).copy_(values)
+        else:
+            home = self.bucket.owned_home_of(self._index)
+            held = self.part.leaf.grad = home.copy_(self.bucket.cut(self._index, values))
+        if own is not None:
+            held.add_(own)
+        self.bucket.accept()
+
     @property
     def is_complete(self) -> bool:
         """Whether no gradient of this pass is still to come."""
@@ -90,10 +132,16 @@ class Member:
         """Learn that a gradient comes.
 
         Raises:
-            CompressionError: The weight was frozen at first, its mask has changed, or its reduction is
-                under way.
+            CompressionError: The weight was released, or frozen at first, its mask has changed, or its
+                reduction is under way.
         """
         weight = self._weight()
+        if self.is_released:
+            raise CompressionError(
+                f"'{self._name}' was released, so its gradient would not be reduced and ranks would drift "
+                "apart; call rebuild() of what samo.replicate returned, or release(is_final=True) to train "
+                "on without the others"
+            )
         if self.bucket is None:
             raise CompressionError(
                 f"'{self._name}' was frozen when samo.replicate was called, so its gradient would not be "
@@ -150,6 +198,13 @@ class Member:
         self.is_reduced |= is_reduced
 
 
+def released(team: "ReplicaTeam", weight: Weight) -> Member:
+    """Return the replica of a weight that takes no gradient until buckets are laid out anew."""
+    member = Member(team, weight, None)
+    member.is_released = True
+    return member
+
+
 class Part:
     """The replica of this rank's part of a weight, which an optimizer updates."""
 
@@ -180,6 +235,21 @@ class Part:
     def cut(self, values: Tensor) -> Tensor:
         """Return this rank's part of a vector of all kept entries."""
         return self._bucket.cut(self._index, values)
+
+    def show_gradient(self) -> Tensor:
+        """Return that of the whole weight."""
+        return self._member.show_gradient()
+
+    def set_gradient(self, values: Tensor, own: Tensor | None) -> None:
+        """Take that of the whole weight."""
+        self._member.set_gradient(values, own)
+
+    @property
+    def _member(self) -> Replica:
+        whole = self._whole()
+        assert whole is not None, "whoever asks holds the weight"
+        assert whole.replica is not None, "a part is one of a replica's"
+        return whole.replica
 
     def watch(self, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         """Return the hook as it is: a part is used in no forward pass."""

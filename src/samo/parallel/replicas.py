@@ -12,6 +12,7 @@ from samo.errors import CompressionError
 from samo.owners import owned_weights
 from samo.parallel.agreement import broadcast_values, check_same
 from samo.parallel.collectives import Group
+from samo.parallel.members import Member, released
 from samo.parallel.team import ReplicaTeam, Settings
 from samo.parallel.traffic import Traffic
 from samo.weights import Weight
@@ -41,7 +42,8 @@ def replicate(
 
     With ``shard="state"`` each rank holds optimizer state for its own part of the kept entries alone:
     gradients are summed where they are needed, and new values sent to all after a step. Build the
-    optimizer afterwards, and clip with `samo.clip_grad_norm_`.
+    optimizer afterwards, one that updates each entry by itself (Adam, SGD and most others), and clip with
+    `samo.clip_grad_norm_`.
 
     Example:
         >>> import torch, samo
@@ -80,7 +82,7 @@ def replicate(
     _check(mesh, shard, wire_dtype, bucket_bytes, timeout_s, heartbeat_s)
     weights = _weights(model)
     for name, weight in weights.items():
-        if weight.replica is not None:
+        if weight.replica is not None and not _is_released(weight):
             raise CompressionError(
                 f"the model is replicated already (its parameter '{name}' is); call rebuild() of what "
                 "samo.replicate returned, or release() before you replicate it otherwise"
@@ -166,10 +168,13 @@ class Replicas:
         self.check_masks()
         self.team.lay_out(weights)
 
-    def release(self) -> None:
-        """Bring remainders back to all ranks, and reduce nothing until `rebuild`.
+    def release(self, *, is_final: bool = False) -> None:
+        """Bring remainders back to all ranks; there is no backward pass until `rebuild`.
 
         What an optimizer holds for a rank's parts (moments) stays with those parts.
+
+        Args:
+            is_final: Whether each rank goes on alone, with gradients that nobody reduces.
 
         Example:
             >>> import torch, samo
@@ -187,7 +192,7 @@ class Replicas:
         self.team.forget()
         for weight in _weights(self.model).values():
             weight.leaf.grad = None
-            weight.replica = None
+            weight.replica = None if is_final else released(self.team, weight)
 
     def accept_gradients(self) -> None:
         """Take gradients that were changed since backward as they are, where state is sharded.
@@ -263,7 +268,7 @@ def team_of(model: nn.Module) -> ReplicaTeam | None:
     """Return this rank's side of the group that a model is replicated over, if it is."""
     for weight in owned_weights(model).values():
         team = None if weight.replica is None else weight.replica.team
-        if isinstance(team, ReplicaTeam):
+        if isinstance(team, ReplicaTeam) and not _is_released(weight):
             return team
     return None
 
@@ -275,6 +280,10 @@ def _team(model: nn.Module) -> ReplicaTeam:
             "the model is not replicated; call samo.replicate(model, mesh['data']) first"
         )
     return team
+
+
+def _is_released(weight: Weight) -> bool:
+    return isinstance(weight.replica, Member) and weight.replica.is_released
 
 
 def _weights(model: nn.Module) -> dict[str, Weight]:

@@ -214,6 +214,8 @@ class ReplicaTeam:
                     "sees this rank's part of them alone; use samo.clip_grad_norm_(model, max_norm), or, "
                     "where the change is meant, call accept_gradients() of what samo.replicate returned"
                 )
+            for whole in bucket.weights:
+                whole.check()  # all of them are published, also those that others update
             self._stepped.append(bucket)
 
     @torch.no_grad()

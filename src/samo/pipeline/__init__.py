@@ -7,8 +7,9 @@
 - layers, costs, partition: what a model is cut into, and where
 - stage, filling: the layers of a rank, and how they come to their values
 - batches, tied: micro-batches and their weights in the loss; weights that two stages use
-- runner: does what the engine decides; schedules: orders that torch.distributed.pipelining runs
-- checking, api: `samo.Pipeline`, and what it refuses
+- ends: what goes into a stage and comes out; runner: does what the engine decides
+- schedules: orders that torch.distributed.pipelining runs
+- checking: what is refused; setup: settings, carried out; api: `samo.Pipeline`
 """
 
 __all__ = []

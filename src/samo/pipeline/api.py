@@ -1,8 +1,9 @@
 """`samo.Pipeline`: a model cut into stages, one for each rank of the axis `pipe`."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -11,22 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from samo.errors import PeerError
 from samo.masks import Masks
-from samo.pipeline.batches import Count, Reduction, Tensors, cut, weights as weigh
+from samo.owners import owned_weights
+from samo.partners import Line
+from samo.pipeline.batches import Count, Reduction, Tensors, cut, nothing, weights as weigh
 from samo.pipeline.checking import check_even, check_settings
-from samo.pipeline.costs import parameter_costs
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
-from samo.pipeline.gloo import GlooTransport
-from samo.pipeline.layers import Layers, LayersLike, take_apart
-from samo.pipeline.memory import MemoryNetwork
-from samo.pipeline.nccl import NcclTransport
-from samo.pipeline.partition import partition
+from samo.pipeline.layers import LayersLike, take_apart
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.schedules import TorchRunner
-from samo.pipeline.stage import Chunk, Stage
+from samo.pipeline.setup import chunks_of, cuts_of, device_of, pipe_group, transport_of
 from samo.pipeline.tied import Tie, ties_of
 from samo.pipeline.timeline import Timeline
-from samo.pipeline.transport import Transport
 
 __all__ = ["Pipeline"]
 
@@ -99,7 +96,7 @@ class Pipeline:
         last_micro_batch: Callable[[bool], AbstractContextManager[Any]] | None = None,
         timeout: float = 600.0,
     ) -> None:
-        group = _pipe_group(mesh)
+        group = pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
         self.stage: Final = 0 if group is None else dist.get_rank(group)
         check_settings(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
@@ -108,12 +105,12 @@ class Pipeline:
         self.micro_batches: Final = micro_batches
         self.schedule: Final = schedule
         self.in_flight: Final = in_flight_limits(in_flight, num_ranks)
-        self.device: Final = _device(device, mesh)
+        self.device: Final = device_of(device, mesh)
         self.mesh: Final = mesh
         row = take_apart(layers, tied)
         self.names: Final = tuple(name for unit in row.units for name in unit.tensor_names())
         self.tied: Final = row.tied
-        self.cuts: Final = _cuts(cuts, row, self.num_stages)
+        self.cuts: Final = cuts_of(cuts, row, self.num_stages)
         mine = list(range(self.stage, self.num_stages, num_ranks))
         self.module: Final = build_stage(
             row, [self.cuts[i] for i in mine], device=self.device, seed=seed, weights=weights
@@ -125,8 +122,10 @@ class Pipeline:
         self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
         self._ties: Final = ties_of(row, self.cuts, num_ranks)
-        self._transport: Final = _transport(group, self.device, timeout)
-        self._is_tie_checked = False
+        self._transport: Final = transport_of(group, self.device, timeout)
+        # Also where a program ends without a word, and before torch's own end.
+        self._finalizer: Final = weakref.finalize(self, self._transport.close)
+        self._line: Final = Line()
         self._has_more = False
         self._aside: list[Tensor | None] = []
         self._runner: Runner | TorchRunner
@@ -139,7 +138,7 @@ class Pipeline:
                 context=last_micro_batch,
             )
         else:
-            chunks = _chunks(self.module, [self.cuts[i] for i in mine])
+            chunks = chunks_of(self.module, [self.cuts[i] for i in mine])
             self._runner = TorchRunner(
                 schedule,
                 list(zip(mine, chunks)),
@@ -159,8 +158,9 @@ class Pipeline:
 
         Every rank calls it; the first stage needs ``x``, the last one ``target``, and whoever does not
         may pass them all the same. Every rank gets the loss of the whole batch. Pass ``is_last=False``
-        for a batch that others of the same optimizer step follow: gradients of tied weights are added up
-        with the last one, after replicas have exchanged theirs.
+        for a batch that others of the same optimizer step follow: with the last one gradients of tied
+        weights are added up, after replicas have exchanged theirs, and stages agree whether all gradients
+        are finite.
 
         Example:
             >>> import torch, samo
@@ -173,15 +173,13 @@ class Pipeline:
         Raises:
             PeerError: Another rank died, hung, failed or sent nonsense.
         """
-        ties = self._own_ties()
+        self._check_open()
         if not self._has_more:
-            self._aside = [tie.set_aside(self.module) for tie in ties]
+            self._aside = [tie.set_aside(self.module) for tie in self._own_ties()]
         self._has_more = not is_last
         loss = self._run(x, target, is_training=True)
         if is_last:
-            for tie, old in zip(ties, self._aside):
-                self._add_up(tie, old)
-            self._is_tie_checked = True
+            self._runner.together(self._agree)
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
@@ -247,28 +245,20 @@ class Pipeline:
             return 0, 0
         return self._runner.sent_bytes, self._runner.received_bytes
 
-    def add_up(self, tensor: Tensor) -> Tensor:
-        """Replace a tensor by its sum over the stages, on every rank; all of them call it.
+    def of_all_stages(self, number: float) -> Tensor:
+        """Return a number of each stage, in fp64 and in their order; every stage calls it.
 
         Example:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
-            >>> pipeline.add_up(torch.tensor(3.0))     # one stage
-            tensor(3.)
+            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).of_all_stages(3.0)
+            tensor([3.], dtype=torch.float64)
 
         Raises:
-            PeerError: Another rank is gone.
+            PeerError: Another stage did not come.
         """
-        stages = tuple(range(self._transport.num_stages))
-        try:
-            self._transport.add_up([tensor], stages)
-        except RuntimeError as error:
-            raise PeerError(
-                f"another stage did not add up a number ({str(error).splitlines()[0]}). This is stage "
-                f"{self.stage}: start the ranks again from the last checkpoint"
-            ) from error
-        return tensor
+        self._check_open()
+        return self._runner.together(lambda: self._show_all(number))
 
     def tied_elsewhere(self) -> set[str]:
         """Return names of this rank's parameters that an earlier stage has too.
@@ -285,14 +275,25 @@ class Pipeline:
     def close(self) -> None:
         """End the threads that wait for messages. The pipeline is not used again.
 
+        It is what leaving a ``with`` block does, and the end of the program.
+
         Example:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).close()
+            >>> with samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2) as pipeline:
+            ...     loss = pipeline.eval(torch.zeros(2, 4), target=torch.zeros(2, 1))
+            >>> pipeline.close()    # a second time does nothing
         """
-        self._transport.close()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _run(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Tensor:
+        self._check_open()
         if isinstance(self._runner, Runner):
             # Within the runner, whose other stages must hear of a batch that cannot be cut.
             return self._runner.run(lambda: self._batch(x, target, is_training=is_training))
@@ -300,6 +301,10 @@ class Pipeline:
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
         check_even(inputs, self.micro_batches, self.schedule)
         return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise PeerError("the pipeline was closed, and its links with it; build a new one")
 
     def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
         """Cut what this stage needs of a batch."""
@@ -315,78 +320,34 @@ class Pipeline:
             factors = weigh(targets, self._reduction, self._count)
 
             def loss(micro_batch: int, output: Any) -> Tensor:
-                wanted = targets[micro_batch]
-                value = self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted)
-                factor = factors[micro_batch]
-                return value * (factor.to(value.dtype) if isinstance(factor, Tensor) else factor)
+                wanted, factor = targets[micro_batch], factors[micro_batch]
+                if factor == 0:  # a mean over nothing, which is not a number
+                    return nothing(output)
+                return self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted) * factor
 
         return Batch(self.micro_batches, inputs, loss, is_training)
 
     def _own_ties(self) -> list[Tie]:
         return [tie for tie in self._ties if self.stage in tie.ranks]
 
-    def _add_up(self, tie: Tie, aside: Tensor | None) -> None:
-        try:
-            if not self._is_tie_checked:
-                tie.check(self.module, self._transport)
-            tie.add_up(self.module, self._transport, aside)
-        except RuntimeError as error:
-            stage = next(rank for rank in tie.ranks if rank != self.stage)
-            rank = self._transport.ranks[stage]
-            raise PeerError(
-                f"rank {rank} (stage {stage}) did not add up the tied weight '{tie.names[0]}' "
-                f"({str(error).splitlines()[0]}); start the ranks again",
-                ranks=(rank,),
-                stage=stage,
-            ) from error
+    def _agree(self) -> None:
+        """Add up tied gradients, and find out whether any stage has one that is not finite."""
+        for tie, old in zip(self._own_ties(), self._aside):
+            tie.check(self.module, self._transport)
+            tie.add_up(self.module, self._transport, old)
+        weights = list(owned_weights(self.module).values())
+        gradients = [w.part.leaf.grad for w in weights if w.part.leaf.grad is not None]
+        flag = torch.tensor(False)
+        if gradients:
+            flag = weights[0].kernels.find_nonfinite(gradients)
+        self._line.nonfinite = bool(self._show_all(float(flag)).any())  # all skip the same steps
+        for weight in weights:
+            weight.line = self._line
 
-
-def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        return None
-    names = mesh.mesh_dim_names or ()
-    if "pipe" not in names:
-        raise ValueError(
-            f"the mesh has dimensions {names}, none of them 'pipe'; build it with "
-            "init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
-        )
-    return mesh["pipe"].get_group()
-
-
-def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if mesh is None or mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())
-
-
-def _cuts(
-    cuts: Sequence[tuple[int, int]] | None, layers: Layers, num_stages: int
-) -> list[tuple[int, int]]:
-    if cuts is None:
-        return partition(parameter_costs(layers), num_stages)
-    found = [(start, stop) for start, stop in cuts]
-    ends = [0, *(stop for _, stop in found)]
-    is_row = all(start == end and start < stop for end, (start, stop) in zip(ends, found))
-    if len(found) != num_stages or not is_row or ends[-1] != len(layers.units):
-        raise ValueError(
-            f"cuts must be {num_stages} ranges that follow each other from layer 0 to "
-            f"{len(layers.units)}, got {found}"
-        )
-    return found
-
-
-def _chunks(module: Stage, cuts: list[tuple[int, int]]) -> list[Chunk]:
-    chunks, place = [], 0
-    for start, stop in cuts:
-        chunks.append(Chunk(module, place, place + stop - start))
-        place += stop - start
-    return chunks
-
-
-def _transport(group: dist.ProcessGroup | None, device: torch.device, timeout: float) -> Transport:
-    if group is None:
-        return MemoryNetwork(1).transport(0)
-    is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
-    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout=timeout)
+    def _show_all(self, number: float) -> Tensor:
+        ranks = tuple(range(self._transport.num_stages))
+        numbers = torch.zeros(len(ranks), dtype=torch.float64)
+        numbers[self.stage] = number
+        if len(ranks) > 1:
+            self._transport.add_up([numbers], ranks)
+        return numbers

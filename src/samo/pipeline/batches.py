@@ -1,12 +1,13 @@
 """Cut a batch into micro-batches, and weigh their losses so that the batch size alone decides."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["count_targets", "cut", "weights"]
+__all__ = ["count_targets", "cut", "nothing", "weights"]
 
 Tensors = Tensor | tuple[Tensor, ...]
 Count = Callable[[Any], float | Tensor]
@@ -63,9 +64,24 @@ def count_targets(target: Any) -> float | Tensor:
     return (first != IGNORED).sum()
 
 
+def nothing(output: Any) -> Tensor:
+    """Return a loss of 0 whose gradients are 0, whatever the output holds.
+
+    Example:
+        >>> import torch
+        >>> from samo.pipeline.batches import nothing
+        >>> nothing(torch.full((2, 3), torch.inf))
+        tensor(0.)
+    """
+    tensors = [output] if isinstance(output, Tensor) else list(output)
+    floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
+    zeros = [t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0).sum() for t in floats]
+    return sum(zeros[1:], zeros[0]) if zeros else torch.zeros(())
+
+
 def weights(
     targets: Sequence[tuple[Tensor, ...]], reduction: Reduction, count: Count | None
-) -> list[float | Tensor]:
+) -> list[float]:
     """Return the factor of each micro-batch's loss, such that their sum is the loss of the batch.
 
     Example:
@@ -73,11 +89,14 @@ def weights(
         >>> from samo.pipeline.batches import cut, weights
         >>> weights(cut(torch.zeros(4, 1), 3, "target"), "mean", None)
         [0.5, 0.25, 0.25]
+
+    One that has no targets has the factor 0; where none has any, all are NaN, as a mean over nothing.
     """
     if reduction == "sum":
         return [1.0] * len(targets)
     counts = [(count or count_targets)(t[0] if len(t) == 1 else t) for t in targets]
-    if all(isinstance(number, int | float) for number in counts):
-        return [number / sum(counts) for number in counts]
-    stacked = torch.stack([torch.as_tensor(number) for number in counts]).double()
-    return list((stacked / stacked.sum()).unbind())
+    if any(isinstance(number, Tensor) for number in counts):  # one wait for the device, not many
+        counts = torch.stack([torch.as_tensor(number) for number in counts]).double().tolist()
+    numbers = [float(number) for number in counts]
+    total = sum(numbers)
+    return [number / total if total else math.nan for number in numbers]

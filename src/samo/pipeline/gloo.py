@@ -6,13 +6,13 @@ An unfinished gloo send is cancelled when its tensor is dropped, so the last one
 on a GPU, a thread for each neighbour sends them, once they have been copied to pinned memory.
 """
 
+import dataclasses
 import datetime
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -43,7 +43,7 @@ _KEPT: Final = 8
 Sent = tuple[Any, Tensor]
 
 
-@dataclass
+@dataclasses.dataclass
 class Incoming:
     """The receiving end of a link."""
 
@@ -52,7 +52,7 @@ class Incoming:
     room: int = _FIRST_ROOM
 
 
-@dataclass
+@dataclasses.dataclass
 class Outgoing:
     """The sending end of a link."""
 
@@ -225,7 +225,7 @@ class GlooTransport:
         if packet.kind not in DATA_KINDS:
             return packet
         tensors = self._tensors(link, packet, form)
-        return Packet(packet.kind, packet.step, packet.micro_batch, tensors, packet.needs_grad)
+        return dataclasses.replace(packet, tensors=tensors)
 
     def _tensors(self, link: Incoming, packet: Packet, form: Form) -> tuple[Tensor, ...]:
         """Return the tensors of a packet where they are wanted."""

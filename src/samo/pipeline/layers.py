@@ -73,13 +73,20 @@ def take_apart(model: LayersLike, tied: Sequence[tuple[str, ...]] = ()) -> Layer
 
 def _known(model: LayersLike) -> Layers:
     if isinstance(model, nn.Sequential):
+        if type(model).forward is not nn.Sequential.forward:
+            raise TypeError(
+                f"{type(model).__name__} is an nn.Sequential with a forward() of its own, which its layers "
+                "one after the other do not compute; give its layers as a list, with modules for what "
+                "forward() does beside them"
+            )
         return Layers(tuple(_plain(name, layer) for name, layer in model.named_children()))
     if isinstance(model, Sequence | nn.ModuleList):
         return Layers(tuple(_listed(str(i), layer) for i, layer in enumerate(model)))
     if isinstance(model, nn.Module):
-        how = _FAMILIES.get(type(model).__name__)
-        if how is not None:
-            return how(model)
+        for cls in type(model).__mro__:
+            how = _FAMILIES.get(f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
+            if how is not None and type(model).forward is vars(cls).get("forward"):
+                return how(model)
     raise TypeError(
         f"a pipeline takes nn.Sequential, a list of layers or of functions that make one, or one of "
         f"{', '.join(_FAMILIES)}; got {type(model).__name__}. Give its layers as a list"
@@ -245,7 +252,8 @@ def _hf_mask(
 
 
 _FAMILIES: dict[str, Callable[[Any], Layers]] = {
-    "GPT": _gpt,
-    "GPT2LMHeadModel": _gpt2,
-    "LlamaForCausalLM": _llama,
+    "samo.GPT": _gpt,
+    "transformers.GPT2LMHeadModel": _gpt2,
+    "transformers.LlamaForCausalLM": _llama,
 }
+"""By package and class: others may have classes of these names, which compute something else."""

@@ -1,9 +1,9 @@
 """Links between GPUs over NCCL. Not yet run on several GPUs: none were to be had.
 
-Headers go over gloo, since reading one from a GPU would hold up its stream. Tensors have a communicator
-for each directed link: NCCL has no tags, and two directions in one communicator would wait for each
-other. torch makes a communicator for each pair of ranks of a group that sends, so that two groups, one
-for each direction, are enough. Nothing waits for the whole device: streams wait for events.
+Headers go over gloo, since reading one from a GPU would hold up its stream. Tensors have a group for each
+directed link: NCCL has no tags, and two links in one communicator would wait for each other. torch makes a
+communicator for each pair of ranks that sends, but not always: where it connects groups at once, all pairs
+of a group share one. Nothing waits for the whole device: streams wait for events.
 """
 
 from contextlib import nullcontext
@@ -43,15 +43,16 @@ class NcclTransport(GlooTransport):
                 f"NCCL sends between GPUs, got device '{device}'; build the mesh on 'cuda', or with the "
                 "gloo backend for a CPU"
             )
-        self._directions: dict[int, dist.ProcessGroup] = {}
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         super().__init__(group, device, timeout=timeout)
-        self._directions[1] = self.new_group(backend)
-        self._directions[-1] = self.new_group(backend)
+        for stage in range(self.num_stages - 1):  # all stages make all of them, in one order
+            for link in ((stage, stage + 1), (stage + 1, stage)):
+                self._links[link] = self.new_group(backend)
 
     def start_sending(self, link: Outgoing, packet: Packet, ready: object) -> list[Sent]:
         """Send the header over gloo, and put the tensors into the GPU's queue."""
         sent = super().start_sending(link, packet, ready)
-        group, rank = self._directions[link.stage - self.stage], self.ranks[link.stage]
+        group, rank = self._links[self.stage, link.stage], self.ranks[link.stage]
         tensors = [tensor.contiguous() for tensor in packet.tensors if tensor.numel()]
         if not isinstance(ready, torch.cuda.Event):
             return sent + [(dist.isend(tensor, rank, group), tensor) for tensor in tensors]
@@ -64,7 +65,7 @@ class NcclTransport(GlooTransport):
         return sent
 
     def _tensors(self, link: Incoming, packet: Packet, form: Form) -> tuple[Tensor, ...]:
-        group, rank = self._directions[self.stage - link.stage], self.ranks[link.stage]
+        group, rank = self._links[link.stage, self.stage], self.ranks[link.stage]
         is_cuda = self.device.type == "cuda"
         stream = torch.cuda.Stream(self.device) if is_cuda else None
         received = []

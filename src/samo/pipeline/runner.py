@@ -11,19 +11,21 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from samo.errors import PeerError
+from samo.errors import PeerError, SamoError
+from samo.pipeline.ends import as_tuple, enter
 from samo.pipeline.engine import Action, Engine, Message
 from samo.pipeline.timeline import Event, Pass
-from samo.pipeline.transport import Arrival, Transport
-from samo.pipeline.wire import DATA_KINDS, Packet
+from samo.pipeline.transport import Arrival, Transport, not_come
+from samo.pipeline.wire import DATA_KINDS, Packet, PacketKind
 
-__all__ = ["Batch", "Runner", "as_tuple"]
+__all__ = ["Batch", "Runner"]
 
+Result = TypeVar("Result")
 Context = Callable[[bool], AbstractContextManager[Any]]
 _GOODBYE: Final = 2.0
 _PATIENCE: Final = 3
@@ -89,6 +91,8 @@ class Runner:
         self._heard: dict[int, float] = {}
         self._asked: set[int] = set()
         self._expected: dict[int, int] = {}
+        self._early: list[Arrival] = []
+        self._open: set[int] = set()  # neighbours whose "end" has not come
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
         """Compute a batch and return its loss; the other stages hear of it if ``prepare`` raises.
@@ -96,34 +100,73 @@ class Runner:
         Raises:
             PeerError: Another stage died, hung, failed or sent nonsense.
         """
-        if self._failure is not None:
-            raise PeerError(
-                f"the pipeline ended with an earlier error ({self._failure}); start the ranks again"
-            )
         transport, stage = self.transport, self.transport.stage
         self.events = []
-        try:
+
+        def compute() -> Tensor:
             batch = prepare()
             engine = Engine(stage, transport.num_stages, batch.num_micro_batches, self.in_flight)
             before, after = engine.expected()
             wanted = {stage - 1: before, stage + 1: after}
             self._expected = {s: n for s, n in wanted.items() if n}
             transport.begin()
-            loss = self._loop(engine, batch)
+            return self._loop(engine, batch)
+
+        loss = self._until_all_end(compute)
+        self.steps += 1
+        return loss
+
+    def together(self, do: Callable[[], Result]) -> Result:
+        """Do what needs other stages outside of a batch, and name whoever does not come to it.
+
+        Raises:
+            PeerError: Another stage did not.
+        """
+
+        def listen() -> Result:
+            self.transport.begin()
+            try:
+                return do()
+            except (SamoError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError as error:
+                self._hear()
+                raise not_come(error) from error
+
+        return self._until_all_end(listen)
+
+    def _until_all_end(self, do: Callable[[], Result]) -> Result:
+        if self._failure is not None:
+            raise PeerError(
+                f"the pipeline ended with an earlier error ({self._failure}); start the ranks again"
+            )
+        self._open = self._neighbours()
+        try:
+            result = do()
             for other in self._neighbours():
-                transport.send(other, Packet("end", self.steps))
-            late = transport.flush(self.timeout, self._neighbours())
+                self.transport.send(other, Packet("end", self.steps))
+            late = self.transport.flush(self.timeout, self._neighbours())
             if late is not None:
                 self._blame(late, self._why(late))
+            self._await_ends()
         except PeerError as error:
             self._failure = self._failure or str(error)
             raise
         except BaseException as error:
+            if not self._neighbours():
+                raise  # nobody else is in the middle of this batch
             self._failure = f"{type(error).__name__}: {error}"
-            self._say_goodbye(stage, self._failure, self._neighbours())
+            self._say_goodbye(self.transport.stage, self._failure, self._neighbours())
             raise
-        self.steps += 1
-        return loss
+        return result
+
+    def _hear(self) -> None:
+        """Raise what a neighbour says about who failed, if it says anything."""
+        deadline = time.monotonic() + min(_GOODBYE, self.timeout)
+        while time.monotonic() < deadline:
+            arrival = self._next(0.1)
+            if arrival is not None:
+                self._is_data(arrival)
 
     def _loop(self, engine: Engine, batch: Batch) -> Tensor:
         held = _Held()
@@ -131,7 +174,7 @@ class Runner:
             held.inputs = dict(enumerate(batch.inputs))
         while (action := engine.next()).kind != "step":
             if action.kind == "receive":
-                self._receive(engine, held)
+                self._receive(engine, held, batch)
             elif action.kind == "forward" or action.kind == "backward":
                 self._compute(action.kind, action.micro_batch, held, batch)
             else:
@@ -154,7 +197,7 @@ class Runner:
 
     def _forward(self, micro_batch: int, held: _Held, batch: Batch) -> None:
         inputs = held.inputs[micro_batch]
-        output = self.module(*(_enter(tensor) for tensor in inputs))
+        output = self.module(*(enter(tensor) for tensor in inputs))
         if batch.loss is None:
             held.outputs[micro_batch] = as_tuple(output)
             return
@@ -190,20 +233,25 @@ class Runner:
             outputs = held.outputs[micro_batch]
             flags = tuple(output.requires_grad for output in outputs)
             tensors = tuple(output.detach() for output in outputs)
-            packet = Packet("activation", self.steps, micro_batch, tensors, flags)
+            packet = Packet(
+                "activation", self.steps, micro_batch, tensors, flags, is_training=batch.is_training
+            )
             self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
             self.transport.send(stage + 1, packet)
             return
         if action.kind == "send_gradient":
             tensors = held.gradients.pop(micro_batch)
-            packet = Packet("gradient", self.steps, micro_batch, tensors, (False,) * len(tensors))
+            flags = (False,) * len(tensors)
+            kind: PacketKind = "gradient"
         else:
             assert held.loss is not None, "the engine sends the loss when it is known"
-            packet = Packet("loss", self.steps, micro_batch, (held.loss,), (False,))
-        self.sent_bytes += sum(tensor.nbytes for tensor in packet.tensors)
+            kind, tensors, flags = "loss", (held.loss,), (False,)
+        trains = batch.is_training
+        packet = Packet(kind, self.steps, micro_batch, tensors, flags, is_training=trains)
+        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         self.transport.send(stage - 1, packet)
 
-    def _receive(self, engine: Engine, held: _Held) -> None:
+    def _receive(self, engine: Engine, held: _Held, batch: Batch) -> None:
         arrival = self._wait()
         packet = arrival.packet
         assert packet is not None, "errors end the wait with an exception"
@@ -211,6 +259,11 @@ class Runner:
         self.received_bytes += sum(tensor.nbytes for tensor in packet.tensors)
         if packet.step != self.steps:
             what = f"sent {packet.kind} of batch {packet.step} in batch {self.steps}"
+            self._blame(arrival.stage, what, is_there=True)
+        if packet.is_training != batch.is_training:
+            what = "called {} where this stage called {}".format(
+                *(("eval()", "step()")[flag] for flag in (packet.is_training, batch.is_training))
+            )
             self._blame(arrival.stage, what, is_there=True)
         is_from_before = arrival.stage < self.transport.stage
         if is_from_before != (packet.kind == "activation"):
@@ -230,6 +283,17 @@ class Runner:
         else:
             held.loss = packet.tensors[0]
 
+    def _next(self, timeout: float) -> Arrival | None:
+        """Return what came first of what belongs to now: what follows a stage's "end" is for later."""
+        for place, early in enumerate(self._early):
+            if early.stage in self._open:
+                return self._early.pop(place)
+        arrival = self.transport.receive(timeout)
+        if arrival is None or arrival.packet is None or arrival.stage in self._open:
+            return arrival
+        self._early.append(arrival)
+        return None
+
     def _wait(self) -> Arrival:
         """Return the next data packet; meanwhile answer questions and watch the clock."""
         begin = time.monotonic()
@@ -246,9 +310,27 @@ class Runner:
                 if silence >= self.timeout / 2 and stage not in self._asked:
                     self._asked.add(stage)
                     self.transport.send(stage, Packet("probe", self.steps))
-            arrival = self.transport.receive(max(0.01, self.timeout / 8))
+            arrival = self._next(max(0.01, self.timeout / 8))
             if arrival is not None and self._is_data(arrival):
                 return arrival
+
+    def _await_ends(self) -> None:
+        """Wait until each neighbour has said that it is done.
+
+        Then nobody receives any more, and a program may end here: a rank that goes while its neighbour
+        still waits for a message takes it along. A neighbour that has our "end" hears no questions, and
+        may have as many passes before it as are in flight.
+        """
+        begin = time.monotonic()
+        limit = max(_PATIENCE, self.in_flight + 1) * self.timeout
+        while self._open:
+            arrival = self._next(max(0.01, self.timeout / 8))
+            if arrival is not None and self._is_data(arrival):
+                what = "sent more than belongs to the batch"
+                self._blame(arrival.stage, what, is_there=True)
+            waited = time.monotonic() - begin
+            if arrival is None and waited > limit:
+                self._blame(min(self._open), f"has not ended its batch for {waited:.1f} s")
 
     def _is_data(self, arrival: Arrival) -> bool:
         stage, packet = arrival.stage, arrival.packet
@@ -260,6 +342,8 @@ class Runner:
         self._asked.discard(stage)
         if packet.kind == "abort":
             self._end(packet.origin, packet.reason, came_from=stage)
+        if packet.kind == "end":
+            self._open.discard(stage)
         if packet.kind == "probe" and packet.step == self.steps:
             self.transport.send(stage, Packet("alive", self.steps))
         if packet.kind not in DATA_KINDS:
@@ -309,39 +393,3 @@ def _said(error: Exception | None) -> str:
     first = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0]).partition(". ")[0]
     what = "did not take what was sent to it" if "imed out" in first else "is gone"
     return f"{what} ({first.rstrip('.') or type(error).__name__})"
-
-
-def as_tuple(output: Any) -> tuple[Tensor, ...]:
-    """Return a stage's output as a tuple of tensors.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    outputs = (output,) if isinstance(output, Tensor) else output
-    if not isinstance(outputs, tuple | list) or not all(isinstance(t, Tensor) for t in outputs):
-        kinds = [type(o).__name__ for o in outputs] if isinstance(outputs, tuple) else ""
-        raise TypeError(
-            f"a layer at the end of a stage must return a tensor or a tuple of tensors, got "
-            f"{type(output).__name__} {kinds or ''}; wrap the layer, or cut elsewhere"
-        )
-    return tuple(outputs)
-
-
-def _enter(tensor: Tensor) -> Tensor:
-    """Return a received tensor as the inside of a graph, so that a layer may change it in place."""
-    is_inside = tensor.requires_grad and torch.is_grad_enabled()
-    return _Enter.apply(tensor) if is_inside else tensor  # type: ignore[no-untyped-call]
-
-
-class _Enter(torch.autograd.Function):
-    """The identity. Its result shares memory with the leaf, which autograd need not know."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad

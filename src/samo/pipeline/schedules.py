@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samo.errors import nearest
-from samo.pipeline.runner import Batch, Context
+from samo.errors import SamoError, nearest
+from samo.pipeline.runner import Batch, Context, Result
+from samo.pipeline.transport import not_come
 
 __all__ = ["FIXED", "SCHEDULES", "TorchRunner", "check_schedule"]
 
@@ -111,6 +112,19 @@ class TorchRunner:
             told[0], told[1] = total, _LOSS_TYPES.index(total.dtype)
         dist.broadcast(told, self._last_rank, group=self.group)
         return told[0].to(_LOSS_TYPES[int(told[1])])
+
+    def together(self, do: Callable[[], Result]) -> Result:
+        """Do what needs other stages outside of a batch.
+
+        Raises:
+            PeerError: Another stage did not come.
+        """
+        try:
+            return do()
+        except (SamoError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise not_come(error) from error
 
     def _loss(self, output: Any, number: Tensor, **_: Any) -> Tensor:
         """Return the weighted loss of a micro-batch."""

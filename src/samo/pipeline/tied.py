@@ -1,16 +1,16 @@
 """Weights that two stages use, such as an embedding that is also the head: one gradient for both."""
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from samo.errors import CompressionError, MaskError
+from samo.errors import MaskError
+from samo.mask import Mask
 from samo.pipeline.layers import Layers
 from samo.pipeline.transport import Transport
-from samo.weights import weight_of
+from samo.weights import Weight, weight_of
 
 __all__ = ["Tie", "ties_of"]
 
@@ -26,6 +26,7 @@ class Tie:
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
+    _prints: list[tuple[Mask, float]] = field(default_factory=list, compare=False, repr=False)
 
     def copy_weight(self, module: nn.Module, transport: Transport) -> None:
         """Give every rank the values of the first."""
@@ -35,11 +36,23 @@ class Tie:
         """Take away the gradient of earlier batches, which is a sum already."""
         leaf = self._leaf(module)
         grad, leaf.grad = leaf.grad, None
+        weight = self._weight(module)
+        if grad is not None and weight is not None and weight.replica is not None:
+            return grad.clone()  # its place in a bucket is written anew
         return grad
 
     def add_up(self, module: nn.Module, transport: Transport, aside: Tensor | None) -> None:
-        """Make the gradient the sum over the ranks, and add what was set aside."""
-        leaf = self._leaf(module)
+        """Make the gradient the sum over the ranks, and add what was set aside.
+
+        Replicas have theirs reduced by now; where each holds a part of it, the parts differ from stage to
+        stage, and all of it is put together for the sum.
+        """
+        weight, leaf = self._weight(module), self._leaf(module)
+        if weight is not None and weight.replica is not None:
+            total = weight.replica.show_gradient()
+            transport.add_up([total], self.ranks)
+            weight.replica.set_gradient(total, aside)
+            return
         if leaf.grad is None:
             leaf.grad = torch.zeros(leaf.shape, dtype=leaf.grad_dtype, device=leaf.device)
         transport.add_up([leaf.grad.detach()], self.ranks)
@@ -47,15 +60,13 @@ class Tie:
             leaf.grad = aside.add_(leaf.grad)
 
     def check(self, module: nn.Module, transport: Transport) -> None:
-        """Compare the masks of the ranks.
+        """Compare the masks of the ranks; before each sum, since any of them may have another one.
 
         Raises:
             MaskError: They differ.
         """
-        weight = weight_of(self._param(module))
-        mask = None if weight is None else weight.mask
-        raw = b"" if mask is None else mask.words.cpu().numpy().tobytes()
-        print_ = float(int.from_bytes(hashlib.sha256(raw).digest()[:5], "little"))
+        weight = self._weight(module)
+        print_ = self._print_of(None if weight is None else weight.mask)
         total = torch.tensor([print_], dtype=torch.float64)
         transport.add_up([total], self.ranks)
         if float(total) != print_ * len(self.ranks):  # sums of 40-bit numbers are exact
@@ -68,15 +79,20 @@ class Tie:
         here = dict(module.named_parameters(remove_duplicate=False))
         return next(here[name] for name in self.names if name in here)
 
+    def _print_of(self, mask: Mask | None) -> float:
+        """Return 40 bits of a mask's fingerprint, made once for each mask."""
+        if mask is None:
+            return 0.0
+        if not self._prints or self._prints[0][0] is not mask:
+            self._prints[:] = [(mask, float(int(mask.fingerprint()[:10], 16)))]
+        return self._prints[0][1]
+
+    def _weight(self, module: nn.Module) -> Weight | None:
+        return weight_of(self._param(module))
+
     def _leaf(self, module: nn.Module) -> Tensor:
-        param = self._param(module)
-        weight = weight_of(param)
-        if weight is not None and weight.part is not weight:
-            raise CompressionError(
-                f"tied weight '{self.names[0]}' lies on stages {self.ranks}, and its state is sharded "
-                "over replicas, which hold other parts of it on each stage; replicate with shard=None"
-            )
-        return param if weight is None else weight.leaf
+        weight = self._weight(module)
+        return self._param(module) if weight is None else weight.part.leaf
 
 
 def ties_of(layers: Layers, cuts: Sequence[tuple[int, int]], num_ranks: int) -> list[Tie]:

@@ -50,7 +50,7 @@ _DTYPES: Final = (
     torch.complex64,
     torch.complex128,
 )
-HEADER_WORDS: Final = 10
+HEADER_WORDS: Final = 11
 _ALIGNMENT: Final = 64
 
 TensorForm = tuple[torch.dtype, bool, tuple[int, ...]]
@@ -75,6 +75,7 @@ class Packet:
         needs_grad: For each tensor, whether the receiver sends its gradient back.
         origin: For "abort", the stage to blame.
         reason: For "abort", what it did.
+        is_training: Whether the batch goes backward.
     """
 
     kind: PacketKind
@@ -84,6 +85,7 @@ class Packet:
     needs_grad: tuple[bool, ...] = ()
     origin: int = -1
     reason: str = ""
+    is_training: bool = True
 
     @property
     def form(self) -> Form:
@@ -104,6 +106,7 @@ class Header:
     form: int
     body_words: int
     origin: int
+    is_training: bool
 
 
 @dataclass
@@ -114,7 +117,7 @@ class Encoder:
         >>> from samo.pipeline.wire import Encoder, Packet
         >>> words, body = Encoder(0).encode(Packet("probe", step=0))
         >>> len(words), body
-        (10, [])
+        (11, [])
     """
 
     stage: int
@@ -142,6 +145,7 @@ class Encoder:
             form,
             len(body),
             packet.origin,
+            int(packet.is_training),
             self.stage,
         ]
         self.sequence += 1
@@ -174,7 +178,7 @@ class Decoder:
         """
         if len(words) != HEADER_WORDS or words[0] != _MAGIC or words[-1] != _checksum(words[:-1]):
             raise self.nonsense(f"a header that is none: {list(words)}")
-        _, kind, step, sequence, micro_batch, form, body_words, origin, stage = words[:-1]
+        _, kind, step, sequence, micro_batch, form, body_words, origin, trains, stage = words[:-1]
         if not 0 <= kind < len(_KINDS) or not 0 <= body_words <= _MAX_WORDS:
             raise self.nonsense(f"a header with kind {kind} and {body_words} words")
         if stage != self.stage:
@@ -182,7 +186,9 @@ class Decoder:
         if sequence != self.sequence:
             raise self.nonsense(f"message {sequence}, where message {self.sequence} was due")
         self.sequence += 1
-        return Header(_KINDS[kind], step, sequence, micro_batch, form, body_words, origin)
+        return Header(
+            _KINDS[kind], step, sequence, micro_batch, form, body_words, origin, bool(trains)
+        )
 
     def form(self, header: Header, body: Sequence[int]) -> Form:
         """Return types and shapes of the tensors that follow.
@@ -205,7 +211,14 @@ class Decoder:
         needs_grad = tuple(flag for _, flag, _ in form)
         reason = "" if header.kind in DATA_KINDS else _words_text(body)
         return Packet(
-            header.kind, header.step, header.micro_batch, tensors, needs_grad, header.origin, reason
+            header.kind,
+            header.step,
+            header.micro_batch,
+            tensors,
+            needs_grad,
+            header.origin,
+            reason,
+            header.is_training,
         )
 
     def _read_form(self, body: Sequence[int]) -> Form:

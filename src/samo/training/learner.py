@@ -70,14 +70,11 @@ class Learner:
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
         self.device = next(model.parameters()).device
-        self.dtype = dtype
-        self._optim = optim
+        self.dtype, self._optim = dtype, optim
         self._grad_dtype = torch.float32 if fp32_gradients else None
         self._entry_steps = entry_steps
         self.dense_skipped = 0
-        self._pruned: list[
-            tuple[Tensor, Tensor]
-        ] = []  # of masked state: weights, and where they are 0
+        self._pruned: list[tuple[Tensor, Tensor]] = []  # masked: weights, and where they are 0
         self._gradient_bytes = 0  # of the last dense step, measured before they are freed
         params = list(model.parameters())
         groups = [
@@ -108,8 +105,7 @@ class Learner:
     @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing, because a gradient was not finite; waits for the device."""
-        compressed = self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0
-        return self.dense_skipped + compressed
+        return self.dense_skipped + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
 
     def check_names(self, masks: Masks) -> None:
         """Refuse masks of weights that no stage has.
@@ -269,6 +265,11 @@ class Learner:
             "in_flight_s": sum(count.in_flight_s for count in counts),
             "exposed_s": sum(count.exposed_s for count in counts),
         }
+
+    def close(self) -> None:
+        """End the links between stages; there is nothing more to learn."""
+        if self.stages is not None:
+            self.stages.pipeline.close()
 
     def ledger(self) -> Ledger | None:
         """Return the account of compressed state, or None if the state is dense."""

@@ -84,6 +84,7 @@ def train(
         result = Run(config, folder, text, learner, masking, Progress(), listeners).go()
     finally:
         folder.close()
+    learner.close()
     ranks.leave()
     return result
 
@@ -148,6 +149,7 @@ def resume(
         result = Run(config, folder, text, learner, masking, progress, listeners).go()
     finally:
         folder.close()
+    learner.close()
     ranks.leave()
     return result
 

@@ -1,0 +1,76 @@
+"""What the settings of a pipeline come to: places, cuts and links; nothing is computed here."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from samo.pipeline.costs import parameter_costs
+from samo.pipeline.gloo import GlooTransport
+from samo.pipeline.layers import Layers
+from samo.pipeline.memory import MemoryNetwork
+from samo.pipeline.nccl import NcclTransport
+from samo.pipeline.partition import partition
+from samo.pipeline.stage import Chunk, Stage
+from samo.pipeline.transport import Transport
+
+__all__ = []
+
+
+def pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the ranks of the axis `pipe`; None for one process."""
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if "pipe" not in names:
+        raise ValueError(
+            f"the mesh has dimensions {names}, none of them 'pipe'; build it with "
+            "init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
+        )
+    return mesh["pipe"].get_group()
+
+
+def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+    """Return where a stage computes."""
+    if device is not None:
+        return torch.device(device)
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.cuda.current_device())
+
+
+def cuts_of(
+    cuts: Sequence[tuple[int, int]] | None, layers: Layers, num_stages: int
+) -> list[tuple[int, int]]:
+    """Return first layer and the one after the last of each stage."""
+    if cuts is None:
+        return partition(parameter_costs(layers), num_stages)
+    found = [(start, stop) for start, stop in cuts]
+    ends = [0, *(stop for _, stop in found)]
+    is_row = all(start == end and start < stop for end, (start, stop) in zip(ends, found))
+    if len(found) != num_stages or not is_row or ends[-1] != len(layers.units):
+        raise ValueError(
+            f"cuts must be {num_stages} ranges that follow each other from layer 0 to "
+            f"{len(layers.units)}, got {found}"
+        )
+    return found
+
+
+def chunks_of(module: Stage, cuts: list[tuple[int, int]]) -> list[Chunk]:
+    """Return the pieces of the model that a rank holds."""
+    chunks, place = [], 0
+    for start, stop in cuts:
+        chunks.append(Chunk(module, place, place + stop - start))
+        place += stop - start
+    return chunks
+
+
+def transport_of(
+    group: dist.ProcessGroup | None, device: torch.device, timeout: float
+) -> Transport:
+    """Return the links of this rank to its neighbours."""
+    if group is None:
+        return MemoryNetwork(1).transport(0)
+    is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
+    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout=timeout)
