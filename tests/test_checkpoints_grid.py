@@ -21,7 +21,7 @@ from samo.checkpoints import gathering, loading, saving, shards
 from samo.kernels.lean import Moments, dequantise_weight
 from samo.owners import owned_weights
 from tests.checkpoint_cases import Case, Layout, Run, contents
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 FLOAT = Case()
 HALF = Case(torch.bfloat16)

@@ -17,7 +17,7 @@ from samo.checkpoints.merging import Piece, Recipe
 from samo.errors import CheckpointError, PeerError
 from samo.parallel import links as links_module
 from samo.parallel.links import Links
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 # Links
 

@@ -21,7 +21,7 @@ from samo.training import events
 from samo.training.events import Event
 from samo.training.launches import restarted_folder
 from samo.training.loop import train
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 from tests.test_training_ranks import small, text
 
 __all__ = ["text"]  # the fixture

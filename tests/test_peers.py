@@ -14,7 +14,7 @@ from torch import nn
 
 import samo
 from samo.parallel.peers import Peers
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 TIMEOUT_S = 1.0
 HEARTBEAT_S = 0.2

@@ -30,7 +30,7 @@ from tests.pipeline_cases import (
     tiny_hf,
     tokens,
 )
-from tests.processes import run_ranks
+from tests.ranks import run_ranks
 
 MICRO_BATCHES = 4
 FIXED = ["1f1b", "gpipe", "interleaved"]
@@ -267,7 +267,7 @@ def nccl_way(mesh: Any, rank: int, num_ranks: int) -> Tensor:
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_models_of_others_tied_weights_and_small_batches(num_ranks: int) -> None:
-    everyones = run_ranks(num_ranks, other_work, timeout=100)
+    everyones = run_ranks(num_ranks, other_work, timeout_s=100)
     x, y = tokens()
     for family in ("gpt2", "llama"):
         model = tiny_hf(family)
@@ -531,7 +531,7 @@ def faulty_work(rank: int, num_ranks: int, fault: str, bad: int) -> Any:
     ],
 )
 def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int, said: str) -> None:
-    results = run_ranks(4, faulty_work, fault, bad, may_die=frozenset({bad}), timeout=20)
+    results = run_ranks(4, faulty_work, fault, bad, lost={bad}, timeout_s=20)
     for rank, result in enumerate(results):
         if rank == bad:
             continue

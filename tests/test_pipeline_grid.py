@@ -8,7 +8,7 @@ from torch import nn
 
 import samo
 from tests.pipeline_cases import compress, next_token_loss, tiny_gpt, tokens
-from tests.processes import run_ranks
+from tests.ranks import run_ranks
 
 TIMEOUT = 20
 
@@ -77,7 +77,7 @@ def test_replicated_stages_train_as_one_process_with_and_without_tied_weights() 
         (None, True, True, True),
         ("state", True, True, True),
     ]
-    everyones = run_ranks(4, grid, cases, timeout=100)
+    everyones = run_ranks(4, grid, cases, timeout_s=100)
     for number, (shard, is_tied, is_averaged, is_reduced_once) in enumerate(cases):
         wanted = one_process(is_tied, 1.0 if is_averaged else 2.0)
         case = f"shard={shard} tied={is_tied} averaged={is_averaged} once={is_reduced_once}"

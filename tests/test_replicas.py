@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import samo
 from samo.owners import owned_weights
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 Shard = Literal["state"] | None
 MODES: Final[tuple[Shard, ...]] = (None, "state")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import samo
 from samo.owners import owned_weights
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 
 def compressed(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

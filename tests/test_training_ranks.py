@@ -33,7 +33,7 @@ from samo.training.events import Event
 from samo.training.learner import Learner
 from samo.training.loop import resume, train
 from samo.training.ranks import Ranks
-from tests.launch import run_ranks
+from tests.ranks import run_ranks
 
 WORDS: Final = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while")
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import samo
 from tests.pipeline_cases import next_token_loss, optimizer, reference, tiny_gpt, tokens
-from tests.processes import run_ranks
+from tests.ranks import run_ranks
 
 
 def work(rank: int, num_ranks: int) -> Any:
@@ -31,7 +31,7 @@ def work(rank: int, num_ranks: int) -> Any:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_two_ranks_on_one_gpu_equal_one_process() -> None:
-    results = run_ranks(2, work, timeout=100)
+    results = run_ranks(2, work, timeout_s=100)
     model = tiny_gpt().cuda()
     opt = optimizer("sgd", model, is_compressed=False)
     batches = [(x.cuda(), y.cuda()) for x, y in (tokens(7, seed) for seed in range(3))]

@@ -5,6 +5,7 @@ and inherit no threads. The ranks' store is held here, as torchrun holds it, so 
 """
 
 import datetime
+import io
 import multiprocessing
 import time
 import traceback
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 _processes: Final = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.preloaded"])  # as in processes.py: one server for both
+_processes.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_ranks(
@@ -69,13 +70,17 @@ def _work(
 ) -> None:
     torch.set_num_threads(1)
     try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo",
-            store=dist.TCPStore("127.0.0.1", port, is_master=False),
+            store=store,
             rank=rank,
             world_size=num_ranks,
             timeout=datetime.timedelta(seconds=30),
         )
+        # Who is connected may leave at once, while another still connects to it and would fail.
+        store.set(f"{rank} is connected", "")
+        store.wait([f"{other} is connected" for other in range(num_ranks)])
         result = function(rank, num_ranks, *args)
         if not is_cut_short:
             dist.barrier()  # nobody leaves while another still talks to it
@@ -83,7 +88,14 @@ def _work(
     except BaseException:
         answer.send((False, traceback.format_exc()))
     else:
-        answer.send((True, result))
+        answer.send((True, _packed(result)))
+
+
+def _packed(result: Any) -> bytes:
+    """Pickle by value: torch would pass tensors by a file descriptor that ends with the rank."""
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    return buffer.getvalue()
 
 
 def _collect(ends: dict[int, Connection], timeout_s: float) -> dict[int, Any]:
@@ -101,7 +113,7 @@ def _collect(ends: dict[int, Connection], timeout_s: float) -> dict[int, Any]:
             except EOFError:
                 is_good, value = False, "it ended without a word"
             if is_good:
-                results[rank] = value
+                results[rank] = torch.load(io.BytesIO(value), weights_only=False)
             else:
                 failures.append(f"rank {rank}: {value}")
                 deadline = min(deadline, time.monotonic() + 3.0)  # what do the others say?
