@@ -1,5 +1,7 @@
 """The deciding half of data parallelism, without other ranks: sizes, buckets, counts, predictions."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ import samo
 from samo.memory.predict import TensorSpec, predict, total
 from samo.parallel.collectives import _add_up
 from samo.parallel.layout import BucketPlan, Tensor1D, plan_buckets
-from samo.parallel.mesh import check_sizes
+from samo.parallel.mesh import _join, check_sizes, place
 from samo.parallel.traffic import TrafficMeter, sent_bytes
 
 # The mesh
@@ -39,6 +41,35 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
         samo.mesh(device="tpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s must be over 0, got 0"):
         samo.mesh(timeout_s=0)
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_ranks_share_gpus_evenly_and_without_nccl_where_there_are_too_few(
+    num_local: int, num_gpus: int
+) -> None:
+    places = [place(rank, num_local, num_gpus) for rank in range(num_local)]
+    loads = [[index for index, _ in places].count(gpu) for gpu in range(num_gpus)]
+    assert sum(loads) == num_local
+    assert max(loads) - min(loads) <= 1
+    assert {backend for _, backend in places} == {"gloo" if max(loads) > 1 else "nccl"}
+
+
+def test_a_shared_gpu_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    backends: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: backends.append(backend))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for local_rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        _join("cuda", timedelta(seconds=1))
+    (message,) = caplog.messages
+    assert message.startswith("2 ranks share 1 GPU and talk over gloo")
+    assert (chosen, backends) == ([0, 0], ["gloo", "gloo"])
 
 
 def test_a_mesh_reads_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:

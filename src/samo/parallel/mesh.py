@@ -1,16 +1,19 @@
 """The grid of ranks: torch's `DeviceMesh` with axes named ``pipe`` and ``data``."""
 
+import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["mesh"]
+
+_logger: Final = logging.getLogger(__name__)
 
 
 def mesh(
@@ -39,7 +42,8 @@ def mesh(
         pipe: Stages of the pipeline.
         data: Replicas of each stage; by default as many as there are ranks for.
         device: ``"cuda"`` for NCCL and a GPU for each rank, ``"cpu"`` for gloo; by default ``"cuda"``
-            where there is one.
+            where there is one. More ranks than GPUs on a machine share them, over gloo, with a warning:
+            a way to try a layout, not to be fast.
         timeout_s: How long a rank waits for the others, in seconds.
 
     Raises:
@@ -50,7 +54,7 @@ def mesh(
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be over 0, got {timeout_s}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # sizes first: nothing is begun that cannot be
         check_sizes({"pipe": pipe, "data": data}, int(os.environ.get("WORLD_SIZE", "1")))
         _join(device, timedelta(seconds=timeout_s))
     sizes = check_sizes({"pipe": pipe, "data": data}, dist.get_world_size())
@@ -82,10 +86,31 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
     return full
 
 
+def place(local_rank: int, num_local: int, num_gpus: int) -> tuple[int, str]:
+    """Return which GPU of its machine a rank takes, and the backend of a machine with so many ranks.
+
+    Example: rank 3 of 4 on 2 GPUs takes the second one, with gloo, as NCCL wants one for each rank.
+    """
+    return local_rank % num_gpus, "nccl" if num_local <= num_gpus else "gloo"
+
+
 def _join(device: str, timeout: timedelta) -> None:
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_gpus = torch.cuda.device_count()
+        index, backend = place(local_rank, num_local, num_gpus)
+        torch.cuda.set_device(index)
+        torch.cuda.init()  # or torch's mesh would choose a GPU by the local rank
+        if backend == "gloo" and local_rank == 0:
+            _logger.warning(
+                "%d ranks share %d GPU%s and talk over gloo, through host memory: good to try a layout, "
+                "slower than one rank for each GPU",
+                num_local,
+                num_gpus,
+                "s" if num_gpus > 1 else "",
+            )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
         # The launcher keeps its store over restarts, with the addresses of ranks that are gone.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
