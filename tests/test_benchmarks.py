@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from benchmarks import early_bird_intervals, early_bird_rules
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
 from benchmarks.data_parallel import bench as data_parallel
+from benchmarks.layouts import bench as layouts
 from benchmarks.pipeline import bench as pipeline, simulated
+
+from samo import cli
 
 
 # torch.compile imports deprecated parts of torch, and the peers warn as they are imported.
@@ -39,6 +43,31 @@ def test_it_runs_and_writes_its_rows(
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(written) == rows
     assert all({"cpu", "torch", "commit", "date"} <= row.keys() for row in written)
+
+
+def test_layouts_are_compared_by_what_their_runs_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        arguments = command[command.index("train") :]
+        arguments[arguments.index("--pipe") + 1] = (
+            "1"  # one rank, here: that many are tried elsewhere
+        )
+        arguments[arguments.index("--lr") + 1] = "1e-3" if len(seen) == 0 else "1e-2"
+        seen.append(arguments)
+        return SimpleNamespace(returncode=cli.main(arguments))
+
+    seen: list[list[str]] = []
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(layouts, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(sys, "argv", ["layouts", "--toy", "--out", str(out)])
+    layouts.main()
+    one, other = (json.loads(line) for line in out.read_text().splitlines())
+    assert (one["layout"], other["layout"], other["shard"]) == ("1x1", "2x2", "state")
+    assert len(one["losses"]) == len(other["losses"]) == 4
+    apart = [abs(a - b) / b for a, b in zip(other["losses"], one["losses"])]
+    assert (one["largest_difference"], other["largest_difference"]) == (0, max(apart))
+    assert max(apart) > 0
 
 
 def test_the_rules_of_tickets_are_compared(

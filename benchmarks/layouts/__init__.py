@@ -1,0 +1,1 @@
+"""Does a model learn the same in every layout of ranks?"""

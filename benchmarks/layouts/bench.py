@@ -1,0 +1,114 @@
+"""Train one GPT by ``samo train`` in several layouts of ranks, and compare the losses step by step.
+
+Layouts are pipe x data. Ranks share the machine: its cores, or its one GPU, over gloo.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.measure import Row, arguments, show, write_rows
+from samo.data.library import write_library_text
+from samo.environment import hardware
+
+__all__ = ["main"]
+
+LAYOUTS: Final[tuple[tuple[int, int, str], ...]] = (
+    (1, 1, "none"),
+    (1, 2, "none"),
+    (1, 4, "none"),
+    (1, 4, "state"),
+    (2, 1, "none"),
+    (2, 2, "none"),
+    (2, 2, "state"),
+)
+MODELS: Final = {
+    "cuda": "--num-layers 8 --width 512 --num-heads 8 --context 256 --batch-size 16 --lr 1e-3".split(),  # noqa: SIM905
+    "cpu": "--num-layers 4 --width 256 --num-heads 4 --context 128 --batch-size 8 --lr 1e-3".split(),  # noqa: SIM905
+}
+TOY: Final = "--num-layers 2 --width 32 --num-heads 2 --context 32 --batch-size 4 --lr 1e-3".split()  # fmt: skip  # noqa: SIM905
+
+
+def main() -> None:
+    """Train in every layout and print how far losses are from those of one rank."""
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--device", choices=MODELS, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    steps, dtypes = (4, ["float32"]) if options.toy else (options.steps, options.dtypes)
+    layouts = LAYOUTS[:1] + LAYOUTS[-1:] if options.toy else LAYOUTS
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = write_library_text(folder)
+        for dtype in dtypes:
+            settings = [
+                *(TOY if options.toy else MODELS[options.device]),
+                "--dtype",
+                dtype,
+                "--steps",
+                str(steps),
+            ]
+            settings += ["--device", options.device]
+            mine: list[Row] = []
+            for number, layout in enumerate(layouts):
+                out = folder / f"{dtype}-{number}"
+                _train(texts, out, layout, settings)
+                mine.append(_row(out, dtype, layout) | {"settings": " ".join(settings)})
+            first = mine[0]
+            for row in mine:
+                apart = [abs(a - b) / b for a, b in zip(row["losses"], first["losses"])]
+                row["largest_difference"] = max(apart)
+            rows += mine
+    show(rows, ["dtype", "layout", "shard", "last_loss", "valid_loss", "largest_difference"])  # fmt: skip
+    device = hardware(torch.device(options.device))["device_name"]
+    write_rows(options.out, [row | {"device_name": device} for row in rows])
+
+
+def _train(
+    texts: tuple[Path, Path], out: Path, layout: tuple[int, int, str], settings: list[str]
+) -> None:
+    pipe, data, shard = layout
+    command = [sys.executable, "-m", "samo", "launch", "-n", str(pipe * data), "train", str(texts[0])]  # fmt: skip
+    command += ["--valid", str(texts[1]), "--out", str(out), "--pipe", str(pipe), "--shard", shard]
+    command += ["--log-every", "1", "--dense-steps", "2", "--sample-tokens", "0", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")  # fmt: skip
+
+
+def _row(out: Path, dtype: str, layout: tuple[int, int, str]) -> Row:
+    """Return what a run wrote: losses of rank 0, and what every rank held and sent."""
+    pipe, data, shard = layout
+    files = [out / "metrics.jsonl", *sorted(out.glob("metrics.rank*.jsonl"))]
+    events: list[list[dict[str, Any]]] = [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in files
+    ]
+    steps = [event for event in events[0] if event["event"] == "step"]
+    traffic = [[event for event in own if event["event"] == "traffic"] for own in events]
+    return {
+        "dtype": dtype,
+        "layout": f"{pipe}x{data}",
+        "shard": shard,
+        "losses": [event["loss"] for event in steps],
+        "last_loss": steps[-1]["loss"],
+        "valid_loss": [e["valid_loss"] for e in events[0] if e["event"] == "eval"][-1],
+        "tokens_per_s": steps[-1]["tokens_per_s"],
+        "sent_bytes": [sum(own[-1]["sent"].values()) for own in traffic if own],
+        "memory_bytes": [
+            steps[-1]["memory_bytes"],
+            *(own[-1]["memory_bytes"] for own in traffic[1:]),
+        ],
+    }
+
+
+if __name__ == "__main__":
+    main()

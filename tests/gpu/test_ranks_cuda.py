@@ -1,0 +1,47 @@
+"""Ranks that share one GPU, over gloo, train as one rank does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samo.training.loop import train
+from tests.ranks import run_ranks
+from tests.test_training_ranks import lines, small, tensors, text, train_here
+
+__all__ = ["text"]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"),
+    [
+        (2, {}),
+        (4, {}),
+        (4, {"shard": "state"}),
+        (2, {"pipe": 2}),
+        (4, {"pipe": 2}),
+        (4, {"pipe": 2, "shard": "state"}),
+    ],
+    ids=str,
+)
+def test_ranks_on_one_gpu_have_the_losses_of_one(
+    tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any], dtype: str
+) -> None:
+    one, many = (
+        replace(config, run=replace(config.run, device="cuda", dtype=dtype, batch_size=8))
+        for config in (small(text), small(text, {**mesh, "timeout_s": 60.0}))
+    )
+    train(one, tmp_path / "one")
+    run_ranks(num_ranks, train_here, {tmp_path / "many": many}, timeout_s=100)
+    # bfloat16 rounds sums of parts otherwise than sums of the whole, by 1 part in 256 of an entry.
+    close = {"rel": 1e-4 if dtype == "float32" else 3e-3}
+    for event, name in (("step", "loss"), ("eval", "valid_loss")):
+        ours, theirs = (
+            [line[name] for line in lines(tmp_path / run, event)] for run in ("one", "many")
+        )
+        assert theirs == pytest.approx(ours, **close)
+    assert tensors(tmp_path / "one").keys() == tensors(tmp_path / "many").keys()
