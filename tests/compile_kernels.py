@@ -1,13 +1,13 @@
 """Compile every Triton kernel in every variant that ``samo.kernels.cuda`` launches; needs no GPU.
 
-    python tests/compile_kernels.py 80 90
+    python -m tests.compile_kernels 90
 
 Run by test_triton.py in a process of its own, since Triton compiles nothing where it interprets. Also
 handy to look at the code: ``compile_kernel(...).asm["ptx"]``.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -109,15 +109,19 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main() -> None:
-    for capability in map(int, sys.argv[1:]):
-        count = 0
-        for variant in variants():
-            made = compile_kernel(variant, capability)
-            assert made.asm["cubin"], variant
-            count += 1
-        print(f"sm_{capability}: {count} variants compile")
+def compile_all(variants: Iterable[Variant]) -> None:
+    """Compile for the capability named on the command line; with --once, each kernel in one variant.
+
+    Variants differ in types and flags, which every GPU knows alike: one GPU gets them all, and of another
+    it is enough to know that each kernel is possible there.
+    """
+    capability = int(sys.argv[1])
+    if "--once" in sys.argv[2:]:
+        variants = {variant[0].__name__: variant for variant in variants}.values()
+    made = [compile_kernel(variant, capability) for variant in variants]
+    assert all(kernel.asm["cubin"] for kernel in made)
+    print(f"sm_{capability}: {len(made)} variants compile")
 
 
 if __name__ == "__main__":
-    main()
+    compile_all(variants())

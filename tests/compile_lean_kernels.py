@@ -1,17 +1,16 @@
 """Compile the kernels of lean state in every variant that ``samo.kernels.cuda_lean`` launches.
 
-    python -m tests.compile_lean_kernels 80 90
+    python -m tests.compile_lean_kernels 90
 
 As compile_kernels.py, and like it run in a process of its own by the tests.
 """
 
-import sys
 from collections.abc import Iterator
 from itertools import product
 
 from samo.kernels import cuda, lean_kernels
 from samo.kernels.triton_parts import KINDS
-from tests.compile_kernels import PAIRS, Variant, compile_kernel
+from tests.compile_kernels import PAIRS, Variant, compile_all
 
 
 def variants() -> Iterator[Variant]:
@@ -32,12 +31,5 @@ def variants() -> Iterator[Variant]:
         yield lean_kernels.adamw_lean_all_kernel, types, constants | whole, 8
 
 
-def main() -> None:
-    for capability in map(int, sys.argv[1:]):
-        made = [compile_kernel(variant, capability) for variant in variants()]
-        assert all(kernel.asm["cubin"] for kernel in made)
-        print(f"sm_{capability}: {len(made)} variants compile")
-
-
 if __name__ == "__main__":
-    main()
+    compile_all(variants())

@@ -1,8 +1,6 @@
 """8-bit optimizer state: its codes, its update in plain torch and in Triton's kernels."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -524,14 +522,3 @@ def test_the_benchmarks_run(
     monkeypatch.setattr(sys, "argv", ["lean_gpt", "--steps", "1", "--seeds", "1"])
     lean_gpt.main()
     assert "| 0.95 | 0 |" in capsys.readouterr().out
-
-
-@needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_every_kernel_compiles_without_a_gpu(capability: int, tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.compile_lean_kernels", str(capability)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"sm_{capability}" in done.stdout
