@@ -183,7 +183,7 @@ def table(rows: list[Row]) -> str:
         against = "1.00"
         if row["contender"] != BASELINE:
             against = f"{row['paired_ratio']:.2f}"
-            against = f"**{against}**" if row["paired_ratio_p80"] < 1 else against
+            against = f"**{against}**" if round(row["paired_ratio_p80"], 2) < 1 else against
             against += " ({paired_ratio_p20:.2f}-{paired_ratio_p80:.2f})".format(**row)
         cells = [
             "" if case == previous else case,
