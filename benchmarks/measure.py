@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ __all__ = [
     "arguments",
     "environment",
     "in_turns",
+    "is_installed",
     "keep_freed_memory",
     "show",
     "spread",
@@ -38,6 +40,17 @@ def time_ms(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e3
+
+
+def is_installed(peer: str) -> bool:
+    """Return whether a peer is there; if not, say that it is left out."""
+    try:
+        is_there = importlib.util.find_spec(peer) is not None
+    except ValueError:  # it was set to None in sys.modules, to be left out
+        is_there = False
+    if not is_there:
+        print(f"{peer} is not installed; left out")
+    return is_there
 
 
 def keep_freed_memory() -> None:

@@ -1,4 +1,7 @@
-"""Every benchmark runs at toy size, so that none rots; what it measures is not looked at here."""
+"""Every benchmark runs at toy size, so that none rots; what it measures is not looked at here.
+
+That of pipelines is in test_pipeline_bench.py.
+"""
 
 import json
 import sys
@@ -12,7 +15,7 @@ from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
 from benchmarks.data_parallel import bench as data_parallel
 from benchmarks.layouts import bench as layouts
-from benchmarks.pipeline import bench as pipeline, simulated
+from benchmarks.pipeline import simulated
 
 from samo import cli
 
@@ -25,10 +28,9 @@ from samo import cli
         (cpu_step, 3),
         (cpu_kernels, 39),
         (data_parallel, 6),
-        pytest.param(pipeline, 15, marks=pytest.mark.slow),
         (simulated, 7),
     ],
-    ids=["cpu_step", "cpu_kernels", "data_parallel", "pipeline", "simulated"],
+    ids=["cpu_step", "cpu_kernels", "data_parallel", "simulated"],
 )
 def test_it_runs_and_writes_its_rows(
     bench: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import samo
 from benchmarks.data_parallel import deepspeed_peer
 from benchmarks.data_parallel.contenders import DDP, Contender, Samo
-from benchmarks.data_parallel.ranks import run
 from benchmarks.measure import (
     Row,
     arguments,
@@ -24,6 +23,7 @@ from benchmarks.measure import (
     time_ms,
     write_rows,
 )
+from benchmarks.ranks import run
 from samo.models import GPT, GPTConfig
 
 SPARSITY = 0.9
@@ -179,7 +179,16 @@ def main() -> None:
         tokens, bucket_mb, ranks = 8, 0.02, options.ranks or [2]
     rows: list[Row] = []
     for num_ranks in ranks:
-        rows += with_ratios(run(num_ranks, train, shape, tokens, options.rounds, bucket_mb))
+        found = run(
+            num_ranks,
+            train,
+            shape,
+            tokens,
+            options.rounds,
+            bucket_mb,
+            preload=["benchmarks.data_parallel.contenders"],
+        )
+        rows += with_ratios(found)
         rows += deepspeed_peer.rows(num_ranks, shape, tokens, options.rounds)
     show(rows, COLUMNS)
     write_rows(options.out, rows)

@@ -4,7 +4,6 @@ It runs in processes of its own, since it takes over torch.distributed. Its mask
 multiplied by them after a step, which saves nothing and costs little.
 """
 
-import importlib.util
 import os
 import time
 import warnings
@@ -15,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.data_parallel.ranks import run
-from benchmarks.measure import Row, spread
+from benchmarks.measure import Row, is_installed, spread
+from benchmarks.ranks import run
 
 STAGES = (1, 2, 3)
 
@@ -35,17 +34,9 @@ PASSES = {
 
 def rows(num_ranks: int, shape: dict[str, int], tokens: int, rounds: int) -> list[Row]:
     """Return a row for each stage, or none where DeepSpeed is not installed."""
-    if not _is_installed():
-        print("deepspeed is not installed; left out")
+    if not is_installed("deepspeed"):
         return []
     return [run(num_ranks, train, shape, tokens, rounds, stage) for stage in STAGES]
-
-
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec("deepspeed") is not None
-    except ValueError:  # it was set to None in sys.modules, to be left out
-        return False
 
 
 def train(

@@ -1,11 +1,11 @@
-"""The ranks of the benchmark: processes of this machine that talk over gloo."""
+"""The ranks of a benchmark: processes of this machine that talk over gloo."""
 
 import json
 import multiprocessing
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 
 
-def run(num_ranks: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Call ``work(rank, num_ranks, *args)`` on every rank and return what rank 0 returns, by JSON."""
+def run(
+    num_ranks: int, work: Callable[..., Any], *args: Any, preload: Sequence[str] = ("samo",)
+) -> Any:
+    """Call ``work(rank, num_ranks, *args)`` on every rank and return what rank 0 returns, by JSON.
+
+    Modules in ``preload`` are imported once, before the ranks part.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.data_parallel.contenders"])
+    context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         port = _free_port()
