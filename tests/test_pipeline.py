@@ -72,9 +72,7 @@ def train(pipeline: samo.Pipeline, opt: torch.optim.Optimizer, rows: int) -> lis
 def work(rank: int, num_ranks: int) -> list[Any]:
     mesh, results = pipe_mesh(num_ranks), []
     for schedule, name, is_compressed, rows in CASES:
-        whole = tiny_gpt(
-            num_layers=num_layers(schedule, num_ranks), is_checkpointed=rows == 5
-        )
+        whole = tiny_gpt(num_layers=num_layers(schedule, num_ranks), is_checkpointed=rows == 5)
         pipeline = samo.Pipeline(
             copy.deepcopy(whole),
             next_token_loss,

@@ -1,9 +1,9 @@
 """Pipelines beside each other whose stages are replicated: equal to one process on the whole batch."""
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
-import functools
 import pytest
 import torch
 from torch import Tensor, nn

@@ -202,7 +202,9 @@ def _plan(
                     "be compressed"
                 )
             continue
-        chosen, held = types_of(param.dtype, None if id(param) in batch_norms else dtype, grad_dtype)
+        chosen, held = types_of(
+            param.dtype, None if id(param) in batch_norms else dtype, grad_dtype
+        )
         if chosen not in _DTYPES:
             raise ValueError(
                 f"parameter '{name}' is {_name(chosen)}; pass dtype=torch.bfloat16 to compress_"

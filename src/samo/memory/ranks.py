@@ -153,9 +153,7 @@ def _specs(
     return specs
 
 
-def _of_first_replica(
-    specs: list[TensorSpec], data: int, bucket_bytes: float
-) -> list[TensorSpec]:
+def _of_first_replica(specs: list[TensorSpec], data: int, bucket_bytes: float) -> list[TensorSpec]:
     """Return the parameters with the part of their state that the first replica owns."""
     trained = {str(place): spec for place, spec in enumerate(specs) if spec.is_trained}
     vectors = []
