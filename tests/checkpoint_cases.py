@@ -56,7 +56,7 @@ class Head(nn.Module):
 
 def whole(*, is_tied: bool, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    model = nn.Sequential(Embed(), *(Block() for _ in range(4)), Head())
+    model = nn.Sequential(Embed(), *(Block() for _ in range(2)), Head())
     if is_tied:
         model[-1].out.weight = model[0].table.weight
     return model

@@ -91,6 +91,29 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are made under it and alive at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.numel():
+                storage = tensor.untyped_storage()
+                key = storage.data_ptr()
+                if key not in self.live:
+                    self.live[key] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, key, None)
+                    self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
+        return out
+
+
 def live_storages() -> dict[int, int]:
     """Return address and bytes of every storage that a live tensor of this process refers to."""
     gc.collect()

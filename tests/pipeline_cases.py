@@ -14,7 +14,9 @@ Step = Callable[[], Tensor]
 
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+    if logits_BTV.dtype.itemsize < 4:
+        logits_BTV = logits_BTV.float()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def tiny_gpt(**settings: Any) -> GPT:
@@ -60,7 +62,7 @@ def optimizer(name: str, module: nn.Module, *, is_compressed: bool) -> torch.opt
 
 def compress(module: nn.Module, whole: nn.Module) -> None:
     """Compress a part of a model with the masks of the whole."""
-    masks = samo.prune(whole, 0.5)
+    masks = samo.prune(whole, 0.9)
     names = dict(module.named_parameters(remove_duplicate=False))
     mine = samo.Masks({name: masks[name] for name in masks if name in names})
     samo.compress_(module, mine, kernels="reference")

@@ -72,13 +72,15 @@ def save_and_load(rank: int, num_ranks: int, folder: Path) -> list[str]:
         run.randomise()
         path = folder / f"{case.name}-{layout.name}"
         samo.save(path, run.pipeline, run.opt, extra=given)
-        wrong += [f"{path.name} saved {what}" for what in differing(path, folder / case.name)]
+        if rank == 0:  # it has written all of it
+            wrong += [f"{path.name} saved {what}" for what in differing(path, folder / case.name)]
         run.close()
         run = Run(case, layout, samo.Masks.load(path), seed=1)
         assert samo.load(folder / case.name, run.pipeline, run.opt)["step"] == 3
         again = Path(f"{path}-again")
         samo.save(again, run.pipeline, run.opt, extra=given)
-        wrong += [f"{path.name} loaded {what}" for what in differing(again, folder / case.name)]
+        if rank == 0:
+            wrong += [f"{path.name} loaded {what}" for what in differing(again, folder / case.name)]
         run.close()
     return wrong
 
@@ -181,7 +183,7 @@ def test_sharded_lean_state_goes_into_other_layouts_rounded_once_more(tmp_path: 
 def read_parts(rank: int, num_ranks: int, folder: Path) -> tuple[int, str]:
     """Return how many files this rank has compared with their checksums, and what it says of damage."""
     quick_disk()
-    shards.SHARD_BYTES = 4000
+    shards.SHARD_BYTES = 2000
     run = Run(HALF, Layout(2, 1))
     run.train(1)
     alive: list[weakref.ref[Tensor]] = []

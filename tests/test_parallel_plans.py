@@ -153,15 +153,17 @@ def test_the_example_of_the_layout() -> None:
 # Sums
 
 
-@given(st.integers(1, 5), st.sampled_from([0, 1, 1000, 2**16 + 3]))
-def test_rows_are_added_up_in_fp32_and_rounded_once(num_ranks: int, size: int) -> None:
+@given(st.integers(1, 5), st.sampled_from([0, 1, 1000, 2**16 + 3]), st.sampled_from([1, 3, 5]))
+def test_rows_are_added_up_in_fp32_and_rounded_once(
+    num_ranks: int, size: int, divisor: int
+) -> None:
     rows = torch.randn(num_ranks, size, generator=torch.Generator().manual_seed(size)).bfloat16()
     out = torch.empty(size, dtype=torch.bfloat16)
-    _add_up(rows, out)
+    _add_up(rows, out, divisor)
     total = torch.zeros(size)
     for row in rows:
         total += row.float()
-    assert torch.equal(out, total.bfloat16())
+    assert torch.equal(out, (total / divisor).bfloat16())
 
 
 # Counts

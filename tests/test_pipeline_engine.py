@@ -26,7 +26,7 @@ def durations(seed: int, jitter: float):
 @given(
     num_stages=st.integers(1, 8),
     num_micro_batches=st.integers(1, 16),
-    in_flight=st.integers(1, 8) | st.none(),
+    in_flight=st.integers(1, 8) | st.none() | st.lists(st.integers(1, 8), min_size=8, max_size=8),
     prefer=st.sampled_from(["alternate", "backward"]),
     seed=st.integers(0, 10**9),
     delay=st.sampled_from([0.0, 0.5, 5.0]),
@@ -35,6 +35,8 @@ def durations(seed: int, jitter: float):
 def test_every_micro_batch_goes_once_forward_and_once_backward_within_the_limit(
     num_stages, num_micro_batches, in_flight, prefer, seed, delay, jitter
 ):
+    if isinstance(in_flight, list):  # one for each stage
+        in_flight = in_flight[:num_stages]
     limits = in_flight_limits(in_flight, num_stages)
 
     def watch(engine: Engine) -> None:

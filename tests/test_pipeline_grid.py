@@ -1,13 +1,15 @@
 """Pipelines beside each other whose stages are replicated: equal to one process on the whole batch."""
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import samo
-from tests.pipeline_cases import compress, next_token_loss, tiny_gpt, tokens
+from tests.pipeline_cases import compress, next_token_loss, optimizer, tiny_gpt, tokens
 from tests.ranks import run_ranks
 
 TIMEOUT = 20
@@ -93,3 +95,89 @@ def test_replicated_stages_train_as_one_process_with_and_without_tied_weights() 
             for found in everyones:
                 for name in {"embed.weight", "head.weight"} & found[number]["state"].keys():
                     assert torch.equal(found[number]["state"][name], first), case
+
+
+# Every schedule beside replicas, in float64
+
+Case = tuple[str, str, str | None]
+"""Schedule, optimizer, what is sharded."""
+CASES: list[Case] = [
+    *(
+        (schedule, name, shard)
+        for schedule in ("message-driven", "1f1b", "gpipe", "interleaved")
+        for name, shard in (("sgd", None), ("adamw", "state"))
+    ),
+    ("message-driven", "sgd", "state"),
+    ("message-driven", "adamw", None),
+]
+STEPS = 4
+
+
+def every_schedule(rank: int, num_ranks: int, pipe: int) -> list[tuple[list[Tensor], Any]]:
+    """Return the losses of this rank's replica and the weights of its stage, for each case."""
+    mesh = samo.mesh(pipe=pipe)
+    place, num_replicas = mesh["data"].get_local_rank(), num_ranks // pipe
+    found = []
+    for schedule, name, shard in CASES:
+        held: list[nn.Module] = []
+
+        def once(is_last: bool, held: list[nn.Module] = held) -> Any:
+            return nullcontext() if is_last or not held else samo.no_sync(held[0])
+
+        pipeline = samo.Pipeline(
+            two_layers().double(),
+            next_token_loss,
+            mesh,
+            2,
+            schedule=schedule,
+            timeout=TIMEOUT,
+            last_micro_batch=once,
+        )
+        held.append(pipeline.module)
+        compress(pipeline.module, two_layers())
+        samo.replicate(pipeline.module, mesh["data"], shard=shard, timeout_s=TIMEOUT)
+        opt = optimizer(name, pipeline.module, is_compressed=True)
+        losses = []
+        for seed in range(STEPS):
+            x, y = (part.chunk(num_replicas)[place] for part in tokens(8, seed))
+            losses.append(pipeline.step(x, target=y))
+            opt.step()
+            opt.zero_grad()
+        state = {k: v.clone() for k, v in pipeline.module.state_dict().items()}
+        pipeline.close()
+        found.append((losses, state))
+    return found
+
+
+@functools.cache
+def whole_batches(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    model = two_layers().double()
+    compress(model, two_layers())
+    opt = optimizer(name, model, is_compressed=True)
+    losses = []
+    for seed in range(STEPS):
+        x, y = tokens(8, seed)
+        loss = next_token_loss(model(x), y)
+        loss.backward()
+        losses.append(loss.detach())
+        opt.step()
+        opt.zero_grad()
+    return torch.stack(losses), dict(model.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe", [2, 1])
+def test_every_schedule_trains_replicas_as_one_process_on_whole_batches(pipe: int) -> None:
+    everyones = run_ranks(4, every_schedule, pipe)
+    for number, (schedule, name, shard) in enumerate(CASES):
+        case = f"{pipe}x{4 // pipe} {schedule} {name} shard={shard}"
+        losses, state = whole_batches(name)
+        assert losses.dtype == torch.float64
+        # Replicas of one stage follow each other: every replica has its loss on all stages.
+        ours = torch.stack([torch.stack(found[number][0]) for found in everyones]).mean(0)
+        torch.testing.assert_close(ours, losses, rtol=1e-10, atol=0, msg=case)
+        for found in everyones:
+            for key, value in found[number][1].items():
+                off = (value - state[key]).abs().max() / state[key].abs().max()
+                assert off <= 1e-10, f"{case}: {key} is off by {off:.2e}"
+        assert {key for found in everyones for key in found[number][1]} == state.keys()

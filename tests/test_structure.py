@@ -121,7 +121,7 @@ LAYERS: Final = (
         "samo.checkpoints.saving",
         "samo.checkpoints.loading",
     },
-    {"samo.memory", "samo.memory.predict", "samo.memory.ledger"},
+    {"samo.memory", "samo.memory.predict", "samo.memory.ledger", "samo.memory.ranks"},
     {"samo.report", "samo.report.amounts", "samo.report.curves", "samo.report.fields"},
     {"samo.report.mask_events", "samo.report.runs"},
     {"samo.report.findings", "samo.report.theme"},

@@ -208,7 +208,11 @@ def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, text: Path) -> None:
     resume_here(0, 1, resume_alone, MeshConfig())
     assert_same_course(tmp_path / "one", resume_alone)
     assert [json.loads(line)["step"] for line in stale.read_text().splitlines()][-1] == 4
-    layouts = {"4x1": (4, MeshConfig(pipe=4)), "1x3": (3, MeshConfig(shard="state"))}
+    layouts = {
+        "4x1": (4, MeshConfig(pipe=4)),
+        "1x3": (3, MeshConfig(shard="state")),
+        "1x4": (4, MeshConfig(data=4)),
+    }
     for name, (num_ranks, mesh) in layouts.items():
         shutil.copytree(tmp_path / "many", tmp_path / name)
         run_ranks(num_ranks, resume_here, tmp_path / name, replace(mesh, timeout_s=20.0))

@@ -151,6 +151,26 @@ def _masks_by_parameter(model: nn.Module, masks: Masks) -> dict[int, Mask]:
     return {key: mask for key, (_, mask) in by_parameter.items()}
 
 
+def batch_norms_of(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of batch norms, which keep their type."""
+    return {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for param in module.parameters(recurse=False)
+    }
+
+
+def types_of(
+    own: torch.dtype, dtype: torch.dtype | None, grad_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types of a weight and of its gradient, for what was asked of `compress_`."""
+    chosen = own if dtype is None else dtype
+    if grad_dtype is not None and rest_dtype(chosen) is not None:
+        return chosen, grad_dtype  # fp32 sums for 16-bit weights are the only choice with an effect
+    return chosen, torch.bfloat16 if chosen == torch.float16 else chosen
+
+
 Plan = tuple[str, nn.Parameter, torch.dtype, torch.dtype]
 
 
@@ -161,12 +181,7 @@ def _plan(
     grad_dtype: torch.dtype | None,
 ) -> list[Plan]:
     """Decide the types of each parameter, and refuse what cannot be compressed before any change."""
-    batch_norms = {
-        id(param)
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
-        for param in module.parameters(recurse=False)
-    }
+    batch_norms = batch_norms_of(model)
     _check_tensors(model)
     plans: list[Plan] = []
     for name, param in model.named_parameters():
@@ -187,15 +202,14 @@ def _plan(
                     "be compressed"
                 )
             continue
-        chosen = param.dtype if dtype is None or id(param) in batch_norms else dtype
+        chosen, held = types_of(
+            param.dtype, None if id(param) in batch_norms else dtype, grad_dtype
+        )
         if chosen not in _DTYPES:
             raise ValueError(
                 f"parameter '{name}' is {_name(chosen)}; pass dtype=torch.bfloat16 to compress_"
             )
         _check_values(name, param, mask_of.get(id(param)), chosen)
-        default = torch.bfloat16 if chosen == torch.float16 else chosen
-        # fp32 sums for 16-bit weights are the only choice that changes something.
-        held = grad_dtype if grad_dtype is not None and rest_dtype(chosen) is not None else default
         plans.append((name, param, chosen, held))
     types = {chosen for _, _, chosen, _ in plans}
     if grad_dtype not in {None, *types} and not any(map(rest_dtype, types)):

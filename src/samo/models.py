@@ -144,8 +144,8 @@ def draw_weights(
 ) -> dict[str, Tensor]:
     """Draw the weights of a GPT as its constructor does, and return those that ``keep`` wants.
 
-    They are equal bit for bit, for the same seed and device. No more than one block is held beside them,
-    so that one rank can draw its own part of a model that has no room there.
+    They are equal bit for bit, for the same seed and device. No more than one block and one table are
+    held beside them, so that one rank can draw its own part of a model that has no room there.
 
     Example:
         >>> import torch
@@ -189,6 +189,7 @@ def draw_weights(
     for path in paths:
         module = whole.get_submodule(path)
         is_kept = any(keep(f"{path}.{name}") for name, _ in module.named_parameters())
+        is_kept &= not (config.is_tied and path == "head")
         if isinstance(module, _Block) and not is_kept and scratch is not None:
             module = scratch
         else:
@@ -201,7 +202,8 @@ def draw_weights(
             kept[path] = module
         elif isinstance(module, _Block):
             scratch = module
-        del module
+        else:
+            module.to_empty(device="meta")  # `whole` still refers to it
     for path in paths:
         if path.startswith("blocks."):
             block = kept.get(path, scratch)
@@ -211,7 +213,7 @@ def draw_weights(
         f"{path}.{name}": param.detach()
         for path, module in kept.items()
         for name, param in module.named_parameters()
-        if keep(f"{path}.{name}") and not (config.is_tied and path == "head")
+        if keep(f"{path}.{name}")
     }
 
 

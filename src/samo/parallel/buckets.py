@@ -42,6 +42,7 @@ class Bucket:
         self.is_begun = False  # has a gradient come since the last reduction?
         self._group: Final = group
         self._is_averaged: Final = is_averaged
+        self._divisor: Final = group.size if is_averaged else 1
         self._what: Final = what
         self._weights: Final = [weakref.ref(weight) for weight in weights]
         self.flat: Final = torch.zeros(plan.size, dtype=first.grad_dtype, device=first.device)
@@ -152,7 +153,12 @@ class Bucket:
         if self.is_sharded:
             chunk = self._wire.view(self._group.size, -1)[self._group.rank]
             self._pending = self._group.reduce_scatter(
-                chunk, self._wire, kind="gradients", what=self._what, pruned=pruned
+                chunk,
+                self._wire,
+                kind="gradients",
+                what=self._what,
+                divisor=self._divisor,
+                pruned=pruned,
             )
         else:
             self._pending = self._group.all_reduce(
@@ -164,12 +170,14 @@ class Bucket:
         assert self._pending is not None
         assert self._wire is not None
         self._pending.wait()
-        reduced = self._wire
-        if self.is_sharded:
-            reduced = self._wire.view(self._group.size, -1)[self._group.rank]
-        if self._is_averaged and self._group.size > 1:
-            reduced.div_(self._group.size)
-        if self._wire is not self.flat:
+        reduced, divisor = self._wire, self._divisor
+        if self.is_sharded:  # divided already, before the sum was rounded
+            reduced, divisor = self._wire.view(self._group.size, -1)[self._group.rank], 1
+        if reduced.element_size() < self.own.element_size():
+            reduced = self.own.copy_(reduced)  # a mean is rounded in the wider of both types
+        if divisor > 1:
+            reduced.div_(divisor)
+        if reduced.data_ptr() != self.own.data_ptr():
             self.own.copy_(reduced)
         if self._carried is not None:
             self.own.add_(self._carried)

@@ -106,25 +106,34 @@ class Group:
         )
 
     def reduce_scatter(
-        self, own: Tensor, flat: Tensor, *, kind: Kind, what: str, pruned: int = 0
+        self,
+        own: Tensor,
+        flat: Tensor,
+        *,
+        kind: Kind,
+        what: str,
+        divisor: int = 1,
+        pruned: int = 0,
     ) -> Pending:
         """Sum ``flat`` over all ranks; each gets its own of equal parts, which may lie in ``flat``.
 
         gloo would sum all of it on every rank. There, ranks exchange their parts and add up what they
-        got: half of the time, and 16-bit gradients are summed in fp32, in the order of ranks.
+        got: half of the time, and 16-bit gradients are summed in fp32, in the order of ranks, divided
+        and then rounded.
         """
         self.meter.count(kind, "reduce_scatter", flat.nbytes, pruned)
         if self.backend != "gloo" or self.size == 1:
             return self._start(
                 what,
                 lambda: _reduce_scatter(own, flat, group=self._group, async_op=True),
+                finish=lambda: _divide(own, divisor),
                 alone=lambda: own.copy_(flat),
             )
         parts = torch.empty_like(flat)
         return self._start(
             what,
             lambda: dist.all_to_all_single(parts, flat, group=self._group, async_op=True),
-            finish=lambda: _add_up(parts.view(self.size, -1), own),
+            finish=lambda: _add_up(parts.view(self.size, -1), own, divisor),
         )
 
     def all_gather(
@@ -205,12 +214,18 @@ class Group:
         return Pending(self, works, what, finish)
 
 
-def _add_up(parts_RZ: Tensor, out_Z: Tensor) -> None:  # noqa: N803
-    """Write the sum of all rows, added in the order of rows and in fp32 or wider."""
+def _divide(tensor: Tensor, divisor: int) -> None:
+    if divisor != 1:
+        tensor.div_(divisor)
+
+
+def _add_up(parts_RZ: Tensor, out_Z: Tensor, divisor: int) -> None:  # noqa: N803
+    """Write the sum of all rows, divided; added in the order of rows and in fp32 or wider."""
     for columns, out in zip(parts_RZ.split(_PIECE, dim=1), out_Z.split(_PIECE)):
         total = columns[0].to(master_dtype(out.dtype), copy=True)
         for row in columns[1:]:
             total += row
+        _divide(total, divisor)
         out.copy_(total)
 
 

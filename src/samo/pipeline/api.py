@@ -128,6 +128,7 @@ class Pipeline:
         self._line: Final = Line()
         self._has_more = False
         self._aside: list[Tensor | None] = []
+        self._versions: list[int] = []
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
             self._runner = Runner(
@@ -160,7 +161,7 @@ class Pipeline:
         may pass them all the same. Every rank gets the loss of the whole batch. Pass ``is_last=False``
         for a batch that others of the same optimizer step follow: with the last one gradients of tied
         weights are added up, after replicas have exchanged theirs, and stages agree whether all gradients
-        are finite.
+        are finite. Gradients that are cleared between two of them are gone, those of tied weights too.
 
         Example:
             >>> import torch, samo
@@ -174,12 +175,18 @@ class Pipeline:
             PeerError: Another rank died, hung, failed or sent nonsense.
         """
         self._check_open()
-        if not self._has_more:
-            self._aside = [tie.set_aside(self.module) for tie in self._own_ties()]
+        ties = self._own_ties()
+        if self._has_more:
+            left = zip(ties, self._aside, self._versions)
+            self._aside = [tie.resume(self.module, old, version) for tie, old, version in left]
+        else:
+            self._aside = [tie.set_aside(self.module) for tie in ties]
         self._has_more = not is_last
         loss = self._run(x, target, is_training=True)
         if is_last:
             self._runner.together(self._agree)
+        else:
+            self._versions = [t.leave(self.module, old) for t, old in zip(ties, self._aside)]
         return loss
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:

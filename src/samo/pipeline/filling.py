@@ -119,6 +119,7 @@ def _load(stage: nn.Module, weights: Source, tied: Iterable[tuple[str, ...]]) ->
     for name, values in _values(weights, set(places)):
         _copy(name, places[name], values)
         reached.add(id(places[name]))
+        del values  # before the next one is read
     missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in reached)
     if missing:
         raise ValueError(

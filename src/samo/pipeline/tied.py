@@ -41,6 +41,25 @@ class Tie:
             return grad.clone()  # its place in a bucket is written anew
         return grad
 
+    def leave(self, module: nn.Module, aside: Tensor | None) -> int:
+        """Note the gradient of a batch that others follow, so that it is seen if somebody clears it.
+
+        Where the batch brought none, what was set aside is put back for that time.
+        """
+        if self._held(module) is None:
+            self._leaf(module).grad = aside
+        held = self._held(module)
+        return -1 if held is None else held._version
+
+    def resume(self, module: nn.Module, aside: Tensor | None, version: int) -> Tensor | None:
+        """Return what stays set aside for the next batch: nothing, if gradients were cleared since."""
+        held, leaf = self._held(module), self._leaf(module)
+        if held is None or (held._version != version and not bool(held.any())):
+            return None
+        if leaf.grad is aside:
+            leaf.grad = None
+        return aside
+
     def add_up(self, module: nn.Module, transport: Transport, aside: Tensor | None) -> None:
         """Make the gradient the sum over the ranks, and add what was set aside.
 
@@ -89,6 +108,12 @@ class Tie:
 
     def _weight(self, module: nn.Module) -> Weight | None:
         return weight_of(self._param(module))
+
+    def _held(self, module: nn.Module) -> Tensor | None:
+        """Return the gradient, or that of this rank alone where replicas did not reduce it yet."""
+        weight = self._weight(module)
+        own = None if weight is None else weight.leaf.grad
+        return self._leaf(module).grad if own is None else own
 
     def _leaf(self, module: nn.Module) -> Tensor:
         weight = self._weight(module)

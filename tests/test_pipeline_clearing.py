@@ -1,0 +1,108 @@
+"""Gradients that are cleared between the batches of one optimizer step are gone on all stages."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import samo
+from samo.owners import owned_weights
+from samo.pipeline.tied import Tie
+from tests.pipeline_cases import compress, next_token_loss, tiny_gpt, tokens
+from tests.ranks import run_ranks
+
+TIMEOUT = 20
+Case = tuple[bool, str | None, str]
+"""Whether compressed, how replicated ("" for not at all), and how cleared."""
+CASES: list[Case] = [
+    (False, "", "to none"),
+    (False, "", "to zero"),
+    (True, "", "to none"),
+    (True, None, "to none"),
+    (True, None, "to zero"),
+    (True, "state", "to none"),
+]
+
+
+def clear_between(rank: int, num_ranks: int) -> list[dict[str, tuple[Tensor, Any]]]:
+    """Compute three batches, clear gradients before the last one, and return what it leaves.
+
+    All replicas have the same batches, so that their mean is what each of them has.
+    """
+    mesh = samo.mesh(pipe=2)
+    found = []
+    for is_compressed, shard, how in CASES:
+        held: list[nn.Module] = []
+        batch = {"is_last": True}
+
+        def once(is_last: bool, held: list[nn.Module] = held, batch: Any = batch) -> Any:
+            is_reduced = not held or (is_last and batch["is_last"])
+            return nullcontext() if is_reduced else samo.no_sync(held[0])
+
+        pipeline = samo.Pipeline(
+            tiny_gpt(is_tied=True),
+            next_token_loss,
+            mesh,
+            2,
+            timeout=TIMEOUT,
+            last_micro_batch=once,
+        )
+        module = pipeline.module
+        if is_compressed:
+            compress(module, tiny_gpt(is_tied=True))
+        if shard != "":
+            samo.replicate(module, mesh["data"], shard=shard, timeout_s=TIMEOUT)
+            held.append(module)
+        for seed, is_last in ((0, True), (1, False), (2, True)):
+            if seed == 2:
+                module.zero_grad(set_to_none=how == "to none")
+            batch["is_last"] = is_last
+            x, y = tokens(8, seed)
+            pipeline.step(x, target=y, is_last=is_last)
+        leaves = samo.named_parameters(module) if is_compressed else module.named_parameters()
+        owned = {name: w.replica.owned for name, w in owned_weights(module).items() if w.replica}
+        found.append({name: (leaf.grad.clone(), owned.get(name)) for name, leaf in leaves})
+        pipeline.close()
+    return found
+
+
+def test_what_was_cleared_between_batches_is_not_added_to_tied_weights() -> None:
+    everyones = run_ranks(4, clear_between)
+    for number, (is_compressed, shard, how) in enumerate(CASES):
+        model = tiny_gpt(is_tied=True)
+        if is_compressed:
+            compress(model, tiny_gpt(is_tied=True))
+        x, y = tokens(8, 2)
+        next_token_loss(model(x), y).backward()
+        wanted = dict(samo.named_parameters(model) if is_compressed else model.named_parameters())
+        for found in everyones:
+            for name, (grad, owned) in found[number].items():
+                expected = wanted["embed.weight" if name == "head.weight" else name].grad
+                if shard == "state":
+                    expected = expected[slice(*owned)]
+                case = f"{is_compressed} {shard!r} {how}: {name}"
+                torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6, msg=case)
+
+
+def test_what_was_set_aside_stays_unless_gradients_were_cleared() -> None:
+    tie, module = Tie(("0.weight",), (0, 1)), nn.Sequential(nn.Linear(2, 2))
+    weight = module[0].weight
+
+    def between(brought: float | None, do: Any) -> Tensor | None:
+        weight.grad = torch.full((2, 2), 10.0)
+        aside = tie.set_aside(module)
+        weight.grad = None if brought is None else torch.full((2, 2), brought)
+        version = tie.leave(module, aside)
+        do()
+        aside = tie.resume(module, aside, version)
+        if brought is None:
+            assert weight.grad is None or not weight.grad.any(), "it is not counted twice"
+        return aside
+
+    for brought in (3.0, 0.0, None):
+        kept = between(brought, lambda: None)
+        assert kept is not None
+        assert torch.equal(kept, torch.full((2, 2), 10.0)), brought
+        assert between(brought, module.zero_grad) is None
+        assert between(brought, lambda: module.zero_grad(set_to_none=False)) is None
