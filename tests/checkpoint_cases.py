@@ -98,7 +98,7 @@ class Run:
         masks = masks or samo.prune(whole(is_tied=case.is_tied), 0.5)
         mesh = None if layout is None else samo.mesh(layout.pipe, layout.data)
         self.pipeline = samo.Pipeline(
-            model, next_token_loss, mesh, 4, timeout=20,
+            model, next_token_loss, mesh, 4, timeout_s=20,
             schedule="message-driven" if layout is None else layout.schedule,
         )  # fmt: skip
         self.module = self.pipeline.module

@@ -122,7 +122,7 @@ def hold(rank: int, num_ranks: int) -> list[dict[str, Any]]:
         before = live_storages()
         mesh = samo.mesh(pipe=pipe)
         pipeline = samo.Pipeline(
-            on_meta(), next_token_loss, mesh, 2, schedule=schedule, timeout=TIMEOUT
+            on_meta(), next_token_loss, mesh, 2, schedule=schedule, timeout_s=TIMEOUT
         )
         module = pipeline.module
         samo.compress_(module, samo.prune(module, 0.9), dtype=torch.bfloat16)
@@ -199,12 +199,12 @@ def build(rank: int, num_ranks: int, folder: Path) -> list[tuple[str, int, int, 
     mesh, found = samo.mesh(pipe=num_ranks), []
     layers = [lambda: nn.Linear(96, 96) for _ in range(num_ranks)]
     ways: dict[str, Callable[[], samo.Pipeline]] = {
-        "meta": lambda: samo.Pipeline(on_meta(), next_token_loss, mesh, 2, timeout=TIMEOUT),
+        "meta": lambda: samo.Pipeline(on_meta(), next_token_loss, mesh, 2, timeout_s=TIMEOUT),
         "functions": lambda: samo.Pipeline(
-            layers, nn.functional.mse_loss, mesh, 2, timeout=TIMEOUT
+            layers, nn.functional.mse_loss, mesh, 2, timeout_s=TIMEOUT
         ),
         "files": lambda: samo.Pipeline(
-            on_meta(), next_token_loss, mesh, 2, weights=folder, timeout=TIMEOUT
+            on_meta(), next_token_loss, mesh, 2, weights=folder, timeout_s=TIMEOUT
         ),
     }
     for name, way in ways.items():

@@ -1,6 +1,5 @@
 """Gradients that are cleared between the batches of one optimizer step are gone on all stages."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,31 +32,17 @@ def clear_between(rank: int, num_ranks: int) -> list[dict[str, tuple[Tensor, Any
     mesh = samo.mesh(pipe=2)
     found = []
     for is_compressed, shard, how in CASES:
-        held: list[nn.Module] = []
-        batch = {"is_last": True}
-
-        def once(is_last: bool, held: list[nn.Module] = held, batch: Any = batch) -> Any:
-            is_reduced = not held or (is_last and batch["is_last"])
-            return nullcontext() if is_reduced else samo.no_sync(held[0])
-
         pipeline = samo.Pipeline(
-            tiny_gpt(is_tied=True),
-            next_token_loss,
-            mesh,
-            2,
-            timeout=TIMEOUT,
-            last_micro_batch=once,
+            tiny_gpt(is_tied=True), next_token_loss, mesh, 2, timeout_s=TIMEOUT
         )
         module = pipeline.module
         if is_compressed:
             compress(module, tiny_gpt(is_tied=True))
         if shard != "":
             samo.replicate(module, mesh["data"], shard=shard, timeout_s=TIMEOUT)
-            held.append(module)
         for seed, is_last in ((0, True), (1, False), (2, True)):
             if seed == 2:
                 module.zero_grad(set_to_none=how == "to none")
-            batch["is_last"] = is_last
             x, y = tokens(8, seed)
             pipeline.step(x, target=y, is_last=is_last)
         leaves = samo.named_parameters(module) if is_compressed else module.named_parameters()

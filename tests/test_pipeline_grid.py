@@ -1,7 +1,6 @@
 """Pipelines beside each other whose stages are replicated: equal to one process on the whole batch."""
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,17 +24,7 @@ def grid(rank: int, num_ranks: int, cases: list[tuple[Any, ...]]) -> list[dict[s
     found = []
     for shard, is_tied, is_averaged, is_reduced_once in cases:
         whole = two_layers(is_tied=is_tied)
-        held: list[nn.Module] = []
-        batch = {"is_last": True}
-
-        def context(is_last: bool, held: list[nn.Module] = held, batch: Any = batch) -> Any:
-            is_reduced = not held or (is_last and batch["is_last"])
-            return nullcontext() if is_reduced else samo.no_sync(held[0])
-
-        pipeline = samo.Pipeline(
-            whole, next_token_loss, mesh, 2, timeout=TIMEOUT, last_micro_batch=context
-        )
-        held.append(pipeline.module)
+        pipeline = samo.Pipeline(whole, next_token_loss, mesh, 2, timeout_s=TIMEOUT)
         compress(pipeline.module, two_layers(is_tied=is_tied))
         samo.replicate(
             pipeline.module, mesh["data"], shard=shard, average=is_averaged, timeout_s=TIMEOUT
@@ -44,8 +33,8 @@ def grid(rank: int, num_ranks: int, cases: list[tuple[Any, ...]]) -> list[dict[s
         for seed in range(4):
             x, y = tokens(8, seed)
             mine = slice(4 * place, 4 * place + 4)
-            batch["is_last"] = seed % 2 == 1 or not is_reduced_once
-            pipeline.step(x[mine], target=y[mine], **batch)
+            is_last = seed % 2 == 1 or not is_reduced_once
+            pipeline.step(x[mine], target=y[mine], is_last=is_last)
             if seed % 2:  # gradients of two batches add up
                 opt.step()
                 opt.zero_grad()
@@ -119,21 +108,14 @@ def every_schedule(rank: int, num_ranks: int, pipe: int) -> list[tuple[list[Tens
     place, num_replicas = mesh["data"].get_local_rank(), num_ranks // pipe
     found = []
     for schedule, name, shard in CASES:
-        held: list[nn.Module] = []
-
-        def once(is_last: bool, held: list[nn.Module] = held) -> Any:
-            return nullcontext() if is_last or not held else samo.no_sync(held[0])
-
         pipeline = samo.Pipeline(
             two_layers().double(),
             next_token_loss,
             mesh,
             2,
             schedule=schedule,
-            timeout=TIMEOUT,
-            last_micro_batch=once,
+            timeout_s=TIMEOUT,
         )
-        held.append(pipeline.module)
         compress(pipeline.module, two_layers())
         samo.replicate(pipeline.module, mesh["data"], shard=shard, timeout_s=TIMEOUT)
         opt = optimizer(name, pipeline.module, is_compressed=True)
@@ -143,6 +125,7 @@ def every_schedule(rank: int, num_ranks: int, pipe: int) -> list[tuple[list[Tens
             losses.append(pipeline.step(x, target=y))
             opt.step()
             opt.zero_grad()
+        assert samo.traffic(pipeline.module).reductions == STEPS, "once a step"
         state = {k: v.clone() for k, v in pipeline.module.state_dict().items()}
         pipeline.close()
         found.append((losses, state))

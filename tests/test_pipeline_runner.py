@@ -11,8 +11,9 @@ from torch import nn
 
 import samo
 from samo.pipeline.ends import as_tuple
-from samo.pipeline.memory import MemoryNetwork
+from samo.pipeline.memory import MemoryNetwork, MemoryTransport
 from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.transport import Arrival
 from samo.pipeline.wire import Packet
 
 
@@ -38,7 +39,7 @@ def run_threads(stages: list[nn.Module], batches: list[Batch], *, seed: int, tim
     results: list[Any] = [None] * len(stages)
 
     def work(stage: int) -> None:
-        runner = Runner(stages[stage], network.transport(stage), in_flight=2, timeout=timeout)
+        runner = Runner(stages[stage], network.transport(stage), in_flight=2, timeout_s=timeout)
         try:
             results[stage] = [runner.run(lambda: batches[stage]) for _ in range(2)]
         except Exception as error:
@@ -106,7 +107,7 @@ def test_a_stage_that_falls_silent_is_named_by_all_others() -> None:
 
     def work(stage: int) -> None:
         module = Hangs() if stage == 2 else nn.Identity()
-        runner = Runner(module, network.transport(stage), in_flight=2, timeout=0.4)
+        runner = Runner(module, network.transport(stage), in_flight=2, timeout_s=0.4)
         inputs = [(torch.ones(1, requires_grad=False),)] * 4 if stage == 0 else None
         loss = (lambda number, y: y.sum()) if stage == 3 else None
         try:
@@ -144,10 +145,32 @@ def test_a_stage_that_falls_silent_is_named_by_all_others() -> None:
 def test_a_packet_out_of_place_names_its_sender(packet: Packet, text: str) -> None:
     network = MemoryNetwork(2)
     network.transport(0).send(1, packet)
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=5)
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=5)
     with pytest.raises(samo.PeerError, match=text) as caught:
         runner.run(lambda: Batch(2, loss=lambda number, y: y.sum()))
     assert caught.value.ranks == (0,)
+
+
+class Disordered(MemoryTransport):
+    """Links on which the end of a connection is seen before what was sent on it."""
+
+    arrivals: list[Arrival]
+
+    def receive(self, timeout_s: float) -> Arrival | None:
+        return self.arrivals.pop(0) if self.arrivals else None
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_last_words_count_more_than_a_closed_connection(is_early: bool) -> None:
+    gone = Arrival(0, None, RuntimeError("Connection closed by peer"))
+    abort = Arrival(0, Packet("abort", 0, origin=2, reason="OSError: disk"))
+    transport = Disordered(MemoryNetwork(3), 1, 3)
+    end = Arrival(0, Packet("end", 0))
+    transport.arrivals = [end, abort, gone] if is_early else [gone, abort]
+    runner = Runner(nn.Identity(), transport, in_flight=1, timeout_s=5)
+    with pytest.raises(samo.PeerError, match=r"rank 2 \(stage 2 of 3\) OSError: disk") as caught:
+        runner.run(lambda: Batch(1))
+    assert caught.value.ranks == (2,)
 
 
 def test_a_batch_ends_when_each_neighbour_has_ended_it() -> None:
@@ -155,7 +178,7 @@ def test_a_batch_ends_when_each_neighbour_has_ended_it() -> None:
     network = MemoryNetwork(2)
     other = network.transport(0)
     other.send(1, Packet("activation", 0, 0, (torch.ones(1),), (False,)))
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=5)
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=5)
     done = threading.Event()
 
     def work() -> None:
@@ -191,7 +214,7 @@ def test_a_neighbour_that_does_not_end_its_batch_is_named(
     other = network.transport(0)
     for packet in (Packet("activation", 0, 0, (torch.ones(1),), (False,)), *more):
         other.send(1, packet)
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=0.1)
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=0.1)
     with pytest.raises(samo.PeerError, match=text):
         runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
 
@@ -199,14 +222,14 @@ def test_a_neighbour_that_does_not_end_its_batch_is_named(
 def test_gradients_that_do_not_fit_name_their_sender() -> None:
     network = MemoryNetwork(2)
     network.transport(1).send(0, Packet("gradient", 0, 0))
-    runner = Runner(nn.Linear(1, 1), network.transport(0), in_flight=1, timeout=5)
+    runner = Runner(nn.Linear(1, 1), network.transport(0), in_flight=1, timeout_s=5)
     with pytest.raises(samo.PeerError, match="sent 0 gradients for 1 outputs of 0"):
         runner.run(lambda: Batch(1, [(torch.ones(1, 1),)]))
 
 
 def test_a_neighbour_that_is_there_and_sends_nothing_is_given_up_in_the_end() -> None:
     network = MemoryNetwork(2)
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout=0.1)
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=0.1)
     is_done = threading.Event()
 
     def answer() -> None:

@@ -50,7 +50,7 @@ def scaled(mesh: Any, name: str) -> list[tuple[float, bool]]:
         lambda y, wanted: held[0].scale(F.mse_loss(y.float(), wanted.float())),
         mesh,
         2,
-        timeout=TIMEOUT,
+        timeout_s=TIMEOUT,
     )
     module = samo.compress_(pipeline.module, samo.prune(pipeline.module, 0.5), dtype=torch.float16)
     held.append(samo.LossScaler(module, init_scale=2.0**16))
@@ -72,7 +72,7 @@ def scaled(mesh: Any, name: str) -> list[tuple[float, bool]]:
 def clipped(mesh: Any, *, is_compressed: bool, norm_type: float) -> Any:
     """Return the norm, and gradients by name after clipping."""
     whole = tiny_gpt(is_tied=True)
-    pipeline = samo.Pipeline(copy.deepcopy(whole), next_token_loss, mesh, 2, timeout=TIMEOUT)
+    pipeline = samo.Pipeline(copy.deepcopy(whole), next_token_loss, mesh, 2, timeout_s=TIMEOUT)
     if is_compressed:
         compress(pipeline.module, whole)
     x, y = tokens()
@@ -87,7 +87,7 @@ def clipped(mesh: Any, *, is_compressed: bool, norm_type: float) -> Any:
 def spoilt(mesh: Any, rank: int, *, is_clipped: bool) -> tuple[int, bool]:
     """Return skipped steps, and whether all gradients are NaN, after one on the last stage became inf."""
     pipeline = samo.Pipeline(
-        [nn.Linear(4, 4), nn.Linear(4, 4)], F.mse_loss, mesh, 2, timeout=TIMEOUT
+        [nn.Linear(4, 4), nn.Linear(4, 4)], F.mse_loss, mesh, 2, timeout_s=TIMEOUT
     )
     module = samo.compress_(pipeline.module, samo.prune(pipeline.module, 0.5))
     opt = samo.AdamW(samo.parameters(module))

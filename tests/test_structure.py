@@ -100,7 +100,12 @@ LAYERS: Final = (
     {"samo.pipeline.memory", "samo.pipeline.gloo", "samo.pipeline.nccl"},
     {"samo.pipeline.stage", "samo.pipeline.layers", "samo.pipeline.filling", "samo.pipeline.costs"},
     {"samo.pipeline.ends"},
-    {"samo.pipeline.runner", "samo.pipeline.schedules", "samo.pipeline.tied"},
+    {
+        "samo.pipeline.runner",
+        "samo.pipeline.schedules",
+        "samo.pipeline.syncing",
+        "samo.pipeline.tied",
+    },
     {"samo.pipeline.checking", "samo.pipeline.setup"},
     {"samo.pipeline.api"},
     {"samo.parallel", "samo.parallel.mesh", "samo.parallel.layout", "samo.parallel.traffic"},

@@ -60,7 +60,7 @@ class Samo(Contender):
     ) -> None:
         self.name = name
         self.pipeline = samo.Pipeline(
-            list(layers), LOSS, mesh, micro_batches, timeout=120, **(SAME | ONE_MORE)[name]
+            list(layers), LOSS, mesh, micro_batches, timeout_s=120, **(SAME | ONE_MORE)[name]
         )
         self.module = self.pipeline.module
         if name == "torch Schedule1F1B, one more":

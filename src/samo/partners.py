@@ -26,7 +26,10 @@ class Scaler(Protocol):
 
 
 class Team(Protocol):
-    """What an optimizer's step needs of the ranks that train a model together."""
+    """What an optimizer's step and a pipeline need of the ranks that train a model together."""
+
+    is_syncing: bool
+    """Whether gradients of a backward pass are exchanged, or only added up on their rank."""
 
     def before_step(self, weights: list["Weight"]) -> None:
         """Refuse a step on gradients that are not those of all ranks."""

@@ -16,7 +16,7 @@ def work(rank: int, num_ranks: int) -> Any:
     torch.cuda.set_device(0)
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pipe",))
     pipeline = samo.Pipeline(
-        copy.deepcopy(tiny_gpt()), next_token_loss, mesh, 4, device="cuda:0", timeout=60
+        copy.deepcopy(tiny_gpt()), next_token_loss, mesh, 4, device="cuda:0", timeout_s=60
     )
     opt = optimizer("sgd", pipeline.module, is_compressed=False)
     losses = []

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, Self
 
 import torch
@@ -22,6 +21,7 @@ from samo.pipeline.layers import LayersLike, take_apart
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.schedules import TorchRunner
 from samo.pipeline.setup import chunks_of, cuts_of, device_of, pipe_group, transport_of
+from samo.pipeline.syncing import Syncing
 from samo.pipeline.tied import Tie, ties_of
 from samo.pipeline.timeline import Timeline
 
@@ -66,9 +66,7 @@ class Pipeline:
         tied: Groups of parameter names that are one weight, where the model does not show it.
         loss_reduction: Whether ``loss_fn`` is a mean, as usual, or a sum over what it is given.
         count: How many terms a mean loss has for a target; entries other than -100 by default.
-        last_micro_batch: Called with whether a micro-batch is the last one; its context surrounds each
-            pass, so that gradients over ``data`` are reduced once, in the last backward pass.
-        timeout: Seconds of silence after which another rank is given up. Longer than anything a rank
+        timeout_s: Seconds of silence after which another rank is given up. Longer than anything a rank
             does between two batches.
 
     Raises:
@@ -93,13 +91,14 @@ class Pipeline:
         tied: Sequence[tuple[str, ...]] = (),
         loss_reduction: Reduction = "mean",
         count: Count | None = None,
-        last_micro_batch: Callable[[bool], AbstractContextManager[Any]] | None = None,
-        timeout: float = 600.0,
+        timeout_s: float = 600.0,
     ) -> None:
         group = pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
         self.stage: Final = 0 if group is None else dist.get_rank(group)
-        check_settings(schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout)
+        check_settings(
+            schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout_s
+        )
         per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
@@ -122,11 +121,12 @@ class Pipeline:
         self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
         self._ties: Final = ties_of(row, self.cuts, num_ranks)
-        self._transport: Final = transport_of(group, self.device, timeout)
+        self._transport: Final = transport_of(group, self.device, timeout_s)
         # Also where a program ends without a word, and before torch's own end.
         self._finalizer: Final = weakref.finalize(self, self._transport.close)
         self._line: Final = Line()
         self._has_more = False
+        self._syncing: Final = Syncing()
         self._aside: list[Tensor | None] = []
         self._versions: list[int] = []
         self._runner: Runner | TorchRunner
@@ -135,8 +135,8 @@ class Pipeline:
                 self.module,
                 self._transport,
                 in_flight=self.in_flight[self.stage],
-                timeout=timeout,
-                context=last_micro_batch,
+                timeout_s=timeout_s,
+                context=self._syncing.around,
             )
         else:
             chunks = chunks_of(self.module, [self.cuts[i] for i in mine])
@@ -147,7 +147,7 @@ class Pipeline:
                 group,
                 self.device,
                 micro_batches,
-                last_micro_batch,
+                self._syncing.around,
             )
         for tie in self._own_ties():
             tie.copy_weight(self.module, self._transport)
@@ -158,10 +158,10 @@ class Pipeline:
         """Compute forward and backward of a batch, add up gradients, and return the loss.
 
         Every rank calls it; the first stage needs ``x``, the last one ``target``, and whoever does not
-        may pass them all the same. Every rank gets the loss of the whole batch. Pass ``is_last=False``
-        for a batch that others of the same optimizer step follow: with the last one gradients of tied
-        weights are added up, after replicas have exchanged theirs, and stages agree whether all gradients
-        are finite. Gradients that are cleared between two of them are gone, those of tied weights too.
+        may pass them all the same. Every stage gets the loss of the whole batch; a replica that of its
+        own part. Pass ``is_last=False`` for a batch that others of the same optimizer step follow: with
+        the last micro-batch of the last one replicas exchange gradients, then those of tied weights are
+        added up, and stages agree whether all gradients are finite. Gradients that are cleared between two of them are gone, those of tied weights too.
 
         Example:
             >>> import torch, samo
@@ -182,6 +182,7 @@ class Pipeline:
         else:
             self._aside = [tie.set_aside(self.module) for tie in ties]
         self._has_more = not is_last
+        self._syncing.begin(self.module, is_last_batch=is_last)
         loss = self._run(x, target, is_training=True)
         if is_last:
             self._runner.together(self._agree)

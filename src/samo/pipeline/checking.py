@@ -13,7 +13,7 @@ def check_settings(
     in_flight: object,
     stages_per_rank: int | None,
     reduction: str,
-    timeout: float,
+    timeout_s: float,
 ) -> None:
     """Refuse settings of a pipeline that cannot be meant.
 
@@ -35,8 +35,8 @@ def check_settings(
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be more than 0 seconds, got {timeout}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}")
 
 
 def check_even(inputs: tuple[Tensor, ...], micro_batches: int, schedule: str) -> None:

@@ -70,7 +70,7 @@ class GlooTransport:
     Args:
         group: Ranks in the order of the stages.
         device: Where received tensors are wanted.
-        timeout: Seconds after which a send or receive is given up.
+        timeout_s: Seconds after which a send or receive is given up.
     """
 
     is_inline = True
@@ -81,15 +81,15 @@ class GlooTransport:
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        timeout: float,
+        timeout_s: float,
     ) -> None:
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.stage = dist.get_rank(group)
         self.num_stages = len(self.ranks)
         self.device: Final = device
-        self.timeout: Final = timeout
+        self.timeout_s: Final = timeout_s
         # The stage gives up first and says whom it waited for; gloo's own limit is for threads.
-        self._limit: Final = datetime.timedelta(seconds=2 * timeout + 5)
+        self._limit: Final = datetime.timedelta(seconds=2 * timeout_s + 5)
         self._group: Final = self.new_group("gloo")
         self._inbox: Final[queue.SimpleQueue[Arrival]] = queue.SimpleQueue()
         self._receivers: Final[dict[int, _Receiver]] = {}
@@ -109,10 +109,10 @@ class GlooTransport:
         """Send to a neighbour, without waiting for it."""
         self._senders[stage].send(packet)
 
-    def receive(self, timeout: float) -> Arrival | None:
+    def receive(self, timeout_s: float) -> Arrival | None:
         """Return whatever came first."""
         try:
-            arrival = self._inbox.get(timeout > 0, max(timeout, 0.0))
+            arrival = self._inbox.get(timeout_s > 0, max(timeout_s, 0.0))
         except queue.Empty:
             return None
         if arrival.packet is not None and self.device.type == "cuda":
@@ -120,9 +120,9 @@ class GlooTransport:
                 take_over(tensor)
         return arrival
 
-    def flush(self, timeout: float, stages: Iterable[int]) -> int | None:
+    def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
         """Wait until all is sent to some stages."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout_s
         for stage in stages:
             if not self._senders[stage].wait_idle(deadline - time.monotonic()):
                 return stage
@@ -282,12 +282,12 @@ class _Sender:
             self._kept.extend(self._transport.start_sending(self.link, packet, None))
         except RuntimeError as error:
             self._give_up(error)
-        while len(self._kept) > _KEPT and self._finish(self._transport.timeout):
+        while len(self._kept) > _KEPT and self._finish(self._transport.timeout_s):
             pass
 
-    def wait_idle(self, timeout: float) -> bool:
+    def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is left to send; return whether that is so."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout_s
         while self._kept:
             if not self._finish(max(deadline - time.monotonic(), 0.01)):
                 return False
@@ -296,10 +296,10 @@ class _Sender:
     def end(self) -> None:
         """Nothing to do."""
 
-    def _finish(self, timeout: float) -> bool:
+    def _finish(self, timeout_s: float) -> bool:
         """Wait for the oldest packet."""
         try:
-            self._kept[0][0].wait(datetime.timedelta(seconds=timeout))
+            self._kept[0][0].wait(datetime.timedelta(seconds=timeout_s))
         except RuntimeError as error:
             self._give_up(error)
             return False
@@ -329,10 +329,10 @@ class _ThreadedSender(threading.Thread):
         self._set_pending(lambda pending: pending + 1)
         self._queue.put((packet, _ready_event(packet.tensors)))
 
-    def wait_idle(self, timeout: float) -> bool:
+    def wait_idle(self, timeout_s: float) -> bool:
         """Wait until nothing is left to send; return whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._pending == 0, timeout)
+            return self._changed.wait_for(lambda: self._pending == 0, timeout_s)
 
     def end(self) -> None:
         """Let the thread end."""

@@ -89,9 +89,9 @@ class MemoryTransport:
         self._count += 1
         target._inbox.put((due, self.stage * 10**9 + self._count, self.stage, arrived))
 
-    def receive(self, timeout: float) -> Arrival | None:
+    def receive(self, timeout_s: float) -> Arrival | None:
         """Return whatever came first."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             try:
                 entry = self._inbox.get(timeout=left)
@@ -104,7 +104,7 @@ class MemoryTransport:
             time.sleep(min(wait, left, 1e-3))
         return None
 
-    def flush(self, timeout: float, stages: Iterable[int]) -> int | None:
+    def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
         """Nothing to do: a packet is sent when `send` returns."""
         return None
 

@@ -24,7 +24,7 @@ class NcclTransport(GlooTransport):
     Args:
         group: Ranks in the order of the stages.
         device: This rank's own GPU.
-        timeout: Seconds after which a send or receive is given up.
+        timeout_s: Seconds after which a send or receive is given up.
         backend: "nccl"; tests without GPUs say "gloo".
     """
 
@@ -35,7 +35,7 @@ class NcclTransport(GlooTransport):
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        timeout: float,
+        timeout_s: float,
         backend: str = "nccl",
     ) -> None:
         if backend == "nccl" and device.type != "cuda":
@@ -44,7 +44,7 @@ class NcclTransport(GlooTransport):
                 "gloo backend for a CPU"
             )
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
-        super().__init__(group, device, timeout=timeout)
+        super().__init__(group, device, timeout_s=timeout_s)
         for stage in range(self.num_stages - 1):  # all stages make all of them, in one order
             for link in ((stage, stage + 1), (stage + 1, stage)):
                 self._links[link] = self.new_group(backend)

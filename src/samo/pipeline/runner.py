@@ -27,8 +27,12 @@ __all__ = ["Batch", "Runner"]
 
 Result = TypeVar("Result")
 Context = Callable[[bool], AbstractContextManager[Any]]
+"""Makes what surrounds a pass, told whether it is the last backward pass of a batch on this rank."""
+
 _GOODBYE: Final = 2.0
 _PATIENCE: Final = 3
+_LAST_WORDS_S: Final = 0.3
+"""Seconds in which what a neighbour sent before it left may still come."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,8 @@ class Runner:
         module: The layers of this stage.
         transport: The links to its neighbours.
         in_flight: Limit of this stage.
-        timeout: Seconds of silence after which a neighbour is given up.
-        context: Called with whether a micro-batch is the last one; its context surrounds each pass.
+        timeout_s: Seconds of silence after which a neighbour is given up.
+        context: Surrounds each pass.
     """
 
     def __init__(
@@ -76,13 +80,13 @@ class Runner:
         transport: Transport,
         *,
         in_flight: int,
-        timeout: float,
+        timeout_s: float,
         context: Context | None = None,
     ) -> None:
         self.module: Final = module
         self.transport: Final = transport
         self.in_flight: Final = in_flight
-        self.timeout: Final = timeout
+        self.timeout_s: Final = timeout_s
         self.context: Final[Context] = context or (lambda is_last: nullcontext())
         self.events: list[Event] = []
         self.steps = 0
@@ -145,7 +149,7 @@ class Runner:
             result = do()
             for other in self._neighbours():
                 self.transport.send(other, Packet("end", self.steps))
-            late = self.transport.flush(self.timeout, self._neighbours())
+            late = self.transport.flush(self.timeout_s, self._neighbours())
             if late is not None:
                 self._blame(late, self._why(late))
             self._await_ends()
@@ -162,7 +166,7 @@ class Runner:
 
     def _hear(self) -> None:
         """Raise what a neighbour says about who failed, if it says anything."""
-        deadline = time.monotonic() + min(_GOODBYE, self.timeout)
+        deadline = time.monotonic() + min(_GOODBYE, self.timeout_s)
         while time.monotonic() < deadline:
             arrival = self._next(0.1)
             if arrival is not None:
@@ -186,7 +190,7 @@ class Runner:
 
     def _compute(self, what: Pass, micro_batch: int, held: _Held, batch: Batch) -> None:
         start = time.perf_counter()
-        is_last = micro_batch == batch.num_micro_batches - 1
+        is_last = what == "backward" and micro_batch == batch.num_micro_batches - 1
         with self.context(is_last), torch.set_grad_enabled(batch.is_training):
             if what == "forward":
                 self._forward(micro_batch, held, batch)
@@ -283,12 +287,12 @@ class Runner:
         else:
             held.loss = packet.tensors[0]
 
-    def _next(self, timeout: float) -> Arrival | None:
+    def _next(self, timeout_s: float) -> Arrival | None:
         """Return what came first of what belongs to now: what follows a stage's "end" is for later."""
         for place, early in enumerate(self._early):
             if early.stage in self._open:
                 return self._early.pop(place)
-        arrival = self.transport.receive(timeout)
+        arrival = self.transport.receive(timeout_s)
         if arrival is None or arrival.packet is None or arrival.stage in self._open:
             return arrival
         self._early.append(arrival)
@@ -303,14 +307,14 @@ class Runner:
             now = time.monotonic()
             for stage in [s for s, left in self._expected.items() if left]:
                 silence = now - self._heard[stage]
-                if silence >= self.timeout:
+                if silence >= self.timeout_s:
                     self._blame(stage, f"has been silent for {silence:.1f} s")
-                if now - begin > _PATIENCE * self.timeout:
+                if now - begin > _PATIENCE * self.timeout_s:
                     self._blame(stage, f"is there, but has sent nothing for {now - begin:.1f} s")
-                if silence >= self.timeout / 2 and stage not in self._asked:
+                if silence >= self.timeout_s / 2 and stage not in self._asked:
                     self._asked.add(stage)
                     self.transport.send(stage, Packet("probe", self.steps))
-            arrival = self._next(max(0.01, self.timeout / 8))
+            arrival = self._next(max(0.01, self.timeout_s / 8))
             if arrival is not None and self._is_data(arrival):
                 return arrival
 
@@ -322,9 +326,9 @@ class Runner:
         may have as many passes before it as are in flight.
         """
         begin = time.monotonic()
-        limit = max(_PATIENCE, self.in_flight + 1) * self.timeout
+        limit = max(_PATIENCE, self.in_flight + 1) * self.timeout_s
         while self._open:
-            arrival = self._next(max(0.01, self.timeout / 8))
+            arrival = self._next(max(0.01, self.timeout_s / 8))
             if arrival is not None and self._is_data(arrival):
                 what = "sent more than belongs to the batch"
                 self._blame(arrival.stage, what, is_there=True)
@@ -336,12 +340,13 @@ class Runner:
         stage, packet = arrival.stage, arrival.packet
         if packet is None:
             is_there = isinstance(arrival.error, PeerError)  # it sends, if only nonsense
+            if not is_there:
+                self._hear_last_words(stage)
             self._blame(stage, _said(arrival.error), is_there=is_there)
         assert packet is not None
         self._heard[stage] = time.monotonic()
         self._asked.discard(stage)
-        if packet.kind == "abort":
-            self._end(packet.origin, packet.reason, came_from=stage)
+        self._heed(arrival)
         if packet.kind == "end":
             self._open.discard(stage)
         if packet.kind == "probe" and packet.step == self.steps:
@@ -351,12 +356,33 @@ class Runner:
         self._expected[stage] -= 1
         return True
 
+    def _heed(self, arrival: Arrival) -> None:
+        """Raise what a neighbour says about who failed, if that is what has come."""
+        packet = arrival.packet
+        if packet is not None and packet.kind == "abort":
+            self._end(packet.origin, packet.reason, came_from=arrival.stage)
+
+    def _hear_last_words(self, stage: int) -> str | None:
+        """Raise what a neighbour said before it left; else return what its link has said.
+
+        Who sends to it may see the closed connection before what it sent itself.
+        """
+        for early in self._early:
+            if early.stage == stage:
+                self._heed(early)
+        said = None
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while (left := deadline - time.monotonic()) > 0:
+            arrival = self.transport.receive(left)
+            if arrival is not None and arrival.stage == stage:
+                self._heed(arrival)
+                said = said or (None if arrival.error is None else _said(arrival.error))
+        return said
+
     def _why(self, late: int) -> str:
         """Say why a neighbour did not take what was sent to it."""
-        while (arrival := self.transport.receive(0.0)) is not None:
-            if arrival.stage == late and arrival.error is not None:
-                return _said(arrival.error)
-        return f"did not take what was sent to it for {self.timeout:g} s"
+        said = self._hear_last_words(late)
+        return said or f"did not take what was sent to it for {self.timeout_s:g} s"
 
     def _blame(self, stage: int, what: str, *, is_there: bool = False) -> None:
         """End the batch; one that is there hears of it too, and tells those behind it."""
@@ -379,7 +405,7 @@ class Runner:
         for stage in sorted(stages):
             packet = Packet("abort", self.steps, origin=origin, reason=what)
             self.transport.send(stage, packet)
-        self.transport.flush(min(_GOODBYE, self.timeout), stages)
+        self.transport.flush(min(_GOODBYE, self.timeout_s), stages)
 
     def _neighbours(self) -> set[int]:
         own = self.transport.stage

@@ -5,7 +5,7 @@ gradients accumulate): the loss carries the weight of each micro-batch instead.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -58,7 +58,7 @@ class TorchRunner:
         group: Ranks in the order of the stages.
         device: This rank's device.
         num_micro_batches: Micro-batches of every batch.
-        context: Called with whether a micro-batch is the last one; its context surrounds each pass.
+        context: Surrounds each pass.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TorchRunner:
         group: dist.ProcessGroup,
         device: torch.device,
         num_micro_batches: int,
-        context: Context | None = None,
+        context: Context,
     ) -> None:
         from torch.distributed import pipelining  # takes seconds to load, and not everyone needs it
 
@@ -80,7 +80,8 @@ class TorchRunner:
             (num_pieces - 1) % group.size()
         ]
         self._batch: Batch | None = None
-        watched = _watched(pipelining.PipelineStage, num_micro_batches, context)
+        passes = _Passes(num_micro_batches * len(pieces), context)
+        watched = _watched(pipelining.PipelineStage, passes)
         stages = [watched(m, i, num_pieces, device, group=group) for i, m in pieces]
         cls = getattr(pipelining, FIXED[schedule])
         self._schedule: Final = cls(
@@ -133,21 +134,31 @@ class TorchRunner:
         return loss(int(number), output)
 
 
-def _watched(
-    stage_class: type, num_micro_batches: int, context: Context | None
-) -> Callable[..., Any]:
+class _Passes:
+    """The backward passes of a rank, counted over all of its pieces."""
+
+    def __init__(self, num_passes: int, context: Context) -> None:
+        self._num_passes, self._done = num_passes, 0
+        self._context = context
+
+    def forward(self) -> AbstractContextManager[Any]:
+        return self._context(False)
+
+    def backward(self) -> AbstractContextManager[Any]:
+        self._done += 1
+        return self._context(self._done % self._num_passes == 0)
+
+
+def _watched(stage_class: type, passes: _Passes) -> Callable[..., Any]:
     """Return torch's stage, with a context around each pass."""
-    if context is None:
-        return stage_class
-    around: Context = context
 
     class Watched(stage_class):  # type: ignore[misc]
-        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with around(fwd_chunk_id == num_micro_batches - 1):
-                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            with passes.forward():
+                return super().forward_one_chunk(*args, **kwargs)
 
-        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            with around(bwd_chunk_id == num_micro_batches - 1):
-                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            with passes.backward():
+                return super().backward_one_chunk(*args, **kwargs)
 
     return Watched

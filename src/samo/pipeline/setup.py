@@ -67,10 +67,10 @@ def chunks_of(module: Stage, cuts: list[tuple[int, int]]) -> list[Chunk]:
 
 
 def transport_of(
-    group: dist.ProcessGroup | None, device: torch.device, timeout: float
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
 ) -> Transport:
     """Return the links of this rank to its neighbours."""
     if group is None:
         return MemoryNetwork(1).transport(0)
     is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
-    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout=timeout)
+    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout_s=timeout_s)

@@ -47,10 +47,10 @@ class Transport(Protocol):
     def send(self, stage: int, packet: Packet) -> None:
         """Send to a neighbour, without waiting for it."""
 
-    def receive(self, timeout: float) -> Arrival | None:
-        """Return whatever came first, from any neighbour, or None after ``timeout`` seconds."""
+    def receive(self, timeout_s: float) -> Arrival | None:
+        """Return whatever came first, from any neighbour, or None after ``timeout_s`` seconds."""
 
-    def flush(self, timeout: float, stages: Iterable[int]) -> int | None:
+    def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
         """Wait until all is sent to some stages; return the one that did not take it in time."""
 
     def add_up(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:

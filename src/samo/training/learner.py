@@ -6,7 +6,7 @@ samo     compressed state, weights in the type of the computation
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -186,13 +186,8 @@ class Learner:
         scale: Tensor | float = 1.0
         if self.scaler is not None:
             scale = self.scaler.scale(torch.ones((), device=self.device))
-
-        @contextlib.contextmanager
-        def around(is_last_micro_batch: bool) -> Iterator[None]:
-            with self._adding_up(is_last=is_last and is_last_micro_batch), self._autocast():
-                yield
-
-        return self.stages.backward(batch, num_tokens / scale, around, is_last=is_last) / scale
+        with self._autocast():
+            return self.stages.backward(batch, num_tokens / scale, is_last=is_last) / scale
 
     def whole_loss(self, loss: Tensor) -> float:
         """Return the loss of a whole batch, of which `backward` has returned this rank's part."""
@@ -327,7 +322,8 @@ class Learner:
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         if self.stages is not None:
-            return self.stages.loss_sum(batch, lambda is_last: self._autocast())
+            with self._autocast():
+                return self.stages.loss_sum(batch)
         inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
         targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
         with self._autocast():
@@ -337,7 +333,9 @@ class Learner:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.phase == "samo" or self.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        # Of stages this is around a whole batch: copies of weights are not to be kept for as long.
+        is_kept = self.stages is None
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_kept)
 
     def _dense_step(self) -> Tensor:
         self._gradient_bytes = sum(

@@ -1,8 +1,6 @@
 """A model that lies on several ranks in a row: how its first weights are drawn, and its passes computed."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +17,6 @@ from samo.pipeline.partition import partition
 from samo.training.ranks import Ranks
 
 __all__ = []
-
-Around = Callable[[bool], AbstractContextManager[Any]]
 
 
 class Stages:
@@ -54,7 +50,6 @@ class Stages:
         self.num_params: Final = sum(param.numel() for param in whole.parameters())
         self._rows: Final = _rows(config, ranks)
         self._divisor: Tensor | float = 1.0
-        self._around: Around = lambda is_last: nullcontext()
         self.pipeline: Final = Pipeline(
             whole,
             self._loss,
@@ -65,20 +60,17 @@ class Stages:
             device=config.run.device,
             weights=weights,
             loss_reduction="sum",
-            last_micro_batch=lambda is_last: self._around(is_last),
-            timeout=ranks.timeout_s,
+            timeout_s=ranks.timeout_s,
         )
 
-    def backward(
-        self, batch: Batch, divisor: Tensor | float, around: Around, *, is_last: bool
-    ) -> Tensor:
+    def backward(self, batch: Batch, divisor: Tensor | float, *, is_last: bool) -> Tensor:
         """Compute forward and backward of a batch, and return the sum of its losses, divided."""
-        self._divisor, self._around = divisor, around
+        self._divisor = divisor
         return self.pipeline.step(batch.inputs_BT, target=batch.targets_BT, is_last=is_last)
 
-    def loss_sum(self, batch: Batch, around: Around) -> Tensor:
+    def loss_sum(self, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch, which may have fewer rows than others."""
-        self._divisor, self._around = 1.0, around
+        self._divisor = 1.0
         missing = max(self._rows - len(batch.inputs_BT), 0)  # torch's schedules know one shape
         inputs_BT = F.pad(batch.inputs_BT, (0, 0, 0, missing))
         targets_BT = F.pad(batch.targets_BT, (0, 0, 0, missing), value=IGNORE)
