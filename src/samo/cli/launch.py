@@ -4,18 +4,17 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from samo.cli import LAUNCHED, Launch
+from samo.cli import LAUNCHED, Launch, Train, parse
 from samo.errors import ConfigError
 
 __all__ = []
 
 _LAST_LINES: Final = 8
-_SHUTDOWN_S: Final = 60
-"""Seconds that ranks have to save and leave after Ctrl-C, before they are killed."""
 
 
 def run(command: Launch) -> int:
@@ -28,50 +27,77 @@ def run(command: Launch) -> int:
         raise ConfigError(
             f"samo launch starts one of: {', '.join(LAUNCHED)}; got {' '.join(command.command[:1])!r}"
         )
+    place = _place(command)  # also says once, and not on every rank, what is wrong with it
     with ExitStack() as held:
         logs = command.logs
         if logs is None:
             logs = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="samo-launch-")))
         logs.mkdir(parents=True, exist_ok=True)
-        return _launch(command, logs)
+        return _launch(command, logs, place)
 
 
-def _launch(command: Launch, logs: Path) -> int:
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
+def _launch(command: Launch, logs: Path, place: Callable[[int], str]) -> int:
     threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from torch.distributed.elastic.agent.server import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from samo.cli.agent import Agent, Fall
 
     logging.disable(logging.ERROR)  # it says in many lines what we say in one
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=command.num_ranks,
-        run_id=f"samo-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=command.max_restarts,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(
+    meeting = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=f"samo-{os.getpid()}",
+            min_nodes=1,
+            max_nodes=1,
+        )
+    )
+    agent = Agent(
+        WorkerSpec(
+            role="default",
+            local_world_size=command.num_ranks,
+            entrypoint=sys.executable,
+            args=("-m", "samo", *command.command),
+            rdzv_handler=meeting,
+            max_restarts=command.max_restarts,
+            monitor_interval=0.1,
+        ),
+        DefaultLogsSpecs(
             log_dir=str(logs),
             redirects={rank: Std.ALL for rank in range(1, command.num_ranks)},
         ),
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "samo", *command.command)
-    except ChildFailedError as error:
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-        _show_last_words(logs, command.num_ranks)
-        code = first.exitcode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        sys.stderr.write(f"samo: rank {first.local_rank} {how}, the first of the ranks to fail\n")
-        return 128 - code if code < 0 else code
+        result = agent.run()
     except SignalException as error:
         return 128 + int(error.sigval)
-    return 0
+    finally:
+        meeting.shutdown()
+    if not result.is_failed():
+        return 0
+    _show_last_words(logs, command.num_ranks)
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    said, code = (agent.fall or Fall(codes)).blame(place)
+    sys.stderr.write(f"samo: {said}\n")
+    return code
+
+
+def _place(command: Launch) -> Callable[[int], str]:
+    """Return how ranks are called: with their stages, if the model is cut into some."""
+    parsed = parse(command.command)
+    num_stages = parsed.mesh.pipe if isinstance(parsed, Train) else 1
+    replicas = max(command.num_ranks // num_stages, 1)
+
+    def place(rank: int) -> str:
+        stage = f" (stage {rank // replicas} of {num_stages})" if num_stages > 1 else ""
+        return f"rank {rank}{stage}"
+
+    return place
 
 
 def _show_last_words(logs: Path, num_ranks: int) -> None:

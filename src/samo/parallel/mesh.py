@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,7 +52,7 @@ def mesh(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
         check_sizes({"pipe": pipe, "data": data}, int(os.environ.get("WORLD_SIZE", "1")))
-        _join(device, timedelta(seconds=timeout_s))
+        join(device, timedelta(seconds=timeout_s), launcher_store(timedelta(seconds=timeout_s)))
     sizes = check_sizes({"pipe": pipe, "data": data}, dist.get_world_size())
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -82,22 +82,27 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
     return full
 
 
-def _join(device: str, timeout: timedelta) -> None:
+def launcher_store(timeout: timedelta) -> Any:
+    """Return the store that the launcher holds for this start of the ranks; None if it holds none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in os.environ:
+        return None
+    # The launcher keeps its store over restarts, with the addresses of ranks that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )
+    return dist.PrefixStore(f"samo/attempt_{attempt}", store)  # type: ignore[attr-defined]
+
+
+def join(device: str, timeout: timedelta, store: Any) -> None:
+    """Initialise torch.distributed, over the launcher's store where there is one."""
     backend = "nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
-        # The launcher keeps its store over restarts, with the addresses of ranks that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timeout,
-        )
+    if store is not None:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"samo/attempt_{attempt}", store),  # type: ignore[attr-defined]
+            store=store,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,

@@ -7,26 +7,30 @@ go over the axis `data`.
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Final, TypeVar
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from samo.config_mesh import MeshConfig
 from samo.errors import ConfigError, PeerError, SamoError
 from samo.parallel import mesh as meshes
 from samo.parallel.collectives import Group
+from samo.parallel.watch import Watch, place_in_code
 from samo.training.launches import end_with_launcher
 
 __all__ = []
 
 Result = TypeVar("Result")
 
-_HEARTBEAT_S: Final = 1.0
+_HEARTBEAT_S: Final = 0.5
 
 
 class Ranks:
@@ -45,13 +49,14 @@ class Ranks:
         self._all: Group | None = None
         self._data: Group | None = None
         self._has_joined = False
+        self._watch: Watch | None = None
         if mesh is None:
             return
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_stages, self.num_replicas = mesh.size(0), mesh.size(1)
         self.stage, self.replica = divmod(self.rank, self.num_replicas)
         # On the host whatever the device: nobody waits for a GPU to learn of a signal.
-        host = dist.new_group(backend="gloo")
+        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._all = Group(host, timeout_s=timeout_s, heartbeat_s=_HEARTBEAT_S)
         if self.num_replicas > 1:
             self._data = Group(
@@ -76,23 +81,36 @@ class Ranks:
             raise ConfigError(f"{error}{more}") from None
         if num_ranks == 1:
             return cls(timeout_s=settings.timeout_s)
-        end_with_launcher()
+        kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+        timeout, watch = timedelta(seconds=settings.timeout_s), None
         try:
-            grid = meshes.mesh(
-                settings.pipe,
-                data,
-                device="cuda" if device == "cuda" else "cpu",
-                timeout_s=settings.timeout_s,
-            )
+            if not is_here:
+                end_with_launcher()
+                store = meshes.launcher_store(timeout)
+                if store is not None:  # others hold none before the ranks have met
+                    watch = _watch(store, settings, num_ranks)
+                meshes.join(kind, timeout, store)
+                watch = watch or _watch(_get_default_store(), settings, num_ranks)
+            grid = meshes.mesh(settings.pipe, data, device=kind, timeout_s=settings.timeout_s)
             ranks = cls(grid, timeout_s=settings.timeout_s)
-        except SamoError:
-            raise
         except (RuntimeError, OSError) as error:
+            found = None if watch is None else watch.peers.stopped()
+            if watch is not None:
+                watch.close()
+            if isinstance(error, SamoError):
+                raise
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if found is None:
+                how = f"{said}; start them all, on machines that reach each other"
+                raise PeerError(f"the {num_ranks} ranks did not meet: {how}") from error
+            who = ", ".join(_placed(rank, settings, num_ranks) for rank in found[0])
             raise PeerError(
-                f"the {num_ranks} ranks did not meet: {said}; start them all, on machines that reach each "
-                "other"
+                f"the {num_ranks} ranks did not meet within {settings.timeout_s:g} s: {who} did not come, or "
+                f"stopped. Look at the log of that rank, and start again. The backend said: {said}",
+                found[0],
+                stage=found[0][0] // (num_ranks // settings.pipe),
             ) from error
+        ranks._watch = watch
         ranks._has_joined = not is_here
         return ranks
 
@@ -145,6 +163,19 @@ class Ranks:
             error.ranks,
             stage=next(iter(stages.values())),
         )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """End this process if another rank is gone and nothing else does; from the end on, nobody's.
+
+        It holds from the time when the ranks meet. Whoever leaves, however that is, is not missed.
+        """
+        try:
+            yield
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+                self._watch = None
 
     def leave(self) -> None:
         """Part from the others, all having come this far."""
@@ -242,3 +273,32 @@ class Ranks:
     def groups(self) -> list[Group]:
         """The groups whose traffic is this run's own."""
         return [group for group in (self._all, self._data) if group is not None]
+
+
+def _watch(store: Any, settings: MeshConfig, num_ranks: int) -> Watch:
+    """Look after the other ranks, and end this process where nothing else does."""
+
+    def give_up(rank: int | None, silent_s: float) -> None:
+        who = "the launcher's store" if rank is None else _placed(rank, settings, num_ranks)
+        sys.stderr.write(
+            f"samo: rank {own}: {who} has given no sign of life for {silent_s:.1f} s, and --timeout-s is "
+            f"{settings.timeout_s:g}; this rank ends, which was waiting: {place_in_code()}. Go on with "
+            "--resume\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)  # an exception would not reach a thread that waits inside of a backend
+
+    own = int(os.environ["RANK"])
+    return Watch(
+        store,
+        own,
+        num_ranks,
+        timeout_s=settings.timeout_s,
+        interval_s=_HEARTBEAT_S,
+        give_up=give_up,
+    )
+
+
+def _placed(rank: int, settings: MeshConfig, num_ranks: int) -> str:
+    stage = rank // (num_ranks // settings.pipe)
+    return f"rank {rank}" + (f" (stage {stage} of {settings.pipe})" if settings.pipe > 1 else "")
