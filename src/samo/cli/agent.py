@@ -1,9 +1,9 @@
 """Torch's agent for the ranks of this machine, which ends the others soon once one has failed.
 
 Torch sends SIGTERM to the others and waits 30 s, with no setting for it, before it kills. A stopped process
-never takes a SIGTERM, so it would outlive its run by that. Here a stopped one is killed at once, and one that
-does not leave after a few seconds: the others know by then that the run is lost, and say why. Ctrl-C is
-different: nothing has failed, and ranks have time to save.
+never takes a SIGTERM, so it would outlive its run by that; others die of it before they have said what they
+know. Here a stopped one is killed at once, and the others after a few seconds, if they have not left by
+themselves. Ctrl-C is different: nothing has failed, and ranks have time to save.
 """
 
 import os
@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from torch.distributed.elastic.agent.server import WorkerGroup
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 __all__ = []
 
@@ -30,22 +31,34 @@ _LOOK_S: Final = 0.05
 
 
 class Agent(LocalElasticAgent):
-    """Starts ranks, watches them, and starts them again after a failure, as torch's own does."""
+    """Starts ranks, watches them, and starts them again after a failure, as torch's own does.
 
-    fall: "Fall | None" = None
-    """How the last start of the ranks failed."""
+    Args:
+        spec: What to start.
+        logs_specs: Where ranks write to.
+        limit_s: Seconds for which a rank may be stopped. The others find out by themselves, unless they
+            have not come so far yet.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *, limit_s: float) -> None:
+        super().__init__(spec, logs_specs)
+        self.fall: Fall | None = None  # how the last start of the ranks failed
+        self._limit_s: Final = limit_s
+        self._stopped_s: dict[int, float] = {}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ranks = {worker.global_rank: worker.id for worker in worker_group.workers}
-        fall = Fall(
-            {
-                rank: state.status
-                for rank, state in _looks(ranks).items()
-                if state.kind == "ended" and state.status
-            }
-        )
-        if fall.first:
-            end(ranks, signal.SIGTERM, LEAVING_S, fall)
+        states = _looks(ranks)
+        now_s = time.monotonic()
+        self._stopped_s = {
+            pid: self._stopped_s.get(pid, now_s)
+            for rank, pid in ranks.items()
+            if states[rank].kind == "stopped"
+        }
+        is_late = any(now_s - since_s >= self._limit_s for since_s in self._stopped_s.values())
+        fall = Fall({rank: s.status for rank, s in states.items() if s.kind == "ended" and s.status})
+        if fall.first or is_late:
+            end(ranks, None, LEAVING_S, fall)
             self.fall = fall
         return super()._monitor_workers(worker_group)
 
@@ -101,13 +114,13 @@ class _State(NamedTuple):
 
 
 def end(
-    ranks: Mapping[int, Any], number: int, seconds: float, fall: Fall | None = None
+    ranks: Mapping[int, Any], number: int | None, seconds: float, fall: Fall | None = None
 ) -> None:
     """Send ranks a signal, and kill those that are still there after a time.
 
     Args:
         ranks: Process numbers by rank.
-        number: The signal.
+        number: The signal; None sends nothing, and lets ranks find out by themselves.
         seconds: The time.
         fall: What failed, to be completed; ranks that are stopped are killed at once then.
     """
@@ -123,7 +136,7 @@ def end(
                 if fall is not None:
                     fall.stayed.append(rank)
                 _kill(ranks[rank], signal.SIGKILL)
-            elif is_first:
+            elif is_first and number is not None:
                 _kill(ranks[rank], number)
         if is_over:
             return

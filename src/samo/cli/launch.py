@@ -4,12 +4,13 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from samo.cli import LAUNCHED, Launch, Train, parse
+from samo.config_mesh import MeshConfig, place
 from samo.errors import ConfigError
 
 __all__ = []
@@ -27,16 +28,16 @@ def run(command: Launch) -> int:
         raise ConfigError(
             f"samo launch starts one of: {', '.join(LAUNCHED)}; got {' '.join(command.command[:1])!r}"
         )
-    place = _place(command)  # also says once, and not on every rank, what is wrong with it
+    settings = _settings(command)  # also says once, and not on every rank, what is wrong with it
     with ExitStack() as held:
         logs = command.logs
         if logs is None:
             logs = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="samo-launch-")))
         logs.mkdir(parents=True, exist_ok=True)
-        return _launch(command, logs, place)
+        return _launch(command, settings, logs)
 
 
-def _launch(command: Launch, logs: Path, place: Callable[[int], str]) -> int:
+def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
     threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     from torch.distributed.elastic.agent.server import WorkerSpec
@@ -46,6 +47,7 @@ def _launch(command: Launch, logs: Path, place: Callable[[int], str]) -> int:
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     from samo.cli.agent import Agent, Fall
+    from samo.parallel.watch import PATIENCE_S
 
     logging.disable(logging.ERROR)  # it says in many lines what we say in one
     meeting = get_rendezvous_handler(
@@ -71,6 +73,7 @@ def _launch(command: Launch, logs: Path, place: Callable[[int], str]) -> int:
             log_dir=str(logs),
             redirects={rank: Std.ALL for rank in range(1, command.num_ranks)},
         ),
+        limit_s=settings.timeout_s + PATIENCE_S,
     )
     try:
         result = agent.run()
@@ -82,22 +85,15 @@ def _launch(command: Launch, logs: Path, place: Callable[[int], str]) -> int:
         return 0
     _show_last_words(logs, command.num_ranks)
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    said, code = (agent.fall or Fall(codes)).blame(place)
+    said, code = (agent.fall or Fall(codes)).blame(partial(place, settings, command.num_ranks))
     sys.stderr.write(f"samo: {said}\n")
     return code
 
 
-def _place(command: Launch) -> Callable[[int], str]:
-    """Return how ranks are called: with their stages, if the model is cut into some."""
+def _settings(command: Launch) -> MeshConfig:
     parsed = parse(command.command)
-    num_stages = parsed.mesh.pipe if isinstance(parsed, Train) else 1
-    replicas = max(command.num_ranks // num_stages, 1)
-
-    def place(rank: int) -> str:
-        stage = f" (stage {rank // replicas} of {num_stages})" if num_stages > 1 else ""
-        return f"rank {rank}{stage}"
-
-    return place
+    assert isinstance(parsed, Train), "the only command that is launched"
+    return parsed.mesh
 
 
 def _show_last_words(logs: Path, num_ranks: int) -> None:

@@ -17,7 +17,7 @@ from samo.parallel.peers import Peers
 
 __all__ = []
 
-_PATIENCE_S: Final = 3.0
+PATIENCE_S: Final = 3.0
 """So long a rank may try to end by itself, and to say what it waited for, once another is given up."""
 
 
@@ -80,9 +80,9 @@ class Watch:
         has_left = store.check([f"samo/watch/left/{course.next}"])
         silent = course.see(time.monotonic(), beats, has_left=has_left)
         if silent is not None:
-            store.set("samo/watch/verdict", f"{silent} {self._timeout_s}")
-        if store.check(["samo/watch/verdict"]):
-            listed, waited = store.get("samo/watch/verdict").decode().split()
+            store.set("samo/watch/given-up", f"{silent} {self._timeout_s}")
+        if store.check(["samo/watch/given-up"]):
+            listed, waited = store.get("samo/watch/given-up").decode().split()
             course.hear(time.monotonic(), int(listed), float(waited))
 
 
@@ -125,7 +125,7 @@ class _Course:
         if self._given_up is None:
             return None
         rank, silent_s, heard_s = self._given_up
-        if now_s - heard_s < _PATIENCE_S:
+        if now_s - heard_s < PATIENCE_S:
             return None
         return None if rank == -1 else rank, silent_s + now_s - heard_s
 

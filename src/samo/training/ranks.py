@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
-from samo.config_mesh import MeshConfig
+from samo.config_mesh import MeshConfig, place
 from samo.errors import ConfigError, PeerError, SamoError
 from samo.parallel import mesh as meshes
 from samo.parallel.collectives import Group
@@ -30,7 +30,8 @@ __all__ = []
 
 Result = TypeVar("Result")
 
-_HEARTBEAT_S: Final = 0.5
+HEARTBEAT_S: Final = 0.5
+"""Three of them tell a rank that is gone from one that lives: 1.5 s until it is named."""
 
 
 class Ranks:
@@ -57,10 +58,10 @@ class Ranks:
         self.stage, self.replica = divmod(self.rank, self.num_replicas)
         # On the host whatever the device: nobody waits for a GPU to learn of a signal.
         host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._all = Group(host, timeout_s=timeout_s, heartbeat_s=_HEARTBEAT_S)
+        self._all = Group(host, timeout_s=timeout_s, heartbeat_s=HEARTBEAT_S)
         if self.num_replicas > 1:
             self._data = Group(
-                mesh["data"].get_group(), timeout_s=timeout_s, heartbeat_s=_HEARTBEAT_S
+                mesh["data"].get_group(), timeout_s=timeout_s, heartbeat_s=HEARTBEAT_S
             )
 
     @classmethod
@@ -103,7 +104,7 @@ class Ranks:
             if found is None:
                 how = f"{said}; start them all, on machines that reach each other"
                 raise PeerError(f"the {num_ranks} ranks did not meet: {how}") from error
-            who = ", ".join(_placed(rank, settings, num_ranks) for rank in found[0])
+            who = ", ".join(place(settings, num_ranks, rank) for rank in found[0])
             raise PeerError(
                 f"the {num_ranks} ranks did not meet within {settings.timeout_s:g} s: {who} did not come, or "
                 f"stopped. Look at the log of that rank, and start again. The backend said: {said}",
@@ -132,8 +133,6 @@ class Ranks:
 
     def cause(self, error: Exception) -> SamoError | None:
         """Return what is to be said of an error that ended a run; None if it is nobody else's fault."""
-        if isinstance(error, PeerError):
-            return self.placed(error)
         if isinstance(error, SamoError):
             return error
         is_memory = "memory" in str(error)
@@ -145,15 +144,19 @@ class Ranks:
         if found is None:
             return None
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return self.placed(
-            PeerError(
-                f"{found[1]}. Start again from the last checkpoint. The backend said: {said}",
-                found[0],
-            )
+        return PeerError(
+            f"{found[1]}. Start again from the last checkpoint. The backend said: {said}", found[0]
         )
 
     def placed(self, error: PeerError) -> PeerError:
-        """Return the error with the stages of the ranks at fault, where it does not name them."""
+        """Return the error with the rank that stopped and its stage, where it does not name them.
+
+        A stage blames the neighbour that sends nothing, which may itself be waiting for one that stopped.
+        """
+        if " stopped (" not in str(error) and self._all is not None:
+            found = self._all.peers.stopped()
+            if found is not None and found[0] != error.ranks:
+                error = PeerError(f"{found[1]}, and because of it: {error}", found[0])
         if self.num_stages == 1 or error.stage is not None or not error.ranks:
             return error
         stages = {rank: rank // self.num_replicas for rank in error.ranks}
@@ -166,12 +169,14 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """End this process if another rank is gone and nothing else does; from the end on, nobody's.
+        """Let a run end where another rank is gone, and name that rank with its stage.
 
-        It holds from the time when the ranks meet. Whoever leaves, however that is, is not missed.
+        The watch goes on since the ranks met. It ends here: whoever leaves, however that is, is not missed.
         """
         try:
             yield
+        except PeerError as error:
+            raise self.placed(error) from error.__cause__
         finally:
             if self._watch is not None:
                 self._watch.close()
@@ -279,7 +284,7 @@ def _watch(store: Any, settings: MeshConfig, num_ranks: int) -> Watch:
     """Look after the other ranks, and end this process where nothing else does."""
 
     def give_up(rank: int | None, silent_s: float) -> None:
-        who = "the launcher's store" if rank is None else _placed(rank, settings, num_ranks)
+        who = "the launcher's store" if rank is None else place(settings, num_ranks, rank)
         sys.stderr.write(
             f"samo: rank {own}: {who} has given no sign of life for {silent_s:.1f} s, and --timeout-s is "
             f"{settings.timeout_s:g}; this rank ends, which was waiting: {place_in_code()}. Go on with "
@@ -294,11 +299,7 @@ def _watch(store: Any, settings: MeshConfig, num_ranks: int) -> Watch:
         own,
         num_ranks,
         timeout_s=settings.timeout_s,
-        interval_s=_HEARTBEAT_S,
+        interval_s=HEARTBEAT_S,
         give_up=give_up,
     )
 
-
-def _placed(rank: int, settings: MeshConfig, num_ranks: int) -> str:
-    stage = rank // (num_ranks // settings.pipe)
-    return f"rank {rank}" + (f" (stage {stage} of {settings.pipe})" if settings.pipe > 1 else "")
