@@ -31,10 +31,20 @@ RANKS: Final = 4
 LAYOUTS: Final = {"4 replicas": (1, 4), "2 stages x 2 replicas": (2, 2)}
 """Stages and replicas."""
 DENSE_STEPS: Final = 40
-SETTINGS: Final = (
-    "--batch-size 8 --num-layers 2 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 6 "
-    "--eval-batches 2 --save-every 4 --sample-tokens 0 --steps 1000000"
-).split()  # fmt: skip
+SETTINGS: Final = {
+    "batch-size": 8,
+    "num-layers": 2,
+    "width": 32,
+    "num-heads": 2,
+    "context": 32,
+    "dense-steps": DENSE_STEPS,
+    "log-every": 1,
+    "eval-every": 6,
+    "eval-batches": 2,
+    "save-every": 4,
+    "sample-tokens": 0,
+    "steps": 1_000_000,
+}
 MOMENTS: Final = ("start-up", "dense", "prune", "compressed", "compressed")
 """From the first process to the first step; dense steps; around the prune; with compressed state. Every
 fourth step is saved and every sixth validated, so that falls meet that too."""
@@ -71,7 +81,8 @@ def fall(layout: str, number: int, limit_s: float, folder: Path) -> Row:
     write_text(folder / "notes.txt", draw)
     command = ["launch", "-n", str(RANKS), "--logs", "logs", "train", "notes.txt", "--out", "run"]
     command += ["--pipe", str(stages), "--data", str(replicas), "--timeout-s", str(limit_s)]
-    run = Launched([*command, "--dense-steps", str(DENSE_STEPS), *SETTINGS], folder, "said.txt")
+    command += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
+    run = Launched(command, folder, "said.txt")
     delay_s = wait_for_moment(run, moment, folder / "run" / "metrics.jsonl", draw)
     time.sleep(delay_s)
     row: Row = {"layout": layout, "fall": number, "how": how, "rank": victim, "moment": moment}
@@ -158,7 +169,11 @@ def wait_for_moment(run: Launched, moment: str, metrics: Path, draw: random.Rand
         time.sleep(0.02)
     if moment == "start-up":
         return draw.uniform(0.0, 8.0)
-    wanted = {"dense": ("step", 1), "prune": ("step", DENSE_STEPS - 2), "compressed": ("pruned", 0)}
+    wanted = {
+        "dense": ("step", 1),
+        "prune": ("step", DENSE_STEPS - 2),
+        "compressed": ("step", DENSE_STEPS + 1),
+    }
     event, step = wanted[moment]
     deadline = time.monotonic() + 90
     while run.process.poll() is None and time.monotonic() < deadline:
@@ -256,7 +271,7 @@ def summary(rows: Sequence[Row], layout: str, how: str) -> Row:
 
 def write_text(path: Path, draw: random.Random) -> None:
     """Write a text to train on."""
-    words = "the model keeps a weight of ten and sends what is left".split()
+    words = ["the", "model", "keeps", "one", "weight", "of", "ten", "and", "sends", "it"]
     path.write_text("\n".join(" ".join(draw.choices(words, k=10)) for _ in range(2000)))
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -29,6 +29,9 @@ LEAVING_S: Final = 4.0
 
 _LOOK_S: Final = 0.05
 
+_CAN_LOOK: Final = hasattr(os, "waitid")
+"""Not on Windows, nor on macOS before Python 3.13: what torch does must do there."""
+
 
 class Agent(LocalElasticAgent):
     """Starts ranks, watches them, and starts them again after a failure, as torch's own does.
@@ -38,15 +41,25 @@ class Agent(LocalElasticAgent):
         logs_specs: Where ranks write to.
         limit_s: Seconds for which a rank may be stopped. The others find out by themselves, unless they
             have not come so far yet.
+        on_fall: Called when ranks have failed and all are gone.
     """
 
-    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *, limit_s: float) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        *,
+        limit_s: float,
+        on_fall: "Callable[[Fall], None]",
+    ) -> None:
         super().__init__(spec, logs_specs)
-        self.fall: Fall | None = None  # how the last start of the ranks failed
+        self._on_fall: Final = on_fall
         self._limit_s: Final = limit_s
         self._stopped_s: dict[int, float] = {}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not _CAN_LOOK:
+            return super()._monitor_workers(worker_group)
         ranks = {worker.global_rank: worker.id for worker in worker_group.workers}
         states = _looks(ranks)
         now_s = time.monotonic()
@@ -56,14 +69,18 @@ class Agent(LocalElasticAgent):
             if states[rank].kind == "stopped"
         }
         is_late = any(now_s - since_s >= self._limit_s for since_s in self._stopped_s.values())
-        fall = Fall({rank: s.status for rank, s in states.items() if s.kind == "ended" and s.status})
+        fall = Fall(
+            {rank: s.status for rank, s in states.items() if s.kind == "ended" and s.status}
+        )
         if fall.first or is_late:
             end(ranks, None, LEAVING_S, fall)
-            self.fall = fall
+            self._on_fall(fall)
+        elif any(state.kind != "ended" for state in states.values()):
+            return RunResult(state=WorkerState.HEALTHY)  # torch finds a failure when all are gone
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, death_sig: Any = signal.SIGTERM, *more: Any, **settings: Any) -> None:
-        workers = self.get_worker_group().workers
+        workers = self.get_worker_group().workers if _CAN_LOOK else []
         end({worker.global_rank: worker.id for worker in workers}, death_sig, SAVING_S)
         super()._shutdown(death_sig, *more, **settings)
 

@@ -50,6 +50,17 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
     from samo.parallel.watch import PATIENCE_S
 
     logging.disable(logging.ERROR)  # it says in many lines what we say in one
+    codes: list[int] = []
+
+    def tell(fall: Fall) -> None:
+        said, code = fall.blame(partial(place, settings, command.num_ranks))
+        codes.append(code)
+        _show_last_words(logs, command.num_ranks)
+        sys.stderr.write(f"samo: {said}\n")
+        if len(codes) <= command.max_restarts:
+            which = f"restart {len(codes)} of {command.max_restarts}"
+            sys.stderr.write(f"samo: all ranks start again, from the last checkpoint ({which})\n")
+
     meeting = get_rendezvous_handler(
         RendezvousParameters(
             backend="c10d",
@@ -74,6 +85,7 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
             redirects={rank: Std.ALL for rank in range(1, command.num_ranks)},
         ),
         limit_s=settings.timeout_s + PATIENCE_S,
+        on_fall=tell,
     )
     try:
         result = agent.run()
@@ -81,13 +93,9 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
         return 128 + int(error.sigval)
     finally:
         meeting.shutdown()
-    if not result.is_failed():
-        return 0
-    _show_last_words(logs, command.num_ranks)
-    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    said, code = (agent.fall or Fall(codes)).blame(partial(place, settings, command.num_ranks))
-    sys.stderr.write(f"samo: {said}\n")
-    return code
+    if result.is_failed() and not codes:  # where a rank cannot be looked at without taking its code
+        tell(Fall({rank: failure.exitcode for rank, failure in result.failures.items()}))
+    return codes[-1] if result.is_failed() else 0
 
 
 def _settings(command: Launch) -> MeshConfig:
@@ -98,9 +106,11 @@ def _settings(command: Launch) -> MeshConfig:
 
 def _show_last_words(logs: Path, num_ranks: int) -> None:
     """Show the end of what each rank said that does not speak to the terminal."""
+    attempts = logs.glob("*/attempt_*")
+    newest = max(attempts, key=lambda folder: folder.stat().st_mtime, default=logs)
     for rank in range(1, num_ranks):
         lines: list[str] = []
-        for file in sorted(logs.glob(f"*/attempt_*/{rank}/std*.log")):
+        for file in sorted(newest.glob(f"{rank}/std*.log")):
             lines += file.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in lines[-_LAST_LINES:]:
             sys.stderr.write(f"[{rank}] {line}\n")

@@ -140,10 +140,17 @@ def resume(
             def note_changes() -> None:
                 if checkpoint != folder.last:
                     checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
-                for file in folder.path.glob("metrics.rank*.jsonl"):  # also of ranks that are no more
+                for file in folder.path.glob(
+                    "metrics.rank*.jsonl"
+                ):  # also of ranks that are no more
                     RankFile(file, step=progress.step, on_error=config.run.save_errors).close()
                 old = folder.read_run()
-                new = {**old, "config": to_dict(config), "ranks": layout(ranks), "launcher": launcher()}
+                new = {
+                    **old,
+                    "config": to_dict(config),
+                    "ranks": layout(ranks),
+                    "launcher": launcher(),
+                }
                 if new != old:
                     folder.write_run(new)
 

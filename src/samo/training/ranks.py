@@ -302,4 +302,3 @@ def _watch(store: Any, settings: MeshConfig, num_ranks: int) -> Watch:
         interval_s=HEARTBEAT_S,
         give_up=give_up,
     )
-
