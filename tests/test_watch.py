@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from samo.cli.agent import Fall, end
 from samo.config_mesh import MeshConfig
 from samo.errors import PeerError
 from samo.parallel import watch as watching
-from samo.parallel.watch import PATIENCE_S, Watch, _Course
+from samo.parallel.watch import PATIENCE_S, Watch, _Course, place_in_code
 from samo.training import ranks as training_ranks
 from samo.training.ranks import Ranks
 from tests.ranks import _processes, run_ranks
@@ -78,6 +79,10 @@ def test_the_silent_rank_is_named_to_all_and_a_closed_watch_to_nobody(
     while len(given_up) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert given_up == {0: 1, 1: 1, 2: 1}  # it hears that of itself
+    assert first.blamed() is None
+    first.blame(1)
+    third.blame(0)  # which has left since it missed rank 1
+    assert third.blamed() == 1
     for one in (first, second, third):
         one.close()
 
@@ -99,6 +104,41 @@ def test_a_process_that_waits_for_ever_ends_with_the_name_of_the_rank(tmp_path: 
     assert process.exitcode == 1
     assert said.read_text().startswith("samo: rank 0: rank 1 (stage 1 of 2) has given no sign of")
     assert "and --timeout-s is 0.3; this rank ends" in said.read_text()
+
+
+def test_a_rank_that_gave_up_is_not_blamed_by_those_who_miss_it() -> None:
+    ranks = Ranks()
+    ranks.rank, ranks.num_stages, ranks.num_replicas = 1, 2, 2
+    told: list[int] = []
+    watch = SimpleNamespace(blamed=lambda: 3, blame=told.append, close=lambda: None)
+    ranks._watch = watch  # type: ignore[assignment]
+    with (
+        pytest.raises(
+            PeerError, match=r"^rank 3 fell, and because of it: .* stopped \(no"
+        ) as found,
+        ranks.watched(),
+    ):
+        raise PeerError("rank 1 waited 0.1 s for the loss: rank 0 stopped (no heartbeat)", (0,))
+    assert (found.value.ranks, found.value.stage) == ((3,), 1)
+    assert told == [3]
+    watch.blamed = lambda: 1  # the others have given up this one: what it knows itself counts
+    ranks._watch = watch  # type: ignore[assignment]
+    error = PeerError("rank 0 stopped (no heartbeat)", (0,), stage=0)
+    assert ranks.placed(error) is error
+
+
+def test_where_a_rank_waits_is_told_by_functions_of_samo() -> None:
+    seen: list[str] = []
+    ranks = Ranks()
+
+    def look() -> None:
+        thread = threading.Thread(target=lambda: seen.append(place_in_code()))
+        thread.start()
+        thread.join()
+
+    ranks.first("the text", look)
+    where = "samo.training.ranks.first > samo.training.ranks.together"
+    assert seen[0].startswith(where)
 
 
 def meet_nobody(rank: int, num_ranks: int) -> tuple[tuple[int, ...], int | None, str]:

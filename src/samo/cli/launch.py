@@ -40,7 +40,7 @@ def run(command: Launch) -> int:
 def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
     threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
     from torch.distributed.elastic.rendezvous import RendezvousParameters

@@ -20,6 +20,9 @@ __all__ = []
 PATIENCE_S: Final = 3.0
 """So long a rank may try to end by itself, and to say what it waited for, once another is given up."""
 
+_NAMED: Final = 3
+"""So many functions say where a rank waits."""
+
 
 class Watch:
     """Looks after the other ranks from a thread.
@@ -59,6 +62,18 @@ class Watch:
         self._stop.set()
         self._thread.join(2.0)  # the store may be gone
         self.peers.close()
+
+    def blame(self, rank: int) -> None:
+        """Tell the others for whose sake this rank ends; who was blamed first, stays blamed."""
+        store = self.peers.connection()
+        if not store.check(["samo/watch/blamed"]):
+            store.set("samo/watch/blamed", str(rank))
+
+    def blamed(self) -> int | None:
+        """Return the rank that another has blamed, if any has."""
+        store = self.peers.connection()
+        is_known = store.check(["samo/watch/blamed"])
+        return int(store.get("samo/watch/blamed")) if is_known else None
 
     def _run(self) -> None:
         course = _Course(self._rank, self._num_ranks, self._timeout_s)
@@ -131,17 +146,20 @@ class _Course:
 
 
 def place_in_code() -> str:
-    """Return what the main thread does, as the innermost function of samo that it is in.
+    """Return what the main thread does: the innermost functions of samo that it is in.
 
     Example:
         >>> from samo.parallel.watch import place_in_code
-        >>> place_in_code().count(" in ")
-        1
+        >>> isinstance(place_in_code(), str)
+        True
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names: list[str] = []
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("samo."):
-            return f"{frame.f_code.co_name} in {module}"
+        if (
+            module.startswith("samo.") and module != Peers.__module__
+        ):  # which only asks who is there
+            names.insert(0, f"{module}.{frame.f_code.co_name}")
         frame = frame.f_back
-    return "something in another library"
+    return " > ".join(names[-_NAMED:]) or "something in another library"

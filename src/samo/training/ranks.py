@@ -149,11 +149,15 @@ class Ranks:
         )
 
     def placed(self, error: PeerError) -> PeerError:
-        """Return the error with the rank that stopped and its stage, where it does not name them.
+        """Return the error with the rank that fell and its stage, where it does not name them.
 
         A stage blames the neighbour that sends nothing, which may itself be waiting for one that stopped.
+        And a rank that gives up is gone from then on: whoever misses it must not blame it for that.
         """
-        if " stopped (" not in str(error) and self._all is not None:
+        blamed = self._blamed()
+        if blamed is not None and error.ranks != (blamed,):
+            error = PeerError(f"rank {blamed} fell, and because of it: {error}", (blamed,))
+        elif " stopped (" not in str(error) and self._all is not None:
             found = self._all.peers.stopped()
             if found is not None and found[0] != error.ranks:
                 error = PeerError(f"{found[1]}, and because of it: {error}", found[0])
@@ -167,6 +171,15 @@ class Ranks:
             stage=next(iter(stages.values())),
         )
 
+    def _blamed(self) -> int | None:
+        """Return the rank that another has blamed, if that is neither this one nor unknown."""
+        if self._watch is None:
+            return None
+        with suppress(RuntimeError):
+            blamed = self._watch.blamed()
+            return None if blamed == self.rank else blamed
+        return None
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Let a run end where another rank is gone, and name that rank with its stage.
@@ -176,7 +189,11 @@ class Ranks:
         try:
             yield
         except PeerError as error:
-            raise self.placed(error) from error.__cause__
+            placed = self.placed(error)
+            if self._watch is not None and len(placed.ranks) == 1:
+                with suppress(RuntimeError):
+                    self._watch.blame(placed.ranks[0])
+            raise placed from error.__cause__
         finally:
             if self._watch is not None:
                 self._watch.close()
