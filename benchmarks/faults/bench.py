@@ -24,6 +24,7 @@ from typing import Final
 import samo
 from benchmarks.measure import Row, arguments, show, write_rows
 from samo.checkpoints import verify
+from samo.training.folder import RunFolder
 
 __all__ = ["main"]
 
@@ -207,11 +208,11 @@ def named(said: str, victim: int, stage: int | None, stages: int) -> Row:
         speaker = re.search(r"samo: rank (\d+): (.*)", line)
         if speaker is None and re.match(r"samo: rank \d", line):
             launcher = line
-        elif speaker is not None and re.search(rf"{place}\b|{place}", speaker[2]):
+        elif speaker is not None and re.search(rf"{place}(?!\d)", speaker[2]):
             by_ranks.add(int(speaker[1]))
     return {
         "named_by_ranks": sorted(by_ranks - {victim}),
-        "named_by_launcher": re.match(f"samo: {place}", launcher) is not None,
+        "named_by_launcher": re.match(rf"samo: {place}(?!\d)", launcher) is not None,
         "launcher_said": launcher,
         "ranks_said": sorted(line for line in lines if re.match(r"samo: rank \d+: ", line)),
     }
@@ -220,6 +221,8 @@ def named(said: str, victim: int, stage: int | None, stages: int) -> Row:
 def look_at_checkpoints(run: Path) -> Row:
     """Read every checkpoint of a run whole; return the step of the newest."""
     found: Row = {"checkpoint_step": None, "checkpoints_whole": True}
+    if not last_event(run / "metrics.jsonl", "save") and not RunFolder(run).has_checkpoint:
+        return found  # it fell in its first save: there is none, and it starts again at its first step
     for path in sorted(run.glob("checkpoints/*/")):
         if path.name not in ("last", "best"):
             continue  # one that was not finished: nobody reads it
