@@ -222,7 +222,9 @@ def look_at_checkpoints(run: Path) -> Row:
     """Read every checkpoint of a run whole; return the step of the newest."""
     found: Row = {"checkpoint_step": None, "checkpoints_whole": True}
     if not last_event(run / "metrics.jsonl", "save") and not RunFolder(run).has_checkpoint:
-        return found  # it fell in its first save: there is none, and it starts again at its first step
+        return (
+            found  # it fell in its first save: there is none, and it starts again at its first step
+        )
     for path in sorted(run.glob("checkpoints/*/")):
         if path.name not in ("last", "best"):
             continue  # one that was not finished: nobody reads it
