@@ -14,6 +14,7 @@ from benchmarks import early_bird_intervals, early_bird_rules
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
 from benchmarks.data_parallel import bench as data_parallel
+from benchmarks.faults import bench as faults
 from benchmarks.layouts import bench as layouts
 from benchmarks.pipeline import simulated
 
@@ -104,3 +105,23 @@ def test_a_ticket_settles_when_all_distances_in_its_queue_are_small(
     assert describe(steps, rows, 1, 0.2) == "40, 10%"
     assert describe(steps, rows, 1, 0.1) == "50, 0%"
     assert describe(steps, rows, 2, 0.2) == "never"
+
+
+SAID = """samo: rank 0: rank 3 stopped (no heartbeat), and because of it: rank 2 ... (rank 3 is stage 1 of 2)
+samo: rank 1: rank 0 stopped (no heartbeat) (rank 0 is stage 0 of 2)
+samo: rank 2: rank 3 (stage 1 of 2) is gone
+samo: rank 3 (stage 1 of 2) was stopped by signal 19, which the others found out; it was killed
+"""
+
+
+def test_who_names_the_rank_that_fell_is_read_from_what_all_said() -> None:
+    found = faults.named(SAID, 3, 1, 2)
+    assert (found["named_by_ranks"], found["named_by_launcher"]) == ([0, 2], True)
+    found = faults.named(SAID, 3, 0, 2)  # of another stage
+    assert (found["named_by_ranks"], found["named_by_launcher"]) == ([], False)
+    found = faults.named(
+        "samo: rank 1 ended with code 1, the first of the ranks to fail", 11, None, 1
+    )
+    assert (found["named_by_ranks"], found["named_by_launcher"]) == ([], False)
+    found = faults.named("samo: rank 1 was killed by signal 9, the first", 1, None, 1)
+    assert found["named_by_launcher"]

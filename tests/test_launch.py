@@ -26,7 +26,8 @@ from tests.test_training_ranks import small, text
 
 __all__ = ["text"]  # the fixture
 
-SMALL = "--batch-size 4 --num-layers 2 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 1000 --eval-batches 1 --dense-steps 2 --save-every 3 --sample-tokens 0 --timeout-s 10".split()  # fmt: skip  # noqa: SIM905
+SMALL = "--batch-size 4 --num-layers 2 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 1000 --eval-batches 1 --dense-steps 2 --save-every 3 --sample-tokens 0 --timeout-s 8".split()  # fmt: skip  # noqa: SIM905
+TIMEOUT_S = 8
 
 
 def children(pid: int) -> dict[int, int]:
@@ -80,35 +81,53 @@ def wait_for(path: Path, process: "subprocess.Popen[str]", seconds: float = 120)
     return children(process.pid)
 
 
+def wait_for_steps(metrics: Path, process: "subprocess.Popen[str]", since: float) -> dict[int, int]:
+    """Wait until a run has started or gone on since a time, and taken a step; return the ranks."""
+    deadline = time.monotonic() + 120
+    while True:
+        text = metrics.read_text() if metrics.exists() else ""
+        found = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        begun = [place for place, line in enumerate(found) if line.get("time", 0) > since]
+        if begun and any(line["event"] == "step" for line in found[begun[-1] :]):
+            return children(process.pid)
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
-def test_one_killed_rank_ends_all_and_ctrl_c_saves(tmp_path: Path, text: Path) -> None:
+def test_a_killed_and_a_stopped_rank_end_all_in_time_and_ctrl_c_saves(
+    tmp_path: Path, text: Path
+) -> None:
     manifest = tmp_path / "run" / "checkpoints" / "last" / "manifest.json"
-    command = ["samo", "launch", "-n", "2", "train", "notes.txt", "--out", "run", "--pipe", "2"]
-    with started(*command, "--steps", "100000", *SMALL, cwd=tmp_path) as process:
-        ranks = wait_for(manifest, process)
-        assert sorted(ranks) == [0, 1]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    command = ["samo", "launch", "-n", "2", "--max-restarts", "1"]
+    command += ["train", "notes.txt", "--out", "run", "--pipe", "2", "--steps", "100000", *SMALL]
+    with started(*command, cwd=tmp_path) as process:
+        before = wait_for(manifest, process)
+        assert sorted(before) == [0, 1]
+        fell = time.time()
+        os.kill(before[1], signal.SIGKILL)
+        ranks = wait_for_steps(metrics, process, fell)  # again, from its last checkpoint
+        os.kill(ranks[1], signal.SIGSTOP)
+        began = time.monotonic()
+        said = process.communicate(timeout=120)[0]
+        assert time.monotonic() - began < TIMEOUT_S + 10
+        assert process.returncode == 128 + signal.SIGKILL, said
+        assert "samo: rank 1 (stage 1 of 2) was killed by signal 9, the first of the ranks" in said
+        assert "samo: all ranks start again, from the last checkpoint (restart 1 of 1)" in said
+        assert "samo: rank 0: rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
+        assert "samo: rank 1 (stage 1 of 2) was stopped by signal 19" in said
+        assert "Traceback" not in said
+        assert all(map(is_gone, [*before.values(), *ranks.values()]))
+
+    ended = time.time()
+    with started("samo", "launch", "-n", "2", "train", "--resume", "run", cwd=tmp_path) as process:
+        ranks = wait_for_steps(metrics, process, ended)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 130, said
         assert "and saved. To go on:\n  samo train --resume run" in said
-        assert all(map(is_gone, ranks.values()))
-
-    metrics = tmp_path / "run" / "metrics.rank1.jsonl"
-    before = len(metrics.read_bytes())
-    resumed = ["samo", "launch", "-n", "2", "train", "--resume", "run"]
-    with started(*resumed, cwd=tmp_path) as process:
-        deadline = time.monotonic() + 120
-        while len(metrics.read_bytes()) <= before + 1000:
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        ranks = children(process.pid)
-        os.kill(ranks[1], signal.SIGKILL)
-        said = process.communicate(timeout=120)[0]
-        assert process.returncode == 128 + signal.SIGKILL, said
-        assert "samo: rank 0: rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
-        assert "samo: rank 1 was killed by signal 9, the first of the ranks to fail" in said
-        assert "Traceback" not in said
         assert all(map(is_gone, ranks.values()))
 
 

@@ -11,7 +11,7 @@ import samo
 from samo.memory.predict import TensorSpec, predict, total
 from samo.parallel.collectives import _add_up
 from samo.parallel.layout import BucketPlan, Tensor1D, plan_buckets
-from samo.parallel.mesh import _join, check_sizes, place
+from samo.parallel.mesh import check_sizes, gpu_of, join
 from samo.parallel.traffic import TrafficMeter, sent_bytes
 
 # The mesh
@@ -47,7 +47,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
 def test_ranks_share_gpus_evenly_and_without_nccl_where_there_are_too_few(
     num_local: int, num_gpus: int
 ) -> None:
-    places = [place(rank, num_local, num_gpus) for rank in range(num_local)]
+    places = [gpu_of(rank, num_local, num_gpus) for rank in range(num_local)]
     loads = [[index for index, _ in places].count(gpu) for gpu in range(num_gpus)]
     assert sum(loads) == num_local
     assert max(loads) - min(loads) <= 1
@@ -66,7 +66,7 @@ def test_a_shared_gpu_is_said_once(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for local_rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        _join("cuda", timedelta(seconds=1))
+        join("cuda", timedelta(seconds=1), None)
     (message,) = caplog.messages
     assert message.startswith("2 ranks share 1 GPU and talk over gloo")
     assert (chosen, backends) == ([0, 0], ["gloo", "gloo"])

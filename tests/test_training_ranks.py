@@ -354,10 +354,19 @@ def test_an_error_of_a_backend_is_that_of_the_rank_that_stopped() -> None:
     ranks.num_stages, ranks.num_replicas = 2, 2
     error = ranks.blame(RuntimeError("Connection closed\nby peer"))
     assert error is not None
-    assert (error.ranks, error.stage) == ((3,), 1)
-    assert str(error).endswith("The backend said: Connection closed (rank 3 is stage 1 of 2)")
-    assert ranks.placed(error) is error
     assert ranks.cause(error) is error
+    placed = ranks.placed(error)
+    assert (placed.ranks, placed.stage) == ((3,), 1)
+    assert str(placed).endswith("The backend said: Connection closed (rank 3 is stage 1 of 2)")
+    assert ranks.placed(placed) is placed
+    neighbour = PeerError("rank 1 (stage 0 of 2) has been silent for 8.0 s", (1,), stage=0)
+    with (
+        pytest.raises(PeerError, match=r"^rank 3 stopped .*, and because of it: rank 1 ") as found,
+        ranks.watched(),
+    ):
+        raise neighbour  # which itself waits for rank 3
+    assert (found.value.ranks, found.value.stage) == ((3,), 1)
+    assert ranks.placed(PeerError("rank 3 (stage 1 of 2) is gone", (3,), stage=1)).ranks == (3,)
     assert isinstance(ranks.cause(RuntimeError("Connection closed")), PeerError)
     assert ranks.cause(RuntimeError("out of memory")) is None
     own = RunError("no room")

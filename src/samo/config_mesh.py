@@ -45,6 +45,18 @@ class MeshConfig:
     """Seconds after which a rank that waits for another gives up."""
 
 
+def place(mesh: MeshConfig, num_ranks: int, rank: int) -> str:
+    """Return how a rank is called: with its stage, if the model is cut into some.
+
+    Example:
+        >>> from samo.config_mesh import MeshConfig, place
+        >>> place(MeshConfig(pipe=2), 4, 3)
+        'rank 3 (stage 1 of 2)'
+    """
+    stage = rank // max(num_ranks // mesh.pipe, 1)
+    return f"rank {rank}" + (f" (stage {stage} of {mesh.pipe})" if mesh.pipe > 1 else "")
+
+
 def check_mesh(config: "TrainConfig") -> None:
     """Refuse settings of a grid that cannot be meant, whatever the number of ranks.
 

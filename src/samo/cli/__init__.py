@@ -21,7 +21,7 @@ from samo import __version__
 from samo.bench.settings import KernelsConfig, SparseVsDenseConfig, StepConfig
 from samo.config import Auto, OptionalPath, TrainConfig
 from samo.config_files import read_toml
-from samo.errors import ConfigError, SamoError
+from samo.errors import ConfigError, PeerError, SamoError
 
 __all__ = ["main"]
 
@@ -159,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SamoError as error:
         if not isinstance(error, ConfigError) or _rank() == "0":  # which all ranks have alike
             _complain(str(error))
+        if isinstance(error, PeerError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _leave_at_once(1)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -251,6 +253,13 @@ def _share_the_cores() -> None:
 def _complain(message: str) -> None:
     rank = "" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else f"rank {_rank()}: "
     sys.stderr.write(f"samo: {rank}{message}\n")
+
+
+def _leave_at_once(code: int) -> None:
+    """End without closing connections: that would wait for the rank that was just given up."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def _rank() -> str:

@@ -5,17 +5,17 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from samo.cli import LAUNCHED, Launch
+from samo.cli import LAUNCHED, Launch, Train, parse
+from samo.config_mesh import MeshConfig, place
 from samo.errors import ConfigError
 
 __all__ = []
 
 _LAST_LINES: Final = 8
-_SHUTDOWN_S: Final = 60
-"""Seconds that ranks have to save and leave after Ctrl-C, before they are killed."""
 
 
 def run(command: Launch) -> int:
@@ -28,57 +28,89 @@ def run(command: Launch) -> int:
         raise ConfigError(
             f"samo launch starts one of: {', '.join(LAUNCHED)}; got {' '.join(command.command[:1])!r}"
         )
+    settings = _settings(command)  # also says once, and not on every rank, what is wrong with it
     with ExitStack() as held:
         logs = command.logs
         if logs is None:
             logs = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="samo-launch-")))
         logs.mkdir(parents=True, exist_ok=True)
-        return _launch(command, logs)
+        return _launch(command, settings, logs)
 
 
-def _launch(command: Launch, logs: Path) -> int:
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
+def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
     threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from samo.cli.agent import Agent, Fall
+    from samo.parallel.watch import PATIENCE_S
 
     logging.disable(logging.ERROR)  # it says in many lines what we say in one
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=command.num_ranks,
-        run_id=f"samo-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=command.max_restarts,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(
+    codes: list[int] = []
+
+    def tell(fall: Fall) -> None:
+        said, code = fall.blame(partial(place, settings, command.num_ranks))
+        codes.append(code)
+        _show_last_words(logs, command.num_ranks)
+        sys.stderr.write(f"samo: {said}\n")
+        if len(codes) <= command.max_restarts:
+            which = f"restart {len(codes)} of {command.max_restarts}"
+            sys.stderr.write(f"samo: all ranks start again, from the last checkpoint ({which})\n")
+
+    meeting = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=f"samo-{os.getpid()}",
+            min_nodes=1,
+            max_nodes=1,
+        )
+    )
+    agent = Agent(
+        WorkerSpec(
+            role="default",
+            local_world_size=command.num_ranks,
+            entrypoint=sys.executable,
+            args=("-m", "samo", *command.command),
+            rdzv_handler=meeting,
+            max_restarts=command.max_restarts,
+            monitor_interval=0.1,
+        ),
+        DefaultLogsSpecs(
             log_dir=str(logs),
             redirects={rank: Std.ALL for rank in range(1, command.num_ranks)},
         ),
+        limit_s=settings.timeout_s + PATIENCE_S,
+        on_fall=tell,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "samo", *command.command)
-    except ChildFailedError as error:
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-        _show_last_words(logs, command.num_ranks)
-        code = first.exitcode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        sys.stderr.write(f"samo: rank {first.local_rank} {how}, the first of the ranks to fail\n")
-        return 128 - code if code < 0 else code
+        result = agent.run()
     except SignalException as error:
         return 128 + int(error.sigval)
-    return 0
+    finally:
+        meeting.shutdown()
+    if result.is_failed() and not codes:  # where a rank cannot be looked at without taking its code
+        tell(Fall({rank: failure.exitcode for rank, failure in result.failures.items()}))
+    return codes[-1] if result.is_failed() else 0
+
+
+def _settings(command: Launch) -> MeshConfig:
+    parsed = parse(command.command)
+    assert isinstance(parsed, Train), "the only command that is launched"
+    return parsed.mesh
 
 
 def _show_last_words(logs: Path, num_ranks: int) -> None:
     """Show the end of what each rank said that does not speak to the terminal."""
+    attempts = logs.glob("*/attempt_*")
+    newest = max(attempts, key=lambda folder: folder.stat().st_mtime, default=logs)
     for rank in range(1, num_ranks):
         lines: list[str] = []
-        for file in sorted(logs.glob(f"*/attempt_*/{rank}/std*.log")):
+        for file in sorted(newest.glob(f"{rank}/std*.log")):
             lines += file.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in lines[-_LAST_LINES:]:
             sys.stderr.write(f"[{rank}] {line}\n")

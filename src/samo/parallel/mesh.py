@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from math import prod
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def mesh(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():  # sizes first: nothing is begun that cannot be
         check_sizes({"pipe": pipe, "data": data}, int(os.environ.get("WORLD_SIZE", "1")))
-        _join(device, timedelta(seconds=timeout_s))
+        join(device, timedelta(seconds=timeout_s), launcher_store(timedelta(seconds=timeout_s)))
     sizes = check_sizes({"pipe": pipe, "data": data}, dist.get_world_size())
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
@@ -86,7 +86,7 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
     return full
 
 
-def place(local_rank: int, num_local: int, num_gpus: int) -> tuple[int, str]:
+def gpu_of(local_rank: int, num_local: int, num_gpus: int) -> tuple[int, str]:
     """Return which GPU of its machine a rank takes, and the backend of a machine with so many ranks.
 
     Example: rank 3 of 4 on 2 GPUs takes the second one, with gloo, as NCCL wants one for each rank.
@@ -94,13 +94,26 @@ def place(local_rank: int, num_local: int, num_gpus: int) -> tuple[int, str]:
     return local_rank % num_gpus, "nccl" if num_local <= num_gpus else "gloo"
 
 
-def _join(device: str, timeout: timedelta) -> None:
+def launcher_store(timeout: timedelta) -> Any:
+    """Return the store that the launcher holds for this start of the ranks; None if it holds none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in os.environ:
+        return None
+    # The launcher keeps its store over restarts, with the addresses of ranks that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )
+    return dist.PrefixStore(f"samo/attempt_{attempt}", store)  # type: ignore[attr-defined]
+
+
+def join(device: str, timeout: timedelta, store: Any) -> None:
+    """Initialise torch.distributed, over the launcher's store where there is one."""
     backend = "gloo"
     if device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         num_gpus = torch.cuda.device_count()
-        index, backend = place(local_rank, num_local, num_gpus)
+        index, backend = gpu_of(local_rank, num_local, num_gpus)
         torch.cuda.set_device(index)
         torch.cuda.init()  # or torch's mesh would choose a GPU by the local rank
         if backend == "gloo" and local_rank == 0:
@@ -111,18 +124,10 @@ def _join(device: str, timeout: timedelta) -> None:
                 num_gpus,
                 "s" if num_gpus > 1 else "",
             )
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
-        # The launcher keeps its store over restarts, with the addresses of ranks that are gone.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timeout,
-        )
+    if store is not None:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"samo/attempt_{attempt}", store),  # type: ignore[attr-defined]
+            store=store,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,

@@ -86,6 +86,18 @@ class Peers:
         found = _in_time(self._find, self._pause_s + 2.0)
         return found if found is not None and " stopped (" in found[1] else None
 
+    def connection(self) -> Any:
+        """Return a connection to the store that no other thread waits on."""
+        return _own_connection(self._store)
+
+    def beats(self, store: Any, rank: int) -> int:
+        """Return how often a rank has beaten; 0 if it has not come yet."""
+        return self._read(store, rank).beats
+
+    def close(self) -> None:
+        """Beat no more."""
+        self._stop.set()
+
     def _name(self, rank: int) -> str:
         return f"{self._key}/beat/{rank}"
 

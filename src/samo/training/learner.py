@@ -28,7 +28,7 @@ from samo.parallel.traffic import KINDS
 from samo.pipeline.api import Pipeline
 from samo.scaling import LossScaler
 from samo.training.events import Phase
-from samo.training.ranks import Ranks
+from samo.training.ranks import HEARTBEAT_S, Ranks
 from samo.training.stages import Stages
 
 __all__ = []
@@ -148,6 +148,7 @@ class Learner:
                 shard="state" if self._is_sharded else None,
                 average=False,  # losses are divided by the tokens of all ranks
                 timeout_s=self.ranks.timeout_s,
+                heartbeat_s=HEARTBEAT_S,
             )
         self.opt = AdamW(
             param_groups(self.model, self._optim.weight_decay),

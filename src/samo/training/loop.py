@@ -69,23 +69,24 @@ def train(
     """
     config = on_this_machine(config)
     ranks = ranks or Ranks.join(config.mesh, config.run.device)
-    check_batch(config, ranks.num_replicas)
-    ranks.check_same("settings", to_dict(config))
-    ranks.first("the run folder", lambda: check_free(out))
-    text = ranks.first_then_others("the text", lambda: open_text(config, out))
-    config = replace(config, data=replace(config.data, vocab_size=text.vocab_size))
-    check_memory(config)
-    learner = new_learner(config, ranks)
-    ranks.together("the masks", lambda: check_masks(learner, config))
-    masking = Masking(config, learner)
-    folder = ranks.first("the run folder", lambda: RunFolder.create(out)) or RunFolder(out)
-    try:
-        ranks.first("run.json", lambda: folder.write_run(record(config, out, text, learner)))
-        result = Run(config, folder, text, learner, masking, Progress(), listeners).go()
-    finally:
-        folder.close()
-    learner.close()
-    ranks.leave()
+    with ranks.watched():
+        check_batch(config, ranks.num_replicas)
+        ranks.check_same("settings", to_dict(config))
+        ranks.first("the run folder", lambda: check_free(out))
+        text = ranks.first_then_others("the text", lambda: open_text(config, out))
+        config = replace(config, data=replace(config.data, vocab_size=text.vocab_size))
+        check_memory(config)
+        learner = new_learner(config, ranks)
+        ranks.together("the masks", lambda: check_masks(learner, config))
+        masking = Masking(config, learner)
+        folder = ranks.first("the run folder", lambda: RunFolder.create(out)) or RunFolder(out)
+        try:
+            ranks.first("run.json", lambda: folder.write_run(record(config, out, text, learner)))
+            result = Run(config, folder, text, learner, masking, Progress(), listeners).go()
+        finally:
+            folder.close()
+        learner.close()
+        ranks.leave()
     return result
 
 
@@ -114,43 +115,51 @@ def resume(
     recorded = resolve(folder.config())  # an older samo did not know all settings
     config = on_this_machine(recorded if config is None else config)
     ranks = ranks or Ranks.join(config.mesh, config.run.device)
-    check_batch(config, ranks.num_replicas)
-    ranks.check_same("settings", to_dict(config))
-    ranks.first("the run folder", folder.lock)
-    try:
-        check_changes(recorded, config)
-        text = ranks.first_then_others("the text", lambda: _same_text(config, folder, path))
-        # Killed before its first checkpoint was whole, a run starts again at its first step.
-        has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
-        learner = new_learner(config, ranks, is_filled_later=has_checkpoint)
-        masking = Masking(config, learner)
-        progress = Progress()
-        if has_checkpoint:
-            progress = snapshot.restore(checkpoint, learner, masking)
-        if config.run.steps < progress.step:
-            raise ConfigError(
-                f"the run has taken {progress.step:,} steps already, more than the {config.run.steps:,} "
-                "asked for; leave --steps out, or give more"
-            )
-        if config.run.eval_batches != recorded.run.eval_batches:
-            progress.best_loss = None  # losses on other batches are no measure for it
+    with ranks.watched():
+        check_batch(config, ranks.num_replicas)
+        ranks.check_same("settings", to_dict(config))
+        ranks.first("the run folder", folder.lock)
+        try:
+            check_changes(recorded, config)
+            text = ranks.first_then_others("the text", lambda: _same_text(config, folder, path))
+            # Killed before its first checkpoint was whole, a run starts again at its first step.
+            has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
+            learner = new_learner(config, ranks, is_filled_later=has_checkpoint)
+            masking = Masking(config, learner)
+            progress = Progress()
+            if has_checkpoint:
+                progress = snapshot.restore(checkpoint, learner, masking)
+            if config.run.steps < progress.step:
+                raise ConfigError(
+                    f"the run has taken {progress.step:,} steps already, more than the {config.run.steps:,} "
+                    "asked for; leave --steps out, or give more"
+                )
+            if config.run.eval_batches != recorded.run.eval_batches:
+                progress.best_loss = None  # losses on other batches are no measure for it
 
-        def note_changes() -> None:
-            if checkpoint != folder.last:
-                checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
-            for file in folder.path.glob("metrics.rank*.jsonl"):  # also of ranks that are no more
-                RankFile(file, step=progress.step, on_error=config.run.save_errors).close()
-            old = folder.read_run()
-            new = {**old, "config": to_dict(config), "ranks": layout(ranks), "launcher": launcher()}
-            if new != old:
-                folder.write_run(new)
+            def note_changes() -> None:
+                if checkpoint != folder.last:
+                    checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
+                for file in folder.path.glob(
+                    "metrics.rank*.jsonl"
+                ):  # also of ranks that are no more
+                    RankFile(file, step=progress.step, on_error=config.run.save_errors).close()
+                old = folder.read_run()
+                new = {
+                    **old,
+                    "config": to_dict(config),
+                    "ranks": layout(ranks),
+                    "launcher": launcher(),
+                }
+                if new != old:
+                    folder.write_run(new)
 
-        ranks.first("the run folder", note_changes)
-        result = Run(config, folder, text, learner, masking, progress, listeners).go()
-    finally:
-        folder.close()
-    learner.close()
-    ranks.leave()
+            ranks.first("the run folder", note_changes)
+            result = Run(config, folder, text, learner, masking, progress, listeners).go()
+        finally:
+            folder.close()
+        learner.close()
+        ranks.leave()
     return result
 
 

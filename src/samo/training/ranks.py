@@ -7,26 +7,31 @@ go over the axis `data`.
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Final, TypeVar
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 
-from samo.config_mesh import MeshConfig
+from samo.config_mesh import MeshConfig, place
 from samo.errors import ConfigError, PeerError, SamoError
 from samo.parallel import mesh as meshes
 from samo.parallel.collectives import Group
+from samo.parallel.watch import Watch, place_in_code
 from samo.training.launches import end_with_launcher
 
 __all__ = []
 
 Result = TypeVar("Result")
 
-_HEARTBEAT_S: Final = 1.0
+HEARTBEAT_S: Final = 0.5
+"""Three of them tell a rank that is gone from one that lives: 1.5 s until it is named."""
 
 
 class Ranks:
@@ -45,17 +50,18 @@ class Ranks:
         self._all: Group | None = None
         self._data: Group | None = None
         self._has_joined = False
+        self._watch: Watch | None = None
         if mesh is None:
             return
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_stages, self.num_replicas = mesh.size(0), mesh.size(1)
         self.stage, self.replica = divmod(self.rank, self.num_replicas)
         # On the host whatever the device: nobody waits for a GPU to learn of a signal.
-        host = dist.new_group(backend="gloo")
-        self._all = Group(host, timeout_s=timeout_s, heartbeat_s=_HEARTBEAT_S)
+        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._all = Group(host, timeout_s=timeout_s, heartbeat_s=HEARTBEAT_S)
         if self.num_replicas > 1:
             self._data = Group(
-                mesh["data"].get_group(), timeout_s=timeout_s, heartbeat_s=_HEARTBEAT_S
+                mesh["data"].get_group(), timeout_s=timeout_s, heartbeat_s=HEARTBEAT_S
             )
 
     @classmethod
@@ -76,23 +82,36 @@ class Ranks:
             raise ConfigError(f"{error}{more}") from None
         if num_ranks == 1:
             return cls(timeout_s=settings.timeout_s)
-        end_with_launcher()
+        kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
+        timeout, watch = timedelta(seconds=settings.timeout_s), None
         try:
-            grid = meshes.mesh(
-                settings.pipe,
-                data,
-                device="cuda" if device == "cuda" else "cpu",
-                timeout_s=settings.timeout_s,
-            )
+            if not is_here:
+                end_with_launcher()
+                store = meshes.launcher_store(timeout)
+                if store is not None:  # others hold none before the ranks have met
+                    watch = _watch(store, settings, num_ranks)
+                meshes.join(kind, timeout, store)
+                watch = watch or _watch(_get_default_store(), settings, num_ranks)
+            grid = meshes.mesh(settings.pipe, data, device=kind, timeout_s=settings.timeout_s)
             ranks = cls(grid, timeout_s=settings.timeout_s)
-        except SamoError:
-            raise
         except (RuntimeError, OSError) as error:
+            found = None if watch is None else watch.peers.stopped()
+            if watch is not None:
+                watch.close()
+            if isinstance(error, SamoError):
+                raise
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if found is None:
+                how = f"{said}; start them all, on machines that reach each other"
+                raise PeerError(f"the {num_ranks} ranks did not meet: {how}") from error
+            who = ", ".join(place(settings, num_ranks, rank) for rank in found[0])
             raise PeerError(
-                f"the {num_ranks} ranks did not meet: {said}; start them all, on machines that reach each "
-                "other"
+                f"the {num_ranks} ranks did not meet within {settings.timeout_s:g} s: {who} did not come, or "
+                f"stopped. Look at the log of that rank, and start again. The backend said: {said}",
+                found[0],
+                stage=found[0][0] // (num_ranks // settings.pipe),
             ) from error
+        ranks._watch = watch
         ranks._has_joined = not is_here
         return ranks
 
@@ -114,8 +133,6 @@ class Ranks:
 
     def cause(self, error: Exception) -> SamoError | None:
         """Return what is to be said of an error that ended a run; None if it is nobody else's fault."""
-        if isinstance(error, PeerError):
-            return self.placed(error)
         if isinstance(error, SamoError):
             return error
         is_memory = "memory" in str(error)
@@ -127,15 +144,23 @@ class Ranks:
         if found is None:
             return None
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return self.placed(
-            PeerError(
-                f"{found[1]}. Start again from the last checkpoint. The backend said: {said}",
-                found[0],
-            )
+        return PeerError(
+            f"{found[1]}. Start again from the last checkpoint. The backend said: {said}", found[0]
         )
 
     def placed(self, error: PeerError) -> PeerError:
-        """Return the error with the stages of the ranks at fault, where it does not name them."""
+        """Return the error with the rank that fell and its stage, where it does not name them.
+
+        A stage blames the neighbour that sends nothing, which may itself be waiting for one that stopped.
+        And a rank that gives up is gone from then on: whoever misses it must not blame it for that.
+        """
+        blamed = self._blamed()
+        if blamed is not None and error.ranks != (blamed,):
+            error = PeerError(f"rank {blamed} fell, and because of it: {error}", (blamed,))
+        elif " stopped (" not in str(error) and self._all is not None:
+            found = self._all.peers.stopped()
+            if found is not None and found[0] != error.ranks:
+                error = PeerError(f"{found[1]}, and because of it: {error}", found[0])
         if self.num_stages == 1 or error.stage is not None or not error.ranks:
             return error
         stages = {rank: rank // self.num_replicas for rank in error.ranks}
@@ -145,6 +170,34 @@ class Ranks:
             error.ranks,
             stage=next(iter(stages.values())),
         )
+
+    def _blamed(self) -> int | None:
+        """Return the rank that another has blamed, if that is neither this one nor unknown."""
+        if self._watch is None:
+            return None
+        with suppress(RuntimeError):
+            blamed = self._watch.blamed()
+            return None if blamed == self.rank else blamed
+        return None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let a run end where another rank is gone, and name that rank with its stage.
+
+        The watch goes on since the ranks met. It ends here: whoever leaves, however that is, is not missed.
+        """
+        try:
+            yield
+        except PeerError as error:
+            placed = self.placed(error)
+            if self._watch is not None and len(placed.ranks) == 1:
+                with suppress(RuntimeError):
+                    self._watch.blame(placed.ranks[0])
+            raise placed from error.__cause__
+        finally:
+            if self._watch is not None:
+                self._watch.close()
+                self._watch = None
 
     def leave(self) -> None:
         """Part from the others, all having come this far."""
@@ -242,3 +295,27 @@ class Ranks:
     def groups(self) -> list[Group]:
         """The groups whose traffic is this run's own."""
         return [group for group in (self._all, self._data) if group is not None]
+
+
+def _watch(store: Any, settings: MeshConfig, num_ranks: int) -> Watch:
+    """Look after the other ranks, and end this process where nothing else does."""
+
+    def give_up(rank: int | None, silent_s: float) -> None:
+        who = "the launcher's store" if rank is None else place(settings, num_ranks, rank)
+        sys.stderr.write(
+            f"samo: rank {own}: {who} has given no sign of life for {silent_s:.1f} s, and --timeout-s is "
+            f"{settings.timeout_s:g}; this rank ends, which was waiting: {place_in_code()}. Go on with "
+            "--resume\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)  # an exception would not reach a thread that waits inside of a backend
+
+    own = int(os.environ["RANK"])
+    return Watch(
+        store,
+        own,
+        num_ranks,
+        timeout_s=settings.timeout_s,
+        interval_s=HEARTBEAT_S,
+        give_up=give_up,
+    )
