@@ -15,6 +15,7 @@ the values in hand, the rule and the next step.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 __all__ = [
@@ -146,6 +147,20 @@ class PeerError(SamoError, RuntimeError):
         super().__init__(message)
         self.ranks = ranks
         self.stage = stage
+
+
+def first_words(error: BaseException) -> str:
+    """Return the first sentence of an error of another library, without the source file it comes from.
+
+    Example:
+        >>> from samo.errors import first_words
+        >>> first_words(RuntimeError("[/src/tcp/pair.cc:553] Connection closed by peer. Check the logs."))
+        'Connection closed by peer'
+    """
+    line = str(error).strip().partition("\n")[0]
+    return (
+        re.sub(r"\[/[^\]]*\]\s*", "", line).partition(". ")[0].rstrip(".") or type(error).__name__
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samo.errors import PeerError
+from samo.errors import PeerError, first_words
 
 __all__ = []
 
@@ -104,11 +104,12 @@ class Links:
         try:
             self._wait(start())
         except (RuntimeError, TimeoutError) as error:
-            said = str(error).strip().splitlines() or [type(error).__name__]
+            said = first_words(error)
+            is_late = isinstance(error, TimeoutError) or "imed out" in said
+            how = f"was silent for {self._limit_s:g} s" if is_late else "is gone"
             raise self._error(
                 rank,
-                f"is gone, or was silent for {self._limit_s:g} s, while rank {self.rank} waited for {what}; "
-                f"the backend said: {said[0]}",
+                f"{how}, while rank {self.rank} waited for {what}; the backend said: {said}",
             ) from error
 
     def _wait(self, work: Any) -> None:

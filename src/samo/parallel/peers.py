@@ -7,14 +7,13 @@ to find out writes its verdict to the store, since ranks that give up stop beati
 """
 
 import os
-import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from samo.errors import PeerError
+from samo.errors import PeerError, first_words
 
 __all__ = []
 
@@ -77,7 +76,7 @@ class Peers:
             ranks, how = (0,), "rank 0, which holds the ranks' common store, does not answer"
         return PeerError(
             f"rank {self._rank} waited {waited_s:.1f} s for {what}: {how}. Look at the log of that "
-            f"rank, and start again from the last checkpoint. The backend said: {_first(cause)}",
+            f"rank, and start again from the last checkpoint. The backend said: {first_words(cause)}",
             ranks,
         )
 
@@ -178,9 +177,3 @@ def _own_connection(store: Any) -> Any:
 
 def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _first(cause: BaseException) -> str:
-    """Return the first sentence of an error, without the file of the backend that it comes from."""
-    line = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    return re.sub(r"^\[[^\]]*\] ", "", line).partition(". ")[0]

@@ -6,7 +6,6 @@ when the timeout is over. Whoever blames a stage tells the other side, which pas
 with the name of the same rank.
 """
 
-import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samo.errors import PeerError, SamoError
+from samo.errors import PeerError, SamoError, first_words
 from samo.pipeline.ends import as_tuple, enter
 from samo.pipeline.engine import Action, Engine, Message
 from samo.pipeline.timeline import Event, Pass
@@ -413,9 +412,9 @@ class Runner:
 
 
 def _said(error: Exception | None) -> str:
-    """Return the first line of an error, without the file of gloo that it comes from."""
-    if isinstance(error, PeerError):
+    """Return what a stage did, by the error that its link ended with."""
+    if error is None or isinstance(error, PeerError):
         return str(error)
-    first = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0]).partition(". ")[0]
+    first = first_words(error)
     what = "did not take what was sent to it" if "imed out" in first else "is gone"
-    return f"{what} ({first.rstrip('.') or type(error).__name__})"
+    return f"{what} ({first})"

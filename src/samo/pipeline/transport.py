@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from samo.errors import PeerError
+from samo.errors import PeerError, first_words
 from samo.pipeline.wire import Packet
 
 __all__ = ["Arrival", "Transport"]
@@ -14,7 +14,7 @@ __all__ = ["Arrival", "Transport"]
 
 def not_come(error: RuntimeError) -> PeerError:
     """Return what an error of the network means that came while stages did something together."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = first_words(error)
     return PeerError(
         f"another stage did not come ({said}); start the ranks again from the last checkpoint"
     )

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from samo.config_mesh import MeshConfig, place
-from samo.errors import ConfigError, PeerError, SamoError
+from samo.errors import ConfigError, PeerError, SamoError, first_words
 from samo.parallel import mesh as meshes
 from samo.parallel.collectives import Group
 from samo.parallel.watch import Watch, place_in_code
@@ -100,7 +100,7 @@ class Ranks:
                 watch.close()
             if isinstance(error, SamoError):
                 raise
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            said = first_words(error)
             if found is None:
                 how = f"{said}; start them all, on machines that reach each other"
                 raise PeerError(f"the {num_ranks} ranks did not meet: {how}") from error
@@ -143,7 +143,7 @@ class Ranks:
         found = None if self._all is None else self._all.peers.stopped()
         if found is None:
             return None
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = first_words(error)
         return PeerError(
             f"{found[1]}. Start again from the last checkpoint. The backend said: {said}", found[0]
         )
