@@ -1,5 +1,6 @@
 """What schedules of masks leave alone, refuse, or must notice."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,43 @@ def test_masks_that_never_move_are_refused() -> None:
         samo.DynamicSparse(model, opt, every=9, stop=9)
 
 
+def test_a_model_sparser_than_it_is_to_become_is_refused() -> None:
+    model = two_layers(0.9)
+    opt = samo.AdamW(samo.parameters(model))
+    with pytest.raises(
+        samo.MaskError, match=r"sparser already \(0\.900, in every tensor\) than sparsity 0\.5, so"
+    ):
+        samo.GradualPruning(model, opt, sparsity=0.5, start=1, stop=10, every=2)
+    samo.GradualPruning(model, opt, sparsity=0.9, start=1, stop=10, every=2)  # as in a resumed run
+    mixed = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    samo.compress_(mixed, samo.prune(mixed, 0.9, rules={"2.weight": 0.25}))
+    opt = samo.AdamW(samo.parameters(mixed))
+    masks = samo.GradualPruning(mixed, opt, 0.5, start=0, stop=1, every=1).step()
+    assert masks is not None
+    assert [round(mask.sparsity, 3) for mask in masks.values()] == [0.9, 0.5]
+
+
+@pytest.mark.parametrize("grow", ["random", "gradient"])
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_one_object_moves_the_masks_of_a_weight(grow: Any, is_deleted: bool) -> None:
+    model = two_layers()
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow=grow, every=1, stop=9)
+    with pytest.raises(
+        samo.CompressionError, match=r"another DynamicSparse moves the mask of '0.weight' already"
+    ):
+        samo.DynamicSparse(model, opt, every=2, stop=9)
+    step(model, opt)
+    assert moving.step() is not None
+    twin = copy.deepcopy(model)  # nothing moves the masks of the copy yet
+    samo.DynamicSparse(twin, samo.AdamW(samo.parameters(twin)), every=2, stop=9)
+    if is_deleted:
+        del moving
+    else:
+        moving.detach()
+    samo.DynamicSparse(model, opt, every=2, stop=9)
+
+
 # What the weights are
 
 
@@ -195,6 +233,7 @@ def test_what_growth_holds_is_what_the_documents_say() -> None:
     samo.compress_(model, samo.prune(model, 0.9, method="random"))
     opt = samo.AdamW(samo.parameters(model))
     for candidates in (1, 4):
+        moving = None  # makes room for the next
         moving = samo.DynamicSparse(
             model, opt, grow="gradient", every=1, stop=10**6, candidates=candidates
         )
@@ -212,9 +251,11 @@ def test_a_state_of_other_settings_is_refused() -> None:
     model = build()
     opt = samo.AdamW(samo.parameters(model))
     moving = samo.DynamicSparse(model, opt, every=2, stop=9, seed=5)
+    state = moving.state_dict()
+    moving.detach()
     other = samo.DynamicSparse(model, opt, every=3, stop=9)
     with pytest.raises(ValueError, match=r"of a DynamicSparse with every=2, and this one has 3;"):
-        other.load_state_dict(moving.state_dict())
+        other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"no state of a DynamicSparse here \(no 'steps'\)"):
         other.load_state_dict({})
     with pytest.raises(ValueError, match=r"'steps' of the saved state must be a whole number of 0"):

@@ -18,6 +18,7 @@ from samo.dynamic.schedules import cosine_fraction, is_replacing_step, warmup_fa
 from samo.errors import CompressionError, MaskError
 from samo.mask import Mask
 from samo.masks import Masks
+from samo.owners import owned_weights
 from samo.remapping import remap_
 from samo.weights import Weight
 
@@ -82,7 +83,7 @@ class DynamicSparse:
         TypeError: ``opt`` is no optimizer, or ``model`` no module.
         ValueError: A setting is out of range, masks would never move, or another object multiplies
             the rate of the optimizer.
-        CompressionError: The model is not compressed.
+        CompressionError: The model is not compressed, or another object moves its masks.
         MaskError: No tensor that is trained has a mask, all of them keep everything, or one has a
             structure that would be lost.
     """
@@ -146,10 +147,18 @@ class DynamicSparse:
                 "use samo.GradualPruning to prune it as it trains"
             )
         check_free(model, weights)
+        for name, weight in weights.items():
+            if weight.mover is not None:
+                raise CompressionError(
+                    f"another DynamicSparse moves the mask of '{name}' already, and both would drop what the "
+                    "other has grown; call its detach() first, or delete it"
+                )
         self._density_factor: Final[float] = (kept / numel) ** self._density_power
         self._rates: Final = RateFactor()
         if warmup or self._density_power:
             self._rates.attach(self._optimizers)
+        for weight in weights.values():
+            weight.mover = self
         self._prepare()
 
     @property
@@ -230,7 +239,7 @@ class DynamicSparse:
     def detach(self) -> None:
         """Leave the model and the rates of its optimizers alone from here on.
 
-        Deleting the object does the same.
+        Deleting the object does the same. Either makes room for another one.
 
         Example:
             >>> import torch, samo
@@ -244,6 +253,9 @@ class DynamicSparse:
         self._is_detached = True
         self._growths = {}  # weights hold them weakly
         self._rates.detach(self._optimizers)
+        for weight in owned_weights(self._model).values():
+            if weight.mover is self:
+                weight.mover = None
 
     @property
     def _settings(self) -> dict[str, Any]:
