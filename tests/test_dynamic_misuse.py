@@ -228,6 +228,40 @@ def test_masks_stay_where_the_optimizer_skips_its_step(kind: str, place: str) ->
     assert any(not torch.equal(masks_of(model)[name], before[name]) for name in NAMES)
 
 
+def test_sums_over_ranks_leave_the_gradient_alone_and_may_be_in_place() -> None:
+    found = []
+
+    def in_place(gradient: Tensor) -> None:
+        gradient.mul_(2)
+
+    sums: list[Any] = [None, lambda g: 2 * g, lambda g: g.mul_(2), in_place]
+    for add_up in sums:
+        model = build()
+        opt = samo.AdamW(samo.parameters(model))
+        moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9, add_up=add_up)
+        backward(model, torch.randn(8, 40, generator=torch.Generator().manual_seed(5)))
+        grads = [leaf.grad.clone() for leaf in samo.parameters(model)]
+        found.append((moving.step(), grads))
+    for masks, grads in found[1:]:
+        assert masks == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(grads, found[0][1]))
+
+
+@pytest.mark.parametrize(
+    ("add_up", "what"),
+    [(lambda g: "sum", "a str"), (lambda g: g.sum(), r"shape \(\)")],
+    ids=["str", "scalar"],
+)
+def test_what_is_no_sum_over_ranks_is_refused(add_up: Any, what: str) -> None:
+    model = build()
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9, add_up=add_up)
+    message = rf"add_up returned {what} for the gradient of '.*weight', of shape .*as torch.distr"
+    with pytest.raises(TypeError, match=message):
+        backward(model, torch.randn(8, 40))
+    moving.detach()
+
+
 def test_what_growth_holds_is_what_the_documents_say() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
     samo.compress_(model, samo.prune(model, 0.9, method="random"))

@@ -26,7 +26,7 @@ class Scaler(Protocol):
 
 
 class Team(Protocol):
-    """What an optimizer's step needs of the ranks that train a model together."""
+    """What an optimizer's step, and a choice by gradients, need of the ranks that train a model together."""
 
     def before_step(self, weights: list["Weight"]) -> None:
         """Refuse a step on gradients that are not those of all ranks."""
@@ -36,6 +36,9 @@ class Team(Protocol):
 
     def any(self, flag: Tensor) -> Tensor:
         """Return whether a flag, a boolean scalar, is set on any rank whose gradients differ from ours."""
+
+    def add_up(self, tensor: Tensor, what: str) -> Tensor:
+        """Return the sum of a tensor over all ranks, which call it in the same order; it stays as it is."""
 
 
 @dataclass

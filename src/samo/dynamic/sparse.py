@@ -1,16 +1,16 @@
 """`DynamicSparse`: masks that move while a model trains, each tensor with as many entries as before."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from samo.arguments import check_model, finite_number, optimizers_of, whole_number
 from samo.dynamic import states
 from samo.dynamic.choices import grow_random, prune_to
-from samo.dynamic.growth import Growth
+from samo.dynamic.growth import AddUp, Growth
 from samo.dynamic.members import check_moving, finite_masters, moving_weights, with_others
 from samo.dynamic.patterns import check_free
 from samo.dynamic.rates import RateFactor
@@ -75,9 +75,11 @@ class DynamicSparse:
         candidates: For ``grow="gradient"``: how many times as many entries as are to grow have their
             gradients summed while parts of a gradient come, 4 bytes each until `step`. None sums all that
             are not kept, which is exact and takes 4 bytes for each weight of the model.
-        add_up: Sums a dense gradient over the ranks of a run, each of which has seen a part of the batch;
-            called for every pruned weight in the backward passes before an update, if entries grow by
-            gradients. Then all ranks choose the same entries.
+        add_up: Sums a tensor over the ranks of a run, each of which has seen a part of the batch, so that
+            all of them choose the same entries by gradients. The replicas of `samo.replicate` do so by
+            themselves; give it where gradients are summed otherwise: ``torch.distributed.all_reduce``, or a
+            function that returns the sum. It gets a copy of the dense gradient of every pruned
+            weight, in fp32 or wider, in the backward passes before a replacement.
 
     Raises:
         TypeError: ``opt`` is no optimizer, or ``model`` no module.
@@ -101,7 +103,7 @@ class DynamicSparse:
         warmup: int = 0,
         density_power: float = 0.0,
         candidates: int | None = 4,
-        add_up: Callable[[Tensor], Tensor] | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         check_model(model)
         if grow not in get_args(Grow):
