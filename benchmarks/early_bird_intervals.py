@@ -1,9 +1,10 @@
 """When do tickets settle, by the interval of looks and the threshold? Numbers of docs/early-bird.md.
 
     python -m benchmarks.early_bird_intervals
+    python -m benchmarks.early_bird_intervals --steps 300 --every 1
 
 ``samo train --method early-bird`` with the defaults of shape tiny on text of this Python's library, but with
-a threshold of 0, so that no ticket settles and every fifth step is looked at to the end. All distances
+a threshold of 0, so that no ticket settles and every fifth step (``--every``) is looked at to the end. All distances
 are in its metrics; from them follows for each interval and threshold the step at which five masks in a
 row would have settled, and how many of the weights kept then are not kept at the last look.
 """
@@ -19,9 +20,9 @@ from samo.training.loop import train
 
 __all__ = []
 
-EVERY, QUEUE = 5, 5
+QUEUE = 5
 INTERVALS = (1, 2, 5)
-"""In units of EVERY."""
+"""In looks."""
 THRESHOLDS = (0.1, 0.15, 0.2)
 
 
@@ -29,18 +30,23 @@ def main() -> None:
     """Train, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps, rows = observe(Path(folder), arguments.steps, arguments.batch_size)
+        steps, rows = observe(
+            Path(folder), arguments.steps, arguments.batch_size, every=arguments.every
+        )
     print(f"| looks every | {' | '.join(f'threshold {t}' for t in THRESHOLDS)} |")
     print(f"| --- |{' --- |' * len(THRESHOLDS)}")
     for interval in INTERVALS:
         cells = [describe(steps, rows, interval, threshold) for threshold in THRESHOLDS]
-        print(f"| {interval * EVERY} steps | {' | '.join(cells)} |")
+        print(f"| {interval * arguments.every} steps | {' | '.join(cells)} |")
 
 
-def observe(folder: Path, steps: int, batch_size: int) -> tuple[list[int], list[list[float]]]:
+def observe(
+    folder: Path, steps: int, batch_size: int, *, every: int
+) -> tuple[list[int], list[list[float]]]:
     """Train, and return the steps of all looks, and the distances of each to those before it."""
     training, validation = write_library_text(folder / "text")
     config = TrainConfig(
@@ -49,7 +55,7 @@ def observe(folder: Path, steps: int, batch_size: int) -> tuple[list[int], list[
             method="early-bird",
             threshold=0.0,
             queue=QUEUE,
-            mask_every=EVERY,
+            mask_every=every,
             history=True,
             dense_steps=steps - 1,
         ),

@@ -87,9 +87,10 @@ def test_the_rules_of_tickets_are_compared(
 def test_the_intervals_of_tickets_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("EVERY", 1), ("QUEUE", 2), ("INTERVALS", (1, 2)), ("THRESHOLDS", (0.9,))):
+    for name, value in (("QUEUE", 2), ("INTERVALS", (1, 2)), ("THRESHOLDS", (0.9,))):
         monkeypatch.setattr(early_bird_intervals, name, value)
-    monkeypatch.setattr(sys, "argv", ["intervals", "--steps", "5", "--batch-size", "1"])
+    arguments = ["--steps", "5", "--every", "1", "--batch-size", "1"]
+    monkeypatch.setattr(sys, "argv", ["intervals", *arguments])
     early_bird_intervals.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if " steps | " in line]
     assert [row.startswith(("| 1 steps | 2, ", "| 2 steps | 3, ")) for row in rows] == [True, True]

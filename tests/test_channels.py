@@ -394,6 +394,19 @@ def test_a_layer_that_would_lose_all_channels_is_refused() -> None:
         samo.EarlyBird(model, 0.6, score="batchnorm").draw_now()
 
 
+@pytest.mark.parametrize("sparsity", [0.5, 0.1, 0.01])
+def test_scales_that_are_all_equal_are_to_be_trained_first(sparsity: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    bird = samo.EarlyBird(model, sparsity, score="batchnorm")
+    model(torch.randn(4, 8))
+    with pytest.raises(
+        samo.MaskError, match=r"of all 16 channels are equal \(1\), .*; train the model first"
+    ):
+        bird.draw_now()
+    random_scales_(model)
+    assert bird.draw_now()["1.weight"].kept == 15 - int(16 * sparsity)
+
+
 def test_scales_that_are_not_finite_are_refused() -> None:
     model = SmallVGG()
     with torch.no_grad():

@@ -127,6 +127,23 @@ OPTIMIZERS: dict[str, Build] = {
 # What comes back
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_is_equal_is_saved_as_equal_bytes(kind: str, tmp_path: Path) -> None:
+    first = compressed(torch.bfloat16)
+    first_opt = OPTIMIZERS[kind](first)
+    step(first, first_opt, seed=1)
+    samo.save(tmp_path / "a", first, first_opt)
+    again = compressed(torch.bfloat16, seed=1)
+    again_opt = OPTIMIZERS[kind](again)
+    samo.load(tmp_path / "a", again, again_opt)
+    for model, opt, name in ((first, first_opt, "b"), (again, again_opt, "c")):
+        step(model, opt, seed=2)
+        samo.save(tmp_path / name, model, opt)
+    files = [checkpoints.read_manifest(tmp_path / name).files for name in "bc"]
+    assert files[0] == files[1]  # with their SHA-256
+    assert "masks.safetensors" in files[0]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -173,6 +173,14 @@ def test_the_settings_of_a_method_follow_from_the_steps(
     assert {name: getattr(prune, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("steps", "every"), [(40, 3), (100, 5), (300, 5), (1000, 5), (1200, 6), (20_000, 100)]
+)
+def test_early_bird_looks_every_five_steps_at_most_if_there_is_room(steps: int, every: int) -> None:
+    run, prune = RunConfig(steps=steps), PruneConfig(method="early-bird")
+    assert resolve(config(run=run, prune=prune)).prune.mask_every == every
+
+
 def test_masks_of_all_observations_are_held_in_small_models_alone() -> None:
     prune = PruneConfig(method="early-bird")
     small, large = (

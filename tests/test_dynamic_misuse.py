@@ -1,5 +1,6 @@
 """What schedules of masks leave alone, refuse, or must notice."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,43 @@ def test_masks_that_never_move_are_refused() -> None:
         samo.DynamicSparse(model, opt, every=9, stop=9)
 
 
+def test_a_model_sparser_than_it_is_to_become_is_refused() -> None:
+    model = two_layers(0.9)
+    opt = samo.AdamW(samo.parameters(model))
+    with pytest.raises(
+        samo.MaskError, match=r"sparser already \(0\.900, in every tensor\) than sparsity 0\.5, so"
+    ):
+        samo.GradualPruning(model, opt, sparsity=0.5, start=1, stop=10, every=2)
+    samo.GradualPruning(model, opt, sparsity=0.9, start=1, stop=10, every=2)  # as in a resumed run
+    mixed = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    samo.compress_(mixed, samo.prune(mixed, 0.9, rules={"2.weight": 0.25}))
+    opt = samo.AdamW(samo.parameters(mixed))
+    masks = samo.GradualPruning(mixed, opt, 0.5, start=0, stop=1, every=1).step()
+    assert masks is not None
+    assert [round(mask.sparsity, 3) for mask in masks.values()] == [0.9, 0.5]
+
+
+@pytest.mark.parametrize("grow", ["random", "gradient"])
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_one_object_moves_the_masks_of_a_weight(grow: Any, is_deleted: bool) -> None:
+    model = two_layers()
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow=grow, every=1, stop=9)
+    with pytest.raises(
+        samo.CompressionError, match=r"another DynamicSparse moves the mask of '0.weight' already"
+    ):
+        samo.DynamicSparse(model, opt, every=2, stop=9)
+    step(model, opt)
+    assert moving.step() is not None
+    twin = copy.deepcopy(model)  # nothing moves the masks of the copy yet
+    samo.DynamicSparse(twin, samo.AdamW(samo.parameters(twin)), every=2, stop=9)
+    if is_deleted:
+        del moving
+    else:
+        moving.detach()
+    samo.DynamicSparse(model, opt, every=2, stop=9)
+
+
 # What the weights are
 
 
@@ -190,11 +228,46 @@ def test_masks_stay_where_the_optimizer_skips_its_step(kind: str, place: str) ->
     assert any(not torch.equal(masks_of(model)[name], before[name]) for name in NAMES)
 
 
+def test_sums_over_ranks_leave_the_gradient_alone_and_may_be_in_place() -> None:
+    found = []
+
+    def in_place(gradient: Tensor) -> None:
+        gradient.mul_(2)
+
+    sums: list[Any] = [None, lambda g: 2 * g, lambda g: g.mul_(2), in_place]
+    for add_up in sums:
+        model = build()
+        opt = samo.AdamW(samo.parameters(model))
+        moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9, add_up=add_up)
+        backward(model, torch.randn(8, 40, generator=torch.Generator().manual_seed(5)))
+        grads = [leaf.grad.clone() for leaf in samo.parameters(model)]
+        found.append((moving.step(), grads))
+    for masks, grads in found[1:]:
+        assert masks == found[0][0]
+        assert all(torch.equal(a, b) for a, b in zip(grads, found[0][1]))
+
+
+@pytest.mark.parametrize(
+    ("add_up", "what"),
+    [(lambda g: "sum", "a str"), (lambda g: g.sum(), r"shape \(\)")],
+    ids=["str", "scalar"],
+)
+def test_what_is_no_sum_over_ranks_is_refused(add_up: Any, what: str) -> None:
+    model = build()
+    opt = samo.AdamW(samo.parameters(model))
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9, add_up=add_up)
+    message = rf"add_up returned {what} for the gradient of '.*weight', of shape .*as torch.distr"
+    with pytest.raises(TypeError, match=message):
+        backward(model, torch.randn(8, 40))
+    moving.detach()
+
+
 def test_what_growth_holds_is_what_the_documents_say() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
     samo.compress_(model, samo.prune(model, 0.9, method="random"))
     opt = samo.AdamW(samo.parameters(model))
     for candidates in (1, 4):
+        moving = None  # makes room for the next
         moving = samo.DynamicSparse(
             model, opt, grow="gradient", every=1, stop=10**6, candidates=candidates
         )
@@ -212,9 +285,11 @@ def test_a_state_of_other_settings_is_refused() -> None:
     model = build()
     opt = samo.AdamW(samo.parameters(model))
     moving = samo.DynamicSparse(model, opt, every=2, stop=9, seed=5)
+    state = moving.state_dict()
+    moving.detach()
     other = samo.DynamicSparse(model, opt, every=3, stop=9)
     with pytest.raises(ValueError, match=r"of a DynamicSparse with every=2, and this one has 3;"):
-        other.load_state_dict(moving.state_dict())
+        other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"no state of a DynamicSparse here \(no 'steps'\)"):
         other.load_state_dict({})
     with pytest.raises(ValueError, match=r"'steps' of the saved state must be a whole number of 0"):

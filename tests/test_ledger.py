@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import samo
-from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes, predict, total
+from samo.memory.ledger import Ledger, Share
+from samo.memory.predict import KINDS, TensorSpec, dense_bytes, paper_bytes, predict, total
 from samo.models import GPT, GPTConfig
 from tests.meters import live_storages, small_gpt, tokens
 
@@ -110,6 +111,35 @@ def test_the_table_shows_both_shares() -> None:
     assert "unpruned, 34,704 parameters" in text
     assert "SAMO paper, 16-bit" in text
     assert all(len(line) <= 80 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("width", "unit", "weights"), [(8, "kB (10^3 bytes)", "0.26"), (640, "MB (10^6 bytes)", "1.64")]
+)
+def test_the_unit_of_the_table_is_one_in_which_no_row_is_0(
+    width: int, unit: str, weights: str
+) -> None:
+    model = nn.Sequential(nn.Linear(width, width, bias=False))
+    samo.compress_(model, samo.prune(model, 0.9))
+    model(torch.ones(1, width)).sum().backward()
+    lines = str(samo.ledger(model)).splitlines()
+    assert lines[0].startswith(unit)
+    assert lines[2].split()[-3:-1] == [weights, weights]
+    assert not any(" 0.00 " in line for line in lines)
+
+
+def test_large_models_are_in_gb_unless_a_row_is_too_small_for_it() -> None:
+    def share(size: int) -> Share:
+        held = {**dict.fromkeys(KINDS, 0), "weights": size}
+        return Share(num_params=1, measured=held, predicted=held, dense=size, paper=size)
+
+    for small, unit, shown in ((6 * 10**6, "GB (10^9", "7.01"), (10**5, "MB (10^6", "7,000.10")):
+        account = Ledger(
+            pruned=share(7 * 10**9), unpruned=share(small), other_bytes=0, buffer_bytes=0
+        )
+        text = str(account)
+        assert text.startswith(unit)
+        assert f"all                   {shown:>12}" in text
 
 
 def test_a_ledger_needs_a_compressed_model() -> None:

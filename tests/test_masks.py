@@ -429,6 +429,17 @@ def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["masks"]
 
 
+def test_equal_masks_are_equal_bytes_in_whatever_order_they_come(tmp_path: Path) -> None:
+    masks = Masks({f"{i}.weight": Mask.from_bool(random_bool((5, 7 + i), i)) for i in range(9)})
+    other = Masks({name: masks[name] for name in sorted(masks, reverse=True)})
+    assert list(other) != list(masks)
+    written = set()
+    for each in (masks, other, masks):
+        each.save(tmp_path / "masks")
+        written.add((tmp_path / "masks").read_bytes())
+    assert len(written) == 1
+
+
 def saved(folder: Path) -> tuple[Path, bytes]:
     path = folder / "masks.safetensors"
     two_masks().save(path)

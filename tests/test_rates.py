@@ -104,10 +104,12 @@ def test_the_factor_ends_with_its_object_or_its_detachment(is_deleted: bool) -> 
     model = build()
     opt = torch.optim.SGD(samo.parameters(model), lr=0.5)
     moving = samo.DynamicSparse(model, opt, every=3, stop=9, density_power=1.0)
+    other = build()
+    opt.add_param_group({"params": list(samo.parameters(other))})
     with pytest.raises(
         ValueError, match=r"multiplied by another DynamicSparse already .* detach\(\)"
     ):
-        samo.DynamicSparse(model, opt, every=3, stop=9, warmup=2)
+        samo.DynamicSparse(other, opt, every=3, stop=9, warmup=2)
     if is_deleted:
         reference = weakref.ref(moving)
         del moving

@@ -393,6 +393,8 @@ def count_bytes(rank: int, num_ranks: int) -> None:
                     assert part.measured[kind] == size, (shard, dtype, state, kind)
             assert account.other_bytes < 400 + 16 * num_ranks
             found = samo.traffic(model)
+            assert f"\nall{found.sent_bytes:>61,}\nreductions: 3; " in str(found)
+            assert (" values " in f" {found} ".replace("\n", " ")) is (shard == "state")
             check_traffic(model, found, shard, num_ranks, steps=3)
             for value in model.state_dict().values():
                 values = [torch.empty_like(value) for _ in range(num_ranks)]

@@ -94,13 +94,15 @@ def change_masks(rank: int, num_ranks: int) -> None:
     equal_on_all_ranks(model)
 
     # masks that each rank chooses by its own gradients
-    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9, add_up=lambda g: g)
     opt.zero_grad()
-    loss_of(model, factor=rank + 1.0).backward()
+    model[2](model[0](torch.eye(16)[rank::2])).square().mean().backward()
     opt.step()
     moving.step()
     with pytest.raises(samo.CompressionError, match=r"another mask than when"):
         loss_of(model).backward()
+    with pytest.raises(samo.MaskError, match=r"the mask of '.\.weight' on rank 1 is not that of"):
+        replicas.rebuild()
 
     model = compressed()
     replicas = samo.replicate(model, data, shard="state")
@@ -125,6 +127,62 @@ def change_masks(rank: int, num_ranks: int) -> None:
 
 def test_masks_that_change_on_ranks_are_compared_before_the_next_gradient() -> None:
     run_ranks(2, change_masks)
+
+
+def reductions_of(replicas: samo.Replicas) -> list[str]:
+    """Return a list that grows by what is reduced over the ranks, in order."""
+    seen: list[str] = []
+    group = replicas.team.group
+    reduce = group.all_reduce
+
+    def noted(tensor: Tensor, *, what: str, **options: Any) -> Any:
+        seen.append(what)
+        return reduce(tensor, what=what, **options)
+
+    vars(group)["all_reduce"] = noted
+    return seen
+
+
+def grow_together(rank: int, num_ranks: int) -> None:
+    """Masks grow by the gradients of all ranks, as in one process that has seen the whole batch."""
+    data = samo.mesh()["data"]
+    x = torch.randn(num_ranks, 4, 16, generator=torch.Generator().manual_seed(5))
+    alone, model, by_hand = compressed(), compressed(), compressed()
+    replicas = samo.replicate(model, data, bucket_bytes=400)
+    sums: dict[str, Any] = {"add_up": dist.all_reduce}
+    seen = reductions_of(replicas)
+    moved = []
+    for each, parts, options in (
+        (alone, x, {}),
+        (model, x[rank : rank + 1], {}),
+        (by_hand, x[rank : rank + 1], sums),
+    ):
+        opt = samo.AdamW(samo.parameters(each), lr=0.0, weight_decay=0.0)
+        moving = samo.DynamicSparse(
+            each, opt, grow="gradient", every=2, stop=9, candidates=None, **options
+        )
+        for _ in range(2):
+            seen.clear()
+            opt.zero_grad()
+            for part in parts:
+                each[2](each[1](each[0](part))).square().mean().backward()
+            opt.step()
+            masks = moving.step()
+        if (
+            each is model
+        ):  # buckets could start in the middle of the second pass, but wait for all sums
+            is_sum = ["by which entries grow" in what for what in seen]
+            assert is_sum == [True] * 2 + [False] * (len(replicas.team.buckets) + 1), seen
+        moved.append(masks)
+    assert moved[0] is not None
+    assert moved[0] == moved[1] == moved[2]
+    replicas.rebuild()
+    loss_of(model).backward()
+    equal_on_all_ranks(model)
+
+
+def test_replicas_grow_entries_by_the_gradients_of_all_ranks() -> None:
+    run_ranks(2, grow_together)
 
 
 def test_differences_are_named_and_values_made_equal() -> None:

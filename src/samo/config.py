@@ -96,8 +96,8 @@ class PruneConfig:
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
     mask_every: int | Auto = "auto"
-    """Steps between two looks at the masks (early-bird; auto: a 200th of all) or two changes of them
-    (gradual, set, rigl; auto: a fortieth, 100 at most)."""
+    """Steps between two looks at the masks (early-bird; auto: a 200th of all, 5 at least) or two changes
+    of them (gradual, set, rigl; auto: a fortieth, 100 at most)."""
     mask_stop: int | Auto = "auto"
     """Step from which on masks stay as they are (gradual, set, rigl); auto: three quarters of the steps
     after the dense phase."""

@@ -48,7 +48,9 @@ _OWNERS: Final[dict[str, tuple[str, ...]]] = {
 _HISTORY_WEIGHTS: Final = 30_000_000
 """Weights up to which the masks of all observations are held if nothing is said: 200 MB or so."""
 _LOOKS: Final = 200
-"""Observations of early-bird in a run, if it were dense to the end."""
+"""Observations of early-bird in a run, if it were dense to the end,"""
+_SHORTEST: Final = 5
+"""and fewest steps between two of them, if there is room: masks a step apart are always close."""
 _CHANGES: Final = 40
 """Changes of masks in a run,"""
 _LONGEST: Final = 100
@@ -89,7 +91,8 @@ def resolve_method(
             dense = steps // 2
     every, stop, history = 0, 0, False
     if method == "early-bird":
-        every = max(1, min(steps // _LOOKS, (dense - warmup_steps) // max(prune.queue, 1)))
+        room = (dense - warmup_steps) // max(prune.queue, 1)
+        every = max(1, min(max(steps // _LOOKS, _SHORTEST), room))
         history = num_weights <= _HISTORY_WEIGHTS
     elif method in CHANGING:
         every = max(1, min(steps // _CHANGES, _LONGEST))

@@ -3,7 +3,8 @@
     tensors    parameter name -> words of its bitmap, int32
     metadata   format "samo-masks", version, shapes (JSON), fingerprint of all names, shapes and bits
 
-The counts of a bitmap follow from its words and are not written. A file is written whole or not at all.
+The counts of a bitmap follow from its words and are not written. Names stand in alphabetical order, so
+that equal masks are equal bytes. A file is written whole or not at all.
 """
 
 import json
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from samo import durable
@@ -45,15 +45,27 @@ def write(path: str | os.PathLike[str], content: MaskFile) -> None:
 
 
 def encode(content: MaskFile) -> bytes:
-    """Return the bytes of a file."""
-    metadata = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "shapes": json.dumps(content.shapes),
-        "fingerprint": content.fingerprint,
+    """Return the bytes of a file; the same ones for the same content, in whatever order it comes.
+
+    safetensors' own ``save`` writes metadata in an order that changes from call to call.
+    """
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "shapes": json.dumps(content.shapes, sort_keys=True),
+            "fingerprint": content.fingerprint,
+        }
     }
-    # Clones, since safetensors refuses two names for one tensor.
-    return save({name: words.cpu().clone() for name, words in content.words.items()}, metadata)
+    pieces: list[bytes] = []
+    end = 0
+    for name, words in sorted(content.words.items()):
+        pieces.append(words.cpu().numpy().tobytes())
+        begin, end = end, end + len(pieces[-1])
+        header[name] = {"dtype": "I32", "shape": list(words.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return b"".join([len(text).to_bytes(8, "little"), text, *pieces])
 
 
 def read(path: str | os.PathLike[str]) -> MaskFile:

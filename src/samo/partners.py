@@ -26,7 +26,7 @@ class Scaler(Protocol):
 
 
 class Team(Protocol):
-    """What an optimizer's step and a pipeline need of the ranks that train a model together."""
+    """What optimizers, pipelines and changes of masks need of the ranks that train a model."""
 
     is_syncing: bool
     """Whether gradients of a backward pass are exchanged, or only added up on their rank."""
@@ -39,6 +39,9 @@ class Team(Protocol):
 
     def any(self, flag: Tensor) -> Tensor:
         """Return whether a flag, a boolean scalar, is set on any rank whose gradients differ from ours."""
+
+    def add_up(self, tensor: Tensor, what: str) -> Tensor:
+        """Return the sum of a tensor over all ranks, which call it in the same order; it stays as it is."""
 
 
 @dataclass

@@ -217,8 +217,8 @@ def _check_optimizer(name: str, weight: Weight, optimizers: list[Optimizer]) -> 
         return
     if not any(opt is stepped_by for opt in optimizers):
         raise CompressionError(
-            f"'{name}' was last updated by a {type(stepped_by).__name__} whose state belongs to the old "
-            "mask; pass that optimizer: samo.remap_(model, masks, opt)"
+            f"'{name}' was last updated by an optimizer ({type(stepped_by).__name__}) whose state "
+            "belongs to the old mask; pass that optimizer: samo.remap_(model, masks, opt)"
         )
 
 

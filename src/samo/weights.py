@@ -66,6 +66,7 @@ class Weight:
         self.stepped_by: weakref.ref[Optimizer] | None = None
         self.was_skipped: Tensor | None = None
         self._watcher: weakref.ref[Watcher] | None = None
+        self._mover: weakref.ref[object] | None = None
         self.path: Final = path
         self._buffer: Tensor | None = None
         self._set_dense()
@@ -111,6 +112,15 @@ class Weight:
     @watcher.setter
     def watcher(self, watcher: Watcher | None) -> None:
         self._watcher = None if watcher is None else weakref.ref(watcher)
+
+    @property
+    def mover(self) -> object | None:
+        """Who moves the entries of the mask; held weakly, so that the place is free when it is gone."""
+        return None if self._mover is None else self._mover()
+
+    @mover.setter
+    def mover(self, mover: object | None) -> None:
+        self._mover = None if mover is None else weakref.ref(mover)
 
     @property
     def _home(self) -> Tensor | None:
@@ -289,7 +299,8 @@ class Weight:
         new.__dict__["leaf"] = memo[id(self.leaf)] = new._new_leaf()
         new.rest = None if self.rest is None else self.rest.clone()
         new._buffer, new.is_lent, new.replica, new.line = None, False, None, None
-        new._watcher, new.stepped_by, new.was_skipped = None, None, None
+        new._watcher = new._mover = None
+        new.stepped_by, new.was_skipped = None, None
         if self.leaf.grad is not None:
             new.leaf.grad = self.leaf.grad.to(self.grad_dtype, copy=True)
         new._note_state()

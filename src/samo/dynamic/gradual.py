@@ -66,7 +66,8 @@ class GradualPruning:
         TypeError: ``opt`` is no optimizer, or ``model`` no module.
         ValueError: A setting is out of range.
         CompressionError: The model is not compressed.
-        MaskError: No tensor that is trained has a mask, or one would keep nothing.
+        MaskError: No tensor that is trained has a mask, one would keep nothing, or all of them are
+            sparser than they are to become.
     """
 
     def __init__(
@@ -101,12 +102,22 @@ class GradualPruning:
         self._every: Final = every
         self._seed = whole_number("seed", seed)
         self._steps = 0
-        for name, weight in check_moving(model, self._optimizers).items():
+        weights = check_moving(model, self._optimizers)
+        for name, weight in weights.items():
             if _num_kept(weight, sparsity) == 0:
                 raise MaskError(
                     f"sparsity {sparsity} would keep none of the {weight.param.numel():,} weights of "
                     f"'{name}'; leave it without a mask, or prune less"
                 )
+        # As many as in the end is what a run has that goes on after its last pruning.
+        if all(weight.kept < _num_kept(weight, sparsity) for weight in weights.values()):
+            kept = sum(weight.kept for weight in weights.values())
+            numel = sum(weight.param.numel() for weight in weights.values())
+            raise MaskError(
+                f"the model is sparser already ({1 - kept / numel:.3f}, in every tensor) than sparsity "
+                f"{sparsity}, so nothing would ever be pruned; choose a higher one, or start from "
+                "samo.Masks.whole(model)"
+            )
 
     @torch.no_grad()
     def step(self) -> Masks | None:

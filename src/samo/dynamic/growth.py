@@ -20,11 +20,16 @@ import torch
 from torch import Tensor
 
 from samo.dynamic.choices import grow_largest, largest
+from samo.kernels.rounding import master_dtype
 from samo.mask import Mask
 from samo.transfer import move, narrow
 from samo.weights import Weight
 
 __all__ = []
+
+
+AddUp = Callable[[Tensor], Tensor | None]
+"""Returns the sum of a tensor over ranks, or writes it to the tensor."""
 
 
 class _Found(NamedTuple):
@@ -50,7 +55,7 @@ class Growth:
         fraction: How much of what is kept is replaced.
         seed: Chooses between equals.
         candidates: How many times as many entries as are to grow are held; None for all.
-        add_up: Sums a dense gradient over the ranks of a run.
+        add_up: Sums a dense gradient over the ranks of a run, in place of the weight's replicas.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class Growth:
         fraction: float,
         seed: int,
         candidates: int | None = 4,
-        add_up: Callable[[Tensor], Tensor] | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         self.add_up: Final = add_up
         self.fraction: Final = fraction
@@ -83,8 +88,7 @@ class Growth:
     def __call__(self, weight: Weight, grad: Tensor, is_first: bool) -> None:
         """Take in a dense gradient, the first of a sum or a further part of it."""
         assert weight.mask is not None  # only weights with a mask are watched
-        if self.add_up is not None:
-            grad = self.add_up(grad)
+        grad = self._of_all_ranks(weight, grad)
         if is_first or self._found is None or self._found.mask is not weight.mask:
             self._found = self._first(weight, weight.mask, grad)
         else:
@@ -101,6 +105,29 @@ class Growth:
             return None
         words = largest(weight.name, found.scores, found.num_grown, self.seed)
         return found.survivors | narrow(found.candidates, words)
+
+    def _of_all_ranks(self, weight: Weight, grad: Tensor) -> Tensor:
+        """Return the sum of a gradient over ranks, each of which has seen a part of the batch."""
+        if self.add_up is None:
+            if weight.replica is None:
+                return grad
+            what = f"the gradient of '{weight.name}', by which entries grow"
+            return weight.replica.team.add_up(grad, what)
+        # A copy: the gradient itself goes on to be compressed, and reduced by others.
+        own = grad.to(master_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
+        total = self.add_up(own)
+        if total is None:
+            return own
+        if not isinstance(total, Tensor) or total.shape != grad.shape:
+            found = f"a {type(total).__name__}"
+            if isinstance(total, Tensor):
+                found = f"shape {tuple(total.shape)}"
+            raise TypeError(
+                f"add_up returned {found} for the gradient of '{weight.name}', of shape "
+                f"{tuple(grad.shape)}; it returns the sum of its argument over ranks, or writes it to the "
+                "argument and returns None, as torch.distributed.all_reduce does"
+            )
+        return total
 
     def _first(self, weight: Weight, mask: Mask, grad: Tensor) -> _Found:
         count = round(self.fraction * mask.kept)

@@ -1,16 +1,16 @@
 """`DynamicSparse`: masks that move while a model trains, each tensor with as many entries as before."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from samo.arguments import check_model, finite_number, optimizers_of, whole_number
 from samo.dynamic import states
 from samo.dynamic.choices import grow_random, prune_to
-from samo.dynamic.growth import Growth
+from samo.dynamic.growth import AddUp, Growth
 from samo.dynamic.members import check_moving, finite_masters, moving_weights, with_others
 from samo.dynamic.patterns import check_free
 from samo.dynamic.rates import RateFactor
@@ -18,6 +18,7 @@ from samo.dynamic.schedules import cosine_fraction, is_replacing_step, warmup_fa
 from samo.errors import CompressionError, MaskError
 from samo.mask import Mask
 from samo.masks import Masks
+from samo.owners import owned_weights
 from samo.remapping import remap_
 from samo.weights import Weight
 
@@ -74,15 +75,17 @@ class DynamicSparse:
         candidates: For ``grow="gradient"``: how many times as many entries as are to grow have their
             gradients summed while parts of a gradient come, 4 bytes each until `step`. None sums all that
             are not kept, which is exact and takes 4 bytes for each weight of the model.
-        add_up: Sums a dense gradient over the ranks of a run, each of which has seen a part of the batch;
-            called for every pruned weight in the backward passes before an update, if entries grow by
-            gradients. Then all ranks choose the same entries.
+        add_up: Sums a tensor over the ranks of a run, each of which has seen a part of the batch, so that
+            all of them choose the same entries by gradients. The replicas of `samo.replicate` do so by
+            themselves; give it where gradients are summed otherwise: ``torch.distributed.all_reduce``, or a
+            function that returns the sum. It gets a copy of the dense gradient of every pruned
+            weight, in fp32 or wider, in the backward passes before a replacement.
 
     Raises:
         TypeError: ``opt`` is no optimizer, or ``model`` no module.
         ValueError: A setting is out of range, masks would never move, or another object multiplies
             the rate of the optimizer.
-        CompressionError: The model is not compressed.
+        CompressionError: The model is not compressed, or another object moves its masks.
         MaskError: No tensor that is trained has a mask, all of them keep everything, or one has a
             structure that would be lost.
     """
@@ -100,7 +103,7 @@ class DynamicSparse:
         warmup: int = 0,
         density_power: float = 0.0,
         candidates: int | None = 4,
-        add_up: Callable[[Tensor], Tensor] | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         check_model(model)
         if grow not in get_args(Grow):
@@ -146,10 +149,18 @@ class DynamicSparse:
                 "use samo.GradualPruning to prune it as it trains"
             )
         check_free(model, weights)
+        for name, weight in weights.items():
+            if weight.mover is not None:
+                raise CompressionError(
+                    f"another DynamicSparse moves the mask of '{name}' already, and both would drop what the "
+                    "other has grown; call its detach() first, or delete it"
+                )
         self._density_factor: Final[float] = (kept / numel) ** self._density_power
         self._rates: Final = RateFactor()
         if warmup or self._density_power:
             self._rates.attach(self._optimizers)
+        for weight in weights.values():
+            weight.mover = self
         self._prepare()
 
     @property
@@ -230,7 +241,7 @@ class DynamicSparse:
     def detach(self) -> None:
         """Leave the model and the rates of its optimizers alone from here on.
 
-        Deleting the object does the same.
+        Deleting the object does the same. Either makes room for another one.
 
         Example:
             >>> import torch, samo
@@ -244,6 +255,9 @@ class DynamicSparse:
         self._is_detached = True
         self._growths = {}  # weights hold them weakly
         self._rates.detach(self._optimizers)
+        for weight in owned_weights(self._model).values():
+            if weight.mover is self:
+                weight.mover = None
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -46,8 +46,11 @@ class EarlyBird:
 
     Args:
         model: The model under training, itself and not a wrapper such as DDP: masks are named as here.
-        sparsity: Fraction to prune; of the channels with ``score="batchnorm"``.
-        every: Take masks at every ``every``-th call of `observe`, the first included.
+        sparsity: Fraction to prune; of the channels with ``score="batchnorm"``, which takes along more
+            of the weights: a channel's outputs and inputs, about 0.75 of them at 0.5.
+        every: Take masks at every ``every``-th call of `observe`, the first included. Masks a step or two
+            apart are within any threshold though they move steadily: a call after each step wants 5 or
+            more, a call after each epoch 1.
         queue: Masks that must agree, the newest counted; 5 as published.
         threshold: Largest distance at which masks agree.
         distance: ``"kept"`` is the share of the kept weights not in common, over all tensors together. It

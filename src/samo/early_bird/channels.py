@@ -105,7 +105,7 @@ def weight_masks(
         skipped: Parameters that get no mask.
 
     Raises:
-        MaskError: A layer would lose all of its channels.
+        MaskError: A layer would lose all of its channels, or the scales of all channels are equal.
     """
     marks: dict[str, list[tuple[int, Tensor]]] = {}
 
@@ -118,6 +118,7 @@ def weight_masks(
     for entry in channels:
         mask = drawn[_weight_of(entry.norm)]
         if mask.kept == 0:
+            _check_trained(model, channels)
             raise MaskError(
                 f"'{entry.norm}' would lose all of its {mask.numel:,} channels, and nothing could pass; "
                 f"choose a lower sparsity, or leave it out with skip=['{_weight_of(entry.norm)}']"
@@ -136,6 +137,18 @@ def weight_masks(
             if name in marks
         }
     )
+
+
+def _check_trained(model: nn.Module, channels: Collection[Channels]) -> None:
+    """Refuse scales that are all the same: no sparsity would keep some of them and prune others."""
+    norms = [model.get_submodule(entry.norm) for entry in channels]
+    scores = torch.cat([_scale(norm).detach().abs().cpu() for norm in norms])
+    if scores.min() == scores.max():
+        raise MaskError(
+            f"the scales of all {scores.numel():,} channels are equal ({scores[0].item():g}), as they are "
+            "before training, so none is worth more than another at any sparsity; train the model "
+            "first"
+        )
 
 
 def _mask_of(values: Tensor, marks: Collection[tuple[int, Tensor]]) -> Mask:

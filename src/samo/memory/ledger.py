@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ _LABELS: dict[Kind, str] = {
     "moments": "moments",
     "ages": "ages of entries",
 }
+_UNITS: Final = (("GB", 9), ("MB", 6), ("kB", 3))
+"""Units of a table, and the powers of ten of bytes that they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +122,9 @@ class Ledger:
         )
 
     def __str__(self) -> str:
-        lines = [f"{'MB (10^6 bytes)':<22}{'measured':>12}{'predicted':>12}{'B/param':>10}"]
+        name, power = self._unit()
+        title = f"{name} (10^{power} bytes)"
+        lines = [f"{title:<22}{'measured':>12}{'predicted':>12}{'B/param':>10}"]
         for title, share in (("pruned", self.pruned), ("unpruned", self.unpruned)):
             if not share.num_params:
                 continue
@@ -133,6 +137,7 @@ class Ledger:
                             share.measured[kind],
                             share.predicted[kind],
                             share.num_params,
+                            power,
                         )
                     )
             lines.append(
@@ -141,18 +146,35 @@ class Ledger:
                     sum(share.measured.values()),
                     sum(share.predicted.values()),
                     share.num_params,
+                    power,
                 )
             )
         count = self.num_params
-        lines.append(_row("all", self.measured_bytes, self.predicted_bytes, count))
-        lines.append(_row("dense training", None, self.dense_bytes, count))
-        lines.append(_row("SAMO paper, 16-bit", None, self.paper_bytes, count))
+        lines.append(_row("all", self.measured_bytes, self.predicted_bytes, count, power))
+        lines.append(_row("dense training", None, self.dense_bytes, count, power))
+        lines.append(_row("SAMO paper, 16-bit", None, self.paper_bytes, count, power))
         if self.measured_bytes < self.predicted_bytes:
             lines.append("gradients and moments appear with the first steps")
         elif self.pruned.predicted["moments"] or self.unpruned.predicted["moments"]:
             saved = 1 - self.measured_bytes / self.dense_bytes
             lines.append(f"saved against dense: {saved:.1%}; activations are not in this account")
         return "\n".join(lines)
+
+    def _unit(self) -> tuple[str, int]:
+        """Return the unit of the table: the largest that shows the sum, or the next if a row needs it."""
+        whole = max(self.measured_bytes, self.predicted_bytes)
+        fits = [place for place, (_, power) in enumerate(_UNITS) if whole >= 10**power]
+        place = min(fits, default=len(_UNITS) - 1)
+        rows = [
+            size
+            for share in (self.pruned, self.unpruned)
+            for column in (share.measured, share.predicted)
+            for size in column.values()
+            if size
+        ]
+        if min(rows, default=whole) < 0.005 * 10 ** _UNITS[place][1]:  # it would be 0.00
+            place = min(place + 1, len(_UNITS) - 1)
+        return _UNITS[place]
 
 
 def ledger(model: nn.Module, opt: Optimizer | None = None) -> Ledger:
@@ -315,10 +337,10 @@ def _age(weight: Weight, opt: Optimizer | None) -> Tensor | None:
     return opt.state.get(weight.leaf, {}).get("age") if isinstance(opt, AdamW) else None
 
 
-def _row(label: str, measured: int | None, predicted: int, count: int) -> str:
+def _row(label: str, measured: int | None, predicted: int, count: int, power: int) -> str:
     held = predicted if measured is None else measured
-    shown = "-" if measured is None else f"{measured / 1e6:.2f}"
-    return f"{label:<22}{shown:>12}{predicted / 1e6:>12.2f}{held / count:>10.2f}"
+    shown = "-" if measured is None else f"{measured / 10**power:,.2f}"
+    return f"{label:<22}{shown:>12}{predicted / 10**power:>12,.2f}{held / count:>10.2f}"
 
 
 def _as_dict(share: Share) -> dict[str, Any]:

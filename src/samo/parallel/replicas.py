@@ -109,6 +109,8 @@ class Replicas:
         >>> model = samo.compress_(model, samo.prune(model, 0.5))
         >>> replicas = samo.replicate(model, mesh["data"])
         >>> replicas.check_masks()
+        >>> replicas
+        Replicas(Sequential, copy 1 of 1, shard=None, 1 bucket)
         >>> torch.distributed.destroy_process_group()
 
     Args:
@@ -119,6 +121,14 @@ class Replicas:
     def __init__(self, model: nn.Module, team: ReplicaTeam) -> None:
         self.model: Final = model
         self.team: Final = team
+
+    def __repr__(self) -> str:
+        group, shard = self.team.group, self.team.settings.shard
+        buckets = len(self.team.buckets)
+        return (
+            f"Replicas({type(self.model).__name__}, copy {group.rank + 1} of {group.size}, shard={shard!r}, "
+            f"{buckets} bucket{'' if buckets == 1 else 's'})"
+        )
 
     def check_masks(self) -> None:
         """Compare masks, types and settings over the ranks.

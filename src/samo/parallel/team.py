@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from samo.errors import CompressionError
+from samo.kernels.rounding import master_dtype
 from samo.parallel.buckets import Bucket, Publication
 from samo.parallel.collectives import Group
 from samo.parallel.layout import Tensor1D, plan_buckets
@@ -57,6 +58,9 @@ class ReplicaTeam:
         # autograd sums over their uses.
         self._may_launch = False
         self._is_repeated = False
+        # Whether dense gradients may be summed in this pass. Buckets wait for its end then: when one is
+        # complete may differ between ranks, and sums and buckets must start in one order on all.
+        self._is_watched = False
         self._stepped: list[Bucket] = []
 
     def lay_out(self, weights: Mapping[str, Weight]) -> None:
@@ -120,8 +124,8 @@ class ReplicaTeam:
 
     def launch_complete(self) -> None:
         """Start the reduction of the next buckets, as far as they are complete."""
-        is_early = self._may_launch and self.settings.overlap and not self._is_repeated
-        if not (self.is_syncing and is_early):
+        is_early = self._may_launch and self.settings.overlap
+        if not (self.is_syncing and is_early) or self._is_repeated or self._is_watched:
             return
         while self._next < len(self.buckets) and _is_complete(self.buckets[self._next]):
             self._launch()
@@ -129,6 +133,8 @@ class ReplicaTeam:
     def _wait_at_the_end(self) -> None:
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
+            weights = (weight for bucket in self.buckets for weight in bucket.weights)
+            self._is_watched = any(weight.watcher is not None for weight in weights)
             Variable._execution_engine.queue_callback(functools.partial(self._end, self._task))
 
     def _end(self, task: int) -> None:
@@ -240,6 +246,16 @@ class ReplicaTeam:
             common, op=dist.ReduceOp.MAX, kind="flags", what="whether a step is skipped"
         ).wait()
         return common.bool()
+
+    def add_up(self, tensor: Tensor, what: str) -> Tensor:
+        """Return the sum of a tensor over all ranks, in fp32 or wider."""
+        if self.group.size == 1:
+            return tensor
+        total = tensor.to(
+            master_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format
+        )
+        self.group.all_reduce(total, kind="gradients", what=what, pruned=total.nbytes).wait()
+        return total
 
 
 def _members(bucket: Bucket) -> list[Member]:

@@ -45,12 +45,15 @@ class TrafficOf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What a rank sent since `samo.replicate`, by purpose, and how long that took.
+    """What a rank sent since `samo.replicate`, by purpose, and how long that took. Printing shows a table.
 
     Example:
         >>> import samo
-        >>> samo.Traffic(gradients=samo.TrafficOf(sent_bytes=7)).sent_bytes
-        7
+        >>> print(samo.Traffic(gradients=samo.TrafficOf(calls=2, argument_bytes=80, sent_bytes=40)))
+        bytes              calls           arguments                sent
+        gradients              2                  80                  40
+        all                                                           40
+        reductions: 0; under way for 0.000 s, of which this rank only waited for 0.000 s
     """
 
     gradients: TrafficOf = TrafficOf()
@@ -74,6 +77,20 @@ class Traffic:
     def sent_bytes(self) -> int:
         """Bytes of all purposes together."""
         return sum(getattr(self, kind).sent_bytes for kind in KINDS)
+
+    def __str__(self) -> str:
+        lines = [f"{'bytes':<12}{'calls':>12}{'arguments':>20}{'sent':>20}"]
+        for kind in KINDS:
+            found: TrafficOf = getattr(self, kind)
+            if found.calls:
+                amounts = f"{found.argument_bytes:>20,}{found.sent_bytes:>20,}"
+                lines.append(f"{kind:<12}{found.calls:>12,}{amounts}")
+        lines.append(f"{'all':<12}{'':>32}{self.sent_bytes:>20,}")
+        lines.append(
+            f"reductions: {self.reductions:,}; under way for {self.in_flight_s:.3f} s, of which this rank "
+            f"only waited for {self.exposed_s:.3f} s"
+        )
+        return "\n".join(lines)
 
 
 @dataclass(slots=True)
