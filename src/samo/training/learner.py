@@ -6,7 +6,7 @@ samo     compressed state, weights in the type of the computation
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -220,20 +220,6 @@ class Learner:
             torch.tensor(total, dtype=torch.float64, device=self.device), "the validation loss"
         )
         return float(whole) / num_tokens
-
-    @property
-    def add_up_dense(self) -> Callable[[Tensor], Tensor] | None:
-        """What sums a dense gradient over the replicas; None if there is one."""
-        group = self.ranks.data
-        if group is None:
-            return None
-
-        def add_up(gradient: Tensor) -> Tensor:
-            whole = gradient.to(torch.float32, copy=True).contiguous()
-            group.all_reduce(whole, kind="gradients", what="gradients to grow weights by").wait()
-            return whole
-
-        return add_up
 
     def remapped(self, masks: Masks) -> None:
         """Learn that the masks of the compressed model have changed, here and on all ranks.

@@ -117,7 +117,6 @@ class Masking:
                 every=every,
                 stop=stop,
                 seed=seed,
-                add_up=learner.add_up_dense,
             )
 
     def change(self, step: int) -> events.Remapped | None:
