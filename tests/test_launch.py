@@ -21,6 +21,7 @@ from samo.training import events
 from samo.training.events import Event
 from samo.training.launches import restarted_folder
 from samo.training.loop import train
+from samo.training.typed import command_line, go_on_line
 from tests.ranks import run_ranks
 from tests.test_training_ranks import small, text
 
@@ -90,7 +91,7 @@ def test_one_killed_rank_ends_all_and_ctrl_c_saves(tmp_path: Path, text: Path) -
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 130, said
-        assert "and saved. To go on:\n  samo train --resume run" in said
+        assert "and saved. To go on:\n  samo launch -n 2 train --resume run\n" in said
         assert all(map(is_gone, ranks.values()))
 
     metrics = tmp_path / "run" / "metrics.rank1.jsonl"
@@ -206,3 +207,32 @@ def test_a_restart_finds_the_folder_of_its_own_launch(
     assert restarted_folder(None, tmp_path, "notes") == tmp_path / "notes-2"
     assert restarted_folder(tmp_path / "notes", tmp_path, "notes") is None
     assert restarted_folder(tmp_path / "none", tmp_path, "notes") is None
+
+
+@pytest.mark.parametrize(
+    ("launch", "ranks", "started", "resumed"),
+    [
+        (None, "1", "samo train a.txt", "samo train --resume runs/a"),
+        ("samo-77", "2", "samo launch -n 2 train a.txt", "samo launch -n 2 train --resume runs/a"),
+        (
+            "none",
+            "8",
+            "torchrun ... -m samo train a.txt",
+            "torchrun ... -m samo train --resume runs/a   # on 8 ranks again",
+        ),
+    ],
+)
+def test_a_run_is_named_as_it_was_launched(
+    launch: str | None,
+    ranks: str,
+    started: str,
+    resumed: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/lib/samo/__main__.py", "train", "a.txt"])
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launch is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    assert command_line() == started
+    assert go_on_line(Path("runs/a")) == resumed

@@ -139,7 +139,7 @@ LAYERS: Final = (
     {"samo.training", "samo.training.schedule", "samo.training.events", "samo.training.interrupt"},
     {"samo.training.folder", "samo.training.text", "samo.training.metrics"},
     {"samo.training.launches"},
-    {"samo.training.ranks"},
+    {"samo.training.ranks", "samo.training.typed"},
     {"samo.training.stages"},
     {"samo.training.learner"},
     {"samo.training.masking"},

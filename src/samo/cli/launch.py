@@ -45,12 +45,14 @@ def _launch(command: Launch, logs: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from samo.training.typed import LAUNCH
+
     logging.disable(logging.ERROR)  # it says in many lines what we say in one
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=command.num_ranks,
-        run_id=f"samo-{os.getpid()}",
+        run_id=f"{LAUNCH}{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=command.max_restarts,

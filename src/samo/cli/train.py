@@ -1,7 +1,6 @@
 """``samo train``: a run from the settings to the report."""
 
 import json
-import shlex
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from samo.training.launches import is_first_rank, is_restarted, num_ranks, resta
 from samo.training.loop import Result, resume, train
 from samo.training.ranks import Ranks
 from samo.training.starting import on_this_machine
+from samo.training.typed import go_on_line
 
 __all__ = []
 
@@ -59,7 +59,7 @@ def run(command: Train) -> int:
         what = "and saved" if saved else "but NOT saved: it will go on from an older checkpoint"
         console.print(
             f"interrupted at step {result.step:,}, {what}. To go on:\n"
-            f"  samo train --resume {shlex.quote(str(result.folder))}",
+            f"  {go_on_line(result.folder)}",
             soft_wrap=True,
             highlight=False,
             markup=False,

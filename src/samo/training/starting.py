@@ -2,8 +2,6 @@
 
 import dataclasses
 import datetime
-import shlex
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +20,7 @@ from samo.training.learner import Learner
 from samo.training.ranks import Ranks
 from samo.training.stages import Stages
 from samo.training.text import Text
+from samo.training.typed import command_line
 
 __all__ = []
 
@@ -178,7 +177,7 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
     """Return the content of run.json: what is run, on what, and where."""
     return {
         "name": out.resolve().name,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": to_dict(config),
         "model": {"num_params": learner.num_params},
