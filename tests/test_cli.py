@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,7 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
     assert shown.err.startswith("samo: ")
     assert message in shown.err
     assert "Traceback" not in shown.err
+    assert shown.out == ""  # no folder is announced that will not be there
     assert sorted(path for path in here.rglob("*") if "runs" not in path.parts) == before
     assert not list(here.glob("runs/*/run.json"))
 
@@ -205,7 +207,9 @@ def test_train_resume_report_inspect_and_prune(
     assert main(["train", "notes.txt", *SMALL]) == 0  # again: a folder of its own
     capsys.readouterr()
     assert main(["train", "--resume", "runs/notes-2", "--steps", "8"]) == 0
-    assert "step 6/8  going on from here" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step 6/8  going on from here" in shown
+    assert "state" in next(line for line in shown.splitlines() if "step 7/8" in line)
     assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
     assert "model.width was 32, not 64" in capsys.readouterr().err
 
@@ -472,6 +476,18 @@ def test_a_finished_run_that_is_resumed_says_that_it_is_over(
     assert main(["train", "--resume", "runs/notes"]) == 1
     assert "samo train NEW-PLACE --resume runs/notes" in capsys.readouterr().err
     assert main(["train", "moved.txt", "--resume", "runs/notes"]) == 0
+
+
+def test_a_run_without_a_checkpoint_says_that_it_begins_anew(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "notes.txt", *SMALL]) == 0
+    shutil.rmtree("runs/notes/checkpoints")
+    capsys.readouterr()
+    assert main(["train", "--resume", "runs/notes"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "no checkpoint was written before: the run begins anew at its first step\n"
+    )
 
 
 # Many ranks ---------------------------------------------------------------------------------------

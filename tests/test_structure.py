@@ -124,7 +124,8 @@ LAYERS: Final = (
     {"samo.memory", "samo.memory.predict", "samo.memory.ledger"},
     {"samo.report", "samo.report.amounts", "samo.report.curves", "samo.report.fields"},
     {"samo.report.mask_events", "samo.report.runs"},
-    {"samo.report.findings", "samo.report.theme"},
+    {"samo.report.grid", "samo.report.theme"},
+    {"samo.report.findings"},
     {"samo.report.css", "samo.report.figures", "samo.report.mask_course"},
     {
         "samo.report.mask_pictures",
@@ -142,7 +143,7 @@ LAYERS: Final = (
     {"samo.training.ranks", "samo.training.typed"},
     {"samo.training.stages"},
     {"samo.training.learner"},
-    {"samo.training.masking"},
+    {"samo.training.masking", "samo.training.accounts"},
     {"samo.training.snapshot", "samo.training.starting"},
     {"samo.training.run"},
     {"samo.training.loop"},

@@ -141,7 +141,8 @@ def resume(
             for file in folder.path.glob("metrics.rank*.jsonl"):  # also of ranks that are no more
                 RankFile(file, step=progress.step, on_error=config.run.save_errors).close()
             old = folder.read_run()
-            new = {**old, "config": to_dict(config), "ranks": layout(ranks), "launcher": launcher()}
+            grid = layout(ranks, config)
+            new = {**old, "config": to_dict(config), "ranks": grid, "launcher": launcher()}
             if new != old:
                 folder.write_run(new)
 

@@ -10,6 +10,7 @@ import torch
 from samo.checkpoints.loading import load
 from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import changes, to_dict
+from samo.config_mesh import micro_batches
 from samo.config_methods import MOVING
 from samo.environment import hardware, versions
 from samo.errors import ConfigError, RunError
@@ -190,14 +191,17 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
         },
         "versions": versions(),
         "hardware": hardware(learner.device),
-        "ranks": layout(learner.ranks),
+        "ranks": layout(learner.ranks, config),
         "launcher": launcher(),
     }
 
 
-def layout(ranks: Ranks) -> dict[str, int]:
-    """Return the grid as run.json records it."""
-    return {"pipe": ranks.num_stages, "data": ranks.num_replicas}
+def layout(ranks: Ranks, config: TrainConfig) -> dict[str, int]:
+    """Return the grid as run.json records it: also what "auto" became, which another grid may not keep."""
+    grid = {"pipe": ranks.num_stages, "data": ranks.num_replicas}
+    if ranks.num_stages > 1:
+        grid["micro_batches"] = micro_batches(config, ranks.num_replicas)
+    return grid
 
 
 def _with_full_paths(config: TrainConfig) -> TrainConfig:
