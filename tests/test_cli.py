@@ -490,6 +490,43 @@ def test_a_run_without_a_checkpoint_says_that_it_begins_anew(
     )
 
 
+def test_a_run_of_a_grid_goes_on_in_another(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "notes.txt", *SMALL]) == 0
+    record = json.loads(Path("runs/notes/run.json").read_text())
+    record["config"]["mesh"] |= {"pipe": 2, "data": 2, "micro_batches": 4, "pipe_schedule": "gpipe"}
+    Path("runs/notes/run.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    command = parse(["train", "--resume", "runs/notes"])
+    assert isinstance(command, Train)
+    assert (command.mesh.pipe, command.mesh.data, command.mesh.micro_batches) == (2, "auto", 4)
+    command = parse(["train", "--resume", "runs/notes", "--data", "3"])
+    assert isinstance(command, Train)
+    assert command.mesh.data == 3
+    assert main(["train", "--resume", "runs/notes", "--steps", "7"]) == 2
+    assert "pipe=2 does not make up 1 rank" in capsys.readouterr().err
+    assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--micro-batches", "3"]) == 2
+    assert "cut into stages, and pipe is 1" in capsys.readouterr().err
+    assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--steps", "7"]) == 0
+    mesh = json.loads(Path("runs/notes/run.json").read_text())["config"]["mesh"]
+    assert (mesh["pipe"], mesh["micro_batches"], mesh["pipe_schedule"]) == (
+        1,
+        "auto",
+        "message-driven",
+    )
+
+
+def test_another_method_is_refused_as_any_other_setting(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bird = "--method early-bird --queue 2 --mask-every 1 --warmup-steps 0".split()  # noqa: SIM905
+    assert main(["train", "notes.txt", *SMALL, *bird]) == 0
+    assert main(["train", "--resume", "runs/notes", "--method", "rigl"]) == 2
+    assert (
+        "keeps its settings, and prune.method was 'early-bird', not 'rigl'"
+        in capsys.readouterr().err
+    )
+
+
 # Many ranks ---------------------------------------------------------------------------------------
 
 

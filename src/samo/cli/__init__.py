@@ -21,6 +21,7 @@ from samo import __version__
 from samo.bench.settings import KernelsConfig, SparseVsDenseConfig, StepConfig
 from samo.config import Auto, OptionalPath, TrainConfig
 from samo.config_files import read_toml
+from samo.config_mesh import in_any_grid, with_stages
 from samo.errors import ConfigError, SamoError
 
 __all__ = ["main"]
@@ -190,7 +191,7 @@ def parse(arguments: Sequence[str]) -> Command:
                 )
         from samo.training.folder import RunFolder
 
-        base = RunFolder.find(command.resume).config()
+        base = in_any_grid(RunFolder.find(command.resume).config())
     else:
         assert command.config is not None
         base = read_toml(command.config)
@@ -200,6 +201,10 @@ def parse(arguments: Sequence[str]) -> Command:
     again: Train = tyro.cli(
         marked, prog="samo train", args=arguments[1:], default=replace(command, **sections)
     )
+    if (
+        command.resume is not None
+    ):  # its first reading has what was typed, and usual settings beside
+        again = replace(again, mesh=with_stages(again, command.mesh).mesh)
     return again
 
 

@@ -143,13 +143,21 @@ def _new_model(config: TrainConfig) -> GPT:
         return GPT(gpt_config(config.model, config.data.vocab_size))
 
 
-def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
+def check_changes(recorded: TrainConfig, wanted: TrainConfig, *, is_resolved: bool = True) -> None:
     """Refuse to resume a run with settings that would make it another run.
+
+    Args:
+        recorded: The settings of the run.
+        wanted: Those to go on with.
+        is_resolved: Whether "auto" in the wanted ones is a value; if not, it may become the recorded one.
 
     Raises:
         ConfigError: A setting differs that may not.
     """
-    refused = {k: v for k, v in changes(recorded, wanted).items() if k not in CHANGEABLE}
+    differing = changes(recorded, _with_full_paths(wanted))
+    refused = {k: v for k, v in differing.items() if k not in CHANGEABLE}
+    if not is_resolved:
+        refused = {k: v for k, v in refused.items() if v[1] != "auto"}
     if refused:
         key, (old, new) = next(iter(refused.items()))
         allowed = ", ".join(sorted(key.partition(".")[2] for key in CHANGEABLE))
