@@ -30,6 +30,7 @@ def run(command: Inspect) -> int:
     elif (path / "manifest.json").is_file():
         found, pictures = _checkpoint(path, verify=command.verify)
     elif path.is_file():
+        _check_no_text(path)
         found, pictures = _masks(path)
     else:
         raise CheckpointError(
@@ -149,6 +150,16 @@ def _checkpoint(path: Path, *, verify: bool) -> tuple[_Found, list[Table]]:
     masks = Masks.load(path)
     found.records["tensors"] = mask_records(masks)
     return found, [mask_table(masks)]
+
+
+def _check_no_text(path: Path) -> None:
+    """Refuse a text file: a mask file begins with a length, which has bytes of 0."""
+    with open(path, "rb") as file:
+        start = file.read(512)
+    if start and b"\0" not in start:
+        raise CheckpointError(
+            f"'{path}' is a text file; samo inspect takes a mask file, a checkpoint or a run folder"
+        )
 
 
 def _masks(path: Path) -> tuple[_Found, list[Table]]:
