@@ -112,6 +112,7 @@ def test_commands_become_dataclasses() -> None:
     ("arguments", "message"),
     [
         (["train", "notes.txt", "--sparcity", "0.5"], "--sparsity"),
+        (["train", "notes.txt", "--frobnicate"], "run samo train --help"),
         (["train", "notes.txt", "--steps", "many"], "--steps"),
         (["train", "notes.txt", "--mode", "sparse"], "samo"),
         (["trian"], "train"),
@@ -131,13 +132,17 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
     ("arguments", "code", "message"),
     [
         (["train"], 2, "no text to train on; name a file: samo train notes.txt"),
-        (["train", "notes.txt", "--steps", "0"], 2, "steps must be 1 or more"),
+        (["train", "notes.txt", "--steps", "0"], 2, "samo: --steps must be 1 or more"),
         (["train", "notes.txt", "--sparsity", "90"], 2, "0.9 prunes 90 %"),
         (["train", "notes.txt", "--device", "cuda"], 2, "device cuda was asked for"),
         (["train", "notes.txt", "--config", "none.toml"], 2, "cannot read the config 'none.toml'"),
         (["train", "notes.txt", "--config", "bad.toml"], 2, "unknown key 'run.stepz'"),
         (["train", "notes.txt", "--config", "old.toml"], 2, "is of version 0, and this samo reads"),
         (["train", "--resume", "nothing"], 1, "'nothing' is not a run folder: it does not exist"),
+        (["train", "--resume", "notes.txt"], 1, "'notes.txt' is not a run folder: it is a file"),
+        (["train", "missing.txt"], 1, "has no file of a similar name"),
+        (["train", "notes.txt", "--batch-size", "0"], 2, "samo: --batch-size must be 1 or more"),
+        (["train", "notes.txt", "--drop", "0.1", "--mask-every", "3"], 2, "--mask-every is a setting of"),
         (["train", "--resume", "r", "--config", "c"], 2, "leave out --config"),
         (["train", "--resume", "r", "--out", "c"], 2, "leave out --out"),
         (["train", "note.txt"], 1, "notes.txt"),
@@ -156,7 +161,7 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         (["report", "nothing"], 1, "nothing"),
         (["inspect", "nothing"], 1, "'nothing' does not exist"),
         (["inspect", "."], 1, "is no run, checkpoint or mask file"),
-        (["inspect", "notes.txt"], 1, "is not a mask file"),
+        (["inspect", "notes.txt"], 1, "'notes.txt' is a text file; samo inspect takes a mask file"),
         (["inspect", "--verify"], 2, "--verify checks a checkpoint"),
         (["prune", "nothing"], 1, "'nothing' does not exist"),
         (["prune", "full"], 1, "holds none of manifest.json, run.json, config.json"),
@@ -416,6 +421,21 @@ def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
     script = f"{sys.executable} -m samo inspect | head -1"
     shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert "Traceback" not in shown.stderr
+
+
+def test_ctrl_c_while_modules_are_loaded_ends_at_once(tmp_path: Path) -> None:
+    # A module that turns whatever stops it into an error of its own, as large ones do.
+    (tmp_path / "slow.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    raise RecursionError('a thousand frames') from None\n"
+    )
+    code = (
+        "import sys, samo.cli as c; c._MODULES[c.Inspect] = 'slow'; sys.exit(c.main(['inspect']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (130, "samo: interrupted\n")
 
 
 def test_an_interrupted_run_that_could_not_save_says_so(

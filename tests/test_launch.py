@@ -185,14 +185,50 @@ def test_flags_behind_the_command_are_its_own(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_ranks": 0}, "num_ranks must be 1 or more, got 0"),
-        ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
-        ({"command": ("bench",)}, "samo launch starts one of: train; got 'bench'"),
+        ({"num_ranks": 0}, r"--num-ranks \(-n\) must be 1 or more, got 0"),
+        ({"max_restarts": -1}, "--max-restarts must be 0 or more, got -1"),
+        ({"command": ("bench",)}, "samo launch starts one of: train; got 'bench': samo launch -n"),
+        ({"command": ()}, "samo launch starts one of: train; nothing was named: samo launch -n"),
+        (
+            {"command": ("train", "a.txt", "-n", "2")},
+            "-n is a flag of samo launch, and stands before the word train: samo launch -n ... train",
+        ),
+        ({"command": ("train", "a.txt", "--steps", "0")}, "steps must be 1 or more"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         launch(Launch(**{"command": ("train", "a.txt"), **settings}))
+
+
+def test_wrong_flags_and_help_of_a_launch_come_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for flag, code in (("--frobnicate", 2), ("--help", 0)):
+        with pytest.raises(SystemExit) as ended:
+            main(["launch", "-n", "2", "train", "a.txt", flag])
+        assert ended.value.code == code
+        shown = "".join(capfd.readouterr())
+        assert shown.count("Unrecognized options: --frobnicate") == (code == 2)
+        assert shown.count("usage: samo train") == (code == 0)
+    assert main(["launch", "-n", "2", "demo", "--out", "x"]) == 2
+    assert "starts one of: train; got 'demo'" in capfd.readouterr().err
+
+
+def test_a_folder_of_logs_may_be_called_like_a_command() -> None:
+    ours, behind = _split_launch(
+        ["launch", "--logs", "train", "-n4", "--max-restarts=1", "train", "a"]
+    )
+    assert ours == ["launch", "--logs", "train", "-n4", "--max-restarts=1", "train"]
+    assert behind == ("train", "a")
+
+
+@pytest.mark.slow
+def test_wrong_usage_is_the_fault_of_no_rank(tmp_path: Path, text: Path) -> None:
+    command = ["samo", "launch", "-n", "2", "train", "notes.txt", "--data", "3", *SMALL]
+    with started(*command, cwd=tmp_path) as process:
+        said = process.communicate(timeout=120)[0]
+    assert process.returncode == 2
+    assert "data=3 does not make up 2 ranks" in said
+    assert "the first of the ranks to fail" not in said
 
 
 def test_a_restart_finds_the_folder_of_its_own_launch(

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from samo.cli import LAUNCHED, Launch
+from samo.cli import LAUNCH_FLAGS, LAUNCHED, Launch, Train, parse
+from samo.config import resolve
 from samo.errors import ConfigError
 
 __all__ = []
@@ -21,19 +22,39 @@ _SHUTDOWN_S: Final = 60
 def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
     if not 1 <= command.num_ranks < 2**16:
-        raise ConfigError(f"num_ranks must be 1 or more, got {command.num_ranks}")
+        raise ConfigError(f"--num-ranks (-n) must be 1 or more, got {command.num_ranks}")
     if command.max_restarts < 0:
-        raise ConfigError(f"max_restarts must be 0 or more, got {command.max_restarts}")
+        raise ConfigError(f"--max-restarts must be 0 or more, got {command.max_restarts}")
     if command.command[:1] not in [(name,) for name in LAUNCHED]:
+        got = f"got {command.command[0]!r}" if command.command else "nothing was named"
         raise ConfigError(
-            f"samo launch starts one of: {', '.join(LAUNCHED)}; got {' '.join(command.command[:1])!r}"
+            f"samo launch starts one of: {', '.join(LAUNCHED)}; {got}: samo launch -n 4 train notes.txt"
         )
+    _check_words(command.command)
     with ExitStack() as held:
         logs = command.logs
         if logs is None:
             logs = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="samo-launch-")))
         logs.mkdir(parents=True, exist_ok=True)
         return _launch(command, logs)
+
+
+def _check_words(words: tuple[str, ...]) -> None:
+    """Refuse what every rank would refuse, once and before there are any.
+
+    Raises:
+        ConfigError: A setting cannot be used, or a flag stands in the wrong place.
+        SystemExit: An unknown flag (2), or help (0).
+    """
+    for word in words:
+        if word.partition("=")[0] in LAUNCH_FLAGS:
+            raise ConfigError(
+                f"{word} is a flag of samo launch, and stands before the word {words[0]}: samo launch "
+                f"{word} ... {words[0]} ..."
+            )
+    parsed = parse(words)
+    if isinstance(parsed, Train) and parsed.resume is None:
+        resolve(parsed)
 
 
 def _launch(command: Launch, logs: Path) -> int:
@@ -69,6 +90,8 @@ def _launch(command: Launch, logs: Path) -> int:
         _show_last_words(logs, command.num_ranks)
         code = first.exitcode
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        if code == 2:  # wrong usage: all ranks have it alike, and the first has said so
+            return code
         sys.stderr.write(f"samo: rank {first.local_rank} {how}, the first of the ranks to fail\n")
         return 128 - code if code < 0 else code
     except SignalException as error:
