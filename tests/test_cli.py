@@ -216,7 +216,9 @@ def test_train_resume_report_inspect_and_prune(
     assert "step 6/8  going on from here" in shown
     assert "state" in next(line for line in shown.splitlines() if "step 7/8" in line)
     assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
-    assert "model.width was 32, not 64" in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert "model.width was 32, not 64" in complaint
+    assert "What may change: --data, --eval-batches" in complaint
 
     assert main(["report", "runs/notes", "runs/notes-2", "--out", "both.html"]) == 0
     assert capsys.readouterr().out.split() == ["both.html", "both.png"]

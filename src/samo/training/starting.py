@@ -160,10 +160,11 @@ def check_changes(recorded: TrainConfig, wanted: TrainConfig, *, is_resolved: bo
         refused = {k: v for k, v in refused.items() if v[1] != "auto"}
     if refused:
         key, (old, new) = next(iter(refused.items()))
-        allowed = ", ".join(sorted(key.partition(".")[2] for key in CHANGEABLE))
+        names = sorted(key.partition(".")[2] for key in CHANGEABLE - {"data.train"})
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         raise ConfigError(
             f"a resumed run keeps its settings, and {key} was {old!r}, not {new!r}; leave it out, or "
-            f"start a new run. What may change: {allowed}"
+            f"start a new run. What may change: {flags}, and where the text lies"
         )
 
 
