@@ -287,8 +287,9 @@ def _flag(found: "re.Match[str]") -> str:
 @contextmanager
 def _leaving_at_once() -> Iterator[None]:
     """Let Ctrl-C end the process while modules are loaded: some turn the exception into others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # others may set no handlers, and what is to be ignored is
         return
 
     def leave(number: int, frame: FrameType | None) -> None:
