@@ -95,6 +95,14 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:
     assert command.optim.clip == 1.0
 
 
+def test_numbers_that_may_be_auto_are_read_as_both() -> None:
+    command = parse(["train", "--width", "64", "--sparsity", "auto", "--lr", "1e-3", "--data", "2"])
+    assert isinstance(command, Train)
+    assert (command.model.width, command.prune.sparsity, command.optim.lr) == (64, "auto", 0.001)
+    assert command.mesh.data == 2
+    assert type(command.model.width) is int
+
+
 def test_files_are_named_without_a_flag() -> None:
     command = parse(["train", "a.txt", "b.txt", "--rules", "x.*", "0.5", "--betas", "0.8", "0.9"])
     assert isinstance(command, Train)
@@ -113,6 +121,12 @@ def test_commands_become_dataclasses() -> None:
     [
         (["train", "notes.txt", "--sparcity", "0.5"], "--sparsity"),
         (["train", "notes.txt", "--frobnicate"], "run samo train --help"),
+        (
+            ["train", "notes.txt", "--sparsity", "abc"],
+            "'abc' is neither a number nor the word auto",
+        ),
+        (["train", "notes.txt", "--width", "3.5"], "'3.5' is neither a whole number nor"),
+        (["prune", "x", "--sparsity", "abc"], "'abc' is neither a number nor the word auto"),
         (["train", "notes.txt", "--steps", "many"], "--steps"),
         (["train", "notes.txt", "--mode", "sparse"], "samo"),
         (["trian"], "train"),

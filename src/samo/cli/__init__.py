@@ -21,6 +21,11 @@ from typing import Annotated, Any, Final, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg, subcommand
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+)
 
 from samo import __version__
 from samo.bench.settings import KernelsConfig, SparseVsDenseConfig, StepConfig
@@ -213,7 +218,11 @@ def parse(arguments: Sequence[str]) -> Command:
     # Once more, with the file's settings as defaults: a flag that is given goes before them.
     marked: Any = OmitArgPrefixes[Train]
     again: Train = tyro.cli(
-        marked, prog="samo train", args=arguments[1:], default=replace(command, **sections)
+        marked,
+        prog="samo train",
+        args=arguments[1:],
+        default=replace(command, **sections),
+        registry=_registry(),
     )
     if (
         command.resume is not None
@@ -231,8 +240,39 @@ def _parse(arguments: Sequence[str]) -> Command:
         command: Command = tyro.cli(marked, prog="samo", description=description, args=arguments)
     else:  # by itself, so that what is wrong with it points to its own help
         alone: Any = OmitArgPrefixes[OmitSubcommandPrefixes[kind]]  # type: ignore[misc,valid-type]
-        command = tyro.cli(alone, prog=f"samo {arguments[0]}", args=arguments[1:])
+        command = tyro.cli(
+            alone, prog=f"samo {arguments[0]}", args=arguments[1:], registry=_registry()
+        )
     return replace(command, command=behind) if isinstance(command, Launch) and behind else command
+
+
+def _registry() -> ConstructorRegistry:
+    """Return how numbers that may be auto are read: what is neither is said without Python's types."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def number_or_auto(about: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        kinds = [kind for kind in (int, float) if about.type == kind | Auto]
+        if not kinds:
+            return None
+        kind, metavar = kinds[0], f"{kinds[0].__name__.upper()}|{{auto}}"
+
+        def read(words: list[str]) -> int | float | str:
+            try:
+                return words[0] if words[0] == "auto" else kind(words[0])
+            except ValueError:
+                what = "a whole number" if kind is int else "a number"
+                raise ValueError(f"'{words[0]}' is neither {what} nor the word auto") from None
+
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=read,
+            is_instance=lambda value: value == "auto" or isinstance(value, kind | int),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
 
 
 def _split_launch(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
