@@ -162,6 +162,7 @@ def state_line(step: int, kept: int, numel: int, dtype: str) -> dict[str, Any]:
         "paper_bytes": sum(map(paper_bytes, specs)),
         "measured": kinds,
         "predicted": kinds,
+        "rank_bytes": [sum(kinds.values())],
     }
 
 

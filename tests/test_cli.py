@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,14 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:
     assert command.optim.clip == 1.0
 
 
+def test_numbers_that_may_be_auto_are_read_as_both() -> None:
+    command = parse(["train", "--width", "64", "--sparsity", "auto", "--lr", "1e-3", "--data", "2"])
+    assert isinstance(command, Train)
+    assert (command.model.width, command.prune.sparsity, command.optim.lr) == (64, "auto", 0.001)
+    assert command.mesh.data == 2
+    assert type(command.model.width) is int
+
+
 def test_files_are_named_without_a_flag() -> None:
     command = parse(["train", "a.txt", "b.txt", "--rules", "x.*", "0.5", "--betas", "0.8", "0.9"])
     assert isinstance(command, Train)
@@ -111,6 +120,13 @@ def test_commands_become_dataclasses() -> None:
     ("arguments", "message"),
     [
         (["train", "notes.txt", "--sparcity", "0.5"], "--sparsity"),
+        (["train", "notes.txt", "--frobnicate"], "run samo train --help"),
+        (
+            ["train", "notes.txt", "--sparsity", "abc"],
+            "'abc' is neither a number nor the word auto",
+        ),
+        (["train", "notes.txt", "--width", "3.5"], "'3.5' is neither a whole number nor"),
+        (["prune", "x", "--sparsity", "abc"], "'abc' is neither a number nor the word auto"),
         (["train", "notes.txt", "--steps", "many"], "--steps"),
         (["train", "notes.txt", "--mode", "sparse"], "samo"),
         (["trian"], "train"),
@@ -130,13 +146,17 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
     ("arguments", "code", "message"),
     [
         (["train"], 2, "no text to train on; name a file: samo train notes.txt"),
-        (["train", "notes.txt", "--steps", "0"], 2, "steps must be 1 or more"),
+        (["train", "notes.txt", "--steps", "0"], 2, "samo: --steps must be 1 or more"),
         (["train", "notes.txt", "--sparsity", "90"], 2, "0.9 prunes 90 %"),
         (["train", "notes.txt", "--device", "cuda"], 2, "device cuda was asked for"),
         (["train", "notes.txt", "--config", "none.toml"], 2, "cannot read the config 'none.toml'"),
         (["train", "notes.txt", "--config", "bad.toml"], 2, "unknown key 'run.stepz'"),
         (["train", "notes.txt", "--config", "old.toml"], 2, "is of version 0, and this samo reads"),
         (["train", "--resume", "nothing"], 1, "'nothing' is not a run folder: it does not exist"),
+        (["train", "--resume", "notes.txt"], 1, "'notes.txt' is not a run folder: it is a file"),
+        (["train", "missing.txt"], 1, "has no file of a similar name"),
+        (["train", "notes.txt", "--batch-size", "0"], 2, "samo: --batch-size must be 1 or more"),
+        (["train", "notes.txt", "--drop", "0.1", "--mask-every", "3"], 2, "--mask-every is a setting of"),
         (["train", "--resume", "r", "--config", "c"], 2, "leave out --config"),
         (["train", "--resume", "r", "--out", "c"], 2, "leave out --out"),
         (["train", "note.txt"], 1, "notes.txt"),
@@ -155,7 +175,7 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         (["report", "nothing"], 1, "nothing"),
         (["inspect", "nothing"], 1, "'nothing' does not exist"),
         (["inspect", "."], 1, "is no run, checkpoint or mask file"),
-        (["inspect", "notes.txt"], 1, "is not a mask file"),
+        (["inspect", "notes.txt"], 1, "'notes.txt' is a text file; samo inspect takes a mask file"),
         (["inspect", "--verify"], 2, "--verify checks a checkpoint"),
         (["prune", "nothing"], 1, "'nothing' does not exist"),
         (["prune", "full"], 1, "holds none of manifest.json, run.json, config.json"),
@@ -182,6 +202,7 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
     assert shown.err.startswith("samo: ")
     assert message in shown.err
     assert "Traceback" not in shown.err
+    assert shown.out == ""  # no folder is announced that will not be there
     assert sorted(path for path in here.rglob("*") if "runs" not in path.parts) == before
     assert not list(here.glob("runs/*/run.json"))
 
@@ -205,9 +226,13 @@ def test_train_resume_report_inspect_and_prune(
     assert main(["train", "notes.txt", *SMALL]) == 0  # again: a folder of its own
     capsys.readouterr()
     assert main(["train", "--resume", "runs/notes-2", "--steps", "8"]) == 0
-    assert "step 6/8  going on from here" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "step 6/8  going on from here" in shown
+    assert "state" in next(line for line in shown.splitlines() if "step 7/8" in line)
     assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
-    assert "model.width was 32, not 64" in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert "model.width was 32, not 64" in complaint
+    assert "What may change: --data, --eval-batches" in complaint
 
     assert main(["report", "runs/notes", "runs/notes-2", "--out", "both.html"]) == 0
     assert capsys.readouterr().out.split() == ["both.html", "both.png"]
@@ -414,6 +439,21 @@ def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
     assert "Traceback" not in shown.stderr
 
 
+def test_ctrl_c_while_modules_are_loaded_ends_at_once(tmp_path: Path) -> None:
+    # A module that turns whatever stops it into an error of its own, as large ones do.
+    (tmp_path / "slow.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    raise RecursionError('a thousand frames') from None\n"
+    )
+    code = (
+        "import sys, samo.cli as c; c._MODULES[c.Inspect] = 'slow'; sys.exit(c.main(['inspect']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (130, "samo: interrupted\n")
+
+
 def test_an_interrupted_run_that_could_not_save_says_so(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -472,6 +512,55 @@ def test_a_finished_run_that_is_resumed_says_that_it_is_over(
     assert main(["train", "--resume", "runs/notes"]) == 1
     assert "samo train NEW-PLACE --resume runs/notes" in capsys.readouterr().err
     assert main(["train", "moved.txt", "--resume", "runs/notes"]) == 0
+
+
+def test_a_run_without_a_checkpoint_says_that_it_begins_anew(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "notes.txt", *SMALL]) == 0
+    shutil.rmtree("runs/notes/checkpoints")
+    capsys.readouterr()
+    assert main(["train", "--resume", "runs/notes"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "no checkpoint was written before: the run begins anew at its first step\n"
+    )
+
+
+def test_a_run_of_a_grid_goes_on_in_another(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "notes.txt", *SMALL]) == 0
+    record = json.loads(Path("runs/notes/run.json").read_text())
+    record["config"]["mesh"] |= {"pipe": 2, "data": 2, "micro_batches": 4, "pipe_schedule": "gpipe"}
+    Path("runs/notes/run.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    command = parse(["train", "--resume", "runs/notes"])
+    assert isinstance(command, Train)
+    assert (command.mesh.pipe, command.mesh.data, command.mesh.micro_batches) == (2, "auto", 4)
+    command = parse(["train", "--resume", "runs/notes", "--data", "3"])
+    assert isinstance(command, Train)
+    assert command.mesh.data == 3
+    assert main(["train", "--resume", "runs/notes", "--steps", "7"]) == 2
+    assert "pipe=2 does not make up 1 rank" in capsys.readouterr().err
+    assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--micro-batches", "3"]) == 2
+    assert "cut into stages, and pipe is 1" in capsys.readouterr().err
+    assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--steps", "7"]) == 0
+    mesh = json.loads(Path("runs/notes/run.json").read_text())["config"]["mesh"]
+    assert (mesh["pipe"], mesh["micro_batches"], mesh["pipe_schedule"]) == (
+        1,
+        "auto",
+        "message-driven",
+    )
+
+
+def test_another_method_is_refused_as_any_other_setting(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bird = "--method early-bird --queue 2 --mask-every 1 --warmup-steps 0".split()  # noqa: SIM905
+    assert main(["train", "notes.txt", *SMALL, *bird]) == 0
+    assert main(["train", "--resume", "runs/notes", "--method", "rigl"]) == 2
+    assert (
+        "keeps its settings, and prune.method was 'early-bird', not 'rigl'"
+        in capsys.readouterr().err
+    )
 
 
 # Many ranks ---------------------------------------------------------------------------------------

@@ -72,6 +72,41 @@ def test_lines_of_steps_say_how_masks_stand() -> None:
     assert "loss 2.000  25.0% replaced  9 tokens/s" in shown(moved, step_line(100))
 
 
+def account(step: int, *rank_bytes: int) -> events.Accounted:
+    sums = dict.fromkeys(("num_params", "predicted_bytes", "dense_bytes"), 1)
+    return events.Accounted(
+        step=step,
+        measured_bytes=sum(rank_bytes),
+        paper_bytes=None,
+        measured={},
+        predicted={},
+        rank_bytes=[*rank_bytes],
+        **sums,
+    )
+
+
+def moved(step: int) -> events.Remapped:
+    return events.Remapped(step=step, kept=10, numel=100, sparsity=0.9, dropped=1, grown=1)
+
+
+def numbers_of(*happened: events.Event) -> str:
+    """Return what a step's line says at the end of a run, where all lines are shown."""
+    return shown(*happened, step_line(100)).splitlines()[-1]
+
+
+def test_a_share_that_is_replaced_is_shown_while_masks_change() -> None:
+    changes = [pruned("dense_steps"), moved(60), moved(70)]
+    assert "10.0% replaced" in shown(*changes, step_line(80))
+    assert "replaced" not in numbers_of(*changes)
+    assert "10.0% replaced" in numbers_of(*changes, moved(80), moved(90))
+
+
+def test_state_is_that_of_the_phase_and_of_the_first_rank() -> None:
+    assert "state 40.0 kB of 0 B in all  left" in numbers_of(account(1, 40_000))
+    assert "state 30.0 kB of 0 B in all on the first rank" in numbers_of(account(1, 30_000, 50_000))
+    assert "state" not in numbers_of(account(1, 40_000), pruned("dense_steps"))
+
+
 def test_a_ticket_is_drawn_reported_and_looked_into(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

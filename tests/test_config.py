@@ -124,7 +124,7 @@ BAD = [
     (config(prune=PruneConfig(method="early-bird", queue=1)), "queue must be 2 or more, and less than 2.31, got 1"),
     (config(prune=PruneConfig(method="early-bird", threshold=1.0)), "threshold must be at least 0 and less than 1, got 1.0; 0.1 means"),
     (config(prune=PruneConfig(method="early-bird", mask_every=101)), "none can settle before step 505, and the dense phase ends at step 500; raise"),
-    (config(prune=PruneConfig(method="early-bird", dense_steps=0)), "the dense phase ends at step 0; raise dense_steps"),
+    (config(prune=PruneConfig(method="early-bird", dense_steps=0)), "the dense phase ends at step 0; raise --dense-steps or --steps, or lower --mask-every, --queue"),
     (config(run=RunConfig(mode="masked"), prune=PruneConfig(method="rigl")), "method rigl changes masks on compressed state, and the mode is masked; choose mode samo"),
     (config(prune=PruneConfig(method="rigl", mask_every=100, mask_stop=100)), "moves masks every 100 steps after the dense phase, which ends at step 0, and no more from mask_stop 100 on"),
     (config(prune=PruneConfig(method="gradual", mask_stop=200)), "mask_stop 200 is not after the dense phase, which ends at step 200"),

@@ -21,6 +21,7 @@ from samo.training import events
 from samo.training.events import Event
 from samo.training.launches import restarted_folder
 from samo.training.loop import train
+from samo.training.typed import command_line, go_on_line
 from tests.ranks import run_ranks
 from tests.test_training_ranks import small, text
 
@@ -127,7 +128,7 @@ def test_a_killed_and_a_stopped_rank_end_all_in_time_and_ctrl_c_saves(
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 130, said
-        assert "and saved. To go on:\n  samo train --resume run" in said
+        assert "and saved. To go on:\n  samo launch -n 2 train --resume run\n" in said
         assert all(map(is_gone, ranks.values()))
 
 
@@ -203,14 +204,50 @@ def test_flags_behind_the_command_are_its_own(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_ranks": 0}, "num_ranks must be 1 or more, got 0"),
-        ({"max_restarts": -1}, "max_restarts must be 0 or more, got -1"),
-        ({"command": ("bench",)}, "samo launch starts one of: train; got 'bench'"),
+        ({"num_ranks": 0}, r"--num-ranks \(-n\) must be 1 or more, got 0"),
+        ({"max_restarts": -1}, "--max-restarts must be 0 or more, got -1"),
+        ({"command": ("bench",)}, "samo launch starts one of: train; got 'bench': samo launch -n"),
+        ({"command": ()}, "samo launch starts one of: train; nothing was named: samo launch -n"),
+        (
+            {"command": ("train", "a.txt", "-n", "2")},
+            "-n is a flag of samo launch, and stands before the word train: samo launch -n ... train",
+        ),
+        ({"command": ("train", "a.txt", "--steps", "0")}, "steps must be 1 or more"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         launch(Launch(**{"command": ("train", "a.txt"), **settings}))
+
+
+def test_wrong_flags_and_help_of_a_launch_come_once(capfd: pytest.CaptureFixture[str]) -> None:
+    for flag, code in (("--frobnicate", 2), ("--help", 0)):
+        with pytest.raises(SystemExit) as ended:
+            main(["launch", "-n", "2", "train", "a.txt", flag])
+        assert ended.value.code == code
+        shown = "".join(capfd.readouterr())
+        assert shown.count("Unrecognized options: --frobnicate") == (code == 2)
+        assert shown.count("usage: samo train") == (code == 0)
+    assert main(["launch", "-n", "2", "demo", "--out", "x"]) == 2
+    assert "starts one of: train; got 'demo'" in capfd.readouterr().err
+
+
+def test_a_folder_of_logs_may_be_called_like_a_command() -> None:
+    ours, behind = _split_launch(
+        ["launch", "--logs", "train", "-n4", "--max-restarts=1", "train", "a"]
+    )
+    assert ours == ["launch", "--logs", "train", "-n4", "--max-restarts=1", "train"]
+    assert behind == ("train", "a")
+
+
+@pytest.mark.slow
+def test_wrong_usage_is_the_fault_of_no_rank(tmp_path: Path, text: Path) -> None:
+    command = ["samo", "launch", "-n", "2", "train", "notes.txt", "--data", "3", *SMALL]
+    with started(*command, cwd=tmp_path) as process:
+        said = process.communicate(timeout=120)[0]
+    assert process.returncode == 2
+    assert "data=3 does not make up 2 ranks" in said
+    assert "the first of the ranks to fail" not in said
 
 
 def test_a_restart_finds_the_folder_of_its_own_launch(
@@ -225,3 +262,32 @@ def test_a_restart_finds_the_folder_of_its_own_launch(
     assert restarted_folder(None, tmp_path, "notes") == tmp_path / "notes-2"
     assert restarted_folder(tmp_path / "notes", tmp_path, "notes") is None
     assert restarted_folder(tmp_path / "none", tmp_path, "notes") is None
+
+
+@pytest.mark.parametrize(
+    ("launch", "ranks", "started", "resumed"),
+    [
+        (None, "1", "samo train a.txt", "samo train --resume runs/a"),
+        ("samo-77", "2", "samo launch -n 2 train a.txt", "samo launch -n 2 train --resume runs/a"),
+        (
+            "none",
+            "8",
+            "torchrun ... -m samo train a.txt",
+            "torchrun ... -m samo train --resume runs/a   # on 8 ranks again",
+        ),
+    ],
+)
+def test_a_run_is_named_as_it_was_launched(
+    launch: str | None,
+    ranks: str,
+    started: str,
+    resumed: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/lib/samo/__main__.py", "train", "a.txt"])
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launch is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+    assert command_line() == started
+    assert go_on_line(Path("runs/a")) == resumed

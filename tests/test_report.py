@@ -2,6 +2,7 @@
 
 import html.parser
 import io
+import json
 import math
 import re
 import socket
@@ -622,3 +623,50 @@ def test_the_last_training_loss_is_a_mean_over_the_end(tmp_path: Path) -> None:
     assert findings.last_loss(read_run(folder)) == 1.0
     write_metrics(folder, [{"event": "step", "step": 1, "loss": None}])
     assert math.isnan(findings.last_loss(read_run(folder)))
+
+
+# Many ranks ---------------------------------------------------------------------------------------
+
+
+def on_ranks(folder: Path, *rank_bytes: int, **ranks: int) -> Path:
+    """A run on several ranks, whose account says what each of them holds."""
+    run = write_run(folder, changes={"ranks": ranks})
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "state":
+            line["rank_bytes"] = list(rank_bytes)
+    write_metrics(run, lines)
+    return run
+
+
+def test_ranks_are_named_and_state_is_of_all_stages(tmp_path: Path) -> None:
+    run = read_run(
+        on_ranks(tmp_path / "run", 3_000_000, 3_000_000, 2_501_540, 2_501_540, pipe=2, data=2)
+    )
+    assert "on 4 ranks: 2 stages x 2 replicas, pruned to" in findings.summary(
+        findings.entries([run])
+    )
+    assert findings.memory_finding(findings.entries([run])).startswith(
+        "samo holds 5.50 MB in 2 stages together, dense training 13.9 MB"
+    )
+    assert findings.held(run) == (
+        "5.50 MB in 2 stages together, 60.4 % less than dense training, largest rank 3.00 MB"
+    )
+    source = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    shown = Page(source).text
+    assert "samo, 90 % sparse, float32, 4 ranks: 2 stages x 2 replicas, finished" in shown
+    assert "6.34 B/param, largest rank 3.00 MB" in shown
+    assert "memory in use, first rank" in shown
+    assert "model state is that of one replica" in shown
+
+
+def test_replicas_hold_the_state_each(tmp_path: Path) -> None:
+    run = read_run(on_ranks(tmp_path / "run", 5_501_540, 5_501_540, pipe=1, data=2))
+    assert findings.held(run) == "5.50 MB on each rank, 60.4 % less than dense training"
+    assert "2 ranks: 2 replicas" in findings.summary(findings.entries([run]))
+
+
+def test_bytes_of_one_stage_are_divided_by_its_own_parameters(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", changes={"model": {"num_params": 10 * 868_352}})
+    assert findings.bytes_per_param(read_run(run)) == pytest.approx(5_501_540 / 868_352)

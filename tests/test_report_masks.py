@@ -9,6 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import PathPatch, Rectangle
 
+from samo.cli import main
 from samo.report import mask_figures
 from samo.report.figures import NARROW, WIDE, Size
 from samo.report.findings import entries, summary
@@ -16,6 +17,7 @@ from samo.report.mask_course import change_finding, ticket_finding
 from samo.report.mask_events import square
 from samo.report.mask_figures import change_figure, ticket_figure
 from samo.report.page import write_report
+from samo.report.poster import poster
 from samo.report.runs import Run, read_run
 from samo.report.theme import LIGHT, drawing, to_svg
 from tests.runs import write_run
@@ -299,3 +301,38 @@ def test_a_map_of_many_looks_makes_no_large_page(tmp_path: Path) -> None:
 def test_masks_without_history_say_so(tmp_path: Path) -> None:
     page = page_of(tmp_path, ticket_run(tmp_path / "run", history=False))
     assert "Masks that were not in the queue together were not compared" in page.text
+
+
+def test_masks_that_all_agree_are_as_far_apart_as_they_are(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", prune_at=100)
+    looks = [line | {"distances": [0.081] * len(line["distances"])} for line in observed(6)]
+    with drawing():
+        grid, _ = ticket_figure(one(add_lines(run, looks)), WIDE).axes
+    assert any("furthest apart: 0.081" in text.get_text() for text in grid.texts)
+
+
+@pytest.mark.parametrize(("threshold", "place"), [(0.001, "bottom"), (0.1, "top")])
+def test_the_name_of_a_low_threshold_stands_above_its_line(
+    tmp_path: Path, threshold: float, place: str
+) -> None:
+    run = write_run(tmp_path / "run", prune_at=100)
+    looks = [line | {"threshold": threshold} for line in observed(6)]
+    with drawing():
+        _, curve = ticket_figure(one(add_lines(run, looks)), WIDE).axes
+    (label,) = [text for text in curve.texts if text.get_text().startswith("threshold")]
+    assert label.get_verticalalignment() == place
+
+
+def test_the_picture_beside_the_page_names_the_ticket(tmp_path: Path) -> None:
+    with drawing():
+        drawn = poster(entries([one(ticket_run(tmp_path / "run"))]))
+    texts = [text.get_text() for axes in drawn.axes for text in axes.texts]
+    assert "ticket drawn, pruned to 90 % sparsity" in texts
+
+
+def test_a_run_pruned_in_steps_says_when_it_was_as_sparse(
+    gradual: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(gradual)]) == 0
+    looked = " ".join(capsys.readouterr().out.split())
+    assert "90 % of 786,432 weights, pruned from step 100 to 250" in looked

@@ -5,7 +5,7 @@ pipe = 2          4 ranks: 2 stages, each with 2 replicas
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from samo.errors import ConfigError
@@ -120,6 +120,20 @@ def _check_pipe(config: "TrainConfig") -> None:
             f"method {prune.method} follows the masks of the whole model, which lies on {mesh.pipe} stages; "
             "use --pipe 1, or a method that draws masks once: magnitude or random"
         )
+
+
+def in_any_grid(config: "TrainConfig") -> "TrainConfig":
+    """Return the settings of a run that goes on, with as many replicas as there are ranks for."""
+    return replace(config, mesh=replace(config.mesh, data="auto"))
+
+
+def with_stages(config: "TrainConfig", given: MeshConfig) -> "TrainConfig":
+    """Leave out recorded settings of stages that there are no more, if they were not given anew."""
+    usual = MeshConfig()
+    names = ("micro_batches", "pipe_schedule") if config.mesh.pipe == 1 else ()
+    unused = {name: getattr(usual, name) for name in names}
+    unused = {name: value for name, value in unused.items() if getattr(given, name) == value}
+    return replace(config, mesh=replace(config.mesh, **unused))
 
 
 def check_batch(config: "TrainConfig", num_replicas: int) -> None:

@@ -157,7 +157,8 @@ def _check_early_bird(prune: "PruneConfig", every: int, dense: int, warmup_steps
         raise ConfigError(
             f"method early-bird compares {prune.queue} masks, {every:,} steps apart and after the warm-up "
             f"of {warmup_steps:,} steps, so none can settle before step {full:,}, and the dense phase ends "
-            f"at step {dense:,}; raise dense_steps or steps, or lower mask_every, queue or warmup_steps"
+            f"at step {dense:,}; raise --dense-steps or --steps, or lower --mask-every, --queue or "
+            "--warmup-steps"
         )
 
 

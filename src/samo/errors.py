@@ -163,7 +163,7 @@ def first_words(error: BaseException) -> str:
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, likeness: float = 0.5) -> str:
     """Return ``" (did you mean 'x'?)"`` for the known name closest to ``name``, or ``""``."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" (did you mean '{close[0]}'?)" if close else ""

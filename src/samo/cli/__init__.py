@@ -8,19 +8,30 @@ import importlib
 import io
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Final, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg, subcommand
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+)
 
 from samo import __version__
 from samo.bench.settings import KernelsConfig, SparseVsDenseConfig, StepConfig
 from samo.config import Auto, OptionalPath, TrainConfig
 from samo.config_files import read_toml
+from samo.config_mesh import in_any_grid, with_stages
 from samo.errors import ConfigError, PeerError, SamoError
 
 __all__ = ["main"]
@@ -121,6 +132,9 @@ class Bench:
 
 Command = Demo | Train | Launch | Prune | Inspect | Report | Bench
 
+_COMMANDS: Final[dict[str, type]] = {
+    kind.__name__.lower(): kind for kind in (Demo, Train, Launch, Prune, Inspect, Report, Bench)
+}
 _MODULES: Final[dict[type, str]] = {
     Demo: "samo.cli.demo",
     Train: "samo.cli.train",
@@ -134,6 +148,8 @@ _MODULES: Final[dict[type, str]] = {
 
 LAUNCHED: Final = ("train",)
 """Commands that run on many ranks."""
+LAUNCH_FLAGS: Final = ("-n", "--num-ranks", "--max-restarts", "--logs")
+"""Flags of samo launch itself, each with a value."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,11 +170,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log_to_stderr()
     _share_the_cores()
     try:
-        command = parse(arguments or ["--help"])
-        return int(importlib.import_module(_MODULES[type(command)]).run(command))
+        with _leaving_at_once():
+            command = parse(arguments or ["--help"])
+            module = importlib.import_module(_MODULES[type(command)])
+        return int(module.run(command))
     except SamoError as error:
-        if not isinstance(error, ConfigError) or _rank() == "0":  # which all ranks have alike
+        if not isinstance(error, ConfigError):
             _complain(str(error))
+        elif _rank() == "0":  # all ranks have it alike
+            _complain(with_flags(str(error)))
         if isinstance(error, PeerError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             _leave_at_once(1)
         return 2 if isinstance(error, ConfigError) else 1
@@ -192,7 +212,7 @@ def parse(arguments: Sequence[str]) -> Command:
                 )
         from samo.training.folder import RunFolder
 
-        base = RunFolder.find(command.resume).config()
+        base = in_any_grid(RunFolder.find(command.resume).config())
     else:
         assert command.config is not None
         base = read_toml(command.config)
@@ -200,8 +220,16 @@ def parse(arguments: Sequence[str]) -> Command:
     # Once more, with the file's settings as defaults: a flag that is given goes before them.
     marked: Any = OmitArgPrefixes[Train]
     again: Train = tyro.cli(
-        marked, prog="samo train", args=arguments[1:], default=replace(command, **sections)
+        marked,
+        prog="samo train",
+        args=arguments[1:],
+        default=replace(command, **sections),
+        registry=_registry(),
     )
+    if (
+        command.resume is not None
+    ):  # its first reading has what was typed, and usual settings beside
+        again = replace(again, mesh=with_stages(again, command.mesh).mesh)
     return again
 
 
@@ -209,8 +237,44 @@ def _parse(arguments: Sequence[str]) -> Command:
     marked: Any = OmitArgPrefixes[OmitSubcommandPrefixes[Command]]  # type: ignore[misc]
     description = "Train pruned neural networks with a fraction of the memory."
     arguments, behind = _split_launch(arguments)
-    command: Command = tyro.cli(marked, prog="samo", description=description, args=arguments)
-    return replace(command, command=behind) if isinstance(command, Launch) else command
+    kind = _COMMANDS.get(arguments[0])
+    if kind is None:
+        command: Command = tyro.cli(marked, prog="samo", description=description, args=arguments)
+    else:  # by itself, so that what is wrong with it points to its own help
+        alone: Any = OmitArgPrefixes[OmitSubcommandPrefixes[kind]]  # type: ignore[misc,valid-type]
+        command = tyro.cli(
+            alone, prog=f"samo {arguments[0]}", args=arguments[1:], registry=_registry()
+        )
+    return replace(command, command=behind) if isinstance(command, Launch) and behind else command
+
+
+def _registry() -> ConstructorRegistry:
+    """Return how numbers that may be auto are read: what is neither is said without Python's types."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def number_or_auto(about: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        kinds = [kind for kind in (int, float) if about.type == kind | Auto]
+        if not kinds:
+            return None
+        kind, metavar = kinds[0], f"{kinds[0].__name__.upper()}|{{auto}}"
+
+        def read(words: list[str]) -> int | float | str:
+            try:
+                return words[0] if words[0] == "auto" else kind(words[0])
+            except ValueError:
+                what = "a whole number" if kind is int else "a number"
+                raise ValueError(f"'{words[0]}' is neither {what} nor the word auto") from None
+
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=read,
+            is_instance=lambda value: value == "auto" or isinstance(value, kind | int),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
 
 
 def _split_launch(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -224,10 +288,61 @@ def _split_launch(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
     ours = list(arguments)
     if ours[:1] != ["launch"]:
         return ours, ()
-    for place in range(1, len(ours)):
-        if ours[place] in LAUNCHED:
-            return [*ours[: place + 1]], tuple(ours[place:])
+    place = 1
+    while place < len(ours):
+        word = ours[place]
+        if not word.startswith("-"):
+            return ours[: place + 1], tuple(ours[place:])
+        has_value = word in LAUNCH_FLAGS  # in the next word, and not behind a "="
+        place += 2 if has_value else 1
     return ours, ()
+
+
+def with_flags(message: str) -> str:
+    """Name settings in a message as they are typed: the Python API and files call them by their fields.
+
+    Words that are no names for sure, such as steps, are left alone but for the beginning.
+
+    Example:
+        >>> from samo.cli import with_flags
+        >>> with_flags("batch_size must be 1 or more")
+        '--batch-size must be 1 or more'
+        >>> with_flags("steps must be 1 or more; 'run.eval_every' is a key, and takes steps")
+        "--steps must be 1 or more; 'run.eval_every' is a key, and takes steps"
+    """
+    names = [
+        entry.name for section in fields(TrainConfig) for entry in fields(_section(section.name))
+    ]
+    sure = "|".join(name for name in names if "_" in name)
+    message = re.sub(rf"(?<![\w.'\"-])({sure})(?![\w.'\"=])", _flag, message)
+    return re.sub(rf"^({'|'.join(names)})(?= must )", _flag, message)
+
+
+def _section(name: str) -> Any:
+    return getattr(TrainConfig(), name)
+
+
+def _flag(found: "re.Match[str]") -> str:
+    return "--" + found[0].replace("_", "-")
+
+
+@contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process while modules are loaded: some turn the exception into others."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # others may set no handlers, and what is to be ignored is
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"samo: interrupted\n")
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _log_to_stderr() -> None:

@@ -31,7 +31,9 @@ class Display:
         self._task: TaskID | None = None
         self._numbers = ""
         self._state = ""
+        self._where = ""
         self._masks = ""
+        self._changed_at = self._change_every = 0
         self._phase = ""
         self._steps = 0
         self._began = (0, 0.0)
@@ -78,20 +80,26 @@ class Display:
             case events.Observed() if event.largest is not None:
                 self._masks = f"masks differ by {event.largest:.3f}  "
             case events.Pruned():
-                self._masks = ""
+                self._masks, self._state = "", ""  # what it holds is known after the next step
+                self._changed_at, self._change_every = event.step, 0
                 self._say(event.step, _pruned(event))
             case events.Remapped():
                 self._masks = f"{event.sparsity:.1%} pruned  "
                 if event.grown:
                     self._masks = f"{event.grown / event.kept:.1%} replaced  "
+                    self._change_every = event.step - self._changed_at
+                    self._changed_at = event.step
             case events.Accounted():
-                self._state = f"state {size(event.measured_bytes)} of "
+                self._state = f"state {size(event.rank_bytes[0])} of "
+                self._where = " on the first rank" if len(event.rank_bytes) > 1 else ""
             case events.NotSaved():
                 self._say(event.step, f"NOT SAVED: {event.reason}")
 
     def _start(self, event: events.Started) -> None:
         self._steps = event.steps
         self._began = (event.step, time.monotonic())
+        self._state = self._where = self._masks = ""  # of the run before
+        self._changed_at, self._change_every = event.step, 0
         self._line_at = 0.0
         if isinstance(event, events.Resumed):
             is_over = event.step >= event.steps
@@ -106,9 +114,14 @@ class Display:
 
     def _step(self, event: events.Stepped) -> None:
         speed = f"{event.tokens_per_s:,.0f} tokens/s"
+        if self._change_every and event.step > self._changed_at + self._change_every:
+            self._masks, self._change_every = (
+                "",
+                0,
+            )  # no change came when it was time: that was the last
         self._numbers = (
             f"loss {event.loss:.3f}  {self._masks}{speed}  "
-            f"{self._state}{size(event.memory_bytes)} in all"
+            f"{self._state}{size(event.memory_bytes)} in all{self._where}"
         )
         if self._progress is not None and self._task is not None:
             description = (

@@ -11,6 +11,7 @@ from rich.table import Table
 from samo.cli import Inspect
 from samo.cli.tables import facts, mask_records, mask_table
 from samo.errors import CheckpointError, ConfigError
+from samo.report import grid
 from samo.report.amounts import count, duration, loss, percent, size
 
 __all__ = []
@@ -29,6 +30,7 @@ def run(command: Inspect) -> int:
     elif (path / "manifest.json").is_file():
         found, pictures = _checkpoint(path, verify=command.verify)
     elif path.is_file():
+        _check_no_text(path)
         found, pictures = _masks(path)
     else:
         raise CheckpointError(
@@ -83,7 +85,7 @@ def _machine() -> _Found:
 
 
 def _run(path: Path) -> _Found:
-    from samo.report.findings import entries, saved, tokens_per_s
+    from samo.report.findings import entries, held, tokens_per_s
     from samo.report.mask_course import change_finding, ticket_finding
     from samo.report.runs import read_run
 
@@ -98,13 +100,15 @@ def _run(path: Path) -> _Found:
     found.add("status", f"{status}, step {run.last_step:,} of {count(steps)}", status)
     found.records["step"] = run.last_step
     found.add("mode", f"{run.mode}, {run.dtype}")
+    if run.is_on_many_ranks:
+        found.add("ranks", grid.ranks(run), run.num_stages * run.num_replicas)
     found.add("parameters", count(run.num_params), run.num_params)
     if run.prune is not None:
-        found.add(
-            "sparsity",
-            f"{percent(run.prune.sparsity)} of {run.prune.numel:,} weights, from step {run.prune.step:,}",
-            run.prune.sparsity,
-        )
+        when = f"from step {run.prune.step:,} on"
+        if run.is_pruned_in_steps:
+            when = f"pruned from step {run.prune.step:,} to {run.changes[-1].step:,}"
+        shown = f"{percent(run.prune.sparsity)} of {run.prune.numel:,} weights, {when}"
+        found.add("sparsity", shown, run.prune.sparsity)
     if run.observations:
         found.add("ticket", ticket_finding(run))
     if run.changes:
@@ -113,10 +117,7 @@ def _run(path: Path) -> _Found:
         shown = f"{loss(run.last_eval.loss)} at step {run.last_eval.step:,}"
         found.add("validation loss", shown, run.last_eval.loss)
     if run.state is not None:
-        less = saved(run)
-        against = f", {percent(less)} less than dense training" if less and less > 0 else ""
-        shown = f"{size(run.state.measured_bytes)}{against}"
-        found.add("model state", shown, run.state.measured_bytes)
+        found.add("model state", held(run), run.state.measured_bytes)
     found.add("tokens per second", count(tokens_per_s(run)), tokens_per_s(run))
     found.add("time of training", duration(run.elapsed_s), run.elapsed_s)
     for name in ("last", "best"):
@@ -149,6 +150,16 @@ def _checkpoint(path: Path, *, verify: bool) -> tuple[_Found, list[Table]]:
     masks = Masks.load(path)
     found.records["tensors"] = mask_records(masks)
     return found, [mask_table(masks)]
+
+
+def _check_no_text(path: Path) -> None:
+    """Refuse a text file: a mask file begins with a length, which has bytes of 0."""
+    with open(path, "rb") as file:
+        start = file.read(512)
+    if start and b"\0" not in start:
+        raise CheckpointError(
+            f"'{path}' is a text file; samo inspect takes a mask file, a checkpoint or a run folder"
+        )
 
 
 def _masks(path: Path) -> tuple[_Found, list[Table]]:

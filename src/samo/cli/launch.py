@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from samo.cli import LAUNCHED, Launch, Train, parse
+from samo.cli import LAUNCH_FLAGS, LAUNCHED, Launch, Train, parse
+from samo.config import resolve
 from samo.config_mesh import MeshConfig, place
 from samo.errors import ConfigError
 
@@ -21,14 +22,15 @@ _LAST_LINES: Final = 8
 def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
     if not 1 <= command.num_ranks < 2**16:
-        raise ConfigError(f"num_ranks must be 1 or more, got {command.num_ranks}")
+        raise ConfigError(f"--num-ranks (-n) must be 1 or more, got {command.num_ranks}")
     if command.max_restarts < 0:
-        raise ConfigError(f"max_restarts must be 0 or more, got {command.max_restarts}")
+        raise ConfigError(f"--max-restarts must be 0 or more, got {command.max_restarts}")
     if command.command[:1] not in [(name,) for name in LAUNCHED]:
+        got = f"got {command.command[0]!r}" if command.command else "nothing was named"
         raise ConfigError(
-            f"samo launch starts one of: {', '.join(LAUNCHED)}; got {' '.join(command.command[:1])!r}"
+            f"samo launch starts one of: {', '.join(LAUNCHED)}; {got}: samo launch -n 4 train notes.txt"
         )
-    settings = _settings(command)  # also says once, and not on every rank, what is wrong with it
+    settings = _settings(command.command)
     with ExitStack() as held:
         logs = command.logs
         if logs is None:
@@ -48,6 +50,7 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
 
     from samo.cli.agent import Agent, Fall
     from samo.parallel.watch import PATIENCE_S
+    from samo.training.typed import LAUNCH
 
     logging.disable(logging.ERROR)  # it says in many lines what we say in one
     codes: list[int] = []
@@ -55,6 +58,8 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
     def tell(fall: Fall) -> None:
         said, code = fall.blame(partial(place, settings, command.num_ranks))
         codes.append(code)
+        if code == 2:  # wrong usage: all ranks have it alike, and the first has said so
+            return
         _show_last_words(logs, command.num_ranks)
         sys.stderr.write(f"samo: {said}\n")
         if len(codes) <= command.max_restarts:
@@ -65,7 +70,7 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
         RendezvousParameters(
             backend="c10d",
             endpoint="localhost:0",
-            run_id=f"samo-{os.getpid()}",
+            run_id=f"{LAUNCH}{os.getpid()}",
             min_nodes=1,
             max_nodes=1,
         )
@@ -98,9 +103,23 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
     return codes[-1] if result.is_failed() else 0
 
 
-def _settings(command: Launch) -> MeshConfig:
-    parsed = parse(command.command)
+def _settings(words: tuple[str, ...]) -> MeshConfig:
+    """Return the grid that was asked for; refuse what every rank would refuse, once, before there are any.
+
+    Raises:
+        ConfigError: A setting cannot be used, or a flag stands in the wrong place.
+        SystemExit: An unknown flag (2), or help (0).
+    """
+    for word in words:
+        if word.partition("=")[0] in LAUNCH_FLAGS:
+            raise ConfigError(
+                f"{word} is a flag of samo launch, and stands before the word {words[0]}: samo launch "
+                f"{word} ... {words[0]} ..."
+            )
+    parsed = parse(words)
     assert isinstance(parsed, Train), "the only command that is launched"
+    if parsed.resume is None:
+        resolve(parsed)
     return parsed.mesh
 
 

@@ -1,7 +1,6 @@
 """``samo train``: a run from the settings to the report."""
 
 import json
-import shlex
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,14 +13,17 @@ from samo.cli.display import Display
 from samo.cli.tables import facts
 from samo.config import TrainConfig
 from samo.errors import RunError, SamoError
-from samo.report.amounts import loss, percent, plain, size
-from samo.report.findings import saved
+from samo.report import grid
+from samo.report.amounts import loss, plain
+from samo.report.findings import held
 from samo.report.runs import read_run
+from samo.training.events import Event, Listener, Resumed, Started
 from samo.training.folder import RunFolder, free_folder
 from samo.training.launches import is_first_rank, is_restarted, num_ranks, restarted_folder
 from samo.training.loop import Result, resume, train
 from samo.training.ranks import Ranks
 from samo.training.starting import on_this_machine
+from samo.training.typed import go_on_line
 
 __all__ = []
 
@@ -59,7 +61,7 @@ def run(command: Train) -> int:
         what = "and saved" if saved else "but NOT saved: it will go on from an older checkpoint"
         console.print(
             f"interrupted at step {result.step:,}, {what}. To go on:\n"
-            f"  samo train --resume {shlex.quote(str(result.folder))}",
+            f"  {go_on_line(result.folder)}",
             soft_wrap=True,
             highlight=False,
             markup=False,
@@ -70,9 +72,11 @@ def run(command: Train) -> int:
 
 
 def _train(command: Train, config: TrainConfig, console: Console, display: Display) -> Result:
-    listeners = [display] if is_first_rank() else []
+    listeners: list[Listener] = [display] if is_first_rank() else []
     if command.resume is not None:
         path = command.resume
+        if is_first_rank():
+            listeners.insert(0, Headline(console, RunFolder.find(path).path, is_new=False))
         if is_restarted():  # the checkpoint it was first told to go on from is the oldest by now
             path = RunFolder.find(path).path
         return resume(path, config=config, listeners=listeners)
@@ -88,8 +92,35 @@ def _train(command: Train, config: TrainConfig, console: Console, display: Displ
         config = replace(recorded, mesh=config.mesh)
         return resume(Path(chosen), config=config, listeners=listeners, ranks=ranks)
     if ranks.is_first:
-        console.print(f"run folder: {chosen}", highlight=False, markup=False, soft_wrap=True)
+        listeners.insert(0, Headline(console, Path(chosen), is_new=True))
     return train(config, Path(chosen), listeners=listeners, ranks=ranks)
+
+
+class Headline:
+    """Says where a run lies and on how many ranks it goes, once nothing can refuse it any more.
+
+    Args:
+        console: Where to.
+        folder: The run folder.
+        is_new: Whether the run is made now, and not gone on with.
+    """
+
+    def __init__(self, console: Console, folder: Path, *, is_new: bool) -> None:
+        self._console = console
+        self._folder = folder
+        self._is_new = is_new
+
+    def on(self, event: Event) -> None:
+        """Speak at the start."""
+        if not isinstance(event, Started):
+            return
+        lines = [f"run folder: {self._folder}"] if self._is_new else []
+        if not self._is_new and not isinstance(event, Resumed):
+            lines.append("no checkpoint was written before: the run begins anew at its first step")
+        if layout := grid.ranks(read_run(self._folder)):
+            lines.append(layout)
+        for line in lines:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def summarise(console: Console, result: Result) -> None:
@@ -101,11 +132,11 @@ def summarise(console: Console, result: Result) -> None:
     except RunError as error:
         page = f"none: {error}"
     run = read_run(result.folder)
-    less = saved(run)
     rows = {"validation loss": loss(result.valid_loss)}
+    if run.is_on_many_ranks:
+        rows["ranks"] = grid.ranks(run)
     if run.state is not None:
-        against = f", {percent(less)} less than dense training" if less and less > 0 else ""
-        rows["model state"] = f"{size(run.state.measured_bytes)}{against}"
+        rows["model state"] = held(run)
     rows["checkpoints"] = str(result.folder / "checkpoints")
     rows["report"] = page
     console.print()

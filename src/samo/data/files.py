@@ -114,7 +114,9 @@ def _hint(path: Path) -> str:
         return (
             f", and its folder '{path.parent}' cannot be listed: {error.strerror}; check the path"
         )
-    return nearest(path.name, names) or f"; folder '{path.parent}' has no file of a similar name"
+    # Names that end alike, in .txt, are half the same already.
+    near = nearest(path.name, names, likeness=0.7)
+    return near or f"; folder '{path.parent}' has no file of a similar name"
 
 
 def _map_bin(path: Path) -> NDArray[np.uint16]:

@@ -266,6 +266,8 @@ def mark_prune_steps(axes: Axes, shown: Sequence[Entry]) -> None:
     first = [e.run for e in shown if e.run.prune is not None and e.run.prune.step == steps[0]]
     at_first = {amounts.percent(run.prune.sparsity) for run in first if run.prune is not None}
     text = "pruned from here on" if any(run.is_pruned_in_steps for run in first) else "pruned"
+    if all(run.observations for run in first):
+        text = "ticket drawn, pruned"
     if len(at_first) == len(steps) == 1:
         text += f"{',' if ' on' in text else ''} to {at_first.pop()} sparsity"
     is_late = steps[0] > 0.6 * axes.get_xlim()[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from samo.memory.predict import Kind
-from samo.report import amounts
+from samo.report import amounts, grid
 from samo.report.runs import Eval, Run, State
 
 __all__ = []
@@ -89,12 +89,31 @@ def saved(run: Run) -> float | None:
     return 1.0 - state.measured_bytes / state.dense_bytes
 
 
+def held(run: Run) -> str:
+    """Say what model state the run holds, where, and how much less that is than dense training's."""
+    if run.state is None:
+        return amounts.NOTHING
+    less, where = saved(run), grid.holder(run)
+    parts = [
+        f"{amounts.size(run.state.measured_bytes)}{where and ' '}{where}",
+        f"{amounts.percent(less)} less than dense training" if less and less > 0 else "",
+        grid.largest(run) if run.num_stages > 1 else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
 def bytes_per_param(run: Run) -> float | None:
     """Return measured bytes of model state for each dense parameter."""
-    state = run.state
-    if state is None or state.measured_bytes is None or not run.num_params:
+    state, count = run.state, accounted_params(run)
+    if state is None or state.measured_bytes is None or not count:
         return None
-    return state.measured_bytes / run.num_params
+    return state.measured_bytes / count
+
+
+def accounted_params(run: Run) -> int | None:
+    """Return the dense parameters that the account is about: an older samo's is of the first stage."""
+    count = run.state.num_params if run.state is not None else None
+    return count or run.num_params
 
 
 def status(run: Run) -> str:
@@ -138,7 +157,7 @@ def _baseline(
                 label=whose,
                 total_bytes=size,
                 kinds=kinds_of(run),
-                num_params=run.num_params,
+                num_params=accounted_params(run),
                 is_measured=False,
             )
         )
@@ -167,7 +186,7 @@ def _bars_of(entry: Entry, num_stated: int) -> list[Bar]:
                     label=f"{name}, {what}",
                     total_bytes=size,
                     kinds=kinds if sum(kinds.values()) == size else {},
-                    num_params=run.num_params,
+                    num_params=accounted_params(run),
                     is_measured=what == "measured",
                     entry=entry,
                 )
@@ -177,7 +196,7 @@ def _bars_of(entry: Entry, num_stated: int) -> list[Bar]:
 
 def dense_kinds(run: Run) -> dict[Kind, int]:
     """Split dense training's bytes by kind; empty if they do not add up to what the run says."""
-    state, count = run.state, run.num_params
+    state, count = run.state, accounted_params(run)
     if state is None or not state.dense_bytes or not count:
         return {}
     sizes = {
@@ -201,7 +220,7 @@ def paper_kinds(run: Run) -> dict[Kind, int]:
     For each kept weight: index 4, gradients 2 + 4, fp32 master 4 and its 16-bit copy 2, moments 8.
     Unpruned tensors are trained densely there: weights 2, gradients 6, master 4, moments 8.
     """
-    state, prune, count = run.state, run.prune, run.num_params
+    state, prune, count = run.state, run.prune, accounted_params(run)
     if state is None or prune is None or not count:
         return {}
     kept, unpruned = prune.kept, count - prune.numel
@@ -228,6 +247,8 @@ def summary(shown: Sequence[Entry]) -> str:
     if len(runs) == 1:
         run = runs[0]
         parts = [f"{run.mode or 'one'} run{of}"]
+        if layout := grid.ranks(run):
+            parts.append(f"on {layout}")
         if run.prune is not None:
             when = f"at step {amounts.count(run.prune.step)}"
             if run.is_pruned_in_steps:
@@ -296,7 +317,8 @@ def memory_finding(shown: Sequence[Entry]) -> str:
         return "Model state"
     entry, state, held = min(stated, key=lambda item: item[2])
     name = _holder(entry, len(stated))
-    text = f"{name} holds {amounts.size(held)}"
+    where = grid.holder(entry.run)
+    text = f"{name} holds {amounts.size(held)}{where and ' '}{where}"
     return (
         f"{text}, dense training {amounts.size(state.dense_bytes)}" if state.dense_bytes else text
     )
@@ -327,6 +349,8 @@ class Quantity:
     write: Callable[[float | None], str]
     best: Callable[[Sequence[float]], float] | None = None
     """Which of several values is best: `min` or `max`; None where none is."""
+    is_of_first_rank: bool = False
+    """Whether it is the first rank's, where there are several."""
 
 
 QUANTITIES: Final = (
@@ -366,6 +390,7 @@ QUANTITIES: Final = (
         value=lambda run: _last(run.steps.memory_bytes),
         write=amounts.size,
         best=min,
+        is_of_first_rank=True,
     ),
     Quantity(
         name="checkpoint", value=lambda run: run.checkpoint_bytes, write=amounts.size, best=min

@@ -94,7 +94,7 @@ def _draw_map(axes: Axes, run: Run, size: Size) -> None:
     looked = (
         f"{len(run.observations):,} look{'' if len(run.observations) == 1 else 's'} at the masks"
     )
-    lines = [looked, f"furthest apart: {highest:.2f}" if known else ""]
+    lines = [looked, f"furthest apart: {max(known):.3f}" if known else ""]
     axes.text(
         number - 0.5,
         -0.5,
@@ -144,12 +144,13 @@ def _draw_largest(axes: Axes, run: Run, size: Size) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2f}"))
     axes.set_xlabel("step", fontsize=11)
     _above(axes, f"largest distance among {run.observations[-1].queue} masks in a row")
+    is_low = threshold < 0.15 * axes.get_ylim()[1]  # no room between the line and the axis
     axes.annotate(
         f"threshold {threshold:g}",
         (0, threshold),
-        xytext=(4, -4),
+        xytext=(4, 4 if is_low else -4),
         textcoords="offset points",
-        va="top",
+        va="bottom" if is_low else "top",
         color=LIGHT[AGREE],
         weight="bold",
         fontsize=11,

@@ -16,7 +16,7 @@ from typing import Final
 from samo.errors import RunError
 from samo.memory.predict import KINDS, Kind
 from samo.report import mask_events
-from samo.report.fields import count, number, text
+from samo.report.fields import count, number, numbers, text
 from samo.report.mask_events import Change, Observation, Prune
 
 __all__ = []
@@ -80,6 +80,8 @@ class State:
     paper_bytes: int | None
     measured: Mapping[Kind, int]
     predicted: Mapping[Kind, int]
+    rank_bytes: Sequence[int]
+    """Measured bytes of every rank; empty in the runs of an older samo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,7 @@ class Run:
     data: Mapping[str, object]
     versions: Mapping[str, object]
     hardware: Mapping[str, object]
+    ranks: Mapping[str, object]
     last_step: int
     """The last step that left a trace; 0 before the first."""
     steps: Steps
@@ -146,6 +149,21 @@ class Run:
         """Dense parameters of the model."""
         said = count(self.model.get("num_params"))
         return self.state.num_params if said is None and self.state else said
+
+    @property
+    def is_on_many_ranks(self) -> bool:
+        """Whether there was more than one rank."""
+        return self.num_stages * self.num_replicas > 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model was cut into."""
+        return count(self.ranks.get("pipe")) or 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of each stage."""
+        return count(self.ranks.get("data")) or 1
 
     @property
     def last_eval(self) -> Eval | None:
@@ -229,6 +247,7 @@ def read_run(path: str | Path) -> Run:
         data=_section(about, "data"),
         versions=_section(about, "versions"),
         hardware=_section(about, "hardware"),
+        ranks=_section(about, "ranks"),
         last_step=last_step,
         steps=steps,
         evals=evals,
@@ -326,6 +345,7 @@ def _state(step: int, record: Mapping[str, object]) -> State:
         paper_bytes=count(record.get("paper_bytes")),
         measured=_kinds(record.get("measured")),
         predicted=_kinds(record.get("predicted")),
+        rank_bytes=[int(size) for size in numbers(record.get("rank_bytes")) if size >= 0],
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Final
 
 from samo.memory.predict import KINDS
-from samo.report import amounts, findings, mask_pictures
+from samo.report import amounts, findings, grid, mask_pictures
 from samo.report.figures import loss_figure, memory_figure, throughput_figure
 from samo.report.findings import QUANTITIES, Entry
 from samo.report.mask_pictures import MaskView, Picture, sparsity_figure
@@ -44,6 +44,7 @@ def card(entry: Entry) -> str:
     """Show the numbers that matter most."""
     run, last = entry.run, entry.run.last_eval
     about = [run.mode if run.mode != entry.label else "", run.dtype, findings.status(run)]
+    about.insert(2, grid.ranks(run))
     if run.prune is not None:
         about.insert(1, f"{amounts.percent(run.prune.sparsity)} sparse")
     loss = findings.last_loss(run)
@@ -66,7 +67,9 @@ def card(entry: Entry) -> str:
             amounts.size(held),
             "no ledger in this run"
             if held is None
-            else f"{amounts.three_digits(per_param)} B/param",
+            else ", ".join(
+                filter(None, [f"{amounts.three_digits(per_param)} B/param", grid.largest(run)])
+            ),
         ),
         (
             "saved against dense",
@@ -204,6 +207,8 @@ def _mask_picture(picture: Picture) -> str:
 def comparison(shown: Sequence[Entry]) -> Iterable[str]:
     """Put the numbers of all runs side by side."""
     body = [_row("mode", [escaped(entry.run.mode or amounts.NOTHING) for entry in shown])]
+    if any(entry.run.is_on_many_ranks for entry in shown):
+        body.append(_row("ranks", [escaped(grid.ranks(entry.run) or "1") for entry in shown]))
     for quantity in QUANTITIES:
         values = [quantity.value(entry.run) for entry in shown]
         known = [value for value in values if value is not None and math.isfinite(value)]
@@ -214,7 +219,8 @@ def comparison(shown: Sequence[Entry]) -> Iterable[str]:
         if quantity.best is not None and len(known) > 1 and len(set(texts)) > 1:
             best = quantity.write(quantity.best(known))
             cells = [f"<b>{cell}</b>" if text == best else cell for cell, text in zip(cells, texts)]
-        body.append(_row(quantity.name, cells))
+        first = quantity.is_of_first_rank and any(entry.run.is_on_many_ranks for entry in shown)
+        body.append(_row(f"{quantity.name}{', first rank' if first else ''}", cells))
     body.append(_row("ended", [escaped(findings.status(entry.run)) for entry in shown]))
     table = _table(shown, "".join(body))
     finding = "The runs side by side" if len(shown) > 1 else "The run in numbers"
@@ -275,6 +281,7 @@ def settings(shown: Sequence[Entry]) -> Iterable[str]:
             ("model", run.model),
             ("data", run.data),
             ("hardware", run.hardware),
+            ("ranks", run.ranks),
             ("versions", run.versions),
         ]
         rows = "".join(
@@ -304,6 +311,11 @@ def method(shown: Sequence[Entry]) -> Iterable[str]:
         "The training loss of a table is the mean over the last fiftieth of the logged steps; tokens/s and "
         "step times are medians over the last phase, without its first logged step.",
     ]
+    if any(entry.run.is_on_many_ranks for entry in shown):
+        notes.append(
+            "On many ranks model state is that of one replica, all its stages together; tokens/s are those "
+            "of all ranks, and memory in use is the first rank's."
+        )
     if len({str(entry.run.data.get("fingerprint")) for entry in shown}) > 1:
         notes.append("These runs were not all trained on the same data.")
     if len({str(entry.run.hardware.get("device_name")) for entry in shown}) > 1:

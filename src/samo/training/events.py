@@ -156,6 +156,14 @@ class Accounted(Event):
     """Measured bytes by kind: weights, bitmap, gradients, rest (remainder or master), moments."""
     predicted: dict[str, int]
     """Predicted bytes by kind."""
+    rank_bytes: list[int]
+    """Measured bytes of every rank; the numbers above are of all stages together on the first rank, of
+    each alone on the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccountedAgain(Accounted):
+    """The same after the first step of a resumed run; for displays, and in no file, which has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,6 +96,8 @@ class RunFolder:
         folder = cls(path.parent.parent if is_checkpoint else path)
         if not folder.run_file.is_file():
             what = "has no run.json" if path.is_dir() else "does not exist"
+            if path.is_file():
+                what = "is a file"
             raise RunError(
                 f"'{path}' is not a run folder: it {what}; --resume takes the folder that samo train "
                 "made (--out)"

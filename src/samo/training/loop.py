@@ -17,7 +17,7 @@ from pathlib import Path
 from samo import checkpoints
 from samo.config import TrainConfig, resolve
 from samo.config_files import to_dict
-from samo.config_mesh import check_batch
+from samo.config_mesh import check_batch, in_any_grid
 from samo.errors import ConfigError, DataError
 from samo.training import snapshot
 from samo.training.events import Listener
@@ -113,7 +113,10 @@ def resume(
     folder = RunFolder.find(path)
     checkpoint = folder.last if folder.path == path else path
     recorded = resolve(folder.config())  # an older samo did not know all settings
-    config = on_this_machine(recorded if config is None else config)
+    if config is None:
+        config = in_any_grid(recorded)
+    check_changes(recorded, config, is_resolved=False)  # before they contradict what was recorded
+    config = on_this_machine(config)
     ranks = ranks or Ranks.join(config.mesh, config.run.device)
     with ranks.watched():
         check_batch(config, ranks.num_replicas)
@@ -140,17 +143,12 @@ def resume(
             def note_changes() -> None:
                 if checkpoint != folder.last:
                     checkpoints.copy(checkpoint, folder.last)  # what comes after it is given up
-                for file in folder.path.glob(
-                    "metrics.rank*.jsonl"
-                ):  # also of ranks that are no more
+                # Also of ranks that are no more.
+                for file in folder.path.glob("metrics.rank*.jsonl"):
                     RankFile(file, step=progress.step, on_error=config.run.save_errors).close()
                 old = folder.read_run()
-                new = {
-                    **old,
-                    "config": to_dict(config),
-                    "ranks": layout(ranks),
-                    "launcher": launcher(),
-                }
+                grid = layout(ranks, config)
+                new = {**old, "config": to_dict(config), "ranks": grid, "launcher": launcher()}
                 if new != old:
                     folder.write_run(new)
 

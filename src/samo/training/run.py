@@ -19,6 +19,7 @@ from samo.generation import generate
 from samo.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.training import events, snapshot
+from samo.training.accounts import accounted
 from samo.training.events import Event, Listener
 from samo.training.folder import RunFolder
 from samo.training.interrupt import Interrupt
@@ -225,12 +226,13 @@ class Run:
         self.at.tokens += sum(batch.num_tokens for batch in batches)
         self.at.position = self.batches.position
         self.at.elapsed_s += time.perf_counter() - began
+        is_known = self.at.accounted == self.learner.phase
+        if not is_known or not self.has_stepped:  # gradients and moments are there now
+            self.at.accounted = self.learner.phase
+            self.tell(accounted(step, self.learner, is_known=is_known))
         if numbers is not None:
             self.log(*numbers, lr)
         self.has_stepped = True
-        if self.at.accounted != self.learner.phase:  # gradients and moments are there now
-            self.at.accounted = self.learner.phase
-            self.tell(events.Accounted(step=step, **self.learner.account()))
         self.look_at_masks()
         self.tell(events.Ticked(step=step))
 
@@ -356,7 +358,7 @@ class Run:
     def finish(self) -> None:
         """Account for the state, and let the model write."""
         if self.has_stepped:
-            self.tell(events.Accounted(step=self.at.step, **self.learner.account()))
+            self.tell(accounted(self.at.step, self.learner))
         is_whole = self.ranks.num_stages == 1  # a stage alone writes nothing
         if not (self.config.run.sample_tokens and self.ranks.is_first and is_whole):
             return

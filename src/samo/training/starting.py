@@ -2,8 +2,6 @@
 
 import dataclasses
 import datetime
-import shlex
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +10,7 @@ import torch
 from samo.checkpoints.loading import load
 from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import changes, to_dict
+from samo.config_mesh import micro_batches
 from samo.config_methods import MOVING
 from samo.environment import hardware, versions
 from samo.errors import ConfigError, RunError
@@ -22,6 +21,7 @@ from samo.training.learner import Learner
 from samo.training.ranks import Ranks
 from samo.training.stages import Stages
 from samo.training.text import Text
+from samo.training.typed import command_line
 
 __all__ = []
 
@@ -143,19 +143,28 @@ def _new_model(config: TrainConfig) -> GPT:
         return GPT(gpt_config(config.model, config.data.vocab_size))
 
 
-def check_changes(recorded: TrainConfig, wanted: TrainConfig) -> None:
+def check_changes(recorded: TrainConfig, wanted: TrainConfig, *, is_resolved: bool = True) -> None:
     """Refuse to resume a run with settings that would make it another run.
+
+    Args:
+        recorded: The settings of the run.
+        wanted: Those to go on with.
+        is_resolved: Whether "auto" in the wanted ones is a value; if not, it may become the recorded one.
 
     Raises:
         ConfigError: A setting differs that may not.
     """
-    refused = {k: v for k, v in changes(recorded, wanted).items() if k not in CHANGEABLE}
+    differing = changes(recorded, _with_full_paths(wanted))
+    refused = {k: v for k, v in differing.items() if k not in CHANGEABLE}
+    if not is_resolved:
+        refused = {k: v for k, v in refused.items() if v[1] != "auto"}
     if refused:
         key, (old, new) = next(iter(refused.items()))
-        allowed = ", ".join(sorted(key.partition(".")[2] for key in CHANGEABLE))
+        names = sorted(key.partition(".")[2] for key in CHANGEABLE - {"data.train"})
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         raise ConfigError(
             f"a resumed run keeps its settings, and {key} was {old!r}, not {new!r}; leave it out, or "
-            f"start a new run. What may change: {allowed}"
+            f"start a new run. What may change: {flags}, and where the text lies"
         )
 
 
@@ -178,7 +187,7 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
     """Return the content of run.json: what is run, on what, and where."""
     return {
         "name": out.resolve().name,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": to_dict(config),
         "model": {"num_params": learner.num_params},
@@ -191,14 +200,17 @@ def record(config: TrainConfig, out: Path, text: Text, learner: Learner) -> dict
         },
         "versions": versions(),
         "hardware": hardware(learner.device),
-        "ranks": layout(learner.ranks),
+        "ranks": layout(learner.ranks, config),
         "launcher": launcher(),
     }
 
 
-def layout(ranks: Ranks) -> dict[str, int]:
-    """Return the grid as run.json records it."""
-    return {"pipe": ranks.num_stages, "data": ranks.num_replicas}
+def layout(ranks: Ranks, config: TrainConfig) -> dict[str, int]:
+    """Return the grid as run.json records it: also what "auto" became, which another grid may not keep."""
+    grid = {"pipe": ranks.num_stages, "data": ranks.num_replicas}
+    if ranks.num_stages > 1:
+        grid["micro_batches"] = micro_batches(config, ranks.num_replicas)
+    return grid
 
 
 def _with_full_paths(config: TrainConfig) -> TrainConfig:
