@@ -13,7 +13,7 @@ import pytest
 from benchmarks import early_bird_intervals, early_bird_rules
 from benchmarks.cpu_kernels import bench as cpu_kernels
 from benchmarks.cpu_step import bench as cpu_step
-from benchmarks.data_parallel import bench as data_parallel
+from benchmarks.data_parallel import bench as data_parallel, overlap
 from benchmarks.faults import bench as faults
 from benchmarks.layouts import bench as layouts
 from benchmarks.pipeline import simulated
@@ -29,9 +29,10 @@ from samo import cli
         (cpu_step, 3),
         (cpu_kernels, 39),
         (data_parallel, 6),
+        (overlap, 4),
         (simulated, 7),
     ],
-    ids=["cpu_step", "cpu_kernels", "data_parallel", "simulated"],
+    ids=["cpu_step", "cpu_kernels", "data_parallel", "overlap", "simulated"],
 )
 def test_it_runs_and_writes_its_rows(
     bench: Any, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

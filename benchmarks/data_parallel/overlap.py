@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samo
-from benchmarks.measure import Row, arguments, in_turns, show, spread, time_ms, write_rows
+from benchmarks.measure import Row, arguments, in_turns, show, spread, write_rows
 from benchmarks.ranks import run
 
 __all__ = ["main"]
@@ -43,7 +43,7 @@ class SleepyLinear(nn.Linear):
 
 
 def train(rank: int, num_ranks: int, width: int, rounds: int) -> list[Row]:
-    """Time backward on this rank, with the reduction overlapped, behind it, and left out."""
+    """Time what this rank waits for, with the reduction overlapped by backward, and behind it."""
     data = samo.mesh(device="cpu")["data"]
     torch.manual_seed(0)
     layers = [SleepyLinear(width, width, bias=False) for _ in range(LAYERS)]
@@ -64,34 +64,32 @@ def train(rank: int, num_ranks: int, width: int, rounds: int) -> list[Row]:
                 overlap=is_overlapped,
             )
 
-        def backward(name: str, models: dict[str, nn.Module] = models) -> float:
-            model = models[name.removesuffix(", alone")]
-            model.zero_grad()
-            if name.endswith(", alone"):
-                with samo.no_sync(model):
-                    return time_ms(lambda: model(x).sum().backward())
-            return time_ms(lambda: model(x).sum().backward())
+        waits: dict[str, list[float]] = {name: [] for name in models}
 
-        calls = {
-            f"{name}{more}": (lambda name=name, more=more: backward(name + more))
-            for name in models
-            for more in ("", ", alone")
-        }
+        def backward(
+            name: str, models: dict[str, nn.Module] = models, waits: dict[str, list[float]] = waits
+        ) -> None:
+            model = models[name]
+            model.zero_grad()
+            before = samo.traffic(model).exposed_s
+            model(x).sum().backward()
+            waits[name].append((samo.traffic(model).exposed_s - before) * 1e3)
+
+        calls = {name: (lambda name=name: backward(name)) for name in models}
         times = in_turns(calls, rounds=rounds, prepare=dist.barrier)
         for name, model in models.items():
-            both = zip(times[name], times[f"{name}, alone"])
-            found = spread([with_ - without for with_, without in both])
+            waited = spread(waits[name][-rounds:])
             traffic = samo.traffic(model)
             rows.append(
                 {
                     "reduction": name,
                     "shard": str(shard),
                     "ranks": num_ranks,
-                    "backward_ms": spread(times[name])["median"],
-                    "exposed_ms": found["median"],
-                    "exposed_p20_ms": found["p20"],
-                    "exposed_p80_ms": found["p80"],
+                    "exposed_ms": waited["median"],
+                    "exposed_p20_ms": waited["p20"],
+                    "exposed_p80_ms": waited["p80"],
                     "in_flight_ms": traffic.in_flight_s / traffic.reductions * 1e3,
+                    "pass_ms": spread(times[name])["median"],
                     "width": width,
                     "rounds": rounds,
                 }
@@ -102,12 +100,10 @@ def train(rank: int, num_ranks: int, width: int, rounds: int) -> list[Row]:
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="backward passes of each kind")
+    parser.add_argument("--rounds", type=int, default=60, help="passes of each kind")
     options = parser.parse_args()
-    rows: list[Row] = []
-    for num_ranks in (2,) if options.toy else (2, 4):
-        rows += run(num_ranks, train, 64 if options.toy else 2048, options.rounds)
-    columns = ["ranks", "shard", "reduction", "backward_ms", "exposed_ms", "exposed_p20_ms", "exposed_p80_ms", "in_flight_ms"]  # fmt: skip
+    rows: list[Row] = run(2, train, 64 if options.toy else 1024, options.rounds)
+    columns = ["ranks", "shard", "reduction", "exposed_ms", "exposed_p20_ms", "exposed_p80_ms", "in_flight_ms", "pass_ms"]  # fmt: skip
     show(rows, columns)
     write_rows(options.out, rows)
 

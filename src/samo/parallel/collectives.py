@@ -221,6 +221,10 @@ def _divide(tensor: Tensor, divisor: int) -> None:
 
 def _add_up(parts_RZ: Tensor, out_Z: Tensor, divisor: int) -> None:  # noqa: N803
     """Write the sum of all rows, divided; added in the order of rows and in fp32 or wider."""
+    if len(parts_RZ) == 2 and divisor in (1, 2):  # added in fp32, rounded once, halved exactly
+        torch.add(*parts_RZ, out=out_Z)
+        _divide(out_Z, divisor)
+        return
     for columns, out in zip(parts_RZ.split(_PIECE, dim=1), out_Z.split(_PIECE)):
         total = columns[0].to(master_dtype(out.dtype), copy=True)
         for row in columns[1:]:
