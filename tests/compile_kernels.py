@@ -8,7 +8,7 @@ handy to look at the code: ``compile_kernel(...).asm["ptx"]``.
 
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ def variants() -> Iterator[Variant]:
         types["num_weights"] = "i32"
         constants = {"HAS_SKIP": has_skip, "HAS_LR_AT": bool(lr), "SIZE": 128}
         yield tk.adamw_scalars_kernel, types, constants, 4
-    # Each flag with each pair of types; flags together only where one changes what another does.
-    for (dtype, grad_dtype), is_first in product(PAIRS, (False, True)):
+    # Flags in turns over the pairs of types: together only where one changes what another does.
+    for (dtype, grad_dtype), is_first in zip(PAIRS, cycle((False, True))):
         types = {"rows": "*i64", "items": "*i32", "scalars": "*fp32", "skip": "*i8"}
         types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
         constants = {
