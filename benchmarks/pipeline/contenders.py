@@ -3,6 +3,7 @@
 import io
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from typing import Any, Final
@@ -32,7 +33,7 @@ ONE_MORE: Final[dict[str, dict[str, Any]]] = {
 LOSS: Final = nn.functional.mse_loss
 
 
-class Contender:
+class Contender(ABC):
     """A pipeline, as it is timed."""
 
     name: str
@@ -44,12 +45,12 @@ class Contender:
         (layer,) = (m for m in self.module.modules() if isinstance(m, SleepyLayer))
         return layer
 
+    @abstractmethod
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute forward and backward of a batch and return its loss."""
-        raise NotImplementedError
 
-    def close(self) -> None:
-        """End what runs in the background."""
+    def close(self) -> None:  # noqa: B027
+        """End what runs in the background, if anything does."""
 
 
 class Samo(Contender):
