@@ -1,7 +1,8 @@
 """Run a function on several ranks of this machine, each a process of its own.
 
 Ranks are forked from a server that has torch and samo loaded: they start in some hundredths of a second
-and inherit no threads. The ranks' store is held here, as torchrun holds it, so it outlives any of them.
+and inherit no threads. Where there is a GPU, which a forked process cannot use, each starts by itself. The
+ranks' store is held here, as torchrun holds it, so it outlives any of them.
 """
 
 import datetime
@@ -16,8 +17,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-_processes: Final = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.preloaded"])
+_processes: Final = multiprocessing.get_context(
+    "spawn" if torch.cuda.is_available() else "forkserver"
+)
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_ranks(

@@ -398,7 +398,7 @@ def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatc
     model = nn.Sequential(nn.Linear(8, 8))
     opt = samo.AdamW(samo.parameters(samo.compress_(model, samo.prune(model, 0.5))))
     model(torch.ones(1, 8)).sum().backward()
-    for name in ("is_available", "is_current_stream_capturing"):
+    for name in ("is_initialized", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     with pytest.raises(samo.CompressionError, match="after each replay"):
         opt.step()

@@ -167,7 +167,7 @@ class AdamW(Optimizer):
         Raises:
             CompressionError: It is called while a CUDA graph is captured.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise CompressionError(
                 "samo.AdamW.step cannot be part of a CUDA graph: addresses of the gradients are sent "
                 "from the host in each step; capture forward and backward, and call step() after "
