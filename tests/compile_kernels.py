@@ -16,7 +16,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from samo.kernels import cuda, triton_kernels as tk
+from samo.kernels import age_kernels, cuda, cuda_ages, triton_kernels as tk
 from samo.kernels.triton_parts import KINDS
 
 NAMES = {
@@ -50,13 +50,18 @@ def variants() -> Iterator[Variant]:
         types["num_weights"] = "i32"
         constants = {"HAS_SKIP": has_skip, "HAS_LR_AT": bool(lr), "SIZE": 128}
         yield tk.adamw_scalars_kernel, types, constants, 4
+    for lr in ("", "*fp32", "*fp64"):
+        types = {"step_sizes": "*fp32", "denominators": "*fp32", "lr_at": lr or "*fp32"}
+        types |= dict.fromkeys(("lr", "beta1", "beta2"), "fp64")
+        constants = {"HAS_LR_AT": bool(lr), "SIZE": cuda_ages._SIZE}
+        yield age_kernels.age_corrections_kernel, types, constants, 4
     # Flags in turns over the pairs of types: together only where one changes what another does.
     for (dtype, grad_dtype), is_first in zip(PAIRS, cycle((False, True))):
         types = {"rows": "*i64", "items": "*i32", "scalars": "*fp32", "skip": "*i8"}
         types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
         constants = {
             "WEIGHT": KINDS[dtype],
-            "WHOLE": KINDS[cuda._REST_KINDS[dtype]],
+            "WHOLE": KINDS[cuda.REST_KINDS[dtype]],
             "GRADIENT": KINDS[grad_dtype],
             "HAS_SKIP": is_first,
             "IS_SMALL": not is_first,
@@ -65,6 +70,13 @@ def variants() -> Iterator[Variant]:
         yield (
             tk.adamw_kept_kernel,
             types,
+            constants | {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
+            1,
+        )
+        by_age = {"age_rows": "*i64", "step_sizes": "*fp32", "denominators": "*fp32"}
+        yield (
+            age_kernels.adamw_aged_kernel,
+            types | by_age,
             constants | {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
             1,
         )

@@ -2,6 +2,8 @@
 
 import copy
 import pathlib
+from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from samo.kernels import (
     AgedUpdate,
     Path,
     ages as ages_module,
+    choose,
     choose_aged,
     cpu_ages,
     reference,
@@ -24,6 +27,22 @@ from samo.owners import owned_weights
 from tests.meters import assert_ulps
 
 SETTINGS = AdamWSettings(3e-3, 0.9, 0.999, 1e-8, 0.1)
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    params=[
+        "auto",
+        "reference",
+        pytest.param(
+            "triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+        ),
+    ]
+)
+def path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """All ways to update entries; that of a GPU on one, or in Triton's interpreter."""
+    with torch.device("cuda" if ON_GPU and request.param == "triton" else "cpu"):
+        yield request.param
 
 
 def build(
@@ -38,30 +57,34 @@ def build(
 
 
 def train(model: nn.Module, opt: samo.AdamW, steps: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(5)
     for _ in range(steps):
-        x = torch.randn(8, 40, generator=generator).to(dtype)
+        x = torch.randn(8, 40, dtype=dtype)
         model(x).float().square().mean().backward()
         opt.step()
         opt.zero_grad()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_without_late_entries_results_are_the_same_bit_for_bit(
-    dtype: torch.dtype, kernels: Path
+    dtype: torch.dtype, path: Path
 ) -> None:
-    plain, plain_opt = build(dtype, entry_steps=False, kernels=kernels)
-    aged, aged_opt = build(dtype, entry_steps=True, kernels=kernels)
-    train(plain, plain_opt, 60, dtype)
-    train(aged, aged_opt, 60, dtype)
+    plain, plain_opt = build(dtype, entry_steps=False, kernels=path)
+    aged, aged_opt = build(dtype, entry_steps=True, kernels=path)
+    if ON_GPU and path == "triton" and dtype == torch.float64:
+        pytest.skip(
+            "without a kernel of its own, where a GPU's powers may differ in the last digit"
+        )
+    steps = 5 if path == "triton" and not ON_GPU else 60  # the interpreter is slow
+    train(plain, plain_opt, steps, dtype)
+    train(aged, aged_opt, steps, dtype)
     for name, value in plain.state_dict().items():
         assert torch.equal(aged.state_dict()[name], value)
     for ours, theirs in zip(samo.parameters(aged), samo.parameters(plain)):
         for key, value in plain_opt.state[theirs].items():
             assert torch.equal(aged_opt.state[ours][key], value)
     weight = owned_weights(aged)["0.weight"]
-    assert (aged_opt.state[weight.leaf]["age"] == 60).all()
+    assert (aged_opt.state[weight.leaf]["age"] == steps).all()
     assert "age" not in aged_opt.state[owned_weights(aged)["0.bias"].leaf]
 
 
@@ -85,13 +108,15 @@ def copy_of(update: AdamWUpdate) -> AdamWUpdate:
 
 @pytest.mark.parametrize("step", [0.0, 1.0, 999.0, OLDEST - 1.0, OLDEST + 0.0, 1e6])
 @pytest.mark.parametrize("beta2", [0.95, 0.99999])
-def test_the_oldest_entries_follow_the_weight_at_any_step(step: float, beta2: float) -> None:
+def test_the_oldest_entries_follow_the_weight_at_any_step(
+    step: float, beta2: float, path: Path
+) -> None:
     ours = update_of(step)
     theirs = copy_of(ours)
     settings = SETTINGS._replace(beta2=beta2)
     ages = ages_at(ours.step, ours.grad_Z.numel())
-    adamw_aged_([AgedUpdate(ours, ages)], settings, None)
-    reference.adamw_([theirs], settings, None)
+    choose_aged(ours.dense.device, path).adamw_aged_([AgedUpdate(ours, ages)], settings, None)
+    choose(ours.dense.device, path).adamw_([theirs], settings, None)
     for one, other in zip(ours, theirs):
         assert one is other or torch.equal(one, other)
     assert (ages == min(step + 1, OLDEST)).all()
@@ -130,22 +155,27 @@ def master_of(update: AdamWUpdate) -> Tensor:
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("beta1", [0.9, 0.4])
-def test_the_fast_path_is_within_two_ulp_of_the_reference(
-    types: tuple[torch.dtype, torch.dtype], beta1: float
+@pytest.mark.parametrize("is_lr_tensor", [False, True])
+def test_the_fast_paths_are_within_three_ulp_of_the_reference(
+    types: tuple[torch.dtype, torch.dtype], beta1: float, is_lr_tensor: bool, path: Path
 ) -> None:
     ours = update_of(500.0, *types)
     theirs, before = copy_of(ours), master_of(ours)
     ages = torch.randint(0, OLDEST + 1, ours.grad_Z.shape, dtype=torch.int16)
     ages[:3] = OLDEST
     expected = ages.clone()
-    settings = SETTINGS._replace(beta1=beta1)
-    cpu_ages.adamw_aged_([AgedUpdate(ours, ages)], settings, None)
+    lr = torch.tensor(3e-3, dtype=torch.float64) if is_lr_tensor else 3e-3
+    settings = SETTINGS._replace(lr=lr, beta1=beta1)
+    # Two at once: each finds its own entries, ages and step count.
+    others = update_of(3.0, *types)
+    aged = [AgedUpdate(ours, ages), AgedUpdate(others, ages_at(others.step, others.grad_Z.numel()))]
+    choose_aged(ours.dense.device, path).adamw_aged_(aged, settings, None)
     adamw_aged_([AgedUpdate(theirs, expected)], settings, None)
     assert torch.equal(ages, expected)
     assert ours.step == theirs.step == 501
     torch.testing.assert_close(ours.exp_avg_Z, theirs.exp_avg_Z)
     torch.testing.assert_close(ours.exp_avg_sq_Z, theirs.exp_avg_sq_Z)
-    assert_ulps(master_of(ours), master_of(theirs), before, at_most=2)
+    assert_ulps(master_of(ours), master_of(theirs), before, at_most=3)
     assert not ours.dense[~ours.mask.to_bool()].any()
 
 
@@ -177,20 +207,21 @@ def test_two_threads_give_the_bits_of_one() -> None:
         assert torch.equal(ages, others)
 
 
-def test_a_cpu_takes_the_fast_path_and_others_the_plain_one() -> None:
+def test_each_device_takes_its_fast_path() -> None:
     assert choose_aged(torch.device("cpu")) is cpu_ages
     assert choose_aged(torch.device("cpu"), "reference") is ages_module
-    assert choose_aged(torch.device("cpu"), "triton") is ages_module
-    assert choose_aged(torch.device("cuda")) is ages_module
+    assert choose_aged(torch.device("cuda"), "reference") is ages_module
+    cuda_ages = pytest.importorskip("samo.kernels.cuda_ages", reason="needs triton")
+    assert choose_aged(torch.device("cpu"), "triton") is cuda_ages
+    assert choose_aged(torch.device("cuda")) is cuda_ages
 
 
-@pytest.mark.parametrize("path", ["auto", "reference"])
 @pytest.mark.parametrize("is_skipped", [True, False])
 def test_a_skipped_step_counts_nothing(is_skipped: bool, path: Path) -> None:
     ours = update_of(7.0)
     before = copy_of(ours)
     ages = torch.full(ours.grad_Z.shape, 3, dtype=torch.int16)
-    choose_aged(torch.device("cpu"), path).adamw_aged_(
+    choose_aged(ours.dense.device, path).adamw_aged_(
         [AgedUpdate(ours, ages)], SETTINGS, torch.tensor(is_skipped)
     )
     assert (ages == (3 if is_skipped else 4)).all()

@@ -68,6 +68,8 @@ LAYERS: Final = (
         "samo.kernels.ages",
         "samo.kernels.age_loops",
         "samo.kernels.cpu_ages",
+        "samo.kernels.age_kernels",
+        "samo.kernels.cuda_ages",
         "samo.kernels.lean",
         "samo.kernels.lean_numbers",
         "samo.kernels.lean_kernels",

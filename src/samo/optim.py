@@ -66,7 +66,7 @@ class AdamW(Optimizer):
         state: "exact", or "lean" for 8-bit state.
         entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so that
             entries which `samo.remap_` adds late get Adam's bias correction for their own age. Without
-            such entries results are the same bit for bit. On a GPU updates run in plain torch operations.
+            such entries results are the same bit for bit (float64 on a GPU: but for the last digit).
 
     Raises:
         ValueError: A setting is out of range, or a float64 weight would get lean state, or

@@ -13,8 +13,8 @@ another device is one more module with these four functions and one more line in
 
 A fifth, ``adamw_lean_``, is an AdamW update with 8-bit state, in modules of its own: ``lean`` in plain
 torch operations, and ``cuda_lean`` for an NVIDIA GPU. A CPU takes the former. A sixth, ``adamw_aged_``, is
-one whose entries have step counts of their own: ``ages`` in plain torch operations, which a GPU takes as
-well, and ``cpu_ages``.
+one whose entries have step counts of their own: ``ages`` in plain torch operations, ``cpu_ages`` and
+``cuda_ages``.
 
 Shape suffixes below: N = entries of the dense tensor, Z = kept entries, G = groups of entries.
 """
@@ -168,11 +168,15 @@ def choose_aged(device: torch.device, path: Path = "auto") -> AgedKernels:
     """Return the implementation of AdamW with ages that goes with `choose`."""
     from samo.kernels import ages, reference
 
-    if device.type != "cpu" or path != "auto" or choose(device, path) is reference:
+    if choose(device, path) is reference:
         return ages
-    from samo.kernels import cpu_ages
+    if device.type == "cpu" and path == "auto":
+        from samo.kernels import cpu_ages
 
-    return cpu_ages
+        return cpu_ages
+    from samo.kernels import cuda_ages
+
+    return cuda_ages
 
 
 @cache

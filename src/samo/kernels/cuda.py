@@ -86,7 +86,7 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     """Do one AdamW step: one launch for the step counts, one for each kind of weight."""
     plain = []
     for update in updates:
-        if _is_plain(update):
+        if is_plain(update):
             plain.append(update)
         else:
             reference.adamw_([update], settings, skip)
@@ -218,7 +218,7 @@ def launch_adamw(
             arguments = (table, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
             options = {
                 "WEIGHT": KINDS[dtype],
-                "WHOLE": KINDS[_REST_KINDS[dtype]],
+                "WHOLE": KINDS[REST_KINDS[dtype]],
                 "GRADIENT": KINDS[grad_dtype],
                 "HAS_SKIP": skip is not None,
                 "IS_SMALL": 1 - beta1 < 0.5,
@@ -251,7 +251,7 @@ def count_steps(
     lr, beta1, beta2, _, weight_decay = settings
     device, count, size = table.device, len(table), 128
     scalars = torch.empty(count, SCALARS.value, dtype=torch.float32, device=device)
-    is_lr_there = isinstance(lr, Tensor) and lr.device == device
+    lr_at, lr_here = rate_of(lr, scalars)
     # A number for each pointer that is not used: Triton wants something of the right type.
     skip_at = scalars if skip is None else skip.view(torch.int8)
     with on(device):
@@ -259,17 +259,24 @@ def count_steps(
             table,
             scalars,
             skip_at,
-            lr if is_lr_there else scalars,
-            0.0 if is_lr_there else float(lr),
+            lr_at,
+            lr_here,
             float(beta1),
             float(beta2),
             float(weight_decay),
             count,
             HAS_SKIP=skip is not None,
-            HAS_LR_AT=is_lr_there,
+            HAS_LR_AT=lr_at is not scalars,
             SIZE=size,
         )
     return scalars, skip_at
+
+
+def rate_of(lr: float | Tensor, unused: Tensor) -> tuple[Tensor, float]:
+    """Return where a learning rate is on the device, or ``unused``, and the rate known on the host."""
+    if isinstance(lr, Tensor) and lr.device == unused.device:
+        return lr, 0.0
+    return unused, float(lr)
 
 
 def adamw_config(updates: Sequence[AdamWUpdate]) -> Config:
@@ -289,7 +296,7 @@ _EXPONENTS: Final = {
 }
 """For each type its entries as integers, and the bits that are all set in no finite number."""
 
-_REST_KINDS: Final = {
+REST_KINDS: Final = {
     torch.bfloat16: torch.bfloat16,  # the remainder: 16 bits as well
     torch.float16: torch.float32,
     torch.float32: torch.float32,  # none; any type will do
@@ -307,7 +314,7 @@ def _num_parts(numel: int) -> int:
     return cdiv(numel, PART * ITEM_PARTS)
 
 
-def _is_plain(update: AdamWUpdate) -> bool:
+def is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
     dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step = update
     kept = dense.numel() if mask is None else mask.kept

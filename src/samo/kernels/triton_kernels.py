@@ -20,15 +20,16 @@ from samo.kernels.triton_parts import (
     SIZE,
     STEP,
     address_in,
+    corrections_of,
     find_block,
     find_part,
     load_entries,
     load_master,
     narrow,
     places_of,
-    power_of,
     ranks_of,
     read_block,
+    read_rate,
     store_entries,
     store_master,
     widen,
@@ -158,30 +159,33 @@ def adamw_scalars_kernel(
         tl.store(step_at, steps, mask=is_inside & (tl.load(skip) == 0))
     else:
         tl.store(step_at, steps, mask=is_inside)
-    rate = tl.full([SIZE], 0.0, tl.float64)
-    if HAS_LR_AT:
-        rate += tl.load(lr_at).to(tl.float64)
-    else:
-        rate += lr
-    counts = steps.to(tl.int32)
-    step_size = rate / (1.0 - power_of(beta1, counts, SIZE))
-    denominator = tl.sqrt(1.0 - power_of(beta2, counts, SIZE))
+    rate = read_rate(lr_at, lr, HAS_LR_AT, SIZE)
+    step_size, denominator = corrections_of(steps.to(tl.int32), rate, beta1, beta2, SIZE)
     decay = 1.0 - rate * weight_decay
     target = scalars + index * SCALARS
-    tl.store(target, (-step_size).to(tl.float32), mask=is_inside)
-    tl.store(target + 1, denominator.to(tl.float32), mask=is_inside)
+    tl.store(target, step_size, mask=is_inside)
+    tl.store(target + 1, denominator, mask=is_inside)
     tl.store(target + 2, decay.to(tl.float32), mask=is_inside)
 
 
 @triton.jit
-def _update(
+def read_scalars(scalars, weight):
+    """Return what all entries of a weight share: minus the step size, the denominator, the decay."""
+    at = scalars + weight * SCALARS
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def update_entries(
     weight_at,
     rest_at,
     grad_at,
     exp_avg_at,
     exp_avg_sq_at,
     mask,
-    scalars,
+    step_size,
+    denominator,
+    decay,
     lerp,
     beta2,
     rest2,
@@ -198,10 +202,6 @@ def _update(
     grad = widen(load_entries(grad_at, mask, IS_FULL))
     exp_avg = load_entries(exp_avg_at, mask, IS_FULL)
     exp_avg_sq = load_entries(exp_avg_sq_at, mask, IS_FULL)
-    step_size = tl.load(scalars)
-    denominator = tl.load(scalars + 1)
-    decay = tl.load(scalars + 2)
-
     if IS_SMALL:  # torch's lerp starts from the nearer end
         exp_avg = tl.fma(grad - exp_avg, tl.zeros_like(grad) + lerp, exp_avg)
     else:
@@ -246,18 +246,21 @@ def adamw_kept_kernel(
     grad = address_in(row, GRAD, GRADIENT) + begin
     exp_avg = address_in(row, EXP_AVG, tl.float32) + begin
     exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.float32) + begin
+    step_size, denominator, decay = read_scalars(scalars, weight)
     first = 0
     while first < count:
         slots = first + tl.arange(0, SLOTS)
         places = places_of(low, high, ends, slots, SLOTS)
-        _update(
+        update_entries(
             dense + places,
             rest + slots,
             grad + slots,
             exp_avg + slots,
             exp_avg_sq + slots,
             slots < count,
-            scalars + weight * SCALARS,
+            step_size,
+            denominator,
+            decay,
             lerp,
             beta2,
             rest2,
@@ -298,16 +301,18 @@ def adamw_all_kernel(
     exp_avg = address_in(row, EXP_AVG, tl.float32, IS_ALIGNED)
     exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.float32, IS_ALIGNED)
     entry = start + tl.arange(0, PART)
-    shared = scalars + weight * SCALARS
+    step_size, denominator, decay = read_scalars(scalars, weight)
     if start + PART <= size:
-        _update(
+        update_entries(
             dense + entry,
             rest + entry,
             grad + entry,
             exp_avg + entry,
             exp_avg_sq + entry,
             entry < size,
-            shared,
+            step_size,
+            denominator,
+            decay,
             lerp,
             beta2,
             rest2,
@@ -316,14 +321,16 @@ def adamw_all_kernel(
             True,
         )
     elif start < size:
-        _update(
+        update_entries(
             dense + entry,
             rest + entry,
             grad + entry,
             exp_avg + entry,
             exp_avg_sq + entry,
             entry < size,
-            shared,
+            step_size,
+            denominator,
+            decay,
             lerp,
             beta2,
             rest2,
