@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.quality import gpt, images, runs, spreads, vgg
+from benchmarks.quality import gpt, images, rates, runs, spreads, vgg
 from benchmarks.quality.gpt_run import DENSE_BYTES, QUICK, Run, Settings, matching_shape
 from benchmarks.quality.text import Text, even, find_text, order, windows
 from hypothesis import given, settings, strategies as st
@@ -48,7 +48,8 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    common = ("--quick", "--out", out, "--text", text_file, "--device", "cpu", "--steps", 24)
+    where = ("--quick", "--out", out, "--text", text_file, "--device", "cpu")
+    common = (*where, "--steps", 24, "--lrs", 1e-3)
     call(gpt.main, monkeypatch, *common, "--seeds", 0)
     rows = {row["contender"]: row for row in rows_of(out)}
     assert list(rows) == [name for name, contender in gpt.CONTENDERS.items() if contender.is_usual]
@@ -77,9 +78,9 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
     call(gpt.main, monkeypatch, *common, "--seeds", 0)  # nothing is left to do
     assert (out / "rows.jsonl").read_bytes() == before
     page = (out / "README.md").read_text()
-    assert page.count("\n| ") == 2 + len(rows)
+    assert page.count("\n| ") == 2 * (2 + len(rows))  # one table of results, one of rates
     assert f"{dense['valid_loss']:.3f} | - |" in page
-    for name in ("loss", "curves"):
+    for name in ("loss", "curves", "rates"):
         assert (out / f"{name}.png").read_bytes().startswith(PNG)
         assert "</svg>" in (out / f"{name}.svg").read_text()
 
@@ -87,8 +88,8 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
     call(gpt.main, monkeypatch, "--out", out, "--page-only")
     assert (out / "README.md").read_text() == page
 
-    with pytest.raises(SystemExit, match=r"rows of other settings.*lr 0\.001 and now 0\.5"):
-        call(gpt.main, monkeypatch, *common, "--lr", 0.5)
+    with pytest.raises(SystemExit, match=r"rows of other settings.*batch 4 and now 5"):
+        call(gpt.main, monkeypatch, *common, "--batch", 5)
 
 
 @pytest.mark.slow
@@ -106,12 +107,14 @@ def test_runs_in_processes_of_their_own_give_the_same(
         1,
         "--only",
         "random-90",
+        "--lrs",
+        0.01,
     )
     call(gpt.main, monkeypatch, *arguments, "--out", tmp_path, "--parallel", 2, "--device", "cpu")
     found = {row["seed"]: row["valid_loss"] for row in rows_of(tmp_path)}
     sizes = Settings(**(QUICK | {"steps": 4}))
     for seed in (0, 1):
-        here = gpt.train(("random-90", seed), sizes, [text_file], "cpu")
+        here = gpt.train(runs.Job("random-90", seed, 0.01), sizes, [text_file], "cpu")
         assert found[seed] == pytest.approx(here["valid_loss"], rel=1e-4)  # threads may differ
     assert found[0] != found[1]
 
@@ -126,14 +129,14 @@ def test_the_time_of_all_runs_is_told_beforehand(
     call(gpt.main, monkeypatch, *arguments, "--estimate", "--device", "cpu")
     printed = capsys.readouterr().out
     assert "tokens a second" in printed
-    assert "24 runs of 5 steps" in printed
+    assert "32 to 48 runs of 5 steps" in printed  # 8 contenders: 2 to 4 rates, and 2 more seeds
     assert not (tmp_path / "out").exists()
 
 
 def small_run(masks: bool = False) -> Run:
     text = Text(bytes(range(256)) * 40, bytes(range(256)) * 4, "bytes")
     sizes = Settings(**(QUICK | {"steps": 3}))
-    run = Run(sizes, sizes.shape, text, 0, CPU)
+    run = Run(sizes, sizes.shape, text, CPU, seed=0, lr=1e-3)
     if masks:
         run.compress(samo.prune(run.model, 0.9))
     return run
@@ -415,11 +418,11 @@ def test_a_ticket_that_takes_a_whole_layer_is_not_drawn(
 
     monkeypatch.setattr(vgg, "vgg", unfair)
     sizes = {"width": 4, "epochs": 6, "batch": 16, "images": 16, "lr": 1e-6}
-    row = vgg.train(("ticket-50", 0), vgg.Settings(**sizes), data, "cpu")
+    row = vgg.train(runs.Job("ticket-50", 0), vgg.Settings(**sizes), data, "cpu")
     assert "no ticket in 6 epochs: '26' would lose all of its 32 channels" in row["failure"]
     assert row["accuracy"] is None
     assert len(row["curve"]) == 6  # it was looked for to the end
-    row = vgg.train(("ticket-50", 0), vgg.Settings(**sizes, spared=1), data, "cpu")
+    row = vgg.train(runs.Job("ticket-50", 0), vgg.Settings(**sizes, spared=1), data, "cpu")
     assert row["failure"] is None
     assert row["drawn_epoch"] == 4  # the fifth look
 
@@ -434,11 +437,12 @@ def fake_row(job: runs.Job, failing: str = "") -> runs.Row:
 
 
 def test_what_was_done_stays_when_a_run_fails(tmp_path: Path) -> None:
-    jobs = [("a", 0), ("b", 0), ("c", 0)]
+    jobs = [runs.Job(name, 0) for name in "abc"]
+    plan = lambda _: jobs  # noqa: E731
     said: list[str] = []
     with runs.kept_rows(tmp_path, Settings()) as kept:
         with pytest.raises(RunError, match=r"1 runs failed: b \(seed 0\): b cannot$"):
-            runs.finish(kept, jobs, partial(fake_row, failing="b"), device=CPU, say=said.append)
+            runs.finish(kept, plan, partial(fake_row, failing="b"), device=CPU, say=said.append)
         with (
             pytest.raises(RunError, match="another process writes to"),
             runs.kept_rows(tmp_path, Settings()),
@@ -446,12 +450,44 @@ def test_what_was_done_stays_when_a_run_fails(tmp_path: Path) -> None:
             pass
     assert [row["contender"] for row in rows_of(tmp_path)] == ["a", "c"]
     with runs.kept_rows(tmp_path, Settings()) as kept:
-        assert kept.missing(jobs) == [("b", 0)]
-        runs.finish(kept, jobs, fake_row, device=CPU, minutes=-1, say=said.append)
+        assert kept.missing(jobs) == [runs.Job("b", 0)]
+        runs.finish(kept, plan, fake_row, device=CPU, minutes=-1, say=said.append)
     assert said[-1] == "1 runs are left for the next call: b (seed 0)"
     with runs.kept_rows(tmp_path, Settings()) as kept:
-        runs.finish(kept, jobs, fake_row, device=CPU, say=said.append)
+        runs.finish(kept, plan, fake_row, device=CPU, say=said.append)
     assert [row["contender"] for row in rows_of(tmp_path)] == ["a", "c", "b"]
+
+
+def test_other_seeds_wait_for_the_best_rate_of_the_first() -> None:
+    losses = {0.1: 3.0, 0.3: 2.0, 1.0: 2.5, 3.0: 1.0}
+    plan = partial(rates.plan, names=["a", "b"], seeds=[5, 6], lrs=[1.0, 0.1, 3.0, 0.3])
+    rows: list[dict[str, Any]] = []
+    begun = []
+    while jobs := [job for job in plan(rows) if job not in begun]:
+        begun.append(jobs[0])
+        name, seed, lr = jobs[0]
+        assert lr is not None
+        loss = losses[lr] if name == "a" else -lr  # b: the more the better
+        rows.append({"contender": name, "seed": seed, "lr": lr, "valid_loss": loss})
+    assert [job.lr for job in begun if job[:2] == ("a", 5)] == [0.1, 0.3, 1.0]  # 1.0 is worse
+    assert [job.lr for job in begun if job[:2] == ("a", 6)] == [0.3]
+    assert [job.lr for job in begun if job[:2] == ("b", 5)] == [0.1, 0.3, 1.0, 3.0]
+    assert [job.lr for job in begun if job[:2] == ("b", 6)] == [3.0]
+    best = rates.best_rows(rows)
+    assert {(row["contender"], row["seed"], row["lr"]) for row in best} == {
+        *(("a", seed, 0.3) for seed in (5, 6)),
+        *(("b", seed, 3.0) for seed in (5, 6)),
+    }
+
+
+def test_a_run_that_came_apart_is_no_better_rate() -> None:
+    rows = [
+        {"contender": "a", "seed": 0, "lr": lr, "valid_loss": loss}
+        for lr, loss in ((0.1, 2.0), (0.3, float("nan")))
+    ]
+    found = rates.plan(rows, names=["a"], seeds=[0, 1], lrs=[0.1, 0.3, 1.0])
+    assert found == [runs.Job("a", 0, 0.1), runs.Job("a", 1, 0.1)]
+    assert rates.best(rows) == 0.1
 
 
 def test_differences_are_taken_seed_by_seed() -> None:

@@ -60,7 +60,13 @@ def dots_figure(
 
 
 def curves_figure(
-    curves: Sequence[Curve], *, title: str, axis: str, low: float, high: float
+    curves: Sequence[Curve],
+    *,
+    title: str,
+    axis: str,
+    low: float,
+    high: float,
+    is_log: bool = False,
 ) -> Figure:
     """Draw curves with a band from the lowest to the highest seed, named at their right ends.
 
@@ -70,6 +76,7 @@ def curves_figure(
         axis: What x counts.
         low: Where the picture begins on the y axis,
         high: and where it ends. What lies outside is cut off.
+        is_log: Whether x grows by factors; points are marked then.
     """
     height, top, bottom = 460, 56, 48
     with drawing():
@@ -78,19 +85,28 @@ def curves_figure(
         axes.set_title(title, loc="left", fontsize=14, color=LIGHT["ink"], weight="bold", pad=14)
         for number, curve in enumerate(curves):
             colour, dashes = run_colour(number), run_dashes(number)
-            axes.plot(curve.x, curve.mean, color=colour, linestyle=dashes, linewidth=2)
+            marker = "o" if is_log else None
+            axes.plot(
+                curve.x, curve.mean, color=colour, linestyle=dashes, linewidth=2, marker=marker
+            )
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
         axes.set_ylim(low, high)
-        axes.set_xlim(0, max(curve.x[-1] for curve in curves))
+        right = max(curve.x[-1] for curve in curves)
+        if is_log:
+            axes.set_xscale("log")
+            marks = sorted({at for curve in curves for at in curve.x})
+            axes.set_xticks(marks, [f"{at:g}" for at in marks])
+            axes.set_xticks([], minor=True)
+        else:
+            axes.set_xlim(0, right)
         axes.set_xlabel(axis)
         axes.grid(axis="y")
         ends = [min(max(curve.mean[-1], low), high) for curve in curves]
         gap = (high - low) * 18 / (height - top - bottom)
-        right = max(curve.x[-1] for curve in curves)
         for number, (curve, at) in enumerate(zip(curves, spread(ends, gap, low, high))):
             axes.annotate(
                 curve.label,
-                xy=(right, ends[number]),
+                xy=(curve.x[-1] if is_log else right, ends[number]),
                 xytext=(1.04, at),
                 textcoords=("axes fraction", "data"),
                 va="center",

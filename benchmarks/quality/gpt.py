@@ -2,9 +2,10 @@
 
     python -m benchmarks.quality.gpt --out DIR
 
-All contenders read the same bytes in the same order, with the same learning rate, and take equally many
-steps. Rows are kept after each run; what is there already is not run again. ``--estimate`` times a few
-steps and says how long all of it would take.
+All contenders read the same bytes in the same order and take equally many steps, each at its own learning
+rate: the first seed tries one rate after the other, from the lowest on, until the loss gets worse. Rows
+are kept after each run; what is there already is not run again. ``--estimate`` times a few steps and says how
+long all of it would take.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 
 import samo
-from benchmarks.quality import gpt_page, runs
+from benchmarks.quality import gpt_page, rates, runs
 from benchmarks.quality.gpt_run import QUICK, Run, Settings, matching_shape, wait
 from benchmarks.quality.text import LEAST_BYTES, find_text, order
 from samo.errors import SamoError
@@ -64,7 +65,7 @@ def dynamic(run: Run, grow: Literal["gradient", "random"]) -> None:
         run.opt,
         grow=grow,
         drop=0.3,
-        every=run.settings.every(60),
+        every=run.settings.every(12),
         stop=max(3 * run.settings.steps // 4, 1),
         seed=run.seed,
     )
@@ -119,13 +120,14 @@ CONTENDERS: Final = {
 
 def train(job: runs.Job, settings: Settings, paths: list[Path], device: str) -> runs.Row:
     """Train one contender with one seed, and return its row."""
-    name, seed = job
+    name, seed, lr = job
+    assert lr is not None
     contender = CONTENDERS[name]
     place = torch.device(device)
     shape = matching_shape(settings.shape) if contender.is_small else settings.shape
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats(place)
-    run = Run(settings, shape, find_text(paths, least=0), seed, place)
+    run = Run(settings, shape, find_text(paths, least=0), place, seed=seed, lr=lr)
     contender.train(run)
     held = [size for _, size, _ in run.states]
     trained_s = run.trained_s
@@ -134,6 +136,7 @@ def train(job: runs.Job, settings: Settings, paths: list[Path], device: str) -> 
         "contender": name,
         "title": contender.title,
         "seed": seed,
+        "lr": lr,
         "valid_loss": run.curve[-1][1],
         "curve": run.curve,
         "num_params": sum(p.numel() for p in run.model.parameters()),
@@ -158,13 +161,15 @@ def train(job: runs.Job, settings: Settings, paths: list[Path], device: str) -> 
     }
 
 
-def estimate(settings: Settings, paths: list[Path], device: str, count: int) -> None:
+def estimate(
+    settings: Settings, paths: list[Path], device: str, lr: float, fewest: int, most: int
+) -> None:
     """Time a few steps, dense and pruned, and print how long so many runs would take one by one."""
     place = torch.device(device)
     text = find_text(paths, least=0)
     times = []
     for name in ("dense", "magnitude-90"):
-        run = Run(settings, settings.shape, text, 0, place)
+        run = Run(settings, settings.shape, text, place, seed=0, lr=lr)
         if name != "dense":
             run.compress(samo.prune(run.model, 0.9))
         steps = run.steps()
@@ -176,8 +181,11 @@ def estimate(settings: Settings, paths: list[Path], device: str, count: int) -> 
         times.append((time.perf_counter() - begun) / taken)
         rate = settings.batch * settings.context / times[-1]
         print(f"{name}: {1e3 * times[-1]:.1f} ms for each step, {rate:,.0f} tokens a second")
-    minutes = count * settings.steps * max(times) / 60
-    print(f"{count} runs of {settings.steps:,} steps, one at a time: about {minutes:.0f} minutes")
+    low, high = (count * settings.steps * max(times) / 60 for count in (fewest, most))
+    print(
+        f"{fewest} to {most} runs of {settings.steps:,} steps, one at a time: about {low:.0f} to "
+        f"{high:.0f} minutes"
+    )
 
 
 def main() -> None:
@@ -188,6 +196,9 @@ def main() -> None:
     runs.add_run_flags(parser, list(CONTENDERS))
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="files and folders")
     parser.add_argument("--estimate", action="store_true", help="only time a few steps")
+    parser.add_argument(
+        "--lrs", type=float, nargs="+", default=list(rates.USUAL), help="learning rates to try"
+    )
     for field in fields(Settings):
         if field.type in (int, float) and not field.name.endswith("_bytes"):
             flag = f"--{field.name.replace('_', '-')}"
@@ -222,16 +233,19 @@ def _go(options: argparse.Namespace) -> None:
         f"text: {settings.train_bytes:,} bytes of {text.source}, each seen {seen:.2f} times on average"
     )
     usual = [name for name, contender in CONTENDERS.items() if contender.is_usual]
-    jobs = runs.chosen_jobs(options, usual)
+    names = options.only or usual
+    plan = partial(rates.plan, names=names, seeds=options.seeds, lrs=options.lrs)
     if options.estimate:
-        estimate(settings, options.text, options.device, len(jobs))
+        more, tried = len(options.seeds) - 1, len(set(options.lrs))
+        counts = (len(names) * (min(tried, 2) + more), len(names) * (tried + more))
+        estimate(settings, options.text, options.device, min(options.lrs), *counts)
         return
     with runs.kept_rows(options.out, settings) as kept:
         work = partial(train, settings=settings, paths=options.text, device=options.device)
         device = torch.device(options.device)
         try:
             runs.finish(
-                kept, jobs, work, device=device, parallel=options.parallel, minutes=options.minutes
+                kept, plan, work, device=device, parallel=options.parallel, minutes=options.minutes
             )
         finally:
             if kept.rows:

@@ -1,10 +1,11 @@
 """The page of the GPTs: the table, what it says in words, and the figures. All of it is made from rows."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.quality import spreads
+from benchmarks.quality import rates, spreads
 from benchmarks.quality.figures import Curve, Figure, curves_figure, dots_figure
 from benchmarks.quality.pages import figure_data, write_page
 from samo.bench.rows import Table
@@ -16,6 +17,7 @@ Row = dict[str, Any]
 
 _HEAD: Final = (
     "contender",
+    "learning rate",
     "parameters, kept",
     "state at the end",
     "at its peak",
@@ -29,7 +31,8 @@ _HEAD: Final = (
 
 def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
     """Write the page of some rows; ``order`` has the names of the contenders, from the top."""
-    found = spreads.by_contender(rows, order)
+    found = spreads.by_contender(rates.best_rows(rows), order)
+    tried = spreads.by_contender(rows, order)
     settings = rows[0]["settings"]
     tokens = settings["steps"] * settings["batch"] * settings["context"]
     seeds = sorted({row["seed"] for row in rows})
@@ -40,7 +43,7 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
         command="python -m benchmarks.quality.gpt --out DIR "
         + " ".join(
             f"--{name.replace('_', '-')} {settings[name]}"
-            for name in ("num_layers", "width", "num_heads", "context", "batch", "steps", "lr")
+            for name in ("num_layers", "width", "num_heads", "context", "batch", "steps")
         ),
         rows=rows,
         notes=[
@@ -48,8 +51,10 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             f"{count(settings['valid_bytes'])} bytes of other files held back (digest {settings['text']}).",
             f"Each run: {count(settings['steps'])} steps of {settings['batch']} x {settings['context']} "
             f"bytes, {count(tokens)} in all. A byte is seen {tokens / settings['train_bytes']:.2f} times "
-            "on average, and none more than 4 times. Same bytes, order, first weights (but for the small GPT) "
-            f"and learning rate for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
+            "on average, and none more than 4 times. Same bytes, order and first weights (but for the small GPT) "
+            f"for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
+            "Each contender has the learning rate at which its first seed ends best: rates are tried from the "
+            "lowest on, until the loss is worse. All trials are below.",
             "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
             'the differences seed by seed; positive is worse. "Worse" and "better" below: the 95 % interval of '
             "the mean difference (Student's t) leaves out 0.",
@@ -58,10 +63,12 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             "narrowest of equal depth whose state is not smaller than that of the 90 % pruned one.",
         ],
         table=Table(_HEAD, [_line(several, dense) for several in found.values()]),
+        more_tables={f"Losses at other rates, seed {seeds[0]}": _trials(tried)},
         findings=[*_findings(found), *_tickets(found)],
         figures={
             "loss": ("Validation loss of every run", _dots(found)),
             "curves": ("Validation loss over the text read", _curves(found)),
+            "rates": ("Validation loss over the learning rate", _rates(tried)),
         },
     )
 
@@ -76,6 +83,7 @@ def _line(rows: Sequence[Row], dense: Sequence[Row]) -> tuple[str, ...]:
     large = spreads.of([row["large_steps"] for row in rows]).mean
     return (
         first["title"],
+        f"{first['lr']:g}",
         numbers,
         size(first["final_state_bytes"]),
         size(max(row["peak_state_bytes"] for row in rows)),
@@ -85,6 +93,22 @@ def _line(rows: Sequence[Row], dense: Sequence[Row]) -> tuple[str, ...]:
         spreads.of([row["valid_loss"] for row in rows]).text(),
         NOTHING if difference is None or rows is dense else difference.text("+.3f"),
     )
+
+
+def _trials(tried: dict[str, list[Row]]) -> Table:
+    lrs = sorted({row["lr"] for rows in tried.values() for row in rows})
+    lines = []
+    for rows in tried.values():
+        losses = {row["lr"]: row["valid_loss"] for row in _first_seed(rows)}
+        cells = [f"{losses[lr]:.3f}" if lr in losses else NOTHING for lr in lrs]
+        lines.append((rows[0]["title"], *cells))
+    return Table(("contender", *(f"rate {lr:g}" for lr in lrs)), lines)
+
+
+def _first_seed(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the first seed, by their rates."""
+    first = min(row["seed"] for row in rows)
+    return sorted((row for row in rows if row["seed"] == first), key=lambda row: row["lr"])
 
 
 def _findings(found: dict[str, list[Row]]) -> list[str]:
@@ -159,4 +183,25 @@ def _curves(found: dict[str, list[Row]]) -> Figure:
         axis="bytes read, millions",
         low=low - 0.05 * (high - low),
         high=high + 0.02 * (high - low) + 1e-3,
+    )
+
+
+def _rates(tried: dict[str, list[Row]]) -> Figure:
+    curves = []
+    for rows in tried.values():
+        trials = [row for row in _first_seed(rows) if math.isfinite(row["valid_loss"])]
+        losses = [row["valid_loss"] for row in trials]
+        curves.append(
+            Curve(rows[0]["title"], [row["lr"] for row in trials], losses, losses, losses)
+        )
+    low = min(min(curve.mean) for curve in curves)
+    # What came apart at a rate too high would flatten everything else.
+    high = max(curve.mean[0] for curve in curves)
+    return curves_figure(
+        curves,
+        title="Validation loss in the end, nats a byte",
+        axis="learning rate",
+        low=low - 0.05 * (high - low),
+        high=high + 0.05 * (high - low) + 1e-3,
+        is_log=True,
     )

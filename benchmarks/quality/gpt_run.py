@@ -34,8 +34,7 @@ class Settings:
     num_heads: int = 8
     context: int = 512
     batch: int = 32
-    steps: int = 1200
-    lr: float = 1e-3
+    steps: int = 600
     valid_windows: int = 1024
     evaluations: int = 12
     dense_limit: float = 0.25
@@ -71,10 +70,18 @@ class Run:
     """A GPT in training: dense at first, and on compressed state once `compress` was called."""
 
     def __init__(
-        self, settings: Settings, shape: GPTConfig, text: Text, seed: int, device: torch.device
+        self,
+        settings: Settings,
+        shape: GPTConfig,
+        text: Text,
+        device: torch.device,
+        *,
+        seed: int,
+        lr: float,
     ) -> None:
         self.settings = settings
         self.seed = seed
+        self.lr = lr
         self.ticket = ""
         self.masks: samo.Masks | None = None
         torch.manual_seed(seed)
@@ -106,7 +113,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Train, and yield the number of each step that was taken, to the end of the run."""
         optim = OptimConfig(
-            lr=self.settings.lr, warmup_steps=self.settings.every(20), weight_decay=WEIGHT_DECAY
+            lr=self.lr, warmup_steps=self.settings.every(20), weight_decay=WEIGHT_DECAY
         )
         while self.step < self.settings.steps:
             self._take_step(learning_rate(self.step + 1, self.settings.steps, optim))

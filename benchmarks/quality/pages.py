@@ -23,8 +23,12 @@ def write_page(
     table: Table,
     findings: Sequence[str],
     figures: Mapping[str, tuple[str, Figure]],
+    more_tables: Mapping[str, Table] | None = None,
 ) -> None:
-    """Write README.md and the figures; ``figures`` has a description and a picture for each name."""
+    """Write README.md and the figures; ``figures`` has a description and a picture for each name.
+
+    Further tables, by their captions, come after the figures.
+    """
     for name, (_, (png, svg)) in figures.items():
         durable.write_bytes(folder / f"{name}.png", png)
         durable.write_bytes(folder / f"{name}.svg", svg.encode())
@@ -35,6 +39,10 @@ def write_page(
         markdown(table).rstrip(),
         *(["\n".join(f"- {finding}" for finding in findings)] if findings else []),
         *(f"![{description}]({name}.png)" for name, (description, _) in figures.items()),
+        *(
+            f"{caption}:\n\n{markdown(more).rstrip()}"
+            for caption, more in (more_tables or {}).items()
+        ),
         "Every run, with its curve: rows.jsonl. The page is made from it: `--page-only`.",
     ]
     durable.write_bytes(folder / "README.md", "\n\n".join(parts).encode() + b"\n")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,27 @@ from samo import durable
 from samo.bench.rows import environment, reason
 from samo.errors import RunError
 
-__all__ = ["Job", "Kept", "Row", "add_run_flags", "chosen_jobs", "finish", "kept_rows"]
+__all__ = ["Job", "Kept", "Plan", "Row", "add_run_flags", "finish", "kept_rows"]
 
 Row = dict[str, Any]
 """What one run found: contender, seed, settings, and figures of its own."""
-Job = tuple[str, int]
-"""Contender and seed."""
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    contender: str
+    seed: int
+    lr: float | None = None
+    """The learning rate, where not all runs have the same."""
+
+    def __str__(self) -> str:
+        rate = "" if self.lr is None else f", rate {self.lr:g}"
+        return f"{self.contender} (seed {self.seed}{rate})"
+
+
+Plan = Callable[[list[Row]], list[Job]]
+"""Returns the runs that are wanted, first those to begin first, given the rows that are there."""
 
 
 def add_run_flags(parser: argparse.ArgumentParser, contenders: Sequence[str]) -> None:
@@ -40,12 +55,6 @@ def add_run_flags(parser: argparse.ArgumentParser, contenders: Sequence[str]) ->
         action="store_true",
         help="no runs: page and figures of the rows that are there",
     )
-
-
-def chosen_jobs(options: argparse.Namespace, usual: Iterable[str]) -> list[Job]:
-    """Return what to run: all contenders of a seed, then those of the next."""
-    names = options.only or list(usual)
-    return [] if options.page_only else [(name, seed) for seed in options.seeds for name in names]
 
 
 class Kept:
@@ -70,7 +79,7 @@ class Kept:
 
     def missing(self, jobs: Iterable[Job]) -> list[Job]:
         """Return the jobs that have no row yet."""
-        done = {(row["contender"], row["seed"]) for row in self.rows}
+        done = {Job(row["contender"], row["seed"], row.get("lr")) for row in self.rows}
         return [job for job in jobs if job not in done]
 
     def add(self, row: Row) -> None:
@@ -101,7 +110,7 @@ def kept_rows(folder: Path, settings: Any) -> Iterator[Kept]:
 
 def finish(
     kept: Kept,
-    jobs: Iterable[Job],
+    plan: Plan,
     work: Callable[[Job], Row],
     *,
     device: torch.device,
@@ -109,11 +118,11 @@ def finish(
     minutes: float | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Do all jobs that have no row yet, and keep a row of each as soon as it is done.
+    """Do all jobs of a plan that have no row yet, and keep a row of each as soon as it is done.
 
     Args:
         kept: Where rows go.
-        jobs: What is to be there in the end.
+        plan: Asked for what is wanted again after each row: it may depend on what was found.
         work: Does one; a function that another process can import, if several work in parallel.
         device: Where it is done, for the rows.
         parallel: Jobs at a time. One is done in this process.
@@ -124,8 +133,7 @@ def finish(
         RunError: Some jobs failed; the others have their rows.
     """
     begun = time.monotonic()
-    waiting = kept.missing(jobs)
-    slowest, failures = 0.0, []
+    slowest, failures, begun_jobs, is_late = 0.0, [], set[Job](), False
     about = environment(device)
     executor: ProcessPoolExecutor | None = None
     if parallel > 1:
@@ -134,28 +142,31 @@ def finish(
         executor = ProcessPoolExecutor(parallel, mp_context=context)
     running: dict[Future[Row], tuple[Job, float]] = {}
     try:
-        while waiting or running:
+        while True:
+            waiting = [job for job in kept.missing(plan(kept.rows)) if job not in begun_jobs]
             now = time.monotonic()
             is_late = minutes is not None and now - begun + slowest > 60 * minutes
-            if waiting and is_late:
-                say(f"{len(waiting)} runs are left for the next call: {_names(waiting)}")
-                waiting = []
-            while waiting and len(running) < parallel:
+            while waiting and len(running) < parallel and not is_late:
                 job = waiting.pop(0)
+                begun_jobs.add(job)
                 running[_begin(executor, work, job)] = (job, now)
+            if not running:
+                break
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 job, started = running.pop(future)
                 error = future.exception()
                 if error is not None:
-                    failures.append(f"{_names([job])}: {reason(error)}")
+                    failures.append(f"{job}: {reason(error)}")
                     say(f"failed: {failures[-1]}")
                     continue
                 took_s = time.monotonic() - started
                 slowest = max(slowest, took_s)
                 shared = {"settings": kept.settings, "parallel": parallel, "took_s": took_s}
                 kept.add(future.result() | shared | about)
-                say(f"done: {_names([job])} in {took_s:.0f} s, {len(waiting)} to begin")
+                say(f"done: {job} in {took_s:.0f} s, {len(waiting)} more known to come")
+        if waiting:
+            say(f"{len(waiting)} runs are left for the next call: {', '.join(map(str, waiting))}")
     finally:
         if executor is not None:
             executor.shutdown(cancel_futures=True)
@@ -174,7 +185,3 @@ def _begin(
     except Exception as error:
         future.set_exception(error)
     return future
-
-
-def _names(jobs: Iterable[Job]) -> str:
-    return ", ".join(f"{name} (seed {seed})" for name, seed in jobs)

@@ -164,7 +164,7 @@ class Run:
 
 def train(job: runs.Job, settings: Settings, data: Path, device: str) -> runs.Row:
     """Train one contender with one seed, and return its row."""
-    name, seed = job
+    name, seed, _ = job
     title, sparsity, has_l1 = CONTENDERS[name]
     place = torch.device(device)
     run = Run(settings, read_images(data, place, settings.images), seed, place, has_l1=has_l1)
@@ -243,12 +243,18 @@ def _go(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     typed = {field.name: getattr(options, field.name) for field in fields(Settings)}
     given: dict[str, Any] = dict(QUICK) if options.quick else {}
     settings = Settings(**(given | {k: v for k, v in typed.items() if v is not None}))
-    jobs = runs.chosen_jobs(options, CONTENDERS)
+    names = options.only or list(CONTENDERS)
+    jobs = [runs.Job(name, seed) for seed in options.seeds for name in names]
     with runs.kept_rows(options.out, settings) as kept:
         work = partial(train, settings=settings, data=options.data, device=options.device)
         try:
             runs.finish(
-                kept, jobs, work, device=device, parallel=options.parallel, minutes=options.minutes
+                kept,
+                lambda _: jobs,
+                work,
+                device=device,
+                parallel=options.parallel,
+                minutes=options.minutes,
             )
         finally:
             if kept.rows:
