@@ -46,12 +46,18 @@ def variants() -> Iterator[Variant]:
         yield tk.expand_kernel, types, {"WORDS": 64}, cuda._EXPAND.num_warps
     for has_skip, lr in product((False, True), ("", "*fp32", "*fp64")):
         types = {"rows": "*i64", "scalars": "*fp32", "skip": "*i8", "lr_at": lr or "*fp32"}
+        types["scales"] = "*fp64" if has_skip else "*fp32"
         types |= dict.fromkeys(("lr", "beta1", "beta2", "weight_decay"), "fp64")
         types["num_weights"] = "i32"
-        constants = {"HAS_SKIP": has_skip, "HAS_LR_AT": bool(lr), "SIZE": 128}
+        constants = {
+            "HAS_SKIP": has_skip,
+            "HAS_SCALES": has_skip,
+            "HAS_LR_AT": bool(lr),
+            "SIZE": 128,
+        }
         yield tk.adamw_scalars_kernel, types, constants, 4
     for lr in ("", "*fp32", "*fp64"):
-        types = {"step_sizes": "*fp32", "denominators": "*fp32", "lr_at": lr or "*fp32"}
+        types = {"step_sizes": "*fp64", "denominators": "*fp32", "lr_at": lr or "*fp64"}
         types |= dict.fromkeys(("lr", "beta1", "beta2"), "fp64")
         constants = {"HAS_LR_AT": bool(lr), "SIZE": cuda_ages._SIZE}
         yield age_kernels.age_corrections_kernel, types, constants, 4
@@ -73,11 +79,12 @@ def variants() -> Iterator[Variant]:
             constants | {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
             1,
         )
-        by_age = {"age_rows": "*i64", "step_sizes": "*fp32", "denominators": "*fp32"}
+        by_age = {"age_rows": "*i64", "step_sizes": "*fp64", "denominators": "*fp32"}
+        by_age["scales"] = "*fp64" if is_first else "*fp32"
         yield (
             age_kernels.adamw_aged_kernel,
             types | by_age,
-            constants | {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
+            constants | {"HAS_SCALES": is_first, "BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
             1,
         )
         whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}

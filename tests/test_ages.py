@@ -155,12 +155,18 @@ def master_of(update: AdamWUpdate) -> Tensor:
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("beta1", [0.9, 0.4])
-@pytest.mark.parametrize("is_lr_tensor", [False, True])
+@pytest.mark.parametrize(("is_lr_tensor", "lr_scale"), [(False, 1.0), (True, 1.0), (True, 0.3)])
 def test_the_fast_paths_are_within_three_ulp_of_the_reference(
-    types: tuple[torch.dtype, torch.dtype], beta1: float, is_lr_tensor: bool, path: Path
+    types: tuple[torch.dtype, torch.dtype],
+    beta1: float,
+    is_lr_tensor: bool,
+    lr_scale: float,
+    path: Path,
 ) -> None:
     ours = update_of(500.0, *types)
     theirs, before = copy_of(ours), master_of(ours)
+    ours = ours._replace(lr_scale=lr_scale)
+    theirs = theirs._replace(lr_scale=lr_scale)
     ages = torch.randint(0, OLDEST + 1, ours.grad_Z.shape, dtype=torch.int16)
     ages[:3] = OLDEST
     expected = ages.clone()

@@ -284,6 +284,26 @@ def test_weights_of_all_kinds_are_updated_together(
             assert not ours.dense[~ours.mask.to_bool()].any()
 
 
+@pytest.mark.parametrize("has_skip", [False, True], ids=["", "skip"])
+def test_each_weight_may_have_a_rate_of_its_own(kernels: Kernels, has_skip: bool) -> None:
+    scales = (8.0, 1.0, 0.5, 3.0)  # powers of 2 round nothing, 3 times 2^-6 does not either
+    updates = [
+        draw_update(300, density, torch.float32, torch.float32, step=5)._replace(lr_scale=scale)
+        for scale, density in zip(scales, (0.2, None, 0.5, None))
+    ]
+    settings = AdamWSettings(2.0**-6, 0.9, 0.95, 1e-8, 0.125)
+    skip = torch.tensor(False) if has_skip else None
+    # The rate of a weight is scaled, and the rate times the decay is not.
+    alone = [copy_of(update)._replace(lr_scale=1.0) for update in updates]
+    before = [master_of(update) for update in updates]
+    kernels.adamw_(updates, settings, skip)
+    for ours, theirs, old, scale in zip(updates, alone, before, scales):
+        own = settings._replace(lr=2.0**-6 * scale, weight_decay=0.125 / scale)
+        reference.adamw_([theirs], own, skip)
+        assert_ulps(master_of(ours), master_of(theirs), old, at_most=3)
+        assert not torch.equal(master_of(ours), old)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, under the interpreter
 def test_a_nan_with_all_bits_set_stays_one(kernels: Kernels) -> None:
     """A GPU makes such NaNs, and rounding would carry one over into -0."""

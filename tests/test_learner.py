@@ -1,5 +1,7 @@
 """A learner: all tokens weigh the same, and the three phases do what they say."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +16,12 @@ SMALL = GPTConfig(num_layers=2, width=32, num_heads=2, context=16, vocab_size=64
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def learner(dtype: torch.dtype = torch.float32, **settings: object) -> Learner:
+def learner(
+    dtype: torch.dtype = torch.float32, *, density_power: float = 0.0, **settings: Any
+) -> Learner:
     torch.manual_seed(0)
-    return Learner(GPT(SMALL), OptimConfig(lr=1e-3, warmup_steps=0, **settings), dtype=dtype)
+    optim = OptimConfig(lr=1e-3, warmup_steps=0, density_power=density_power, **settings)
+    return Learner(GPT(SMALL), optim, dtype=dtype)
 
 
 def batch(size: int, real: int = 16, seed: int = 1) -> Batch:
@@ -78,9 +83,10 @@ def test_pruned_weights_stay_zero_and_kept_ones_move(phase: str) -> None:
         assert (after != before[name])[mask.to_bool()].float().mean() > 0.9
 
 
-def test_samo_and_masked_dense_training_agree() -> None:
+@pytest.mark.parametrize("density_power", [0.0, -1.0])
+def test_samo_and_masked_dense_training_agree(density_power: float) -> None:
     """The same masks and moments, fp32: what remains is the order in which the norm is summed."""
-    learners = {phase: learner() for phase in ("masked", "samo")}
+    learners = {phase: learner(density_power=density_power) for phase in ("masked", "samo")}
     for phase, one in learners.items():
         for seed in range(4):
             one.backward([batch(4, seed=seed)])

@@ -404,6 +404,37 @@ def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatc
         opt.step()
 
 
+@pytest.mark.parametrize("state", ["exact", "lean"])
+def test_pruned_weights_learn_faster_by_the_power_of_their_density(state: Any) -> None:
+    """With gradients of ones the first step of Adam is the rate itself, if nothing decays."""
+    model = nn.Sequential(nn.Linear(16, 16))
+    samo.compress_(model, samo.prune(model, 0.75))
+    opt = samo.AdamW(
+        samo.parameters(model), lr=0.01, weight_decay=0.0, state=state, density_power=-0.5
+    )
+    before = {name: leaf.clone() for name, leaf in model.state_dict().items()}
+    model[0].weight.sum().add(model[0].bias.sum()).backward()
+    opt.step()
+    after = model.state_dict()
+    kept = before["0.weight"] != 0
+    change = (before["0.weight"] - after["0.weight"])[kept]
+    torch.testing.assert_close(change, torch.full_like(change, 0.02), rtol=1e-2, atol=0)
+    change = before["0.bias"] - after["0.bias"]
+    torch.testing.assert_close(change, torch.full_like(change, 0.01), rtol=1e-2, atol=0)
+    assert not after["0.weight"][~kept].any()
+
+
+def test_a_density_power_must_be_finite_and_old_states_have_none() -> None:
+    model = compressed()
+    with pytest.raises(ValueError, match="density_power must be a finite number, got nan"):
+        samo.AdamW(samo.parameters(model), density_power=float("nan"))
+    opt = samo.AdamW(samo.parameters(model), density_power=-1.0)
+    saved = opt.state_dict()
+    del saved["param_groups"][0]["density_power"]
+    opt.load_state_dict(saved)
+    assert opt.param_groups[0]["density_power"] == 0
+
+
 def test_a_copied_optimizer_says_that_it_has_no_model() -> None:
     model = compressed()
     opt = copy.deepcopy(samo.AdamW(samo.parameters(model)))

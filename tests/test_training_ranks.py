@@ -343,7 +343,7 @@ def test_stages_draw_the_weights_that_one_process_draws(is_tied: bool) -> None:
 
 def a_learner() -> Learner:
     model = GPT(GPTConfig(num_layers=1, width=16, num_heads=2, context=8))
-    return Learner(model, OptimConfig(), dtype=torch.float32)
+    return Learner(model, OptimConfig(density_power=0.0), dtype=torch.float32)
 
 
 def test_masks_that_differ_between_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

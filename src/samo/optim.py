@@ -1,5 +1,6 @@
 """`AdamW` on compressed state, exact or lean: no fp32 copy of weights or gradients."""
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
 from samo.kernels.ages import ages_at
 from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.rounding import master_dtype, rest_dtype
+from samo.mask import Mask
 from samo.stepping import agree, tell_scalers
 from samo.weights import Weight, weight_of
 
@@ -67,6 +69,9 @@ class AdamW(Optimizer):
         entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so that
             entries which `samo.remap_` adds late get Adam's bias correction for their own age. Without
             such entries results are the same bit for bit (float64 on a GPU: but for the last digit).
+        density_power: A weight with a mask has its learning rate multiplied by its kept fraction to this
+            power: -1 makes one that is pruned by 90 % learn 10 times as fast. Its decay stays as it is.
+            Models that are pruned before they have learnt much want that; 0 leaves rates alone.
 
     Raises:
         ValueError: A setting is out of range, or a float64 weight would get lean state, or
@@ -86,6 +91,7 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         state: Literal["exact", "lean"] = "exact",
         entry_steps: bool = False,
+        density_power: float = 0.0,
     ) -> None:
         if state not in ("exact", "lean"):
             raise ValueError(f"state must be 'exact' or 'lean', got {state!r}")
@@ -97,6 +103,7 @@ class AdamW(Optimizer):
         self.is_lean: Final = state == "lean"
         self.entry_steps: Final = entry_steps
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults["density_power"] = density_power
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,6 +141,12 @@ class AdamW(Optimizer):
                     "state='exact', or compress the model with dtype=torch.float32"
                 )
         super().add_param_group({**param_group, "params": tensors})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what `load_state_dict` or a copy brings, also from before a setting was there."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("density_power", 0.0)
 
     @property
     def skipped_steps(self) -> int:
@@ -203,6 +216,7 @@ class AdamW(Optimizer):
         if not members:
             return
         beta1, beta2 = group["betas"]
+        power = group["density_power"]
         settings = AdamWSettings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
         plain: list[AdamWUpdate] = []
         lean: list[LeanUpdate] = []
@@ -217,6 +231,7 @@ class AdamW(Optimizer):
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 state["step"],
+                lr_scale(weight.whole.mask, power),
             )
             if self.is_lean:
                 lean.append(LeanUpdate(update, state["exp_avg_scale"], state["exp_avg_sq_scale"]))
@@ -440,6 +455,18 @@ def _weights_of(leaves: Iterable[Tensor]) -> list[Weight]:
     return weights
 
 
+def lr_scale(mask: Mask | None, power: float) -> float:
+    """Return the factor on the learning rate of a weight.
+
+    Example:
+        >>> lr_scale(Mask.from_bool(torch.tensor([True, False, False, False])), -1.0)
+        4.0
+    """
+    if mask is None or power == 0 or mask.kept == 0:
+        return 1.0
+    return (mask.kept / mask.numel) ** power
+
+
 def _check_settings(group: dict[str, Any]) -> None:
     lr, betas = group["lr"], group["betas"]
     if not isinstance(lr, Tensor) and not lr >= 0:
@@ -450,3 +477,5 @@ def _check_settings(group: dict[str, Any]) -> None:
         raise ValueError(f"eps must be 0 or more, got {group['eps']}")
     if not group["weight_decay"] >= 0:
         raise ValueError(f"weight_decay must be 0 or more, got {group['weight_decay']}")
+    if not math.isfinite(group["density_power"]):
+        raise ValueError(f"density_power must be a finite number, got {group['density_power']}")

@@ -51,6 +51,8 @@ class AdamWUpdate(NamedTuple):
     exp_avg_sq_Z: Tensor
     step: Tensor
     """How many updates the weight has had, a float32 scalar; the update counts itself."""
+    lr_scale: float = 1.0
+    """Factor on the learning rate of this weight, not on its decay."""
 
 
 class LeanUpdate(NamedTuple):

@@ -35,13 +35,16 @@ def age_corrections_kernel(
     HAS_LR_AT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Write what entries of each age under `OLDEST` share, as `adamw_scalars_kernel` works it out."""
+    """Write what entries of each age under `OLDEST` share, as `adamw_scalars_kernel` works it out.
+
+    Step sizes stay in fp64: a weight's own factor comes before they are rounded.
+    """
     age = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     rate = read_rate(lr_at, lr, HAS_LR_AT, SIZE)
     # Age 0, before any update, is never looked up.
     step_size, denominator = corrections_of(tl.maximum(age, 1), rate, beta1, beta2, SIZE)
     tl.store(step_sizes + age, step_size)
-    tl.store(denominators + age, denominator)
+    tl.store(denominators + age, denominator.to(tl.float32))
 
 
 @triton.jit
@@ -50,6 +53,7 @@ def adamw_aged_kernel(
     items,
     scalars,
     skip,
+    scales,
     age_rows,
     step_sizes,
     denominators,
@@ -61,6 +65,7 @@ def adamw_aged_kernel(
     WHOLE: tl.constexpr,
     GRADIENT: tl.constexpr,
     HAS_SKIP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     IS_SMALL: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -79,6 +84,8 @@ def adamw_aged_kernel(
     exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.float32) + begin
     ages_at = address_in(age_rows + weight, 0, tl.int16) + begin
     oldest_step_size, oldest_denominator, decay = read_scalars(scalars, weight)
+    if HAS_SCALES:
+        scale = tl.load(scales + weight)
     first = 0
     while first < count:
         slots = first + tl.arange(0, SLOTS)
@@ -88,7 +95,10 @@ def adamw_aged_kernel(
         age = tl.minimum(age + 1, OLDEST)
         tl.store(ages_at + slots, age.to(tl.int16), mask=is_kept)
         is_oldest = age == OLDEST
-        step_size = tl.where(is_oldest, oldest_step_size, tl.load(step_sizes + age))
+        step_size = tl.load(step_sizes + age)
+        if HAS_SCALES:
+            step_size *= scale
+        step_size = tl.where(is_oldest, oldest_step_size, step_size.to(tl.float32))
         denominator = tl.where(is_oldest, oldest_denominator, tl.load(denominators + age))
         update_entries(
             dense + places,

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from samo.kernels import AdamWSettings, AgedUpdate
+from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate
 from samo.kernels.corrections import Corrections, count_step
 from samo.kernels.reference import update_pieces
 
@@ -45,10 +45,10 @@ def adamw_aged_(
 ) -> None:
     """Do one AdamW step, with bias corrections by the age of each entry."""
     for update, age_Z in updates:
-        whole = count_step(update.step, settings, skip)
+        whole = count_step(update, settings, skip)
         younger_Z = age_Z < OLDEST
         age_Z += younger_Z if skip is None else younger_Z & ~skip
-        found = tables(whole, settings, update.exp_avg_Z)
+        found = tables(whole, settings, update)
         update_pieces(update, settings, skip, partial(_look_up, age_Z, found, whole))
 
 
@@ -60,14 +60,17 @@ def _look_up(
     return Corrections(step_sizes, denominators, whole.decay)
 
 
-def tables(whole: Corrections, settings: AdamWSettings, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return step sizes and denominators by age, in the type of the moments ``like``."""
+def tables(
+    whole: Corrections, settings: AdamWSettings, update: AdamWUpdate
+) -> tuple[Tensor, Tensor]:
+    """Return step sizes and denominators by age, in the type of the weight's moments."""
+    like = update.exp_avg_Z
     first, second = _bias_corrections(settings.beta1, settings.beta2, like.device)
     lr = settings.lr
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=like.device)
     # A tensor over a tensor: torch takes a number over a tensor for its inverse times the number.
-    step_sizes, denominators = lr.to(first) / first, second.clone()
+    step_sizes, denominators = lr.to(first) * update.lr_scale / first, second.clone()
     step_sizes[OLDEST] = whole.step_size
     denominators[OLDEST] = whole.denominator
     return step_sizes.to(like.dtype), denominators.to(like.dtype)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from samo.kernels import AdamWSettings
+from samo.kernels import AdamWSettings, AdamWUpdate
 
 __all__ = []
 
@@ -20,12 +20,13 @@ class Corrections(NamedTuple):
     """Factor on the weight: 1 - learning rate * weight decay."""
 
 
-def count_step(step: Tensor, settings: AdamWSettings, skip: Tensor | None) -> Corrections:
-    """Count a step unless it is skipped, and return what follows from the count.
+def count_step(update: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None) -> Corrections:
+    """Count a step of a weight unless it is skipped, and return what follows from the count.
 
     Doubles on the host, or a double on the device where ``skip`` is there: the digits are needed.
     """
     lr, beta1, beta2, _, weight_decay = settings
+    step = update.step
     count: float | Tensor
     if skip is None:
         step.add_(1)
@@ -33,4 +34,5 @@ def count_step(step: Tensor, settings: AdamWSettings, skip: Tensor | None) -> Co
     else:
         step.add_(~skip)
         count = step.double()
-    return Corrections(lr / (1 - beta1**count), (1 - beta2**count) ** 0.5, 1 - lr * weight_decay)
+    rate = lr * update.lr_scale
+    return Corrections(rate / (1 - beta1**count), (1 - beta2**count) ** 0.5, 1 - lr * weight_decay)

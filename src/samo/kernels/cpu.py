@@ -133,7 +133,7 @@ def _adamw_rows(
         [
             (decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator)
             for step_size, denominator, decay in (
-                count_step(update.step, settings, None) for update in updates
+                count_step(update, settings, None) for update in updates
             )
         ],
         dtype=moment,
@@ -187,7 +187,7 @@ def _array(tensor: Tensor) -> loops.Array:
 
 def _row(update: AdamWUpdate) -> tuple[int, ...]:
     """Return what ``loops`` has to know of one weight, in the order of its columns."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, _ = update
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, *_ = update
     return (
         dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),
@@ -203,7 +203,7 @@ def _row(update: AdamWUpdate) -> tuple[int, ...]:
 
 def _is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, _ = update
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, *_ = update
     kept = dense.numel() if mask is None else mask.kept
     moment = torch.float64 if dense.dtype == torch.float64 else torch.float32
     is_rest_plain = (

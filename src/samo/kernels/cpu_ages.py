@@ -34,8 +34,8 @@ def adamw_aged_(
 
 
 def _update(update: AdamWUpdate, age_Z: Tensor, settings: AdamWSettings) -> None:
-    whole = count_step(update.step, settings, None)
-    step_sizes, denominators = ages.tables(whole, settings, update.exp_avg_Z)
+    whole = count_step(update, settings, None)
+    step_sizes, denominators = ages.tables(whole, settings, update)
     _, beta1, beta2, eps, _ = settings
     exp_avg = _array(update.exp_avg_Z)
     values_Z = torch.empty(age_Z.numel(), dtype=update.dense.dtype, device=age_Z.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels
-from samo.kernels.tables import cdiv, items, on, plan, rows, where_of
+from samo.kernels.tables import cdiv, items, lr_scales, on, plan, rows, where_of
 from samo.kernels.triton_parts import INTS, KINDS, SCALARS
 from samo.mask import Mask
 
@@ -212,7 +212,7 @@ def launch_adamw(
     """Update plain weights, the pruned ones in the way of ``config``."""
     _, beta1, beta2, eps, _ = settings
     table, launches = plan(updates, num_items)
-    scalars, skip_at = count_steps(table, settings, skip)
+    scalars, skip_at = count_steps(table, settings, skip, lr_scales(updates))
     with on(table.device):
         for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
             arguments = (table, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
@@ -245,7 +245,7 @@ def launch_adamw(
 
 
 def count_steps(
-    table: Tensor, settings: AdamWSettings, skip: Tensor | None
+    table: Tensor, settings: AdamWSettings, skip: Tensor | None, scales: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Count the step of every weight in a table; return what its entries share, and where to skip."""
     lr, beta1, beta2, _, weight_decay = settings
@@ -259,6 +259,7 @@ def count_steps(
             table,
             scalars,
             skip_at,
+            scalars if scales is None else scales,
             lr_at,
             lr_here,
             float(beta1),
@@ -266,6 +267,7 @@ def count_steps(
             float(weight_decay),
             count,
             HAS_SKIP=skip is not None,
+            HAS_SCALES=scales is not None,
             HAS_LR_AT=lr_at is not scalars,
             SIZE=size,
         )
@@ -316,7 +318,7 @@ def _num_parts(numel: int) -> int:
 
 def is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step = update
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step, _ = update
     kept = dense.numel() if mask is None else mask.kept
     rest_dtype = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dense.dtype)
     is_rest_plain = rest_Z is None if rest_dtype is None else rest_Z is not None

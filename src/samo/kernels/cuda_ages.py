@@ -21,7 +21,7 @@ from samo.kernels.cuda import (
     num_items,
     rate_of,
 )
-from samo.kernels.tables import on, plan, rows, where_of
+from samo.kernels.tables import lr_scales, on, plan, rows, where_of
 from samo.kernels.triton_parts import KINDS
 
 __all__ = ["adamw_aged_"]
@@ -51,7 +51,8 @@ def _launch(updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor
     plain = [update for update, _ in updates]
     table, launches = plan(plain, num_items)
     age_rows = rows(where_of(table.device), tuple((age_Z.data_ptr(),) for _, age_Z in updates))
-    scalars, skip_at = count_steps(table, settings, skip)
+    scales = lr_scales(plain)
+    scalars, skip_at = count_steps(table, settings, skip, scales)
     step_sizes, denominators = _corrections(settings, table.device)
     with on(table.device):
         for (dtype, grad_dtype, _), members, found, _ in launches:
@@ -61,6 +62,7 @@ def _launch(updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor
                 found,
                 scalars,
                 skip_at,
+                scalars if scales is None else scales,
                 age_rows,
                 step_sizes,
                 denominators,
@@ -72,6 +74,7 @@ def _launch(updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor
                 WHOLE=KINDS[REST_KINDS[dtype]],
                 GRADIENT=KINDS[grad_dtype],
                 HAS_SKIP=skip is not None,
+                HAS_SCALES=scales is not None,
                 IS_SMALL=1 - beta1 < 0.5,
                 BLOCKS=ITEM_BLOCKS,
                 SLOTS=how.size,
@@ -82,20 +85,21 @@ def _launch(updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor
 
 def _corrections(settings: AdamWSettings, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return minus the step sizes and the denominators by age."""
-    found = torch.empty(2, ages.OLDEST + 1, dtype=torch.float32, device=device)
-    lr_at, lr = rate_of(settings.lr, found)
+    step_sizes = torch.empty(ages.OLDEST + 1, dtype=torch.float64, device=device)
+    denominators = torch.empty_like(step_sizes, dtype=torch.float32)
+    lr_at, lr = rate_of(settings.lr, step_sizes)
     with on(device):
         age_kernels.age_corrections_kernel[((ages.OLDEST + 1) // _SIZE,)](
-            found[0],
-            found[1],
+            step_sizes,
+            denominators,
             lr_at,
             lr,
             float(settings.beta1),
             float(settings.beta2),
-            HAS_LR_AT=lr_at is not found,
+            HAS_LR_AT=lr_at is not step_sizes,
             SIZE=_SIZE,
         )
-    return found[0], found[1]
+    return step_sizes, denominators
 
 
 def _is_plain(aged: AgedUpdate) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from samo.kernels import AdamWSettings, LeanUpdate, lean, lean_kernels
 from samo.kernels.cuda import ITEM_BLOCKS, ITEM_PARTS, PART, count_steps, num_items
 from samo.kernels.rounding import rest_dtype
-from samo.kernels.tables import on, plan, rows, where_of
+from samo.kernels.tables import lr_scales, on, plan, rows, where_of
 from samo.kernels.triton_parts import KINDS
 
 __all__ = ["adamw_lean_"]
@@ -45,10 +45,11 @@ def launch_adamw_lean(
 ) -> None:
     """Update plain weights, the pruned ones with so many slots to a group."""
     _, beta1, beta2, eps, _ = settings
-    table, launches = plan([update for update, _, _ in updates], num_items)
+    plain = [update for update, _, _ in updates]
+    table, launches = plan(plain, num_items)
     addresses = tuple((a.data_ptr(), b.data_ptr()) for _, a, b in updates)
     scales = rows(where_of(table.device), addresses)
-    scalars, skip_at = count_steps(table, settings, skip)
+    scalars, skip_at = count_steps(table, settings, skip, lr_scales(plain))
     with on(table.device):
         for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
             arguments = (table, scales, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
@@ -91,7 +92,7 @@ def num_slots(updates: Sequence[LeanUpdate]) -> int:
 
 def _is_plain(lean_update: LeanUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
-    (dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step), *scales = lean_update
+    (dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step, _), *scales = lean_update
     kept = dense.numel() if mask is None else mask.kept
     groups = lean.num_groups(dense.numel(), mask)
     vectors = [grad_Z, exp_avg_Z, exp_avg_sq_Z, *([] if rest_Z is None else [rest_Z])]

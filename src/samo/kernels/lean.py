@@ -227,7 +227,7 @@ def adamw_lean_(
 ) -> None:
     """Do one AdamW step in fp32 on moments and masters of 8 and 24 bits."""
     for update, *scales in updates:
-        corrections = count_step(update.step, settings, skip)
+        corrections = count_step(update, settings, skip)
         flat_N = update.dense.detach().reshape(-1)
         size = UNPRUNED_GROUP if update.mask is None else GROUP
         start = 0

@@ -59,7 +59,7 @@ def expand_(values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
     """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
     for update in updates:
-        corrections = count_step(update.step, settings, skip)
+        corrections = count_step(update, settings, skip)
         update_pieces(update, settings, skip, partial(_same, corrections))
 
 

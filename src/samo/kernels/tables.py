@@ -48,6 +48,19 @@ def rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
     return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), where)
 
 
+def lr_scales(updates: Sequence[AdamWUpdate]) -> Tensor | None:
+    """Return the factors on the learning rates of some weights on their device; None if all are 1."""
+    scales = tuple(update.lr_scale for update in updates)
+    if all(scale == 1 for scale in scales):
+        return None
+    return _numbers(where_of(updates[0].dense.device), scales)
+
+
+@lru_cache(maxsize=16)
+def _numbers(where: Where, numbers: tuple[float, ...]) -> Tensor:
+    return _send(torch.tensor(numbers, dtype=torch.float64, device="cpu"), where)
+
+
 def _send(tensor: Tensor, where: Where) -> Tensor:
     """Copy to the device without waiting, which takes pinned memory."""
     device = where[0]
@@ -56,7 +69,7 @@ def _send(tensor: Tensor, where: Where) -> Tensor:
 
 def _row(update: AdamWUpdate, first: int) -> tuple[int, ...]:
     """Return what the kernels have to know of one weight, in the order of their columns."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step = update
+    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step, _ = update
     return (
         dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),

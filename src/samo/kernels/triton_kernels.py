@@ -135,6 +135,7 @@ def adamw_scalars_kernel(
     rows,
     scalars,
     skip,
+    scales,
     lr_at,
     lr: tl.float64,
     beta1: tl.float64,
@@ -142,13 +143,15 @@ def adamw_scalars_kernel(
     weight_decay: tl.float64,
     num_weights,
     HAS_SKIP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     HAS_LR_AT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Count the step of every weight and work out what its entries share, in fp64.
 
     Example: a first step with lr 0.1, betas 0.9 and 0.99 gives -1 (lr / (1 - 0.9), negative) and
-    0.1 (the square root of 1 - 0.99). With ``skip`` no step is counted.
+    0.1 (the square root of 1 - 0.99). With ``skip`` no step is counted; ``scales`` has a factor on the
+    rate of each weight, not on its decay.
     """
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_inside = index < num_weights
@@ -160,11 +163,13 @@ def adamw_scalars_kernel(
     else:
         tl.store(step_at, steps, mask=is_inside)
     rate = read_rate(lr_at, lr, HAS_LR_AT, SIZE)
-    step_size, denominator = corrections_of(steps.to(tl.int32), rate, beta1, beta2, SIZE)
     decay = 1.0 - rate * weight_decay
+    if HAS_SCALES:
+        rate *= tl.load(scales + index, mask=is_inside, other=1.0)
+    step_size, denominator = corrections_of(steps.to(tl.int32), rate, beta1, beta2, SIZE)
     target = scalars + index * SCALARS
-    tl.store(target, step_size, mask=is_inside)
-    tl.store(target + 1, denominator, mask=is_inside)
+    tl.store(target, step_size.to(tl.float32), mask=is_inside)
+    tl.store(target + 1, denominator.to(tl.float32), mask=is_inside)
     tl.store(target + 2, decay.to(tl.float32), mask=is_inside)
 
 

@@ -131,14 +131,14 @@ def read_rate(lr_at, lr, HAS_LR_AT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def corrections_of(counts, rate, beta1, beta2, SIZE: tl.constexpr):
-    """Return minus the step size and the denominator after so many updates, in fp32.
+    """Return minus the step size and the denominator after so many updates, in fp64.
 
     Example: lr 0.1, betas 0.9 and 0.99 give -1 (lr / (1 - 0.9), negative) and 0.1 (the square root of
     1 - 0.99) after the first.
     """
     step_size = rate / (1.0 - power_of(beta1, counts, SIZE))
     denominator = tl.sqrt(1.0 - power_of(beta2, counts, SIZE))
-    return (-step_size).to(tl.float32), denominator.to(tl.float32)
+    return -step_size, denominator
 
 
 # The bits of a block -----------------------------------------------------------------------------

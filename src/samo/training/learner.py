@@ -17,10 +17,11 @@ from samo.config import OptimConfig
 from samo.data.batches import Batch
 from samo.errors import MaskError, nearest
 from samo.leaves import param_groups
+from samo.mask import Mask
 from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.memory.predict import TensorSpec, paper_bytes
-from samo.optim import AdamW
+from samo.optim import AdamW, lr_scale
 from samo.parallel.clipping import clip_grad_norm_
 from samo.parallel.dense import add_up_gradients, broadcast_weights
 from samo.parallel.replicas import Replicas, no_sync, replicate
@@ -71,6 +72,8 @@ class Learner:
         self.masks: Masks | None = None
         self.device = next(model.parameters()).device
         self.dtype, self._optim = dtype, optim
+        assert not isinstance(optim.density_power, str), "settings are resolved first"
+        self._density_power = optim.density_power
         self._grad_dtype = torch.float32 if fp32_gradients else None
         self._entry_steps = entry_steps
         self.dense_skipped = 0
@@ -138,6 +141,7 @@ class Learner:
             parameters_of = masks.parameters_of(self.model)
             self._pruned = [(parameters_of[name], ~mask.to_bool()) for name, mask in masks.items()]
             self._zero_pruned()
+            self._scale_rates({id(parameters_of[name]): mask for name, mask in masks.items()})
             return
         dense = self.opt
         compress_(self.model, masks, dtype=self.dtype, grad_dtype=self._grad_dtype)
@@ -156,6 +160,7 @@ class Learner:
             eps=self._optim.eps,
             state=self._optim.state,
             entry_steps=self._entry_steps,
+            density_power=self._density_power,
         )
         self.opt.carry_over(dense)
         if isinstance(self.scaler, torch.amp.GradScaler):
@@ -197,7 +202,7 @@ class Learner:
     def step(self, lr: float) -> Tensor:
         """Clip the gradient, update the weights, and return the norm before clipping."""
         for group in self.opt.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         if self.phase == "samo":
             norm = clip_grad_norm_(self.whole, self._max_norm)
             self.opt.step()
@@ -349,6 +354,18 @@ class Learner:
             self.dense_skipped += 1
         self._zero_pruned()
         return norm
+
+    def _scale_rates(self, mask_of: dict[int, Mask]) -> None:
+        """Give masked weights a group for each rate, as `samo.AdamW` has a rate for each weight."""
+        groups: dict[tuple[int, float], dict[str, Any]] = {}
+        for index, group in enumerate(self.opt.param_groups):
+            for param in group["params"]:
+                scale = lr_scale(mask_of.get(id(param)), self._density_power)
+                # The rate times the decay stays as it is.
+                changed = {"lr_scale": scale, "weight_decay": group["weight_decay"] / scale}
+                of_scale = groups.setdefault((index, scale), {**group, **changed, "params": []})
+                of_scale["params"].append(param)
+        self.opt.param_groups[:] = groups.values()
 
     @torch.no_grad()
     def _zero_pruned(self) -> None:
