@@ -54,7 +54,8 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             "on average, and none more than 4 times. Same bytes, order and first weights (but for the small GPT) "
             f"for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
             "Each contender has the learning rate at which its first seed ends best: rates are tried from the "
-            "lowest on, until the loss is worse. All trials are below.",
+            "lowest on, until the loss is worse. All trials are below. Pruned tensors learn at that rate over their "
+            "kept fraction (density_power -1).",
             "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
             'the differences seed by seed; positive is worse. "Worse" and "better" below: the 95 % interval of '
             "the mean difference (Student's t) leaves out 0.",

@@ -127,8 +127,8 @@ class OptimConfig:
     final_lr: float = 0.1
     """Where the learning rate ends, as a fraction of the highest."""
     density_power: float | Auto = "auto"
-    """Pruned tensors learn at the rate times their kept fraction to this power; auto: -1, so that at 90 %
-    they learn 10 times as fast, where both the rate and the first weights are samo's own; otherwise 0."""
+    """Pruned tensors learn at the rate times their kept fraction to this power: with -1 10 times as fast at
+    90 %; auto: -1 if the rate is auto and weights start anew (no init), otherwise 0."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -6,7 +6,7 @@ samo     compressed state, weights in the type of the computation
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from samo.config import OptimConfig
 from samo.data.batches import Batch
 from samo.errors import MaskError, nearest
 from samo.leaves import param_groups
-from samo.mask import Mask
 from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.memory.predict import TensorSpec, paper_bytes
@@ -78,6 +77,7 @@ class Learner:
         self._entry_steps = entry_steps
         self.dense_skipped = 0
         self._pruned: list[tuple[Tensor, Tensor]] = []  # masked: weights, and where they are 0
+        self._lr_scales: dict[int, float] = {}  # masked: of weights, by id
         self._gradient_bytes = 0  # of the last dense step, measured before they are freed
         params = list(model.parameters())
         groups = [
@@ -141,7 +141,10 @@ class Learner:
             parameters_of = masks.parameters_of(self.model)
             self._pruned = [(parameters_of[name], ~mask.to_bool()) for name, mask in masks.items()]
             self._zero_pruned()
-            self._scale_rates({id(parameters_of[name]): mask for name, mask in masks.items()})
+            self._lr_scales = {
+                id(parameters_of[name]): lr_scale(mask, self._density_power)
+                for name, mask in masks.items()
+            }
             return
         dense = self.opt
         compress_(self.model, masks, dtype=self.dtype, grad_dtype=self._grad_dtype)
@@ -202,12 +205,13 @@ class Learner:
     def step(self, lr: float) -> Tensor:
         """Clip the gradient, update the weights, and return the norm before clipping."""
         for group in self.opt.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = lr
         if self.phase == "samo":
             norm = clip_grad_norm_(self.whole, self._max_norm)
             self.opt.step()
         else:
-            norm = self._dense_step()
+            with self._own_rates():
+                norm = self._dense_step()
         self.opt.zero_grad()
         return norm
 
@@ -355,17 +359,23 @@ class Learner:
         self._zero_pruned()
         return norm
 
-    def _scale_rates(self, mask_of: dict[int, Mask]) -> None:
-        """Give masked weights a group for each rate, as `samo.AdamW` has a rate for each weight."""
+    @contextlib.contextmanager
+    def _own_rates(self) -> Iterator[None]:
+        """Let masked weights have rates of their own for a step, as `samo.AdamW` gives each weight one."""
+        usual = self.opt.param_groups
         groups: dict[tuple[int, float], dict[str, Any]] = {}
-        for index, group in enumerate(self.opt.param_groups):
+        for index, group in enumerate(usual):
             for param in group["params"]:
-                scale = lr_scale(mask_of.get(id(param)), self._density_power)
+                scale = self._lr_scales.get(id(param), 1.0)
                 # The rate times the decay stays as it is.
-                changed = {"lr_scale": scale, "weight_decay": group["weight_decay"] / scale}
-                of_scale = groups.setdefault((index, scale), {**group, **changed, "params": []})
+                own = {"lr": group["lr"] * scale, "weight_decay": group["weight_decay"] / scale}
+                of_scale = groups.setdefault((index, scale), {**group, **own, "params": []})
                 of_scale["params"].append(param)
-        self.opt.param_groups[:] = groups.values()
+        self.opt.param_groups = list(groups.values())
+        try:
+            yield
+        finally:
+            self.opt.param_groups = usual
 
     @torch.no_grad()
     def _zero_pruned(self) -> None:
