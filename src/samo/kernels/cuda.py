@@ -8,6 +8,7 @@ What the kernels do not cover (float64 sums, weights with strides) falls back to
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels
-from samo.kernels.tables import cdiv, items, on, plan, rows, where_of
+from samo.kernels.rounding import rest_dtype
+from samo.kernels.tables import are_aligned, cdiv, items, on, plan, rows, where_of
 from samo.kernels.triton_parts import INTS, KINDS, SCALARS
 from samo.mask import Mask
 
@@ -54,7 +56,7 @@ def compress_(
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
     is_move = dense.dtype == out_Z.dtype and not add and factor is None
-    is_covered = is_move or {dense.dtype, out_Z.dtype} <= KINDS.keys()
+    is_covered = is_move or (dense.dtype in KINDS and out_Z.dtype in KINDS)
     if not is_covered or not out_Z.is_contiguous():
         reference.compress_(dense, mask, out_Z, add=add, factor=factor)
     elif mask is not None:
@@ -101,20 +103,22 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     together: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            together.setdefault(tensor.dtype, []).append(tensor.detach().contiguous())
+            plain = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+            together.setdefault(plain.dtype, []).append(plain)
+    where = where_of(device)
     for dtype, members in together.items():
         kind, exponent = _EXPONENTS[dtype]
-        where = where_of(device)
-        listed, firsts = items(where, tuple(_num_parts(t.numel()) for t in members))
-        on_host = [(t.data_ptr(), t.numel(), first) for t, first in zip(members, firsts)]
+        numels = [tensor.numel() for tensor in members]
+        addresses = [tensor.data_ptr() for tensor in members]
+        listed, firsts = items(where, tuple([_num_parts(numel) for numel in numels]))
         with on(device):
             triton_kernels.find_exponent_kernel[(listed.numel() * ITEM_PARTS,)](
-                rows(where, tuple(on_host)),
+                rows(where, tuple(zip(addresses, numels, firsts))),
                 listed,
                 found.view(torch.int8),
                 EXPONENT=exponent,
                 KIND=kind,
-                IS_ALIGNED=all(address % 16 == 0 for address, _, _ in on_host),
+                IS_ALIGNED=are_aligned(addresses),
                 PARTS=ITEM_PARTS,
                 PART=PART,
             )
@@ -124,6 +128,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 # One launch each, with a choice of how -----------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)  # asked for in each backward pass, for each weight
 def compress_config(kept: int, numel: int) -> Config:
     """Return how to compress a tensor with so many kept entries.
 
@@ -150,7 +155,7 @@ def launch_compress(
     """Compress in the way of ``config``."""
     if mask.kept == 0:
         return
-    source, target = _raw(dense.detach().reshape(-1)), _raw(out_Z.detach())
+    source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out_Z)
     options = {
         "ADD": add,
         "HAS_FACTOR": factor is not None,
@@ -195,7 +200,7 @@ def launch_expand(config: Config, values_Z: Tensor, mask: Mask, dense: Tensor) -
             _raw(values),
             mask.words,
             mask.offsets,
-            _raw(dense.detach().view(-1)),
+            _raw(dense),
             mask.numel,
             mask.words.numel(),
             WORDS=config.size,
@@ -317,19 +322,24 @@ def _num_parts(numel: int) -> int:
 def is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
     dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step = update
-    kept = dense.numel() if mask is None else mask.kept
-    rest_dtype = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dense.dtype)
-    is_rest_plain = rest_Z is None if rest_dtype is None else rest_Z is not None
-    vectors = [grad_Z, exp_avg_Z, exp_avg_sq_Z, *([] if rest_Z is None else [rest_Z])]
+    kept, device = dense.numel() if mask is None else mask.kept, dense.device
     return (
-        {dense.dtype, grad_Z.dtype} <= KINDS.keys()
-        and is_rest_plain
-        and (rest_Z is None or rest_Z.dtype == rest_dtype)
+        dense.dtype in KINDS
+        and grad_Z.dtype in KINDS
         and exp_avg_Z.dtype == exp_avg_sq_Z.dtype == step.dtype == torch.float32
+        and (None if rest_Z is None else rest_Z.dtype) == rest_dtype(dense.dtype)
         and dense.is_contiguous()
-        and all(vector.numel() == kept and vector.is_contiguous() for vector in vectors)
-        and all(tensor.device == dense.device for tensor in (step, *vectors))
+        and step.device == device
+        and is_vector(grad_Z, kept, device)
+        and is_vector(exp_avg_Z, kept, device)
+        and is_vector(exp_avg_sq_Z, kept, device)
+        and (rest_Z is None or is_vector(rest_Z, kept, device))
     )
+
+
+def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
+    """Return whether an address says all about a tensor of so many entries."""
+    return tensor.numel() == size and tensor.is_contiguous() and tensor.device == device
 
 
 def _slots(kept: int, numel: int) -> int:
@@ -339,10 +349,15 @@ def _slots(kept: int, numel: int) -> int:
     return min(256, max(32, 1 << (max(likely, 1) - 1).bit_length()))
 
 
+_SEEN_AS: Final = {torch.bfloat16: torch.int16, torch.float64: torch.int64}
+"""Types that the kernels see as integers."""
+
+
 def _raw(tensor: Tensor) -> Tensor:
-    """Return a tensor as the kernels see it: bfloat16 and float64 as integers."""
-    views = {torch.bfloat16: torch.int16, torch.float64: torch.int64}
-    return tensor.view(views[tensor.dtype]) if tensor.dtype in views else tensor
+    """Return a contiguous tensor as the kernels see it: its memory, without a history."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    seen_as = _SEEN_AS.get(plain.dtype)
+    return plain if seen_as is None else plain.view(seen_as)
 
 
 def _launch_compress_all(dense: Tensor, out_Z: Tensor, add: bool, factor: Tensor) -> None:
@@ -350,8 +365,8 @@ def _launch_compress_all(dense: Tensor, out_Z: Tensor, add: bool, factor: Tensor
         return
     with on(dense.device):
         triton_kernels.compress_all_kernel[(cdiv(dense.numel(), PART),)](
-            _raw(dense.detach().reshape(-1)),
-            _raw(out_Z.detach()),
+            _raw(dense if dense.is_contiguous() else dense.reshape(-1)),
+            _raw(out_Z),
             factor,
             dense.numel(),
             ADD=add,

@@ -5,9 +5,11 @@ addresses for each weight, and a list of items says which weight a program works
 only when an address or a size has changed, and nothing waits for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import chain
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -71,8 +73,9 @@ def _row(update: AdamWUpdate, first: int) -> tuple[int, ...]:
     )
 
 
-def _is_aligned(row: tuple[int, ...]) -> bool:
-    return all(address % 16 == 0 for address in (row[0], *row[3:7]))
+def are_aligned(addresses: Iterable[int]) -> bool:
+    """Return whether all addresses are multiples of 16 bytes."""
+    return not reduce(or_, addresses, 0) % 16
 
 
 class Kind(NamedTuple):
@@ -100,8 +103,8 @@ def plan(
     """Return the table of some weights, and what is launched for which of them."""
     where = where_of(updates[0].dense.device)
     kinds: dict[Kind, list[int]] = {}
-    for index, update in enumerate(updates):
-        kind = Kind(update.dense.dtype, update.grad_Z.dtype, update.mask is None)
+    for index, (dense, mask, _, grad_Z, *_) in enumerate(updates):
+        kind = Kind(dense.dtype, grad_Z.dtype, mask is None)
         kinds.setdefault(kind, []).append(index)
     firsts = [0] * len(updates)
     lists: dict[Kind, Tensor] = {}
@@ -112,12 +115,13 @@ def plan(
         lists[kind], starts = items(where, tuple(sizes))
         for index in members:
             firsts[index] = starts[index]
-    on_host = tuple(_row(update, first) for update, first in zip(updates, firsts))
-    launches = [
-        Launch(kind, members, lists[kind], all(_is_aligned(on_host[index]) for index in members))
-        for kind, members in kinds.items()
-        if lists[kind].numel()
-    ]
+    on_host = tuple([_row(update, first) for update, first in zip(updates, firsts)])
+    launches = []
+    for kind, members in kinds.items():
+        if lists[kind].numel():
+            columns = [*zip(*[on_host[index] for index in members])]
+            is_aligned = are_aligned(chain(columns[0], *columns[3:7]))
+            launches.append(Launch(kind, members, lists[kind], is_aligned))
     return rows(where, on_host), launches
 
 
