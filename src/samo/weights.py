@@ -140,7 +140,7 @@ class Weight:
         if hooks:
             for hook in hooks.values():
                 use.register_hook(hook)  # what people hang on a parameter goes along
-        take = self._take_gradient
+        take: Callable[[Tensor], None] = self._take_gradient
         if self.replica is not None:
             take = self.replica.watch(take)
         # What register_post_accumulate_grad_hook ends in; its handle would cost more than the tap itself.
@@ -158,7 +158,7 @@ class Weight:
         if held is not None and self.replica is not None:
             home = self.replica.home
             if home is not None and held.data_ptr() != home.data_ptr():
-                self.leaf.grad = held = home.copy_(held)  # somebody set it: only its home is reduced
+                held = self.leaf.grad = home.copy_(held)  # somebody set it; only this is reduced
         if held is not None:
             self.kernels.compress_(grad, self.mask, held, add=True, factor=factor)
             return
@@ -227,7 +227,8 @@ class Weight:
         if self.rest is not None and is_lean is not None:
             dtype = rest_dtype(self.dtype, is_lean=is_lean)
             assert dtype is not None
-            self.rest = convert_rest(self.rest, dtype)
+            if self.rest.dtype != dtype:
+                self.rest = convert_rest(self.rest, dtype)
         return self.rest
 
     def lend(self) -> None:
@@ -269,8 +270,7 @@ class Weight:
 
         Kernels write behind autograd's back, and a backward pass over older values must be refused.
         """
-        torch.autograd.graph.increment_version(self.param)
-        self._note_state()
+        note_changes([self])
 
     def masters(self) -> Tensor:
         """Return the kept values with what their rounding left over, as an update sees them.
@@ -406,6 +406,7 @@ class Weight:
         if self.leaf.grad is not None or not _is_own(box, self.grad_dtype):
             return False
         grad = box[0]
+        assert grad is not None
         self._buffer = self.leaf.grad = grad if grad.dim() == 1 else grad.view(-1)
         return True
 
@@ -434,6 +435,13 @@ def weight_of(tensor: Tensor) -> Weight | None:
     """Return the `Weight` that a dense parameter or a leaf belongs to, if any."""
     reference = getattr(tensor, _TAG, None)
     return None if reference is None else reference()
+
+
+def note_changes(weights: list[Weight]) -> None:
+    """Note, as `Weight.changed` does, that a kernel wrote to the parameters of these weights."""
+    torch.autograd.graph.increment_version([weight.param for weight in weights])
+    for weight in weights:
+        weight._note_state()
 
 
 def is_orphaned(tensor: Tensor) -> bool:

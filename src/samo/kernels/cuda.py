@@ -17,7 +17,7 @@ from torch import Tensor
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels
 from samo.kernels.rounding import rest_dtype
-from samo.kernels.tables import are_aligned, cdiv, items, on, plan, rows, where_of
+from samo.kernels.tables import are_aligned, cdiv, device_of, items, plan, rows, where_of
 from samo.kernels.triton_parts import INTS, KINDS, SCALARS
 from samo.mask import Mask
 
@@ -111,7 +111,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         numels = [tensor.numel() for tensor in members]
         addresses = [tensor.data_ptr() for tensor in members]
         listed, firsts = items(where, tuple([_num_parts(numel) for numel in numels]))
-        with on(device):
+        with device_of(found):
             triton_kernels.find_exponent_kernel[(listed.numel() * ITEM_PARTS,)](
                 rows(where, tuple(zip(addresses, numels, firsts))),
                 listed,
@@ -163,7 +163,7 @@ def launch_compress(
         "enable_fp_fusion": False,  # a factor and a sum round twice, as torch's do
     }
     scale = target if factor is None else factor
-    with on(dense.device):
+    with device_of(dense):
         if config.way == "slot":
             pairs = mask.words.view(torch.int64)
             triton_kernels.compress_by_slot_kernel[(mask.offsets.numel(),)](
@@ -195,7 +195,7 @@ def launch_expand(config: Config, values_Z: Tensor, mask: Mask, dense: Tensor) -
     if mask.numel == 0:
         return
     values = values_Z.detach().to(dense.dtype).contiguous()
-    with on(dense.device):
+    with device_of(dense):
         triton_kernels.expand_kernel[(cdiv(mask.words.numel(), config.size),)](
             _raw(values),
             mask.words,
@@ -218,7 +218,7 @@ def launch_adamw(
     _, beta1, beta2, eps, _ = settings
     table, launches = plan(updates, num_items)
     scalars, skip_at = count_steps(table, settings, skip)
-    with on(table.device):
+    with device_of(table):
         for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
             arguments = (table, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
             options = {
@@ -259,7 +259,7 @@ def count_steps(
     lr_at, lr_here = rate_of(lr, scalars)
     # A number for each pointer that is not used: Triton wants something of the right type.
     skip_at = scalars if skip is None else skip.view(torch.int8)
-    with on(device):
+    with device_of(scalars):
         triton_kernels.adamw_scalars_kernel[(cdiv(count, size),)](
             table,
             scalars,
@@ -316,7 +316,7 @@ def num_items(update: AdamWUpdate) -> int:
 
 
 def _num_parts(numel: int) -> int:
-    return cdiv(numel, PART * ITEM_PARTS)
+    return -(-numel // (PART * ITEM_PARTS))
 
 
 def is_plain(update: AdamWUpdate) -> bool:
@@ -363,7 +363,7 @@ def _raw(tensor: Tensor) -> Tensor:
 def _launch_compress_all(dense: Tensor, out_Z: Tensor, add: bool, factor: Tensor) -> None:
     if dense.numel() == 0:
         return
-    with on(dense.device):
+    with device_of(dense):
         triton_kernels.compress_all_kernel[(cdiv(dense.numel(), PART),)](
             _raw(dense if dense.is_contiguous() else dense.reshape(-1)),
             _raw(out_Z),

@@ -21,7 +21,7 @@ from samo.kernels.cuda import (
     num_items,
     rate_of,
 )
-from samo.kernels.tables import on, plan, rows, where_of
+from samo.kernels.tables import device_of, plan, rows, where_of
 from samo.kernels.triton_parts import KINDS
 
 __all__ = ["adamw_aged_"]
@@ -53,7 +53,7 @@ def _launch(updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor
     age_rows = rows(where_of(table.device), tuple((age_Z.data_ptr(),) for _, age_Z in updates))
     scalars, skip_at = count_steps(table, settings, skip)
     step_sizes, denominators = _corrections(settings, table.device)
-    with on(table.device):
+    with device_of(table):
         for (dtype, grad_dtype, _), members, found, _ in launches:
             how = adamw_config([plain[index] for index in members])
             age_kernels.adamw_aged_kernel[(found.numel() * ITEM_BLOCKS,)](
@@ -84,7 +84,7 @@ def _corrections(settings: AdamWSettings, device: torch.device) -> tuple[Tensor,
     """Return minus the step sizes and the denominators by age."""
     found = torch.empty(2, ages.OLDEST + 1, dtype=torch.float32, device=device)
     lr_at, lr = rate_of(settings.lr, found)
-    with on(device):
+    with device_of(found):
         age_kernels.age_corrections_kernel[((ages.OLDEST + 1) // _SIZE,)](
             found[0],
             found[1],

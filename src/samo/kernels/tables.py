@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
 from itertools import chain
 from operator import or_
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,15 @@ def where_of(device: torch.device) -> Where:
     return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Make ``device`` the current one: Triton launches there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+_HERE: Final = nullcontext()
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the device of ``tensor`` the current one, if it is not: Triton launches there."""
+    # Asked of the tensor, at every launch: a device spells out its type anew each time.
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device_of(tensor)
 
 
 @lru_cache(maxsize=64)
@@ -47,7 +53,7 @@ def items(where: Where, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
 @lru_cache(maxsize=16)
 def rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
     """Return a table on the device, sent anew only when a number in it has changed."""
-    return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), where)
+    return _send(torch.from_numpy(np.array(rows, dtype=np.int64)), where)
 
 
 def _send(tensor: Tensor, where: Where) -> Tensor:
@@ -102,27 +108,24 @@ def plan(
 ) -> tuple[Tensor, list[Launch]]:
     """Return the table of some weights, and what is launched for which of them."""
     where = where_of(updates[0].dense.device)
-    kinds: dict[Kind, list[int]] = {}
-    for index, (dense, mask, _, grad_Z, *_) in enumerate(updates):
-        kind = Kind(dense.dtype, grad_Z.dtype, mask is None)
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for index, update in enumerate(updates):
+        kind = update.dense.dtype, update.grad_Z.dtype, update.mask is None
         kinds.setdefault(kind, []).append(index)
-    firsts = [0] * len(updates)
-    lists: dict[Kind, Tensor] = {}
+    on_host: list[tuple[int, ...]] = [()] * len(updates)
+    launches = []
     for kind, members in kinds.items():
         sizes = [0] * len(updates)
         for index in members:
             sizes[index] = num_items(updates[index])
-        lists[kind], starts = items(where, tuple(sizes))
+        found, firsts = items(where, tuple(sizes))
         for index in members:
-            firsts[index] = starts[index]
-    on_host = tuple([_row(update, first) for update, first in zip(updates, firsts)])
-    launches = []
-    for kind, members in kinds.items():
-        if lists[kind].numel():
+            on_host[index] = _row(updates[index], firsts[index])
+        if found.numel():
             columns = [*zip(*[on_host[index] for index in members])]
             is_aligned = are_aligned(chain(columns[0], *columns[3:7]))
-            launches.append(Launch(kind, members, lists[kind], is_aligned))
-    return rows(where, on_host), launches
+            launches.append(Launch(Kind(*kind), members, found, is_aligned))
+    return rows(where, tuple(on_host)), launches
 
 
 def cdiv(a: int, b: int) -> int:
