@@ -324,3 +324,24 @@ def test_a_gradient_with_a_graph_is_copied() -> None:
         model().backward(create_graph=True)
     assert not leaves["vector"].grad.requires_grad
     assert (leaves["vector"].grad == 4).all()
+
+
+def test_a_hook_that_forward_hangs_on_its_weight_runs_until_it_is_removed() -> None:
+    class Hanging(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.weight.requires_grad:
+                handles.append(self.weight.register_post_accumulate_grad_hook(seen.append))
+            return super().forward(x)
+
+    seen: list[Tensor] = []
+    handles: list[Any] = []
+    model = nn.Sequential(Hanging(8, 8))
+    samo.compress_(model, samo.prune(model, 0.5))
+    first, second = model(torch.ones(1, 8)).sum(), model(torch.ones(1, 8)).sum()
+    handles[1].remove()
+    first.backward()
+    second.backward()
+    assert len(seen) == 1
+    assert seen[0].shape == (8, 8)
+    (weight, _) = samo.parameters(model)
+    assert (weight.grad == 2).all()

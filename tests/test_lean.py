@@ -295,7 +295,7 @@ def test_an_update_is_adamw_between_codes(density: float | None) -> None:
         join(old, update.rest_Z),
         update.grad_Z.float(),
         *lean.dequantise(codes, groups),
-        count_step(update.step, SETTINGS, None),
+        count_step(update, SETTINGS, None),
         SETTINGS,
     )
     bits = lean.random_bits(0, old.numel(), update.step)

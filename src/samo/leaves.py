@@ -7,7 +7,7 @@ from torch import nn
 
 from samo.candidates import matching
 from samo.errors import CompressionError
-from samo.owners import owned_weights, put_back_taps
+from samo.owners import put_back, weights_in
 from samo.weights import Weight, weight_of
 
 __all__ = ["named_parameters", "param_groups", "parameters"]
@@ -48,10 +48,12 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     Raises:
         CompressionError: The model is not compressed, or has parameters that were added later.
     """
-    weights = _weights(model)
-    for weight in weights.values():
-        weight.part.leaf.requires_grad_(weight.param.requires_grad)
-    return iter([(name, weight.part.leaf) for name, weight in weights.items()])
+    leaves = []
+    for name, weight in _weights(model).items():
+        leaf = weight.part.leaf
+        leaf.requires_grad_(weight.param.requires_grad)
+        leaves.append((name, leaf))
+    return iter(leaves)
 
 
 def param_groups(
@@ -88,17 +90,19 @@ def param_groups(
 
 
 def _weights(model: nn.Module) -> dict[str, Weight]:
-    weights = owned_weights(model)
+    modules = list(model.named_modules())  # once: a walk costs more than all that is looked at
+    weights = weights_in(modules)
     if not weights:
         raise CompressionError(
             "the model is not compressed; call samo.compress_(model, masks) first"
         )
-    put_back_taps(model)
-    for name, param in model.named_parameters():
-        if param.requires_grad and weight_of(param) is None:
-            raise CompressionError(
-                f"parameter '{name}' was added to the model after compress_ and has no compressed "
-                "state; add it before, or freeze it with requires_grad_(False) here and give it to "
-                "an optimizer of its own"
-            )
+    for path, module in modules:
+        put_back(module)
+        for name, param in module._parameters.items():
+            if param is not None and param.requires_grad and weight_of(param) is None:
+                raise CompressionError(
+                    f"parameter '{f'{path}.{name}' if path else name}' was added to the model after "
+                    "compress_ and has no compressed state; add it before, or freeze it with "
+                    "requires_grad_(False) here and give it to an optimizer of its own"
+                )
     return weights

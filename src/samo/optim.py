@@ -17,7 +17,7 @@ from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.rounding import master_dtype, rest_dtype
 from samo.mask import Mask
 from samo.stepping import agree, tell_scalers
-from samo.weights import Weight, weight_of
+from samo.weights import Weight, note_changes, weight_of
 
 __all__ = ["AdamW"]
 
@@ -231,7 +231,7 @@ class AdamW(Optimizer):
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 state["step"],
-                lr_scale(weight.whole.mask, power),
+                lr_scale(weight.whole.mask, power) if power else 1.0,
             )
             if self.is_lean:
                 lean.append(LeanUpdate(update, state["exp_avg_scale"], state["exp_avg_sq_scale"]))
@@ -245,8 +245,7 @@ class AdamW(Optimizer):
             members[0][0].aged_kernels.adamw_aged_(aged, settings, skip)
         if plain:
             members[0][0].kernels.adamw_(plain, settings, skip)
-        for weight, _ in members:
-            weight.changed()
+        note_changes([weight for weight, _ in members])
 
     def _state_of(self, weight: Weight) -> dict[str, Any]:
         state = self.state[weight.leaf]
@@ -267,9 +266,11 @@ class AdamW(Optimizer):
         rest = weight.ensure_rest(is_lean=self.is_lean)
         if rest is not None:
             key = _REST_KEYS[rest.dtype]
-            if key in state and state[key] is not rest:
-                rest.copy_(state[key])  # a loaded one, whenever the weights were loaded
-            state[key] = rest
+            saved = state.get(key)
+            if saved is not rest:
+                if saved is not None:
+                    rest.copy_(saved)  # a loaded one, whenever the weights were loaded
+                state[key] = rest
         return state
 
     def _layout(self, weight: Weight) -> dict[str, tuple[torch.dtype, int]]:
@@ -437,7 +438,8 @@ def _with_gradient(group: dict[str, Any]) -> list[tuple[Weight, Tensor]]:
     members = []
     for weight in _weights_of(leaves):
         weight.check()
-        weight.reclaim()
+        if weight.is_lent:
+            weight.reclaim()
         members.append((weight, weight.leaf.grad))
     return members  # type: ignore[return-value]
 
@@ -462,7 +464,7 @@ def lr_scale(mask: Mask | None, power: float) -> float:
         >>> lr_scale(Mask.from_bool(torch.tensor([True, False, False, False])), -1.0)
         4.0
     """
-    if mask is None or power == 0 or mask.kept == 0:
+    if mask is None or mask.kept == 0:
         return 1.0
     return (mask.kept / mask.numel) ** power
 

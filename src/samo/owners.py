@@ -6,6 +6,7 @@ with two methods more, for the two calls that torch has no hook for.
 """
 
 import types
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -22,9 +23,14 @@ _HOOK: Any = "samo"
 
 def owned_weights(model: nn.Module) -> dict[str, Weight]:
     """Return the compressed weights under ``model`` by name, each once, as ``named_parameters`` would."""
+    return weights_in(model.named_modules())
+
+
+def weights_in(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Weight]:
+    """Return the compressed weights of modules, which come with their names; each weight once."""
     found: dict[str, Weight] = {}
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in modules:
         owner: Owner | None = module.__dict__.get(_ATTRIBUTE)
         for name, weight in owner.weights.items() if owner is not None else ():
             if id(weight) not in seen:
@@ -36,9 +42,14 @@ def owned_weights(model: nn.Module) -> dict[str, Weight]:
 def put_back_taps(model: nn.Module) -> None:
     """Put the parameters back in their places where a forward pass was interrupted (Ctrl-C)."""
     for module in model.modules():
-        owner: Owner | None = module.__dict__.get(_ATTRIBUTE)
-        if owner is not None:
-            owner.put_back(module)
+        put_back(module)
+
+
+def put_back(module: nn.Module) -> None:
+    """Put the parameters of one module back in their places."""
+    owner: Owner | None = module.__dict__.get(_ATTRIBUTE)
+    if owner is not None and owner.taps:
+        owner.put_back(module)
 
 
 class Owner:
@@ -77,8 +88,9 @@ def _before_forward(module: nn.Module, args: object) -> None:
             "Use samo.replicate(model, mesh['data']) instead"
         )
     owner: Owner = module.__dict__[_ATTRIBUTE]
+    held = module._parameters
     for name, weight in owner.weights.items():
-        current = module._parameters.get(name)
+        current = held.get(name)
         if current is not weight.param and current is not owner.taps.get(name, weight.param):
             raise CompressionError(
                 f"parameter '{weight.name}' was replaced after compress_ (by FSDP, a "

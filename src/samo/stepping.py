@@ -52,8 +52,11 @@ def agree(weights: list[Weight], nonfinite: Tensor) -> Tensor:
     Stages of a pipeline have agreed at the end of the batch; copies of a stage agree now, and so hear of
     every stage of every copy.
     """
-    if any(w.whole.line is not None and w.whole.line.nonfinite for w in weights):
-        nonfinite = torch.ones_like(nonfinite)
+    for weight in weights:
+        line = weight.whole.line
+        if line is not None and line.nonfinite:
+            nonfinite = torch.ones_like(nonfinite)
+            break
     for team in _teams(weights):
         nonfinite = team.any(nonfinite)
     return nonfinite

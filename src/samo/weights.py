@@ -14,6 +14,7 @@ import copy
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -135,25 +136,29 @@ class Weight:
         through the whole backward pass. A leaf for each use hands over each contribution at once.
         """
         use = self.param.detach().requires_grad_()
-        for hook in (self.param._backward_hooks or {}).values():
-            use.register_hook(hook)  # what people hang on a parameter goes along
-        take = self._take_gradient
-        use.register_post_accumulate_grad_hook(
-            take if self.replica is None else self.replica.watch(take)
-        )
+        hooks = self.param._backward_hooks
+        if hooks:
+            for hook in hooks.values():
+                use.register_hook(hook)  # what people hang on a parameter goes along
+        take: Callable[[Tensor], None] = self._take_gradient
+        if self.replica is not None:
+            take = self.replica.watch(take)
+        # What register_post_accumulate_grad_hook ends in; its handle would cost more than the tap itself.
+        use._post_accumulate_grad_hooks = OrderedDict(samo=take)
         return use
 
     def accumulate(self, grad: Tensor) -> None:
         """Add a dense gradient to the compressed one."""
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        watcher = self.watcher
-        if watcher is not None:
+        if self._watcher is not None and (watcher := self._watcher()) is not None:
             watcher(self, grad, self._begins_sum())
         factor = None if self.scaler is None else self.scaler.inverse
-        held, home = self.leaf.grad, self._home
-        if held is not None and home is not None and held.data_ptr() != home.data_ptr():
-            self.leaf.grad = held = home.copy_(held)  # somebody set it: only its home is reduced
+        held = self.leaf.grad
+        if held is not None and self.replica is not None:
+            home = self.replica.home
+            if home is not None and held.data_ptr() != home.data_ptr():
+                held = self.leaf.grad = home.copy_(held)  # somebody set it; only this is reduced
         if held is not None:
             self.kernels.compress_(grad, self.mask, held, add=True, factor=factor)
             return
@@ -222,7 +227,8 @@ class Weight:
         if self.rest is not None and is_lean is not None:
             dtype = rest_dtype(self.dtype, is_lean=is_lean)
             assert dtype is not None
-            self.rest = convert_rest(self.rest, dtype)
+            if self.rest.dtype != dtype:
+                self.rest = convert_rest(self.rest, dtype)
         return self.rest
 
     def lend(self) -> None:
@@ -264,8 +270,7 @@ class Weight:
 
         Kernels write behind autograd's back, and a backward pass over older values must be refused.
         """
-        torch.autograd.graph.increment_version(self.param)
-        self._note_state()
+        note_changes([self])
 
     def masters(self) -> Tensor:
         """Return the kept values with what their rounding left over, as an update sees them.
@@ -383,7 +388,7 @@ class Weight:
             self.replica.expect()
         box = [use.grad]  # the one reference of ours, so that others can be counted
         use.grad = None
-        if use is not self.param and self._keep(box):
+        if self.mask is None and use is not self.param and self._keep(box):
             return
         grad = box.pop()
         if grad is not None:
@@ -396,13 +401,13 @@ class Weight:
 
         Not where compiled code hands it over (the parameter's own hook): that may use it again.
         """
-        if self.mask is not None or self.leaf.grad is not None or self.is_lent:
+        if self.replica is not None or self.scaler is not None or self.is_lent:
             return False
-        if self.replica is not None:
+        if self.leaf.grad is not None or not _is_own(box, self.grad_dtype):
             return False
-        if box[0] is None or self.scaler is not None or not _is_own(box, self.grad_dtype):
-            return False
-        self._buffer = self.leaf.grad = box[0].view(-1)
+        grad = box[0]
+        assert grad is not None
+        self._buffer = self.leaf.grad = grad if grad.dim() == 1 else grad.view(-1)
         return True
 
     def _tag(self) -> None:
@@ -430,6 +435,13 @@ def weight_of(tensor: Tensor) -> Weight | None:
     """Return the `Weight` that a dense parameter or a leaf belongs to, if any."""
     reference = getattr(tensor, _TAG, None)
     return None if reference is None else reference()
+
+
+def note_changes(weights: list[Weight]) -> None:
+    """Note, as `Weight.changed` does, that a kernel wrote to the parameters of these weights."""
+    torch.autograd.graph.increment_version([weight.param for weight in weights])
+    for weight in weights:
+        weight._note_state()
 
 
 def is_orphaned(tensor: Tensor) -> bool:

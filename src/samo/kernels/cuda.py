@@ -8,6 +8,7 @@ What the kernels do not cover (float64 sums, weights with strides) falls back to
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -15,7 +16,17 @@ from torch import Tensor
 
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels
-from samo.kernels.tables import cdiv, items, lr_scales, on, plan, rows, where_of
+from samo.kernels.rounding import rest_dtype
+from samo.kernels.tables import (
+    are_aligned,
+    cdiv,
+    device_of,
+    items,
+    lr_scales,
+    plan,
+    rows,
+    where_of,
+)
 from samo.kernels.triton_parts import INTS, KINDS, SCALARS
 from samo.mask import Mask
 
@@ -54,7 +65,7 @@ def compress_(
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
     is_move = dense.dtype == out_Z.dtype and not add and factor is None
-    is_covered = is_move or {dense.dtype, out_Z.dtype} <= KINDS.keys()
+    is_covered = is_move or (dense.dtype in KINDS and out_Z.dtype in KINDS)
     if not is_covered or not out_Z.is_contiguous():
         reference.compress_(dense, mask, out_Z, add=add, factor=factor)
     elif mask is not None:
@@ -101,20 +112,22 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     together: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            together.setdefault(tensor.dtype, []).append(tensor.detach().contiguous())
+            plain = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+            together.setdefault(plain.dtype, []).append(plain)
+    where = where_of(device)
     for dtype, members in together.items():
         kind, exponent = _EXPONENTS[dtype]
-        where = where_of(device)
-        listed, firsts = items(where, tuple(_num_parts(t.numel()) for t in members))
-        on_host = [(t.data_ptr(), t.numel(), first) for t, first in zip(members, firsts)]
-        with on(device):
+        numels = [tensor.numel() for tensor in members]
+        addresses = [tensor.data_ptr() for tensor in members]
+        listed, firsts = items(where, tuple([_num_parts(numel) for numel in numels]))
+        with device_of(found):
             triton_kernels.find_exponent_kernel[(listed.numel() * ITEM_PARTS,)](
-                rows(where, tuple(on_host)),
+                rows(where, tuple(zip(addresses, numels, firsts))),
                 listed,
                 found.view(torch.int8),
                 EXPONENT=exponent,
                 KIND=kind,
-                IS_ALIGNED=all(address % 16 == 0 for address, _, _ in on_host),
+                IS_ALIGNED=are_aligned(addresses),
                 PARTS=ITEM_PARTS,
                 PART=PART,
             )
@@ -124,6 +137,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 # One launch each, with a choice of how -----------------------------------------------------------
 
 
+@lru_cache(maxsize=1024)  # asked for in each backward pass, for each weight
 def compress_config(kept: int, numel: int) -> Config:
     """Return how to compress a tensor with so many kept entries.
 
@@ -150,7 +164,7 @@ def launch_compress(
     """Compress in the way of ``config``."""
     if mask.kept == 0:
         return
-    source, target = _raw(dense.detach().reshape(-1)), _raw(out_Z.detach())
+    source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out_Z)
     options = {
         "ADD": add,
         "HAS_FACTOR": factor is not None,
@@ -158,7 +172,7 @@ def launch_compress(
         "enable_fp_fusion": False,  # a factor and a sum round twice, as torch's do
     }
     scale = target if factor is None else factor
-    with on(dense.device):
+    with device_of(dense):
         if config.way == "slot":
             pairs = mask.words.view(torch.int64)
             triton_kernels.compress_by_slot_kernel[(mask.offsets.numel(),)](
@@ -190,12 +204,12 @@ def launch_expand(config: Config, values_Z: Tensor, mask: Mask, dense: Tensor) -
     if mask.numel == 0:
         return
     values = values_Z.detach().to(dense.dtype).contiguous()
-    with on(dense.device):
+    with device_of(dense):
         triton_kernels.expand_kernel[(cdiv(mask.words.numel(), config.size),)](
             _raw(values),
             mask.words,
             mask.offsets,
-            _raw(dense.detach().view(-1)),
+            _raw(dense),
             mask.numel,
             mask.words.numel(),
             WORDS=config.size,
@@ -213,7 +227,7 @@ def launch_adamw(
     _, beta1, beta2, eps, _ = settings
     table, launches = plan(updates, num_items)
     scalars, skip_at = count_steps(table, settings, skip, lr_scales(updates))
-    with on(table.device):
+    with device_of(table):
         for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
             arguments = (table, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
             options = {
@@ -254,7 +268,7 @@ def count_steps(
     lr_at, lr_here = rate_of(lr, scalars)
     # A number for each pointer that is not used: Triton wants something of the right type.
     skip_at = scalars if skip is None else skip.view(torch.int8)
-    with on(device):
+    with device_of(scalars):
         triton_kernels.adamw_scalars_kernel[(cdiv(count, size),)](
             table,
             scalars,
@@ -313,25 +327,30 @@ def num_items(update: AdamWUpdate) -> int:
 
 
 def _num_parts(numel: int) -> int:
-    return cdiv(numel, PART * ITEM_PARTS)
+    return -(-numel // (PART * ITEM_PARTS))
 
 
 def is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a weight's tensors."""
     dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step, _ = update
-    kept = dense.numel() if mask is None else mask.kept
-    rest_dtype = {torch.bfloat16: torch.int16, torch.float16: torch.float32}.get(dense.dtype)
-    is_rest_plain = rest_Z is None if rest_dtype is None else rest_Z is not None
-    vectors = [grad_Z, exp_avg_Z, exp_avg_sq_Z, *([] if rest_Z is None else [rest_Z])]
+    kept, device = dense.numel() if mask is None else mask.kept, dense.device
     return (
-        {dense.dtype, grad_Z.dtype} <= KINDS.keys()
-        and is_rest_plain
-        and (rest_Z is None or rest_Z.dtype == rest_dtype)
+        dense.dtype in KINDS
+        and grad_Z.dtype in KINDS
         and exp_avg_Z.dtype == exp_avg_sq_Z.dtype == step.dtype == torch.float32
+        and (None if rest_Z is None else rest_Z.dtype) == rest_dtype(dense.dtype)
         and dense.is_contiguous()
-        and all(vector.numel() == kept and vector.is_contiguous() for vector in vectors)
-        and all(tensor.device == dense.device for tensor in (step, *vectors))
+        and step.device == device
+        and is_vector(grad_Z, kept, device)
+        and is_vector(exp_avg_Z, kept, device)
+        and is_vector(exp_avg_sq_Z, kept, device)
+        and (rest_Z is None or is_vector(rest_Z, kept, device))
     )
+
+
+def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
+    """Return whether an address says all about a tensor of so many entries."""
+    return tensor.numel() == size and tensor.is_contiguous() and tensor.device == device
 
 
 def _slots(kept: int, numel: int) -> int:
@@ -341,19 +360,24 @@ def _slots(kept: int, numel: int) -> int:
     return min(256, max(32, 1 << (max(likely, 1) - 1).bit_length()))
 
 
+_SEEN_AS: Final = {torch.bfloat16: torch.int16, torch.float64: torch.int64}
+"""Types that the kernels see as integers."""
+
+
 def _raw(tensor: Tensor) -> Tensor:
-    """Return a tensor as the kernels see it: bfloat16 and float64 as integers."""
-    views = {torch.bfloat16: torch.int16, torch.float64: torch.int64}
-    return tensor.view(views[tensor.dtype]) if tensor.dtype in views else tensor
+    """Return a contiguous tensor as the kernels see it: its memory, without a history."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    seen_as = _SEEN_AS.get(plain.dtype)
+    return plain if seen_as is None else plain.view(seen_as)
 
 
 def _launch_compress_all(dense: Tensor, out_Z: Tensor, add: bool, factor: Tensor) -> None:
     if dense.numel() == 0:
         return
-    with on(dense.device):
+    with device_of(dense):
         triton_kernels.compress_all_kernel[(cdiv(dense.numel(), PART),)](
-            _raw(dense.detach().reshape(-1)),
-            _raw(out_Z.detach()),
+            _raw(dense if dense.is_contiguous() else dense.reshape(-1)),
+            _raw(out_Z),
             factor,
             dense.numel(),
             ADD=add,

@@ -21,7 +21,7 @@ from samo.kernels.cuda import (
     num_items,
     rate_of,
 )
-from samo.kernels.tables import lr_scales, on, plan, rows, where_of
+from samo.kernels.tables import device_of, lr_scales, plan, rows, where_of
 from samo.kernels.triton_parts import KINDS
 
 __all__ = ["adamw_aged_"]
@@ -54,7 +54,7 @@ def _launch(updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor
     scales = lr_scales(plain)
     scalars, skip_at = count_steps(table, settings, skip, scales)
     step_sizes, denominators = _corrections(settings, table.device)
-    with on(table.device):
+    with device_of(table):
         for (dtype, grad_dtype, _), members, found, _ in launches:
             how = adamw_config([plain[index] for index in members])
             age_kernels.adamw_aged_kernel[(found.numel() * ITEM_BLOCKS,)](
@@ -88,7 +88,7 @@ def _corrections(settings: AdamWSettings, device: torch.device) -> tuple[Tensor,
     step_sizes = torch.empty(ages.OLDEST + 1, dtype=torch.float64, device=device)
     denominators = torch.empty_like(step_sizes, dtype=torch.float32)
     lr_at, lr = rate_of(settings.lr, step_sizes)
-    with on(device):
+    with device_of(step_sizes):
         age_kernels.age_corrections_kernel[((ages.OLDEST + 1) // _SIZE,)](
             step_sizes,
             denominators,

@@ -14,7 +14,7 @@ from torch import Tensor
 from samo.kernels import AdamWSettings, LeanUpdate, lean, lean_kernels
 from samo.kernels.cuda import ITEM_BLOCKS, ITEM_PARTS, PART, count_steps, num_items
 from samo.kernels.rounding import rest_dtype
-from samo.kernels.tables import lr_scales, on, plan, rows, where_of
+from samo.kernels.tables import device_of, lr_scales, plan, rows, where_of
 from samo.kernels.triton_parts import KINDS
 
 __all__ = ["adamw_lean_"]
@@ -50,7 +50,7 @@ def launch_adamw_lean(
     addresses = tuple((a.data_ptr(), b.data_ptr()) for _, a, b in updates)
     scales = rows(where_of(table.device), addresses)
     scalars, skip_at = count_steps(table, settings, skip, lr_scales(plain))
-    with on(table.device):
+    with device_of(table):
         for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
             arguments = (table, scales, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
             options = {

@@ -5,10 +5,12 @@ addresses for each weight, and a list of items says which weight a program works
 only when an address or a size has changed, and nothing waits for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, reduce
+from itertools import chain
+from operator import or_
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +28,15 @@ def where_of(device: torch.device) -> Where:
     return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Make ``device`` the current one: Triton launches there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+_HERE: Final = nullcontext()
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the device of ``tensor`` the current one, if it is not: Triton launches there."""
+    # Asked of the tensor, at every launch: a device spells out its type anew each time.
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device_of(tensor)
 
 
 @lru_cache(maxsize=64)
@@ -45,13 +53,13 @@ def items(where: Where, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
 @lru_cache(maxsize=16)
 def rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
     """Return a table on the device, sent anew only when a number in it has changed."""
-    return _send(torch.tensor(rows, dtype=torch.int64, device="cpu"), where)
+    return _send(torch.from_numpy(np.array(rows, dtype=np.int64)), where)
 
 
 def lr_scales(updates: Sequence[AdamWUpdate]) -> Tensor | None:
     """Return the factors on the learning rates of some weights on their device; None if all are 1."""
-    scales = tuple(update.lr_scale for update in updates)
-    if all(scale == 1 for scale in scales):
+    scales = tuple([update.lr_scale for update in updates])
+    if scales.count(1.0) == len(scales):
         return None
     return _numbers(where_of(updates[0].dense.device), scales)
 
@@ -84,8 +92,9 @@ def _row(update: AdamWUpdate, first: int) -> tuple[int, ...]:
     )
 
 
-def _is_aligned(row: tuple[int, ...]) -> bool:
-    return all(address % 16 == 0 for address in (row[0], *row[3:7]))
+def are_aligned(addresses: Iterable[int]) -> bool:
+    """Return whether all addresses are multiples of 16 bytes."""
+    return not reduce(or_, addresses, 0) % 16
 
 
 class Kind(NamedTuple):
@@ -112,26 +121,24 @@ def plan(
 ) -> tuple[Tensor, list[Launch]]:
     """Return the table of some weights, and what is launched for which of them."""
     where = where_of(updates[0].dense.device)
-    kinds: dict[Kind, list[int]] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for index, update in enumerate(updates):
-        kind = Kind(update.dense.dtype, update.grad_Z.dtype, update.mask is None)
+        kind = update.dense.dtype, update.grad_Z.dtype, update.mask is None
         kinds.setdefault(kind, []).append(index)
-    firsts = [0] * len(updates)
-    lists: dict[Kind, Tensor] = {}
+    on_host: list[tuple[int, ...]] = [()] * len(updates)
+    launches = []
     for kind, members in kinds.items():
         sizes = [0] * len(updates)
         for index in members:
             sizes[index] = num_items(updates[index])
-        lists[kind], starts = items(where, tuple(sizes))
+        found, firsts = items(where, tuple(sizes))
         for index in members:
-            firsts[index] = starts[index]
-    on_host = tuple(_row(update, first) for update, first in zip(updates, firsts))
-    launches = [
-        Launch(kind, members, lists[kind], all(_is_aligned(on_host[index]) for index in members))
-        for kind, members in kinds.items()
-        if lists[kind].numel()
-    ]
-    return rows(where, on_host), launches
+            on_host[index] = _row(updates[index], firsts[index])
+        if found.numel():
+            columns = [*zip(*[on_host[index] for index in members])]
+            is_aligned = are_aligned(chain(columns[0], *columns[3:7]))
+            launches.append(Launch(Kind(*kind), members, found, is_aligned))
+    return rows(where, tuple(on_host)), launches
 
 
 def cdiv(a: int, b: int) -> int:
