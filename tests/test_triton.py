@@ -199,7 +199,7 @@ def test_a_gpu_takes_the_triton_kernels() -> None:
     assert choose(torch.device("cpu"), "triton") is cuda
 
 
-@pytest.mark.parametrize("trouble", ["rocm", "mps", "no triton"])
+@pytest.mark.parametrize("trouble", ["rocm", "mps", "no triton", "interpreter"])
 def test_where_there_is_no_fast_path_one_warning_says_so(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +212,10 @@ def test_where_there_is_no_fast_path_one_warning_says_so(
         monkeypatch.delattr(_kernels, "cuda")
         monkeypatch.setitem(sys.modules, "samo.kernels.cuda", None)
         message = "samo's kernels for cuda need triton, and .*; plain torch operations do the same"
+    elif trouble == "interpreter":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cuda, "IS_INTERPRETED", True)
+        message = "cannot run under TRITON_INTERPRET=1; plain torch operations do the same"
     with pytest.warns(UserWarning, match=message):
         assert choose(device) is reference
     assert choose(device) is reference  # and a second warning would be an error here

@@ -37,6 +37,7 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
     tokens = settings["steps"] * settings["batch"] * settings["context"]
     seeds = sorted({row["seed"] for row in rows})
     dense = found.get("dense", [])
+    power = settings.get("density_power", -1.0)  # the first rows were written without it
     write_page(
         folder,
         title="What pruning costs a GPT",
@@ -44,7 +45,8 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
         + " ".join(
             f"--{name.replace('_', '-')} {settings[name]}"
             for name in ("num_layers", "width", "num_heads", "context", "batch", "steps")
-        ),
+        )
+        + f" --density-power {power:g}",
         rows=rows,
         notes=[
             f"Text: {count(settings['train_bytes'])} bytes of {settings['text_source']}, and "
@@ -53,9 +55,8 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             f"bytes, {count(tokens)} in all. A byte is seen {tokens / settings['train_bytes']:.2f} times "
             "on average, and none more than 4 times. Same bytes, order and first weights (but for the small GPT) "
             f"for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
-            "Each contender has the learning rate at which its first seed ends best: rates are tried from the "
-            "lowest on, until the loss is worse. All trials are below. Pruned tensors learn at that rate over their "
-            "kept fraction (density_power -1).",
+            f"{_rule_of_rates(rows)} Pruned tensors learn at that rate times "
+            f"their kept fraction to the power of {power:g}.",
             "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
             'the differences seed by seed; positive is worse. "Worse" and "better" below: the 95 % interval of '
             "the mean difference (Student's t) leaves out 0.",
@@ -65,7 +66,7 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
         ],
         table=Table(_HEAD, [_line(several, dense) for several in found.values()]),
         more_tables={f"Losses at other rates, seed {seeds[0]}": _trials(tried)},
-        findings=[*_findings(found), *_tickets(found)],
+        findings=[*_findings(found), *_edges(tried), *_tickets(found)],
         figures={
             "loss": ("Validation loss of every run", _dots(found)),
             "curves": ("Validation loss over the text read", _curves(found)),
@@ -93,6 +94,16 @@ def _line(rows: Sequence[Row], dense: Sequence[Row]) -> tuple[str, ...]:
         duration(spreads.of([row["train_s"] for row in rows]).mean),
         spreads.of([row["valid_loss"] for row in rows]).text(),
         NOTHING if difference is None or rows is dense else difference.text("+.3f"),
+    )
+
+
+def _rule_of_rates(rows: Sequence[Row]) -> str:
+    lrs = {row["lr"] for row in rows}
+    if len(lrs) == 1:
+        return f"All have the same learning rate, {min(lrs):g}."
+    return (
+        "Each contender has the learning rate at which its first seed ends best: rates are tried from the "
+        "lowest on, until the loss is worse. All trials are below."
     )
 
 
@@ -137,6 +148,22 @@ def _findings(found: dict[str, list[Row]]) -> list[str]:
             f"{_compared(difference)} the dense GPT ({difference.text('+.3f')})."
         )
     return sentences
+
+
+def _edges(tried: dict[str, list[Row]]) -> list[str]:
+    """Name those whose best rate is the lowest or the highest that was tried."""
+    edges: dict[str, list[str]] = {"lowest": [], "highest": []}
+    for rows in tried.values():
+        lrs = sorted({row["lr"] for row in rows})
+        for edge, lr in (("lowest", lrs[0]), ("highest", lrs[-1])):
+            if len(lrs) > 1 and rates.best(rows) == lr:
+                edges[edge].append(rows[0]["title"])
+    return [
+        f"Best at the {edge} rate that was tried, so that a {'lower' if edge == 'lowest' else 'higher'} one "
+        f"may be better: {', '.join(titles)}."
+        for edge, titles in edges.items()
+        if titles
+    ]
 
 
 def _compared(difference: spreads.Spread) -> str:
@@ -197,7 +224,7 @@ def _rates(tried: dict[str, list[Row]]) -> Figure:
         )
     low = min(min(curve.mean) for curve in curves)
     # What came apart at a rate too high would flatten everything else.
-    high = max(curve.mean[0] for curve in curves)
+    high = min(max(max(curve.mean) for curve in curves), 3 * low)
     return curves_figure(
         curves,
         title="Validation loss in the end, nats a byte",

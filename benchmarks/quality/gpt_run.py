@@ -23,8 +23,6 @@ __all__ = ["QUICK", "Run", "Settings", "matching_shape", "wait"]
 DENSE_BYTES: Final = 16
 """Of each parameter of a dense GPT: fp32 weight, gradient and two moments, as torch's AdamW has them."""
 WEIGHT_DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0
-DENSITY_POWER: Final = -1.0
-"""As samo train has it: pruned tensors learn at the rate over their kept fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +37,8 @@ class Settings:
     steps: int = 600
     valid_windows: int = 1024
     evaluations: int = 12
+    density_power: float = -1.0
+    """As samo train has it: pruned tensors learn at the rate over their kept fraction."""
     dense_limit: float = 0.25
     """Part of the run after which a ticket is drawn whether masks have settled or not."""
     text: str = ""
@@ -129,7 +129,9 @@ class Run:
         """Prune the model and go on with compressed state: bfloat16 weights, moments carried over."""
         samo.compress_(self.model, masks, dtype=torch.bfloat16)
         groups = samo.param_groups(self.model, WEIGHT_DECAY)
-        opt = samo.AdamW(groups, betas=BETAS, entry_steps=entry_steps, density_power=DENSITY_POWER)
+        opt = samo.AdamW(
+            groups, betas=BETAS, entry_steps=entry_steps, density_power=self.settings.density_power
+        )
         opt.carry_over(self.opt)
         self.opt, self.masks = opt, masks
 

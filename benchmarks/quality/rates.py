@@ -13,7 +13,7 @@ __all__ = ["USUAL", "best", "best_rows", "plan"]
 
 Row = dict[str, Any]
 
-USUAL: Final = (1e-3, 3e-3, 1e-2, 3e-2)
+USUAL: Final = (3e-4, 1e-3, 3e-3, 1e-2)
 """About half a power of ten apart."""
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samo import bitmap
-from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels
+from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels, triton_parts
 from samo.kernels.rounding import rest_dtype
 from samo.kernels.tables import (
     are_aligned,
@@ -46,6 +46,7 @@ _FEW: Final = 0.2
 """Density up to which a search for each kept entry is cheaper than a count for each entry."""
 
 _EXPAND: Final = Config("entry", bitmap.BLOCK_WORDS, 2)
+IS_INTERPRETED: Final = bool(triton_parts.IS_INTERPRETED)
 ITEM_BLOCKS: Final = 4
 PART: Final = 1024
 ITEM_PARTS: Final = 4
