@@ -362,6 +362,9 @@ class Learner:
     @contextlib.contextmanager
     def _own_rates(self) -> Iterator[None]:
         """Let masked weights have rates of their own for a step, as `samo.AdamW` gives each weight one."""
+        if not self._lr_scales:
+            yield
+            return
         usual = self.opt.param_groups
         groups: dict[tuple[int, float], dict[str, Any]] = {}
         for index, group in enumerate(usual):
