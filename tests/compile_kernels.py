@@ -44,14 +44,14 @@ def variants() -> Iterator[Variant]:
         types = {"values": kind, "words": "*i32", "offsets": "*i64", "dense": kind}
         types |= {"numel": "i64", "num_words": "i32"}
         yield tk.expand_kernel, types, {"WORDS": 64}, cuda._EXPAND.num_warps
-    for has_skip, lr in product((False, True), ("", "*fp32", "*fp64")):
+    for has_skip, has_scales, lr in product((False, True), (False, True), ("", "*fp32", "*fp64")):
         types = {"rows": "*i64", "scalars": "*fp32", "skip": "*i8", "lr_at": lr or "*fp32"}
-        types["scales"] = "*fp64" if has_skip else "*fp32"
+        types["scales"] = "*fp64" if has_scales else "*fp32"
         types |= dict.fromkeys(("lr", "beta1", "beta2", "weight_decay"), "fp64")
         types["num_weights"] = "i32"
         constants = {
             "HAS_SKIP": has_skip,
-            "HAS_SCALES": has_skip,
+            "HAS_SCALES": has_scales,
             "HAS_LR_AT": bool(lr),
             "SIZE": 128,
         }
@@ -80,13 +80,14 @@ def variants() -> Iterator[Variant]:
             1,
         )
         by_age = {"age_rows": "*i64", "step_sizes": "*fp64", "denominators": "*fp32"}
-        by_age["scales"] = "*fp64" if is_first else "*fp32"
-        yield (
-            age_kernels.adamw_aged_kernel,
-            types | by_age,
-            constants | {"HAS_SCALES": is_first, "BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
-            1,
-        )
+        for has_scales in (False, True):
+            by_age["scales"] = "*fp64" if has_scales else "*fp32"
+            yield (
+                age_kernels.adamw_aged_kernel,
+                types | by_age,
+                constants | {"HAS_SCALES": has_scales, "BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
+                1,
+            )
         whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}
         yield tk.adamw_all_kernel, types, constants | whole | {"IS_ALIGNED": is_first}, 8
     for kind, exponent in cuda._EXPONENTS.values():

@@ -27,6 +27,17 @@ def config(**sections: object) -> TrainConfig:
     return TrainConfig(**{"data": NOTES, **sections})
 
 
+def test_pruned_weights_that_start_anew_learn_faster() -> None:
+    def power(**sections: object) -> object:
+        return resolve(config(**sections)).optim.density_power
+
+    assert power() == power(run=RunConfig(mode="masked")) == -1
+    assert power(optim=OptimConfig(lr=0.1)) == -1
+    assert power(model=ModelConfig(init=Path("runs/dense/checkpoints/best"))) == 0
+    assert power(run=RunConfig(mode="dense")) == 0
+    assert power(optim=OptimConfig(density_power=-0.5)) == -0.5
+
+
 def test_a_resolved_config_says_auto_only_where_data_or_hardware_decide() -> None:
     resolved = resolve(config())
     open_questions = {
@@ -99,6 +110,8 @@ BAD = [
     (config(prune=PruneConfig(sparsity=90)), "sparsity must be .* less than 1, got 90; 0.9 prunes 90 %"),
     (config(prune=PruneConfig(rules={"a.*": -1.0})), r"a.\* must be at least 0"),
     (config(optim=OptimConfig(lr=float("nan"))), "lr must be a number of 0 or more, got nan"),
+    (config(optim=OptimConfig(density_power=-4)), "density_power must be a number from -3 to 3, got -4; -1 makes"),
+    (config(run=RunConfig(mode="dense"), optim=OptimConfig(density_power=-1)), "mode dense prunes nothing, and density_power -1 would have no effect"),
     (config(optim=OptimConfig(clip=-1.0)), "clip must be a number of 0 or more, got -1"),
     (config(optim=OptimConfig(betas=(0.9, 1.0))), r"betas must be two numbers in \[0, 1\)"),
     (config(run=RunConfig(seed=-1)), "seed must be a number of 0 or more, got -1"),

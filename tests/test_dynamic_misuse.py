@@ -354,6 +354,15 @@ def test_settings_of_dynamic_sparse_that_are_no_numbers_are_refused(case: str) -
         )
 
 
+def test_two_factors_on_one_rate_are_refused() -> None:
+    model = build()
+    opt = samo.AdamW(samo.parameters(model), density_power=-1)
+    with pytest.raises(
+        ValueError, match="density_power=-1 already, and both factors would multiply"
+    ):
+        samo.DynamicSparse(model, opt, every=2, stop=9, density_power=-0.5)
+
+
 GRADUAL: dict[str, tuple[dict[str, Any], str]] = {
     "sparsity": ({"sparsity": "0.9"}, r"sparsity must be a number, got '0.9'"),
     "initial": ({"initial": None}, r"initial must be a finite number, got None"),

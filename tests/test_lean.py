@@ -325,6 +325,26 @@ def test_triton_equals_the_reference_at_ragged_sizes(
 
 
 @needs_triton
+def test_triton_gives_each_weight_its_rate(triton: Any) -> None:
+    start = [draw(torch.rand(300) < 0.5), draw(None, numel=300)]
+    plain = [copy_of(update) for update in start]
+    ours, theirs = (
+        [
+            copy._replace(update=copy.update._replace(lr_scale=scale))
+            for copy, scale in zip(map(copy_of, start), (4.0, 1.0))
+        ]
+        for _ in range(2)
+    )
+    triton.adamw_lean_(ours, SETTINGS, None)
+    lean.adamw_lean_(theirs, SETTINGS, None)
+    lean.adamw_lean_(plain, SETTINGS, None)
+    for mine, other in zip(ours, theirs):
+        assert_same(mine, other)
+    assert not torch.equal(theirs[0].update.dense, plain[0].update.dense)
+    assert torch.equal(theirs[1].update.dense, plain[1].update.dense)
+
+
+@needs_triton
 def test_triton_equals_the_reference_past_the_first_item(triton: Any) -> None:
     start = [draw(torch.rand(9000) < 0.02), draw(None, numel=5000), draw(torch.rand(8200) < 0.02)]
     ours, theirs = ([copy_of(update) for update in start] for _ in range(2))

@@ -424,10 +424,29 @@ def test_pruned_weights_learn_faster_by_the_power_of_their_density(state: Any) -
     assert not after["0.weight"][~kept].any()
 
 
-def test_a_density_power_must_be_finite_and_old_states_have_none() -> None:
+def test_the_rate_follows_a_mask_that_changes() -> None:
+    """Under gradients of ones every step of Adam is the rate itself, if nothing decays."""
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = samo.AdamW(samo.parameters(model), lr=0.01, weight_decay=0.0, density_power=-1)
+    for sparsity in (0.5, 0.75):
+        samo.remap_(model, samo.prune(model, sparsity), opt)
+        before = model[0].weight.detach().clone()
+        model[0].weight.sum().backward()
+        opt.step()
+        opt.zero_grad()
+        change = (before - model[0].weight.detach())[before != 0]
+        rate = 0.01 / (1 - sparsity)
+        torch.testing.assert_close(change, torch.full_like(change, rate), rtol=1e-4, atol=1e-6)
+
+
+def test_a_density_power_has_bounds_and_old_states_have_none() -> None:
     model = compressed()
-    with pytest.raises(ValueError, match="density_power must be a finite number, got nan"):
-        samo.AdamW(samo.parameters(model), density_power=float("nan"))
+    for wrong in (float("nan"), -4, "much"):
+        with pytest.raises(
+            ValueError, match=f"density_power must be a number from -3 to 3, got {wrong}"
+        ):
+            samo.AdamW(samo.parameters(model), density_power=wrong)  # type: ignore[arg-type]
     opt = samo.AdamW(samo.parameters(model), density_power=-1.0)
     saved = opt.state_dict()
     del saved["param_groups"][0]["density_power"]

@@ -67,7 +67,9 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 OPTIMIZERS: Final[dict[str, Callable[[nn.Module], torch.optim.Optimizer]]] = {
     "sgd": lambda m: torch.optim.SGD(samo.parameters(m), lr=0.1, momentum=0.9),
-    "samo": lambda m: samo.AdamW(samo.param_groups(m, weight_decay=0.1), lr=0.01),
+    "samo": lambda m: samo.AdamW(
+        samo.param_groups(m, weight_decay=0.1), lr=0.01, density_power=-0.5
+    ),
     "torch": lambda m: torch.optim.AdamW(samo.param_groups(m, weight_decay=0.1), lr=0.01),
 }
 

@@ -23,6 +23,7 @@ from samo.models import GPT
 from samo.shapes import GPTConfig
 from samo.training import events, masking, starting
 from samo.training.events import Event
+from samo.training.folder import RunFolder
 from samo.training.learner import Learner
 from samo.training.loop import Result, resume, train
 
@@ -215,6 +216,21 @@ def test_a_finished_run_resumed_as_it_is_only_ends_again(tmp_path: Path, text: P
     result = resume(run)
     assert result.step == 8
     assert all(torch.equal(tensor, weights(run)[name]) for name, tensor in before.items())
+
+
+def test_a_run_from_before_pruned_weights_learnt_faster_goes_on_as_it_was(
+    tmp_path: Path, text: Path
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    config = small(text)
+    train(replace(config, optim=replace(config.optim, density_power=0.0)), run)
+    record = json.loads((run / "run.json").read_text())
+    del record["config"]["optim"]["density_power"]
+    (run / "run.json").write_text(json.dumps(record))
+    assert RunFolder(run).config().optim.density_power == 0
+    resume(run)
+    train(config, other)
+    assert RunFolder(other).config().optim.density_power == -1
 
 
 def test_a_run_can_go_on_from_its_best_checkpoint(tmp_path: Path, text: Path) -> None:

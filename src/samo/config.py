@@ -128,7 +128,7 @@ class OptimConfig:
     """Where the learning rate ends, as a fraction of the highest."""
     density_power: float | Auto = "auto"
     """Pruned tensors learn at the rate times their kept fraction to this power: with -1 10 times as fast at
-    90 %; auto: -1 if the rate is auto and weights start anew (no init), otherwise 0."""
+    90 %; auto: -1 for weights that start anew, 0 with init."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -236,7 +236,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
             warmup_steps=warmup_steps,
             density_power=_or(
                 config.optim.density_power,
-                -1.0 if config.optim.lr == "auto" and config.model.init is None else 0.0,
+                0.0 if config.run.mode == "dense" or config.model.init is not None else -1.0,
             ),
         ),
     )
@@ -349,6 +349,11 @@ def _check_together(config: TrainConfig) -> None:
             not changed and dense_steps == 0,
             f"mode dense prunes nothing, and {', '.join(changed) or 'dense_steps'} would have no "
             "effect; leave it out, or choose mode samo or masked",
+        )
+        _require(
+            config.optim.density_power == 0,
+            f"mode dense prunes nothing, and density_power {config.optim.density_power} would have no effect; "
+            "leave it out, or choose mode samo or masked",
         )
     if prune.masks is not None:
         defaults = PruneConfig(sparsity=DEFAULT_SPARSITY)

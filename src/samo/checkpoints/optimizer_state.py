@@ -306,7 +306,9 @@ class OptimizerState:
             settings = values.decode(theirs["settings"], tensors.__getitem__)
             indices = list(range(count, count + len(group["params"])))
             count += len(indices)
-            groups.append({**_settings(group), **settings, "params": indices})
+            own = _settings(group)
+            own.pop("density_power", None)  # there was none where none was saved
+            groups.append({**own, **settings, "params": indices})
         self.opt.load_state_dict(
             # No state: torch would cast it to the parameters' type.
             {"state": {}, "param_groups": groups, "skipped_steps": entry["skipped_steps"]}

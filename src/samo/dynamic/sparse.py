@@ -69,9 +69,9 @@ class DynamicSparse:
         stop: Step from which on the masks stay as they are; three quarters of a run are usual.
         seed: Chooses the entries of ``grow="random"``, and between equals.
         warmup: Steps over which the learning rate rises to its own value after each replacement.
-        density_power: The learning rate is multiplied by the kept fraction to this power: -0.5 doubles
-            it at a quarter kept, 0 leaves it alone. Both act for the time of a step, on the groups that
-            hold a pruned weight.
+        density_power: For torch's optimizers; `samo.AdamW` has its own. The learning rate is multiplied by
+            the kept fraction to this power: -0.5 doubles it at a quarter kept, 0 leaves it alone. Both act
+            for the time of a step, on the groups that hold a pruned weight.
         candidates: For ``grow="gradient"``: how many times as many entries as are to grow have their
             gradients summed while parts of a gradient come, 4 bytes each until `step`. None sums all that
             are not kept, which is exact and takes 4 bytes for each weight of the model.
@@ -155,6 +155,17 @@ class DynamicSparse:
                     f"another DynamicSparse moves the mask of '{name}' already, and both would drop what the "
                     "other has grown; call its detach() first, or delete it"
                 )
+        doubled = [
+            group["density_power"]
+            for opt in self._optimizers
+            for group in opt.param_groups
+            if group.get("density_power")
+        ]
+        if doubled and self._density_power:
+            raise ValueError(
+                f"the optimizer has density_power={doubled[0]} already, and both factors would multiply; leave "
+                "density_power out here, where it is meant for torch's optimizers"
+            )
         self._density_factor: Final[float] = (kept / numel) ** self._density_power
         self._rates: Final = RateFactor()
         if warmup or self._density_power:

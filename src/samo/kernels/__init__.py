@@ -150,7 +150,7 @@ def choose(device: torch.device, path: Path = "auto") -> Kernels:
     except ImportError as error:
         _warn_once(f"samo's kernels for {_name(device)} need triton, and {error}")
         return reference
-    if torch.cuda.is_available() and cuda.IS_INTERPRETED:  # by numpy, which cannot read a GPU
+    if cuda.IS_INTERPRETED and torch.cuda.is_available():  # by numpy, which cannot read a GPU
         _warn_once("samo's kernels for cuda cannot run under TRITON_INTERPRET=1")
         return reference
     return cuda

@@ -268,8 +268,9 @@ class Run:
         if self.lines_without_loss >= _LINES_UNTIL_DIVERGED:
             raise RunError(
                 f"the loss has not been a number for {self.lines_without_loss} lines of metrics, up to "
-                f"step {self.at.step:,}; the run has diverged: start a new one with a lower --lr, or a "
-                "longer --warmup-steps"
+                f"step {self.at.step:,}; the run has diverged: start a new one with a lower --lr, a "
+                "longer --warmup-steps, or pruned weights that learn no faster than others "
+                "(--density-power 0)"
             )
 
     def tell_traffic(self) -> None:
