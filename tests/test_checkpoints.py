@@ -1,6 +1,7 @@
 """samo.save and samo.load: everything comes back, training goes on exactly, what does not fit is refused."""
 
 import copy
+import json
 import os
 import weakref
 from collections.abc import Callable
@@ -643,6 +644,21 @@ def test_a_dense_checkpoint_has_no_masks(tmp_path: Path) -> None:
         MaskError, match="has no masks: it was saved from a dense model; load it with"
     ):
         samo.Masks.load(tmp_path)
+
+
+def test_a_checkpoint_from_before_a_setting_goes_on_without_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = samo.AdamW(samo.parameters(model), density_power=-1)
+    model(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    samo.save(tmp_path / "last", model, opt)
+    file = tmp_path / "last" / "manifest.json"
+    content = json.loads(file.read_text())
+    assert content["optimizer"]["groups"][0]["settings"].pop("density_power") == -1
+    file.write_bytes(manifests.encode_manifest(content))
+    samo.load(tmp_path / "last", model, opt)
+    assert opt.param_groups[0]["density_power"] == 0
 
 
 def test_damaged_masks_of_a_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
     tokens = settings["steps"] * settings["batch"] * settings["context"]
     seeds = sorted({row["seed"] for row in rows})
     dense = found.get("dense", [])
-    power = settings.get("density_power", -1.0)  # the first rows were written without it
+    power = settings["density_power"]
+    lrs = sorted({row["lr"] for row in rows})
     write_page(
         folder,
         title="What pruning costs a GPT",
@@ -46,7 +47,7 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             f"--{name.replace('_', '-')} {settings[name]}"
             for name in ("num_layers", "width", "num_heads", "context", "batch", "steps")
         )
-        + f" --density-power {power:g}",
+        + f" --density-power {power:g} --lrs {' '.join(f'{lr:g}' for lr in lrs)}",
         rows=rows,
         notes=[
             f"Text: {count(settings['train_bytes'])} bytes of {settings['text_source']}, and "
