@@ -192,9 +192,10 @@ def test_adamw_equals_torch_on_the_kept_entries(
             assert torch.equal(ours, theirs)
             continue
         # torch's square root (MKL's) may be 1 ulp off, numba's is not. Carried through a quotient
-        # that is 3 ulp of the largest term in the sum. Both go on from the same weights.
-        # What is left over from a step stays: seen among 70,001 weights on a GPU.
-        assert_ulps(ours, theirs.detach(), before, at_most=3 + step_number)
+        # that is 3 ulp of the largest term in the sum. Both go on from the same weights, but not from
+        # the same moments: a GPU's differ by a digit in each step, as below.
+        more = step_number if kernels is IMPLEMENTATIONS.get("triton") else 0
+        assert_ulps(ours, theirs.detach(), before, at_most=3 + more)
         values, new_rest = split(theirs.detach(), dtype)
         dense[keep] = values
         if rest is not None and new_rest is not None:
