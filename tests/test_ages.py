@@ -106,7 +106,7 @@ def copy_of(update: AdamWUpdate) -> AdamWUpdate:
     return AdamWUpdate(*(part.clone() if isinstance(part, Tensor) else part for part in update))
 
 
-@pytest.mark.parametrize("step", [0.0, 1.0, 999.0, OLDEST - 1.0, OLDEST + 0.0, 1e6])
+@pytest.mark.parametrize("step", [0.0, 999.0, OLDEST - 1.0, OLDEST + 0.0, 1e6])
 @pytest.mark.parametrize("beta2", [0.95, 0.99999])
 def test_the_oldest_entries_follow_the_weight_at_any_step(
     step: float, beta2: float, path: Path
@@ -155,7 +155,7 @@ def master_of(update: AdamWUpdate) -> Tensor:
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("beta1", [0.9, 0.4])
-@pytest.mark.parametrize(("is_lr_tensor", "lr_scale"), [(False, 1.0), (True, 1.0), (True, 0.3)])
+@pytest.mark.parametrize(("is_lr_tensor", "lr_scale"), [(False, 1.0), (True, 0.3)])
 def test_the_fast_paths_are_within_three_ulp_of_the_reference(
     types: tuple[torch.dtype, torch.dtype],
     beta1: float,

@@ -26,7 +26,7 @@ from samo.kernels.triton_parts import KINDS
 
 __all__ = ["adamw_aged_"]
 
-_SIZE: Final = 1024
+_SIZE: Final = 4096
 """Ages that a program works out the corrections of."""
 
 assert (ages.OLDEST + 1) % _SIZE == 0
