@@ -444,7 +444,8 @@ def test_a_density_power_has_bounds_and_old_states_have_none() -> None:
     model = compressed()
     for wrong in (float("nan"), -4, "much"):
         with pytest.raises(
-            ValueError, match=f"density_power must be a number from -3 to 3, got {wrong}"
+            ValueError,
+            match=f"density_power must be a number from -3 to 3, got {wrong!r}; -1 makes",
         ):
             samo.AdamW(samo.parameters(model), density_power=wrong)  # type: ignore[arg-type]
     opt = samo.AdamW(samo.parameters(model), density_power=-1.0)

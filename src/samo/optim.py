@@ -70,7 +70,7 @@ class AdamW(Optimizer):
             such entries results are the same bit for bit (on a GPU, float64 and ``density_power``: but for
             the last digit).
         density_power: A weight with a mask has its learning rate multiplied by its kept fraction to this
-            power: -1 makes one that is pruned by 90 % learn 10 times as fast. Its decay stays as it is.
+            power, from -3 to 3: -1 makes one pruned by 90 % learn 10 times as fast. Its decay stays.
             Models that are pruned before they have learnt much want that; 0 leaves rates alone.
 
     Raises:
@@ -481,4 +481,7 @@ def _check_settings(group: dict[str, Any]) -> None:
         raise ValueError(f"weight_decay must be 0 or more, got {group['weight_decay']}")
     power = group["density_power"]
     if not isinstance(power, int | float) or not -3 <= power <= 3:
-        raise ValueError(f"density_power must be a number from -3 to 3, got {power}")
+        raise ValueError(
+            f"density_power must be a number from -3 to 3, got {power!r}; -1 makes weights that are pruned by 90 % "
+            "learn 10 times as fast, and 0 as fast as all others"
+        )
