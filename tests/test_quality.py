@@ -78,15 +78,27 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
     call(gpt.main, monkeypatch, *common, "--seeds", 0)  # nothing is left to do
     assert (out / "rows.jsonl").read_bytes() == before
     page = (out / "README.md").read_text()
-    assert page.count("\n| ") == 2 * (2 + len(rows))  # one table of results, one of rates
+    assert page.count("\n| ") == 2 + len(rows)
     assert f"{dense['valid_loss']:.3f} | - |" in page
-    for name in ("loss", "curves", "rates"):
+    for name in ("loss", "curves"):
         assert (out / f"{name}.png").read_bytes().startswith(PNG)
         assert "</svg>" in (out / f"{name}.svg").read_text()
 
     (out / "README.md").unlink()
     call(gpt.main, monkeypatch, "--out", out, "--page-only")
     assert (out / "README.md").read_text() == page
+
+    # With a second rate there is a table of rates, and a figure; the rate that came apart is not taken.
+    second = [json.dumps(row | {"lr": 3e-3, "valid_loss": float("nan")}) for row in rows.values()]
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "rows.jsonl").write_text(before.decode() + "\n".join(second) + "\n")
+    call(gpt.main, monkeypatch, "--out", tmp_path / "two", "--page-only")
+    page = (tmp_path / "two" / "README.md").read_text()
+    assert page.count("\n| ") == 2 * (2 + len(rows))
+    assert "| contender | rate 0.001 | rate 0.003 |" in page
+    assert "Best at the lowest rate that was tried" in page
+    assert f"| dense | {dense['valid_loss']:.3f} | nan |" in page
+    assert (tmp_path / "two" / "rates.png").read_bytes().startswith(PNG)
 
     with pytest.raises(SystemExit, match=r"rows of other settings.*batch 4 and now 5"):
         call(gpt.main, monkeypatch, *common, "--batch", 5)
@@ -438,7 +450,10 @@ def fake_row(job: runs.Job, failing: str = "") -> runs.Row:
 
 def test_what_was_done_stays_when_a_run_fails(tmp_path: Path) -> None:
     jobs = [runs.Job(name, 0) for name in "abc"]
-    plan = lambda _: jobs  # noqa: E731
+
+    def plan(_: object) -> list[runs.Job]:
+        return jobs
+
     said: list[str] = []
     with runs.kept_rows(tmp_path, Settings()) as kept:
         with pytest.raises(RunError, match=r"1 runs failed: b \(seed 0\): b cannot$"):

@@ -39,6 +39,14 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
     dense = found.get("dense", [])
     power = settings["density_power"]
     lrs = sorted({row["lr"] for row in rows})
+    figures = {
+        "loss": ("Validation loss of every run", _dots(found)),
+        "curves": ("Validation loss over the text read", _curves(found)),
+    }
+    more_tables = {}
+    if len(lrs) > 1:
+        figures["rates"] = ("Validation loss over the learning rate", _rates(tried))
+        more_tables[f"Losses at other rates, seed {seeds[0]}"] = _trials(tried)
     write_page(
         folder,
         title="What pruning costs a GPT",
@@ -66,13 +74,9 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             "narrowest of equal depth whose state is not smaller than that of the 90 % pruned one.",
         ],
         table=Table(_HEAD, [_line(several, dense) for several in found.values()]),
-        more_tables={f"Losses at other rates, seed {seeds[0]}": _trials(tried)},
+        more_tables=more_tables,
         findings=[*_findings(found), *_edges(tried), *_tickets(found)],
-        figures={
-            "loss": ("Validation loss of every run", _dots(found)),
-            "curves": ("Validation loss over the text read", _curves(found)),
-            "rates": ("Validation loss over the learning rate", _rates(tried)),
-        },
+        figures=figures,
     )
 
 

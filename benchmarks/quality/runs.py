@@ -133,7 +133,7 @@ def finish(
         RunError: Some jobs failed; the others have their rows.
     """
     begun = time.monotonic()
-    slowest, failures, begun_jobs, is_late = 0.0, [], set[Job](), False
+    slowest, failures, begun_jobs = 0.0, [], set[Job]()
     about = environment(device)
     executor: ProcessPoolExecutor | None = None
     if parallel > 1:
