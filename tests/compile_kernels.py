@@ -12,11 +12,12 @@ from itertools import cycle, product
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from samo.kernels import age_kernels, cuda, cuda_ages, triton_kernels as tk
+from samo.kernels import ages, cuda, triton_kernels as tk
 from samo.kernels.triton_parts import KINDS
 
 NAMES = {
@@ -25,12 +26,19 @@ NAMES = {
     torch.float32: "fp32",
     torch.float64: "i64",
 }
-PAIRS = [
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.bfloat16),
-    (torch.float16, torch.float32),
-    (torch.float32, torch.float32),
+# Parameters, gradients and dense copies.
+TRIPLES: list[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = [
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.float32, torch.float32, torch.float16),
+    (torch.float32, torch.float16, torch.float16),
+    (torch.float32, torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16, None),
+    (torch.float32, torch.float32, None),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, None),
+    (torch.float16, torch.float32, torch.float16),
+    (torch.float16, torch.bfloat16, None),
 ]
 
 Variant = tuple[Any, dict[str, str], dict[str, Any], int]
@@ -38,58 +46,29 @@ Variant = tuple[Any, dict[str, str], dict[str, Any], int]
 
 
 def variants() -> Iterator[Variant]:
-    yield from compress_variants()
-    for dtype in NAMES:
-        kind = "*" + NAMES[dtype]
-        types = {"values": kind, "words": "*i32", "offsets": "*i64", "dense": kind}
-        types |= {"numel": "i64", "num_words": "i32"}
-        yield tk.expand_kernel, types, {"WORDS": 64}, cuda._EXPAND.num_warps
-    for has_skip, has_scales, lr in product((False, True), (False, True), ("", "*fp32", "*fp64")):
-        types = {"rows": "*i64", "scalars": "*fp32", "skip": "*i8", "lr_at": lr or "*fp32"}
-        types["scales"] = "*fp64" if has_scales else "*fp32"
-        types |= dict.fromkeys(("lr", "beta1", "beta2", "weight_decay"), "fp64")
-        types["num_weights"] = "i32"
-        constants = {
-            "HAS_SKIP": has_skip,
-            "HAS_SCALES": has_scales,
-            "HAS_LR_AT": bool(lr),
-            "SIZE": 128,
-        }
-        yield tk.adamw_scalars_kernel, types, constants, 4
-    for lr in ("", "*fp32", "*fp64"):
-        types = {"step_sizes": "*fp64", "denominators": "*fp32", "lr_at": lr or "*fp64"}
-        types |= dict.fromkeys(("lr", "beta1", "beta2"), "fp64")
-        constants = {"HAS_LR_AT": bool(lr), "SIZE": cuda_ages._SIZE}
-        yield age_kernels.age_corrections_kernel, types, constants, 4
-    # Flags in turns over the pairs of types: together only where one changes what another does.
-    for (dtype, grad_dtype), is_first in zip(PAIRS, cycle((False, True))):
-        types = {"rows": "*i64", "items": "*i32", "scalars": "*fp32", "skip": "*i8"}
+    yield from mask_variants()
+    for has_skip, has_rates, has_decays in product((False, True), repeat=3):
+        yield scalars_variant(has_skip, None, has_rates, has_decays)
+    for rate in (tl.float32, tl.float64):
+        yield scalars_variant(False, rate, False, True)
+    # Flags in turns over the types: together only where one changes what another does.
+    for triple, is_first in zip(TRIPLES, cycle((False, True))):
+        types = {"rows": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
+        types |= {"age_rows": "*i64", "inverses": "*fp64", "denominators": "*fp64"}
         types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
-        constants = {
-            "WEIGHT": KINDS[dtype],
-            "WHOLE": KINDS[cuda.REST_KINDS[dtype]],
-            "GRADIENT": KINDS[grad_dtype],
-            "HAS_SKIP": is_first,
-            "IS_SMALL": not is_first,
+        constants = constants_of(triple, is_first) | {
+            "WHOLE": KINDS[cuda.REST_KINDS[triple[0]]],
+            "OLDEST": 0,
         }
-        # The other slots differ only in how often the same code stands there.
-        yield (
-            tk.adamw_kept_kernel,
-            types,
-            constants | {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
-            1,
-        )
-        by_age = {"age_rows": "*i64", "step_sizes": "*fp64", "denominators": "*fp32"}
-        for has_scales in (False, True):
-            by_age["scales"] = "*fp64" if has_scales else "*fp32"
-            yield (
-                age_kernels.adamw_aged_kernel,
-                types | by_age,
-                constants | {"HAS_SCALES": has_scales, "BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128},
-                1,
-            )
         whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}
-        yield tk.adamw_all_kernel, types, constants | whole | {"IS_ALIGNED": is_first}, 8
+        by_age = types | {"denominators": "*fp32"}
+        yield tk.adamw_all_kernel, types, constants | whole, 8
+        yield tk.adamw_all_kernel, by_age, constants | whole | {"OLDEST": ages.OLDEST}, 8
+        if triple[2] is not None:
+            types = {"rows": "*i64", "items": "*i32", "skip": "*i8" if is_first else "*i32"}
+            constants = {"VALUES": KINDS[triple[0]], "COPY": KINDS[triple[2]]}
+            constants |= {"HAS_SKIP": is_first, "IS_ALIGNED": is_first, "BLOCKS": cuda.ITEM_BLOCKS}
+            yield tk.expand_rows_kernel, types, constants, 2
     for kind, exponent in cuda._EXPONENTS.values():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
@@ -97,21 +76,45 @@ def variants() -> Iterator[Variant]:
         yield tk.find_exponent_kernel, types, constants, 4
 
 
-def compress_variants() -> Iterator[Variant]:
-    moves = [(dtype, dtype, False, False) for dtype in NAMES]
-    sums = [
-        (*pair, add, scaled) for pair, add, scaled in product(PAIRS, (False, True), (False, True))
-    ]
-    for dtype, out_dtype, add, has_factor in dict.fromkeys([*moves, *sums]):
-        types = {"dense": "*" + NAMES[dtype], "out": "*" + NAMES[out_dtype], "factor": "*fp32"}
-        masked = types | {"pairs": "*i64", "words": "*i32", "offsets": "*i64"}
-        masked |= {"num_pairs": "i64", "numel": "i64", "num_words": "i32"}
-        constants = {"ADD": add, "HAS_FACTOR": has_factor}
-        yield tk.compress_by_slot_kernel, masked, constants | {"SLOTS": 256}, 1
-        yield tk.compress_by_entry_kernel, masked, constants | {"WORDS": 64}, 2
-        if has_factor:
-            whole = types | {"numel": "i64"}
-            yield tk.compress_all_kernel, whole, constants | {"SIZE": cuda.PART}, 4
+def constants_of(
+    triple: tuple[torch.dtype, torch.dtype, torch.dtype | None], is_first: bool
+) -> dict[str, Any]:
+    dtype, grad_dtype, copy_dtype = triple
+    return {
+        "WEIGHT": KINDS[dtype],
+        "GRADIENT": KINDS[grad_dtype],
+        "COPY": None if copy_dtype is None else KINDS[copy_dtype],
+        "HAS_SKIP": is_first,
+        "IS_SMALL": not is_first,
+        "IS_ALIGNED": is_first,
+    }
+
+
+def scalars_variant(has_skip: bool, rate: Any, has_rates: bool, has_decays: bool) -> Variant:
+    types = {"rows": "*i64", "scalars": "*fp64", "rates": "*fp64", "decays": "*fp64"}
+    types["skip"] = "*i8" if has_skip else "*fp64"
+    types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
+    types["num_params"] = "i32"
+    constants = {
+        "RATE_TYPE": rate,
+        "HAS_RATES": has_rates,
+        "HAS_DECAYS": has_decays,
+        "HAS_SKIP": has_skip,
+        "SIZE": 128,
+    }
+    return tk.adamw_scalars_kernel, types, constants, 4
+
+
+def mask_variants() -> Iterator[Variant]:
+    moves = [(dtype, dtype) for dtype in NAMES]
+    for source, target in dict.fromkeys([*moves, *product(KINDS, KINDS)]):
+        common = {"pairs": "*i64", "words": "*i32", "offsets": "*i64"}
+        common |= {"num_pairs": "i64", "numel": "i64", "num_words": "i32"}
+        types = common | {"dense": "*" + NAMES[source], "out": "*" + NAMES[target]}
+        yield tk.compress_by_slot_kernel, types, {"SLOTS": 256}, 1
+        yield tk.compress_by_entry_kernel, types, {"WORDS": 64}, 2
+        types = common | {"values": "*" + NAMES[source], "dense": "*" + NAMES[target]}
+        yield tk.expand_kernel, types, {"WORDS": 64}, 2
 
 
 def compile_kernel(variant: Variant, capability: int) -> Any:

@@ -9,25 +9,19 @@ from collections.abc import Iterator
 from itertools import cycle
 
 from samo.kernels import cuda, lean_kernels
-from samo.kernels.triton_parts import KINDS
-from tests.compile_kernels import PAIRS, Variant, compile_all
+from tests.compile_kernels import TRIPLES, Variant, compile_all, constants_of
 
 
 def variants() -> Iterator[Variant]:
-    types = {"rows": "*i64", "scales": "*i64", "items": "*i32", "scalars": "*fp32", "skip": "*i8"}
+    types = {"rows": "*i64", "scales": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
     types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
-    for (dtype, grad_dtype), is_first in zip(PAIRS, cycle((False, True))):
-        constants = {
-            "WEIGHT": KINDS[dtype],
-            "WHOLE": lean_kernels.REST_KINDS[dtype],
-            "GRADIENT": KINDS[grad_dtype],
-            "HAS_SKIP": is_first,
-            "IS_SMALL": not is_first,
-        }
+    for triple, is_first in zip(TRIPLES, cycle((False, True))):
+        constants = constants_of(triple, is_first) | {"WHOLE": lean_kernels.REST_KINDS[triple[0]]}
         # The other slots differ only in how often the same code stands there.
         kept = {"BLOCKS": cuda.ITEM_BLOCKS, "SLOTS": 128 if is_first else 32}
-        yield lean_kernels.adamw_lean_kept_kernel, types, constants | kept, 1
-        whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART, "IS_ALIGNED": is_first}
+        kept |= {key: constants[key] for key in constants if key not in ("COPY", "IS_ALIGNED")}
+        yield lean_kernels.adamw_lean_kept_kernel, types, kept, 1
+        whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}
         yield lean_kernels.adamw_lean_all_kernel, types, constants | whole, 8
 
 

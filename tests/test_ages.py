@@ -23,10 +23,9 @@ from samo.kernels import (
 )
 from samo.kernels.ages import OLDEST, adamw_aged_, ages_at
 from samo.kernels.rounding import join, split
-from samo.owners import owned_weights
 from tests.meters import assert_ulps
 
-SETTINGS = AdamWSettings(3e-3, 0.9, 0.999, 1e-8, 0.1)
+SETTINGS = AdamWSettings(0.9, 0.999, 1e-8)
 ON_GPU = torch.cuda.is_available()
 
 
@@ -52,7 +51,9 @@ def build(
     model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
     masks = samo.prune(model, sparsity=0.7)
     samo.compress_(model, masks, dtype=dtype, kernels=kernels)
-    opt = samo.AdamW(samo.parameters(model), lr=3e-3, weight_decay=0.1, entry_steps=entry_steps)
+    opt = samo.AdamW(
+        model.parameters(), lr=3e-3, weight_decay=0.1, entry_steps=entry_steps, kernels=kernels
+    )
     return model, opt
 
 
@@ -80,26 +81,41 @@ def test_without_late_entries_results_are_the_same_bit_for_bit(
     train(aged, aged_opt, steps, dtype)
     for name, value in plain.state_dict().items():
         assert torch.equal(aged.state_dict()[name], value)
-    for ours, theirs in zip(samo.parameters(aged), samo.parameters(plain)):
+    for ours, theirs in zip(aged.parameters(), plain.parameters()):
         for key, value in plain_opt.state[theirs].items():
             assert torch.equal(aged_opt.state[ours][key], value)
-    weight = owned_weights(aged)["0.weight"]
-    assert (aged_opt.state[weight.leaf]["age"] == steps).all()
-    assert "age" not in aged_opt.state[owned_weights(aged)["0.bias"].leaf]
+    weight, bias, *_ = aged.parameters()
+    assert (aged_opt.state[weight]["age"] == steps).all()
+    assert "age" not in aged_opt.state[bias]
 
 
 def update_of(
-    step: float, dtype: torch.dtype = torch.float32, grad_dtype: torch.dtype | None = None
+    step: float,
+    dtype: torch.dtype = torch.float32,
+    grad_dtype: torch.dtype | None = None,
+    dense_dtype: torch.dtype | None = torch.bfloat16,
 ) -> AdamWUpdate:
     mask = samo.Mask.from_bool(torch.rand(50, 60) < 0.3)
     moment = torch.float64 if dtype == torch.float64 else torch.float32
-    master = torch.randn(mask.kept, dtype=moment)
-    values, rest = split(master, dtype)
-    dense = torch.zeros(50, 60, dtype=dtype)
-    dense[mask.to_bool()] = values
+    values, rest = split(torch.randn(mask.kept, dtype=moment), dtype)
+    dense = None
+    if dense_dtype is not None:
+        dense = torch.zeros(50, 60, dtype=dense_dtype)
+        dense[mask.to_bool()] = values.to(dense_dtype)
     grad = torch.randn(mask.kept).to(grad_dtype or dtype)
     exp_avg, exp_avg_sq = torch.randn(2, mask.kept, dtype=moment)
-    return AdamWUpdate(dense, mask, rest, grad, exp_avg, exp_avg_sq.abs(), torch.tensor(step))
+    return AdamWUpdate(
+        values,
+        rest,
+        grad,
+        exp_avg,
+        exp_avg_sq.abs(),
+        torch.tensor(step),
+        3e-3,
+        0.1,
+        dense,
+        mask,
+    )
 
 
 def copy_of(update: AdamWUpdate) -> AdamWUpdate:
@@ -108,81 +124,85 @@ def copy_of(update: AdamWUpdate) -> AdamWUpdate:
 
 @pytest.mark.parametrize("step", [0.0, 999.0, OLDEST - 1.0, OLDEST + 0.0, 1e6])
 @pytest.mark.parametrize("beta2", [0.95, 0.99999])
-def test_the_oldest_entries_follow_the_weight_at_any_step(
-    step: float, beta2: float, path: Path
+@pytest.mark.parametrize("dense_dtype", [torch.bfloat16, None], ids=str)
+def test_entries_that_were_always_there_follow_the_weight_at_any_step(
+    step: float, beta2: float, dense_dtype: torch.dtype | None, path: Path
 ) -> None:
-    ours = update_of(step)
+    ours = update_of(step, dense_dtype=dense_dtype)
     theirs = copy_of(ours)
     settings = SETTINGS._replace(beta2=beta2)
-    ages = ages_at(ours.step, ours.grad_Z.numel())
-    choose_aged(ours.dense.device, path).adamw_aged_([AgedUpdate(ours, ages)], settings, None)
-    choose(ours.dense.device, path).adamw_([theirs], settings, None)
+    ages = ages_at(ours.step, ours.grad.numel())
+    choose_aged(ours.param.device, path).adamw_aged_([AgedUpdate(ours, ages)], settings, None)
+    choose(ours.param.device, path).adamw_([theirs], settings, None)
     for one, other in zip(ours, theirs):
-        assert one is other or torch.equal(one, other)
+        assert one is other or not isinstance(one, Tensor) or torch.equal(one, other)
     assert (ages == min(step + 1, OLDEST)).all()
 
 
 def test_each_entry_is_updated_as_a_weight_of_its_age_would_be() -> None:
     ours = update_of(500.0)
     before = copy_of(ours)
-    ages = torch.randint(0, 400, ours.grad_Z.shape, dtype=torch.int16)
+    ages = torch.randint(0, 400, ours.grad.shape, dtype=torch.int16)
     expected = ages.clone()
     adamw_aged_([AgedUpdate(ours, ages)], SETTINGS, None)
     assert torch.equal(ages, expected + 1)
-    assert ours.mask is not None
-    kept = ours.mask.to_bool()
     for age in expected.unique().tolist():
         single = copy_of(before)._replace(step=torch.tensor(float(age)))
         reference.adamw_([single], SETTINGS, None)
         mine = expected == age
-        assert torch.equal(ours.dense[kept][mine], single.dense[kept][mine])
-        assert torch.equal(ours.exp_avg_sq_Z[mine], single.exp_avg_sq_Z[mine])
+        assert torch.equal(ours.param[mine], single.param[mine])
+        assert torch.equal(ours.exp_avg_sq[mine], single.exp_avg_sq[mine])
 
 
 TYPES = [
-    (torch.float32, torch.float32),
-    (torch.float64, torch.float64),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.bfloat16),
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16, torch.float16),
+    (torch.float32, torch.float32, None),
+    (torch.float64, torch.float64, torch.float64),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, None),
+    (torch.float16, torch.bfloat16, torch.float16),
 ]
 
 
 def master_of(update: AdamWUpdate) -> Tensor:
-    assert update.mask is not None
-    return join(update.dense[update.mask.to_bool()], update.rest_Z)
+    return join(update.param, update.rest)
 
 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("beta1", [0.9, 0.4])
-@pytest.mark.parametrize(("is_lr_tensor", "lr_scale"), [(False, 1.0), (True, 0.3)])
-def test_the_fast_paths_are_within_three_ulp_of_the_reference(
-    types: tuple[torch.dtype, torch.dtype],
+@pytest.mark.parametrize("is_lr_tensor", [False, True], ids=["lr", "lr tensor"])
+def test_the_fast_paths_are_within_some_ulp_of_the_reference(
+    types: tuple[torch.dtype, torch.dtype, torch.dtype | None],
     beta1: float,
     is_lr_tensor: bool,
-    lr_scale: float,
     path: Path,
 ) -> None:
     ours = update_of(500.0, *types)
     theirs, before = copy_of(ours), master_of(ours)
-    ours = ours._replace(lr_scale=lr_scale)
-    theirs = theirs._replace(lr_scale=lr_scale)
-    ages = torch.randint(0, OLDEST + 1, ours.grad_Z.shape, dtype=torch.int16)
+    lr = torch.tensor(3e-3, dtype=torch.float64) if is_lr_tensor else 3e-3
+    ours, theirs = (update._replace(lr=lr) for update in (ours, theirs))
+    ages = torch.randint(0, OLDEST + 1, ours.grad.shape, dtype=torch.int16)
     ages[:3] = OLDEST
     expected = ages.clone()
-    lr = torch.tensor(3e-3, dtype=torch.float64) if is_lr_tensor else 3e-3
-    settings = SETTINGS._replace(lr=lr, beta1=beta1)
-    # Two at once: each finds its own entries, ages and step count.
-    others = update_of(3.0, *types)
-    aged = [AgedUpdate(ours, ages), AgedUpdate(others, ages_at(others.step, others.grad_Z.numel()))]
-    choose_aged(ours.dense.device, path).adamw_aged_(aged, settings, None)
+    settings = SETTINGS._replace(beta1=beta1)
+    # Two at once: each finds its own entries, ages, step count and rate.
+    others = update_of(3.0, *types)._replace(lr=0.5)
+    aged = [AgedUpdate(others, ages_at(others.step, others.grad.numel())), AgedUpdate(ours, ages)]
+    choose_aged(ours.param.device, path).adamw_aged_(aged, settings, None)
     adamw_aged_([AgedUpdate(theirs, expected)], settings, None)
     assert torch.equal(ages, expected)
     assert ours.step == theirs.step == 501
-    torch.testing.assert_close(ours.exp_avg_Z, theirs.exp_avg_Z)
-    torch.testing.assert_close(ours.exp_avg_sq_Z, theirs.exp_avg_sq_Z)
-    assert_ulps(master_of(ours), master_of(theirs), before, at_most=3)
-    assert not ours.dense[~ours.mask.to_bool()].any()
+    torch.testing.assert_close(ours.exp_avg, theirs.exp_avg)
+    torch.testing.assert_close(ours.exp_avg_sq, theirs.exp_avg_sq)
+    # As without ages: 3, and 1 for moments that the interpreter rounds twice.
+    assert_ulps(master_of(ours), master_of(theirs), before, at_most=4 if path == "triton" else 3)
+    if ours.dense is not None:
+        assert ours.mask is not None
+        keep = ours.mask.to_bool()
+        assert torch.equal(ours.dense[keep], ours.param.to(ours.dense.dtype))
+        assert not ours.dense[~keep].any()
 
 
 def test_two_threads_give_the_bits_of_one() -> None:
@@ -195,13 +215,16 @@ def test_two_threads_give_the_bits_of_one() -> None:
             for dtype in (torch.float32, torch.bfloat16):
                 rest = None if dtype == torch.float32 else torch.zeros(mask.kept, dtype=torch.int16)
                 update = AdamWUpdate(
-                    mask.zero_(torch.ones(400, 500, dtype=dtype)),
-                    mask,
+                    torch.ones(mask.kept, dtype=dtype),
                     rest,
                     vectors[0].to(dtype),
                     vectors[1].clone(),
                     vectors[2].clone(),
                     torch.tensor(3.0),
+                    3e-3,
+                    0.1,
+                    torch.zeros(400, 500, dtype=torch.bfloat16),
+                    mask,
                 )
                 ages = torch.arange(mask.kept).remainder(9).to(torch.int16)
                 cpu_ages.adamw_aged_([AgedUpdate(update, ages)], SETTINGS, None)
@@ -209,8 +232,21 @@ def test_two_threads_give_the_bits_of_one() -> None:
         finally:
             torch.set_num_threads(1)
     for (one, ages), (two, others) in zip(found[:2], found[2:]):
-        assert torch.equal(one.dense, two.dense)
+        assert torch.equal(one.param, two.param)
+        assert torch.equal(one.dense, two.dense)  # type: ignore[arg-type]
         assert torch.equal(ages, others)
+
+
+def test_copies_may_have_strides_and_ages_a_wrong_size(path: Path) -> None:
+    ours = update_of(7.0)
+    ages = torch.full(ours.grad.shape, 3, dtype=torch.int16)
+    dense = torch.zeros(60, 50, dtype=torch.bfloat16).t()
+    kernels = choose_aged(ours.param.device, path)
+    kernels.adamw_aged_([AgedUpdate(ours._replace(dense=dense), ages)], SETTINGS, None)
+    assert ours.mask is not None
+    assert torch.equal(dense[ours.mask.to_bool()], ours.param.bfloat16())
+    with pytest.raises(ValueError, match="has the wrong size of age "):
+        kernels.adamw_aged_([AgedUpdate(ours, ages[1:].clone())], SETTINGS, None)
 
 
 def test_each_device_takes_its_fast_path() -> None:
@@ -226,13 +262,14 @@ def test_each_device_takes_its_fast_path() -> None:
 def test_a_skipped_step_counts_nothing(is_skipped: bool, path: Path) -> None:
     ours = update_of(7.0)
     before = copy_of(ours)
-    ages = torch.full(ours.grad_Z.shape, 3, dtype=torch.int16)
-    choose_aged(ours.dense.device, path).adamw_aged_(
+    ages = torch.full(ours.grad.shape, 3, dtype=torch.int16)
+    choose_aged(ours.param.device, path).adamw_aged_(
         [AgedUpdate(ours, ages)], SETTINGS, torch.tensor(is_skipped)
     )
     assert (ages == (3 if is_skipped else 4)).all()
     assert ours.step == (7 if is_skipped else 8)
-    assert torch.equal(ours.dense, before.dense) == is_skipped
+    assert torch.equal(ours.param, before.param) == is_skipped
+    assert torch.equal(ours.dense, before.dense) == is_skipped  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entry_steps", [True, False])
@@ -242,17 +279,17 @@ def test_the_first_update_of_a_late_entry_is_no_larger_than_the_rate(entry_steps
     half = samo.Mask.from_bool(torch.arange(1024).view(32, 32) % 2 == 0)
     samo.compress_(model, samo.Masks({"0.weight": half}))
     opt = samo.AdamW(
-        samo.parameters(model), lr=1e-3, weight_decay=0.0, eps=0.0, entry_steps=entry_steps
+        model.parameters(), lr=1e-3, weight_decay=0.0, eps=0.0, entry_steps=entry_steps
     )
-    (leaf,) = samo.parameters(model)
+    (values,) = model.parameters()
     model(torch.randn(4, 32)).square().mean().backward()
     opt.step()
-    opt.state[leaf]["step"].fill_(20_000)
+    opt.state[values]["step"].fill_(20_000)
     opt.zero_grad()
     samo.remap_(model, samo.Masks({"0.weight": samo.Mask.whole((32, 32))}), opt)
     model(torch.randn(4, 32)).square().mean().backward()
     opt.step()
-    late = model.get_parameter("0.weight").abs()[~half.to_bool()]
+    late = model[0].weight.abs()[~half.to_bool()]
     expected = 1e-3 if entry_steps else 1e-3 * 0.1 / 0.001**0.5
     torch.testing.assert_close(late, torch.full_like(late, expected), rtol=1e-3, atol=0)
 
@@ -261,7 +298,7 @@ def test_lean_state_has_no_ages() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     samo.compress_(model, samo.prune(model, 0.5))
     with pytest.raises(ValueError, match="entry_steps=True goes with state='exact' alone"):
-        samo.AdamW(samo.parameters(model), state="lean", entry_steps=True)
+        samo.AdamW(model.parameters(), state="lean", entry_steps=True)
 
 
 def test_ages_have_a_kind_of_their_own_in_the_ledger() -> None:
@@ -269,7 +306,7 @@ def test_ages_have_a_kind_of_their_own_in_the_ledger() -> None:
     train(model, opt, 1, torch.bfloat16)
     model(torch.randn(8, 40).bfloat16()).float().sum().backward()
     held = samo.ledger(model, opt)
-    kept = sum(w.kept for w in owned_weights(model).values() if w.mask is not None)
+    kept = sum(state["age"].numel() for state in opt.state.values() if "age" in state)
     assert held.pruned.measured["ages"] == held.pruned.predicted["ages"] == 2 * kept
     assert held.pruned.measured["moments"] == held.pruned.predicted["moments"] == 8 * kept
     assert held.unpruned.measured["ages"] == held.unpruned.predicted["ages"] == 0
@@ -285,10 +322,10 @@ def test_a_carried_over_state_is_as_old_as_it_was() -> None:
         model(torch.ones(1, 8)).sum().backward()
         dense.step()
     samo.compress_(model, samo.prune(model, 0.5))
-    opt = samo.AdamW(samo.parameters(model), entry_steps=True)
+    opt = samo.AdamW(model.parameters(), entry_steps=True)
     opt.carry_over(dense)
-    leaf = next(samo.parameters(model))
-    assert torch.equal(opt.state[leaf]["age"], torch.full((32,), 3, dtype=torch.int16))
+    values = next(model.parameters())
+    assert torch.equal(opt.state[values]["age"], torch.full((32,), 3, dtype=torch.int16))
 
 
 def remapped(*, entry_steps: bool) -> tuple[nn.Module, samo.AdamW]:
@@ -301,8 +338,7 @@ def remapped(*, entry_steps: bool) -> tuple[nn.Module, samo.AdamW]:
 
 def test_a_checkpoint_brings_the_ages_back(tmp_path: pathlib.Path) -> None:
     model, opt = remapped(entry_steps=True)
-    weight = owned_weights(model)["0.weight"]
-    ages = opt.state[weight.leaf]["age"]
+    ages = opt.state[next(model.parameters())]["age"]
     assert set(ages.unique().tolist()) == {3, 7}
     samo.save(tmp_path / "at", model, opt)
 
@@ -310,13 +346,13 @@ def test_a_checkpoint_brings_the_ages_back(tmp_path: pathlib.Path) -> None:
     samo.compress_(
         fresh, samo.Masks.load(tmp_path / "at"), dtype=torch.bfloat16, kernels="reference"
     )
-    fresh_opt = samo.AdamW(samo.parameters(fresh), entry_steps=True)
+    fresh_opt = samo.AdamW(
+        fresh.parameters(), lr=3e-3, weight_decay=0.1, entry_steps=True, kernels="reference"
+    )
     samo.load(tmp_path / "at", fresh, fresh_opt)
-    loaded = fresh_opt.state[owned_weights(fresh)["0.weight"].leaf]["age"]
+    loaded = fresh_opt.state[next(fresh.parameters())]["age"]
     assert loaded.dtype == torch.int16
     assert torch.equal(loaded, ages)
-    with pytest.raises(samo.CompressionError, match=r"was last updated by an optimizer \(AdamW\)"):
-        samo.remap_(fresh, samo.prune(fresh, 0.9))
     for one, its_opt in ((model, opt), (fresh, fresh_opt)):
         train(one, its_opt, 2, torch.bfloat16)
     for name, value in model.state_dict().items():
@@ -329,7 +365,7 @@ def test_a_checkpoint_with_ages_fits_only_an_optimizer_with_them(
 ) -> None:
     model, opt = remapped(entry_steps=entry_steps)
     samo.save(tmp_path / "at", model, opt)
-    other = samo.AdamW(samo.parameters(model), entry_steps=not entry_steps)
+    other = samo.AdamW(model.parameters(), entry_steps=not entry_steps)
     with pytest.raises(samo.CheckpointError, match=f"samo.AdamW with entry_steps={entry_steps}"):
         samo.load(tmp_path / "at", model, other)
     with pytest.raises(samo.MaskError, match=f"build the optimizer with entry_steps={entry_steps}"):
@@ -339,9 +375,9 @@ def test_a_checkpoint_with_ages_fits_only_an_optimizer_with_them(
 def test_a_state_dict_brings_the_ages_back() -> None:
     model, opt = remapped(entry_steps=True)
     twin = copy.deepcopy(model)
-    other = samo.AdamW(samo.parameters(twin), entry_steps=True)
+    other = samo.AdamW(twin.parameters(), entry_steps=True)
     other.load_state_dict(opt.state_dict())
-    for ours, theirs in zip(samo.parameters(model), samo.parameters(twin)):
+    for ours, theirs in zip(model.parameters(), twin.parameters()):
         assert torch.equal(
             opt.state[ours].get("age", torch.ones(0)), other.state[theirs].get("age", torch.ones(0))
         )

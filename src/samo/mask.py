@@ -39,7 +39,7 @@ class Mask:
             the last weight.
     """
 
-    __slots__ = ("kept", "numel", "offsets", "shape", "words")
+    __slots__ = ("_fingerprint", "kept", "numel", "offsets", "shape", "words")
 
     def __init__(self, shape: Iterable[int], words: Tensor) -> None:
         self.shape: Final = tuple(shape)
@@ -61,6 +61,24 @@ class Mask:
             )
         self.words: Final = words.clone(memory_format=torch.contiguous_format)
         self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
+        self._fingerprint: str | None = None
+
+    @classmethod
+    def from_parts(cls, shape: Iterable[int], words: Tensor, offsets: Tensor, kept: int) -> "Mask":
+        """Put a mask together again from its own parts, which are not copied or checked.
+
+        Example:
+            >>> import torch, samo
+            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
+            >>> samo.Mask.from_parts(mask.shape, mask.words, mask.offsets, mask.kept) == mask
+            True
+        """
+        mask = object.__new__(cls)
+        mask.shape = tuple(shape)  # type: ignore[misc]
+        mask.numel = math.prod(mask.shape)  # type: ignore[misc]
+        mask.words, mask.offsets, mask.kept = words, offsets, kept  # type: ignore[misc]
+        mask._fingerprint = None
+        return mask
 
     @classmethod
     def from_bool(cls, keep: Tensor) -> "Mask":
@@ -202,9 +220,11 @@ class Mask:
             >>> samo.Mask.from_bool(torch.tensor([True, False])).fingerprint()[:12]
             'dad49eb0cd94'
         """
-        digest = hashlib.sha256(repr(self.shape).encode())
-        digest.update(self.words.cpu().numpy().tobytes())
-        return digest.hexdigest()
+        if self._fingerprint is None:
+            digest = hashlib.sha256(repr(self.shape).encode())
+            digest.update(self.words.cpu().numpy().tobytes())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
 
     def __and__(self, other: "Mask") -> "Mask":
         return Mask(self.shape, self.words & self._words_of(other))
@@ -224,6 +244,12 @@ class Mask:
 
     def __hash__(self) -> int:
         return hash(self.fingerprint())
+
+    def __deepcopy__(self, memo: object) -> "Mask":
+        return self  # nobody changes a mask
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Mask, (self.shape, self.words)
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"

@@ -15,7 +15,6 @@ import samo
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose, reference
 from samo.kernels.rounding import join, split
 from samo.mask import Mask
-from samo.owners import owned_weights
 from tests.meters import assert_ulps, ignores_dynamo, small_gpt, tokens
 
 pytestmark = pytest.mark.gpu
@@ -49,13 +48,23 @@ def compressed_gpt(dtype: torch.dtype, **changes: Any) -> tuple[nn.Module, samo.
     return model, masks
 
 
+def is_masked(model: nn.Module, masks: samo.Masks) -> bool:
+    """Whether the dense weights of a model are 0 where they are pruned."""
+    for name, mask in masks.items():
+        module, _, attribute = name.rpartition(".")
+        weight = getattr(model.get_submodule(module), attribute)
+        if weight.shape != mask.shape or weight[~mask.to_bool()].any():
+            return False
+    return True
+
+
 def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[float]:
     ids = batch()
     losses = []
     for _ in range(steps):
         loss = model(ids, ids)
         loss.backward()
-        nn.utils.clip_grad_norm_(samo.parameters(model), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad()
         losses.append(float(loss.detach()))
@@ -63,20 +72,21 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[floa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_kernels_on_the_device_equal_those_on_the_cpu(kernels: Kernels, dtype: torch.dtype) -> None:
-    keep = torch.rand(70_001) < 0.1
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("density", [0.1, 0.5])
+def test_kernels_on_the_device_equal_those_on_the_cpu(
+    kernels: Kernels, dtype: torch.dtype, out_dtype: torch.dtype, density: float
+) -> None:
+    keep = torch.rand(70_001) < density
     mask = Mask.from_bool(keep)
-    dense = torch.randn(70_001).to(dtype) * keep
-    grad_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
+    dense = torch.randn(70_001).to(dtype)
     results = []
     for device, path in (("cpu", reference), ("cuda", kernels)):
-        weight, there = dense.to(device), mask.to(device)
-        out = torch.zeros(mask.kept, dtype=grad_dtype, device=device)
-        path.compress_(weight, there, out)
-        path.compress_(weight, there, out, add=True)
-        path.compress_(weight, there, out, add=True, factor=torch.tensor(0.3, device=device))
-        back = torch.ones_like(weight)
-        path.expand_(out.to(dtype), there, back)
+        there = mask.to(device)
+        out = torch.zeros(mask.kept, dtype=out_dtype, device=device)
+        path.compress_(dense.to(device), there, out)
+        back = torch.ones(70_001, dtype=dtype, device=device)
+        path.expand_(out, there, back)
         results.append((out.cpu(), back.cpu()))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
@@ -91,61 +101,95 @@ def test_bf16_rounds_half_away_from_zero_on_the_device() -> None:
     assert torch.equal(rest.cpu(), cpu_rest)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_step_equals_torch_on_an_fp32_master(kernels: Kernels, dtype: torch.dtype) -> None:
-    keep = torch.rand(70_001, device="cuda") < 0.1
-    mask = Mask.from_bool(keep)
-    master = torch.randn(mask.kept, device="cuda")
-    values, rest = split(master, dtype)
-    master = join(values, rest)
-    dense = torch.zeros(70_001, device="cuda", dtype=dtype)
-    dense[keep] = values
-    grad = (torch.randn(mask.kept, device="cuda") * 0.01).bfloat16()
-    zeros = [torch.zeros_like(master) for _ in range(2)]
-    step = torch.tensor(0.0, device="cuda")
-    update = AdamWUpdate(dense, mask, rest, grad, zeros[0], zeros[1], step)
-    skip = torch.tensor(False, device="cuda")
-    kernels.adamw_([update], AdamWSettings(0.01, 0.9, 0.95, 1e-8, 0.1), skip)
+def draw_update(
+    numel: int, density: float | None, kind: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+) -> AdamWUpdate:
+    """A parameter on the device in the middle of its training; unpruned without a density."""
+    dtype, grad_dtype, dense_dtype = kind
+    with torch.device("cuda"):
+        keep = torch.rand(numel) < (2.0 if density is None else density)
+        mask = None if density is None else Mask.from_bool(keep)
+        kept = int(keep.sum())
+        values, rest = split(torch.randn(kept), dtype)
+        dense = None if dense_dtype is None else torch.zeros(numel, dtype=dense_dtype)
+        grad = (torch.randn(kept) * 0.01).to(grad_dtype)
+        moments = torch.rand(kept) * 0.01, torch.rand(kept) * 0.01
+        return AdamWUpdate(values, rest, grad, *moments, torch.tensor(5.0), 0.01, 0.1, dense, mask)
+
+
+def copy_of(update: AdamWUpdate) -> AdamWUpdate:
+    return AdamWUpdate(*(part.clone() if isinstance(part, Tensor) else part for part in update))
+
+
+def assert_copied(update: AdamWUpdate) -> None:
+    if update.dense is not None:
+        expected = torch.empty_like(update.dense)
+        reference.expand_(update.param, update.mask, expected)
+        assert torch.equal(update.dense, expected)
+
+
+KINDS = [
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32, torch.float16),
+    (torch.float32, torch.float32, None),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32, torch.float16),
+]
+SETTINGS = AdamWSettings(0.9, 0.95, 1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("density", [0.1, None], ids=str)
+def test_a_step_equals_torch_on_an_fp32_master(
+    kernels: Kernels,
+    kind: tuple[torch.dtype, torch.dtype, torch.dtype | None],
+    density: float | None,
+) -> None:
+    update = draw_update(70_001, density, kind)
+    for part in (update.exp_avg, update.exp_avg_sq, update.step):
+        part.zero_()
+    master = join(update.param, update.rest)
+    kernels.adamw_([update], SETTINGS, torch.tensor(False, device="cuda"))
     theirs = nn.Parameter(master.clone())
-    theirs.grad = grad.float()
+    theirs.grad = update.grad.float()
     torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False).step()
     # torch's addcdiv divides before it multiplies there, and the other way round on a CPU.
-    assert_ulps(join(dense[keep], rest), theirs.detach(), master, at_most=3)
-    assert not dense[~keep].any()
+    assert_ulps(join(update.param, update.rest), theirs.detach(), master, at_most=3)
+    assert_copied(update)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_learns_and_keeps_its_mask(dtype: torch.dtype) -> None:
     model, masks = compressed_gpt(dtype, is_tied=True, is_checkpointed=True)
-    opt = samo.AdamW(samo.param_groups(model, 0.1), lr=1e-2)
+    opt = samo.AdamW(samo.param_groups(model, lr=1e-2, weight_decay=0.1))
     ids = batch()
-    scaler = samo.LossScaler(model) if dtype == torch.float16 else None
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
     losses = []
     for _ in range(30):
         loss = model(ids, ids)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        opt.step()
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        account = samo.ledger(model, opt)
         opt.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
-    for name, mask in masks.items():
-        assert not model.get_parameter(name)[~mask.to_bool()].any()
-    account = samo.ledger(model, opt)
+    assert is_masked(model, masks)
     assert account.measured_bytes == account.predicted_bytes
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad: float) -> None:
     model, _ = compressed_gpt(torch.bfloat16)
-    opt = samo.AdamW(samo.parameters(model), lr=0.1)
+    opt = samo.AdamW(model.parameters(), lr=0.1)
     train(model, opt, 2)
     before = copy.deepcopy(dict(model.state_dict()))
     steps = [int(state["step"]) for state in opt.state.values()]
     ids = batch()
     model(ids, ids).backward()
-    leaf = next(samo.parameters(model))
-    assert leaf.grad is not None
-    leaf.grad[3] = bad
+    values = next(model.parameters())
+    assert values.grad is not None
+    values.grad.view(-1)[3] = bad
     with no_waiting():
         opt.step()
     assert opt.skipped_steps == 1
@@ -159,7 +203,7 @@ def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad
 def test_a_whole_step_never_waits_for_the_device() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
     rate = torch.tensor(1e-2, device="cuda")
-    opt = samo.AdamW(samo.param_groups(model, 0.1), lr=rate)
+    opt = samo.AdamW(samo.param_groups(model, lr=rate, weight_decay=0.1))
     ids = batch()
     for step in range(4):
         with no_waiting() if step else nullcontext():  # what is compiled first may wait
@@ -173,7 +217,7 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
     counts = []
     for layers in (1, 4):
         model, _ = compressed_gpt(torch.bfloat16, num_layers=layers)
-        opt = samo.AdamW(samo.param_groups(model, 0.1), lr=1e-2)
+        opt = samo.AdamW(samo.param_groups(model, lr=1e-2, weight_decay=0.1))
         train(model, opt, 2)
         ids = batch()
         model(ids, ids).backward()
@@ -189,33 +233,41 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
     assert 0 < counts[0] == counts[1] < 20
 
 
+def test_rates_that_differ_go_into_one_launch_without_waiting() -> None:
+    kernels = choose(torch.device("cuda"))
+    updates = [draw_update(5000, density, KINDS[0]) for density in (0.1, None, 0.3, None)]
+    updates = [
+        update._replace(lr=0.01 * (1 + index), weight_decay=0.1 * index)
+        for index, update in enumerate(updates)
+    ]
+    expected = [copy_of(update) for update in updates]
+    before = [update.param.clone() for update in updates]
+    kernels.adamw_([copy_of(update) for update in updates], SETTINGS, None)  # compiles
+    with no_waiting():
+        kernels.adamw_(updates, SETTINGS, None)
+    reference.adamw_(expected, SETTINGS, None)
+    for ours, theirs, old in zip(updates, expected, before):
+        assert_ulps(ours.param, theirs.param, old, at_most=3)
+        assert_copied(ours)
+
+
 def test_a_large_update_equals_the_reference() -> None:
-    numel = 2**22 + 5
-    keep = torch.rand(numel, device="cuda") < 0.1
-    mask = Mask.from_bool(keep)
-    values, rest = split(torch.randn(mask.kept, device="cuda"), torch.bfloat16)
-    dense = torch.zeros(numel, device="cuda", dtype=torch.bfloat16)
-    dense[keep] = values
-    grad = (torch.randn(mask.kept, device="cuda") * 0.01).bfloat16()
-    moments = [torch.rand(mask.kept, device="cuda") * 0.01 for _ in range(2)]
-    step = torch.tensor(5.0, device="cuda")
-    update = AdamWUpdate(dense, mask, rest, grad, moments[0], moments[1], step)
-    expected = AdamWUpdate(*(part.clone() if isinstance(part, Tensor) else part for part in update))
-    before = join(dense[keep], rest)
-    settings = AdamWSettings(0.01, 0.9, 0.95, 1e-8, 0.1)
+    update = draw_update(2**22 + 5, 0.1, KINDS[0])
+    expected, before = copy_of(update), update.param.clone()
     skip = torch.tensor(False, device="cuda")
-    choose(torch.device("cuda")).adamw_([update], settings, skip)
-    reference.adamw_([expected], settings, skip)
-    assert expected.rest_Z is not None
-    theirs = join(expected.dense[keep], expected.rest_Z)
-    assert_ulps(join(dense[keep], rest), theirs, before, at_most=3)
-    assert not dense[~keep].any()
-    out = torch.zeros(mask.kept, device="cuda", dtype=torch.bfloat16)
-    choose(torch.device("cuda")).compress_(dense, mask, out)
-    assert torch.equal(out, dense[keep])
-    back = torch.full_like(dense, float("nan"))
-    choose(torch.device("cuda")).expand_(out, mask, back)
-    assert torch.equal(back, dense)
+    kernels = choose(torch.device("cuda"))
+    kernels.adamw_([update], SETTINGS, skip)
+    reference.adamw_([expected], SETTINGS, skip)
+    assert_ulps(update.param, expected.param, before, at_most=3)
+    assert_copied(update)
+    assert update.mask is not None
+    assert update.dense is not None
+    out = torch.zeros(update.mask.kept, device="cuda", dtype=torch.bfloat16)
+    kernels.compress_(update.dense, update.mask, out)
+    assert torch.equal(out, update.param.bfloat16())
+    back = torch.full_like(update.dense, float("nan"))
+    kernels.expand_(out, update.mask, back)
+    assert torch.equal(back, update.dense)
 
 
 @pytest.mark.slow
@@ -236,32 +288,28 @@ def test_offsets_pass_two_to_the_31() -> None:
     out = torch.empty(mask.kept, dtype=torch.bfloat16, device="cuda")
     kernels.compress_(dense, mask, out)
     assert torch.equal(out, dense[places])
-    rest = torch.zeros(mask.kept, dtype=torch.int16, device="cuda")
+    param = out.float()
     zeros = [torch.zeros(mask.kept, device="cuda") for _ in range(2)]
     step = torch.tensor(0.0, device="cuda")
-    update = AdamWUpdate(dense, mask, rest, torch.ones_like(out), zeros[0], zeros[1], step)
-    kernels.adamw_([update], AdamWSettings(0.5, 0.9, 0.95, 1e-8, 0.0), None)
-    torch.testing.assert_close(join(dense[places], rest), out.float() - 0.5, rtol=0, atol=1e-5)
-    assert int(dense.count_nonzero()) == mask.kept
+    grad = torch.ones_like(out)
+    update = AdamWUpdate(param, None, grad, zeros[0], zeros[1], step, 0.5, 0.0, dense, mask)
+    kernels.adamw_([update], SETTINGS, None)
+    torch.testing.assert_close(param, out.float() - 0.5, rtol=0, atol=1e-5)
+    assert torch.equal(dense[places], param.bfloat16())
+    assert int(dense.count_nonzero()) == int(param.bfloat16().count_nonzero())
     kernels.expand_(out, mask, dense)
     assert torch.equal(dense[places], out)
     assert int(dense.count_nonzero()) == mask.kept
 
 
-def test_a_skip_leaves_pruned_weights_alone_too(kernels: Kernels) -> None:
-    keep = torch.rand(5000, device="cuda") < 0.1
-    mask = Mask.from_bool(keep)
-    dense = torch.randn(5000, device="cuda") * keep
-    before = dense.clone()
-    grad = torch.full((mask.kept,), float("nan"), device="cuda")
-    zeros = [torch.zeros(mask.kept, device="cuda") for _ in range(2)]
-    step = torch.tensor(0.0, device="cuda")
-    update = AdamWUpdate(dense, mask, None, grad, zeros[0], zeros[1], step)
-    settings = AdamWSettings(0.1, 0.9, 0.9, 1e-8, 0.1)
-    kernels.adamw_([update], settings, torch.tensor(True, device="cuda"))
-    assert torch.equal(dense, before)
-    assert not zeros[0].any()
-    assert step == 0
+@pytest.mark.parametrize("density", [0.1, None], ids=str)
+def test_a_skip_leaves_all_tensors_alone(kernels: Kernels, density: float | None) -> None:
+    update = draw_update(5000, density, KINDS[0])
+    update.grad.fill_(float("nan"))
+    before = copy_of(update)
+    kernels.adamw_([update], SETTINGS, torch.tensor(True, device="cuda"))
+    for name, old, new in zip(update._fields, before, update):
+        assert name == "grad" or not isinstance(old, Tensor) or torch.equal(old, new), name
 
 
 def test_a_compressed_model_moves_to_the_device_with_all_its_state() -> None:
@@ -269,19 +317,18 @@ def test_a_compressed_model_moves_to_the_device_with_all_its_state() -> None:
     samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)
     ids = tokens()
     model(ids, ids).backward()
-    before = [leaf.grad.clone() for leaf in samo.parameters(model) if leaf.grad is not None]
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     model.cuda()
-    after = [leaf.grad for leaf in samo.parameters(model)]
+    after = [param.grad for param in model.parameters()]
     assert all(torch.equal(a, b.cpu()) for a, b in zip(before, after) if b is not None)
-    weights = owned_weights(model).values()
-    assert all(weight.mask is None or weight.mask.words.is_cuda for weight in weights)
-    losses = train(model, samo.AdamW(samo.parameters(model), lr=1e-2), 20)
+    assert all(tensor.is_cuda for tensor in model.state_dict().values())
+    losses = train(model, samo.AdamW(model.parameters(), lr=1e-2), 20)
     assert losses[-1] < losses[0]
 
 
 def test_a_torch_optimizer_works_on_the_device() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
-    losses = train(model, torch.optim.AdamW(samo.parameters(model), lr=1e-2, fused=True), 20)
+    losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), 20)
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -293,11 +340,12 @@ def test_backward_holds_no_more_than_one_dense_gradient() -> None:
     model(x).float().sum().backward()
     model.zero_grad()
     one = 2048 * 2048 * 2
+    kept = sum(4 * values.numel() for values in model.parameters())
     loss = model(x).float().sum()
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
     loss.backward()
-    assert torch.cuda.max_memory_allocated() - start < one + 2**20  # and small change
+    assert torch.cuda.max_memory_allocated() - start < one + kept + 2**20  # and small change
 
 
 @ignores_dynamo
@@ -305,7 +353,7 @@ def test_compiled_blocks_train() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
     for block in model.blocks:
         block.compile()
-    losses = train(model, samo.AdamW(samo.parameters(model), lr=1e-2), 20)
+    losses = train(model, samo.AdamW(model.parameters(), lr=1e-2), 20)
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -314,20 +362,20 @@ def test_the_ledger_agrees_with_the_allocator() -> None:
     start = torch.cuda.memory_allocated()
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
     samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
     model(x).float().sum().backward()
     opt.step()
     del x
     held = torch.cuda.memory_allocated() - start
     told = samo.ledger(model, opt).measured_bytes
-    assert told <= held <= 1.01 * told  # the allocator rounds to 512 bytes
+    assert told <= held <= 1.01 * told, (told, held)  # the allocator rounds to 512 bytes
 
 
 def test_forward_and_backward_in_a_cuda_graph_train_as_without() -> None:
     eager, _ = compressed_gpt(torch.bfloat16)
     graphed = copy.deepcopy(eager)
-    opts = [samo.AdamW(samo.parameters(model), lr=1e-3) for model in (eager, graphed)]
+    opts = [samo.AdamW(model.parameters(), lr=1e-3) for model in (eager, graphed)]
     ids = batch()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -358,7 +406,6 @@ def test_blocks_compiled_by_inductor_train() -> None:
     plain = copy.deepcopy(model)
     for block in model.blocks:  # type: ignore[union-attr]
         block.compile()
-    losses = [train(each, samo.AdamW(samo.parameters(each), lr=1e-2), 5) for each in (model, plain)]
+    losses = [train(each, samo.AdamW(each.parameters(), lr=1e-2), 5) for each in (model, plain)]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0)
-    for name, mask in masks.items():
-        assert not model.get_parameter(name)[~mask.to_bool()].any()
+    assert is_masked(model, masks)

@@ -2,9 +2,9 @@
 
 Four operations carry everything else; the first three read the mask's bits block by block:
 
-    compress_       dense tensor -> vector of its kept entries, written or added
+    compress_       dense tensor -> vector of its kept entries
     expand_         vector of kept entries -> dense tensor with exact zeros
-    adamw_          one AdamW update of dense weights from compressed gradients and moments
+    adamw_          one AdamW update of parameters, and of the dense copies that are made of them
     find_nonfinite  is any entry of some vectors NaN or infinite?
 
 ``reference`` does them in plain torch operations on any device and is what "right" means here;
@@ -38,34 +38,36 @@ PATHS: Final = ("auto", "reference", "triton")
 
 
 class AdamWUpdate(NamedTuple):
-    """One weight's part of an AdamW step."""
+    """One parameter's part of an AdamW step."""
 
-    dense: Tensor
-    """The weight, in its own shape; pruned entries are 0 and are not touched."""
-    mask: Mask | None
-    """Its kept entries; None for an unpruned weight."""
-    rest_Z: Tensor | None
-    """What rounding to the weight's type left over: see `samo.kernels.rounding`."""
-    grad_Z: Tensor
-    exp_avg_Z: Tensor
-    exp_avg_sq_Z: Tensor
+    param: Tensor
+    """The values of a pruned weight, 1-D, or an unpruned parameter of any shape."""
+    rest: Tensor | None
+    """What rounding to the parameter's type left over: see `samo.kernels.rounding`."""
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     step: Tensor
-    """How many updates the weight has had, a float32 scalar; the update counts itself."""
-    lr_scale: float = 1.0
-    """Factor on the learning rate of this weight, not on its decay."""
+    """How many updates the parameter has had, a float32 scalar; the update counts itself."""
+    lr: float | Tensor
+    weight_decay: float
+    dense: Tensor | None = None
+    """A copy in the type of compute, in the weight's own shape, which the update refreshes."""
+    mask: Mask | None = None
+    """Where the values lie in the weight; with None a copy has all entries."""
 
 
 class LeanUpdate(NamedTuple):
-    """One weight's part of an AdamW step with 8-bit state: see `samo.kernels.lean`."""
+    """One parameter's part of an AdamW step with 8-bit state: see `samo.kernels.lean`."""
 
     update: AdamWUpdate
-    """Moments as int8 and uint8; the rest of a bfloat16 weight as int8."""
+    """Moments as int8 and uint8; the rest of a bfloat16 parameter as int8."""
     exp_avg_scale_G: Tensor
     exp_avg_sq_scale_G: Tensor
 
 
 class AgedUpdate(NamedTuple):
-    """One weight's part of an AdamW step with an age for each entry: see `samo.kernels.ages`."""
+    """One parameter's part of an AdamW step with an age for each entry: see `samo.kernels.ages`."""
 
     update: AdamWUpdate
     age_Z: Tensor
@@ -73,36 +75,26 @@ class AgedUpdate(NamedTuple):
 
 
 class AdamWSettings(NamedTuple):
-    """What all weights of one parameter group share in an AdamW step."""
+    """What all parameters share in an AdamW step."""
 
-    lr: float | Tensor
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
 
 
 class Kernels(Protocol):
     """What an implementation provides."""
 
-    def compress_(
-        self,
-        dense: Tensor,
-        mask: Mask | None,
-        out_Z: Tensor,
-        *,
-        add: bool = False,
-        factor: Tensor | None = None,
-    ) -> None:
-        """Write the kept entries of ``dense``, times ``factor``, to ``out_Z``, or add them to it."""
+    def compress_(self, dense: Tensor, mask: Mask | None, out: Tensor) -> None:
+        """Write the kept entries of ``dense`` to ``out``, in its type."""
 
-    def expand_(self, values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
-        """Write ``values_Z`` to the kept entries of ``dense`` and 0 to all others."""
+    def expand_(self, values: Tensor, mask: Mask | None, dense: Tensor) -> None:
+        """Write ``values`` to the kept entries of ``dense``, in its type, and 0 to all others."""
 
     def adamw_(
         self, updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None
     ) -> None:
-        """Update weights, remainders, moments and step counts in place; not where ``skip`` is true."""
+        """Update parameters, rests, moments, step counts and copies in place; not where ``skip`` is true."""
 
     def find_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return whether any entry is NaN or infinite, as a boolean scalar on the tensors' device."""
@@ -114,7 +106,7 @@ class LeanKernels(Protocol):
     def adamw_lean_(
         self, updates: Sequence[LeanUpdate], settings: AdamWSettings, skip: Tensor | None
     ) -> None:
-        """Update weights, corrections, moments, scales and step counts in place, as ``adamw_`` does."""
+        """Update as ``adamw_`` does, and the scales of the moments."""
 
 
 class AgedKernels(Protocol):
@@ -123,7 +115,7 @@ class AgedKernels(Protocol):
     def adamw_aged_(
         self, updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor | None
     ) -> None:
-        """Update weights, remainders, moments, ages and step counts in place, as ``adamw_`` does."""
+        """Update as ``adamw_`` does, and count the ages."""
 
 
 def choose(device: torch.device, path: Path = "auto") -> Kernels:

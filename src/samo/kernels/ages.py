@@ -22,6 +22,7 @@ from torch import Tensor
 from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate
 from samo.kernels.corrections import Corrections, count_step
 from samo.kernels.reference import update_pieces
+from samo.kernels.sizes import check_update
 
 __all__ = ["adamw_aged_"]
 
@@ -45,39 +46,38 @@ def adamw_aged_(
 ) -> None:
     """Do one AdamW step, with bias corrections by the age of each entry."""
     for update, age_Z in updates:
+        check_update(update, age=(age_Z, update.param.numel()))
+    for update, age_Z in updates:
         whole = count_step(update, settings, skip)
         younger_Z = age_Z < OLDEST
         age_Z += younger_Z if skip is None else younger_Z & ~skip
-        found = tables(whole, settings, update)
+        found = table(update, settings)
         update_pieces(update, settings, skip, partial(_look_up, age_Z, found, whole))
 
 
-def _look_up(
-    age_Z: Tensor, found: tuple[Tensor, Tensor], whole: Corrections, piece_Z: slice
-) -> Corrections:
+def _look_up(age_Z: Tensor, found: Tensor, whole: Corrections, piece_Z: slice) -> Corrections:
     ages = age_Z[piece_Z].to(torch.int32)
-    step_sizes, denominators = (table.index_select(0, ages) for table in found)
+    is_oldest = ages == OLDEST
+    step_sizes, denominators = (
+        torch.where(is_oldest, of_all, by_age.index_select(0, ages))
+        for of_all, by_age in zip(whole, found)
+    )
     return Corrections(step_sizes, denominators, whole.decay)
 
 
-def tables(
-    whole: Corrections, settings: AdamWSettings, update: AdamWUpdate
-) -> tuple[Tensor, Tensor]:
-    """Return step sizes and denominators by age, in the type of the weight's moments."""
-    like = update.exp_avg_Z
-    first, second = _bias_corrections(settings.beta1, settings.beta2, like.device)
-    lr = settings.lr
+def table(update: AdamWUpdate, settings: AdamWSettings) -> Tensor:
+    """Return step sizes and denominators by age under `OLDEST`, two rows in the type of the moments."""
+    like, lr = update.exp_avg, update.lr
+    first, second = bias_corrections(settings.beta1, settings.beta2, like.device)
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=like.device)
     # A tensor over a tensor: torch takes a number over a tensor for its inverse times the number.
-    step_sizes, denominators = lr.to(first) * update.lr_scale / first, second.clone()
-    step_sizes[OLDEST] = whole.step_size
-    denominators[OLDEST] = whole.denominator
-    return step_sizes.to(like.dtype), denominators.to(like.dtype)
+    step_sizes = lr.to(like.device) / first.to(lr.dtype)
+    return torch.stack([step_sizes.to(like.dtype), second.to(like.dtype)])
 
 
 @lru_cache(maxsize=8)
-def _bias_corrections(beta1: float, beta2: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def bias_corrections(beta1: float, beta2: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the corrections of both moments for each age: the very doubles of `count_step`."""
     # Not by torch's power function, whose last digit may be another than Python's.
     ages = range(1, OLDEST + 1)

@@ -4,7 +4,7 @@
 torch's number of threads. They are OpenMP's, as torch's are: threads of Python's own would share their
 cores with OpenMP's, which spin for some milliseconds after every torch operation in the hope of more.
 
-What the loops do not cover (float16, tensors with strides) falls back to ``reference``.
+What the loops do not cover (float16 parameters, tensors with strides) falls back to ``reference``.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ from torch import Tensor
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, loops, reference
 from samo.kernels.corrections import count_step
+from samo.kernels.sizes import check_pair, mask_of_copy, set_apart
 from samo.mask import Mask
 
 if numba.config.DISABLE_JIT:
@@ -34,54 +35,41 @@ _BLOCKS_A_THREAD: Final = 16
 """Starting a second thread costs about 5 us, the time of some 10 blocks."""
 
 
-def compress_(
-    dense: Tensor,
-    mask: Mask | None,
-    out_Z: Tensor,
-    *,
-    add: bool = False,
-    factor: Tensor | None = None,
-) -> None:
-    """Write or add the kept entries of ``dense`` to ``out_Z``.
+def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
+    """Write the kept entries of ``dense`` to ``out``.
 
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
-    flat_N = dense.detach().reshape(-1)
-    kernel = _compress_kernel(dense.dtype, out_Z.dtype, add)
-    if factor is not None or not out_Z.is_contiguous():
-        reference.compress_(flat_N, mask, out_Z, add=add, factor=factor)
-    elif mask is None:
-        out_Z.add_(flat_N) if add else out_Z.copy_(flat_N)
-    elif kernel is None:
-        reference.compress_(flat_N, mask, out_Z, add=add)
+    check_pair(out, mask, dense)
+    if mask is None:
+        out.detach().copy_(dense.detach().reshape(out.shape))
+    elif _is_covered(dense.dtype, out.dtype) and out.is_contiguous():
+        _run(loops.compress_blocks, mask, dense.detach().reshape(-1), out.detach().view(-1))
     else:
-        _run(kernel, mask, flat_N, out_Z.detach())
+        reference.compress_(dense, mask, out)
 
 
-def expand_(values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
-    """Write ``values_Z`` to the kept entries of ``dense`` and 0 elsewhere.
+def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
+    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere.
 
     Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
     """
-    if mask is None or values_Z.dtype != dense.dtype or not dense.is_contiguous():
-        reference.expand_(values_Z, mask, dense)
-        return
-    _run(loops.expand_blocks, mask, values_Z.detach().contiguous(), dense.detach().view(-1))
+    check_pair(values, mask, dense)
+    if mask is None:
+        dense.detach().copy_(values.detach().reshape(dense.shape))
+    elif _is_covered(values.dtype, dense.dtype) and dense.is_contiguous():
+        _run(loops.expand_blocks, mask, values.detach().reshape(-1), dense.detach().view(-1))
+    else:
+        reference.expand_(values, mask, dense)
 
 
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
-    """Do one AdamW step: gather each block's kept weights, update them, scatter them back."""
+    """Do one AdamW step; each block of a dense copy is written as soon as its values are new."""
     if skip is not None and bool(skip):
         return
-    together: dict[tuple[torch.dtype, torch.dtype], list[AdamWUpdate]] = {}
-    for update in updates:
-        key = (update.dense.dtype, update.grad_Z.dtype)
-        if key in _ADAMW_TYPES and _is_plain(update):
-            together.setdefault(key, []).append(update)
-        else:
-            reference.adamw_([update], settings, None)
-    for key, members in together.items():
-        _adamw_rows(members, settings, *_ADAMW_TYPES[key])
+    plain, others = set_apart(updates, is_plain)
+    reference.adamw_(others, settings, None)
+    update_rows(plain, settings)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -115,50 +103,68 @@ _EXPONENTS: Final[dict[torch.dtype, Any]] = {
 }
 """Bits that are all set in infinities and NaNs and in no other number."""
 
-_ADAMW_TYPES: Final = {
-    (torch.float32, torch.float32): (np.float32, np.float32, np.float32),
-    (torch.float64, torch.float64): (np.float64, np.float64, np.float64),
-    (torch.bfloat16, torch.bfloat16): (np.uint16, np.uint16, np.float32),
-    (torch.bfloat16, torch.float32): (np.uint16, np.float32, np.float32),
+_SEEN_AS: Final[dict[torch.dtype, Any]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
 }
-"""For weights and gradients of these types, how the loops see them, and the moments."""
+"""How the loops see entries of a type."""
 
 
-def _adamw_rows(
-    updates: Sequence[AdamWUpdate], settings: AdamWSettings, dense: Any, grad: Any, moment: Any
+def update_rows(
+    updates: Sequence[AdamWUpdate],
+    settings: AdamWSettings,
+    ages: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
-    _, beta1, beta2, eps, _ = settings
-    rows = np.array([_row(update) for update in updates], dtype=np.int64)
-    scalars = np.array(
-        [
-            (decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator)
-            for step_size, denominator, decay in (
-                count_step(update, settings, None) for update in updates
-            )
-        ],
-        dtype=moment,
-    )
-    ends = np.cumsum([bitmap.num_blocks(update.dense.numel()) for update in updates])
-    arrays = (rows, scalars, ends, np.empty(0, dense), np.empty(0, grad), np.empty(0, moment))
-    parts = _num_threads(int(ends[-1]))
-    if parts == 1:
-        loops.adamw_rows(*arrays, 0, int(ends[-1]))
-    else:
-        with _threads(parts):
-            loops.adamw_rows_shared(*arrays, parts)
+    """Update plain parameters; ``ages`` has those of each one's entries, and a table to look them up."""
+    together: dict[tuple[torch.dtype, ...], list[int]] = {}
+    for index, update in enumerate(updates):
+        copy = update.param if update.dense is None else update.dense
+        key = update.param.dtype, update.grad.dtype, copy.dtype
+        together.setdefault(key, []).append(index)
+    for (param, grad, dense), members in together.items():
+        chosen = [updates[index] for index in members]
+        moment = np.float64 if param == torch.float64 else np.float32
+        ends = np.cumsum([_num_blocks(update) for update in chosen])
+        arrays: tuple[Any, ...] = (
+            np.array(
+                [_row(updates[index], ages[index] if ages else None) for index in members],
+                dtype=np.int64,
+            ),
+            np.array([_scalars(update, settings) for update in chosen], dtype=moment),
+            ends,
+            0 if not ages else ages[0][1].shape[1] - 1,
+            np.empty(0, _SEEN_AS[param]),
+            np.empty(0, _SEEN_AS[grad]),
+            np.empty(0, moment),
+            np.empty(0, np.int16 if ages else np.bool_),
+            np.empty(0, _SEEN_AS[dense]),
+        )
+        parts = _num_threads(int(ends[-1]))
+        if parts == 1:
+            loops.adamw_rows(*arrays, 0, int(ends[-1]))
+        else:
+            with _threads(parts):
+                loops.adamw_rows_shared(*arrays, parts)
 
 
-def _compress_kernel(source: torch.dtype, target: torch.dtype, add: bool) -> loops.Kernel | None:
-    if source == target and not add:
-        return loops.move_blocks
-    kernels: dict[tuple[torch.dtype, torch.dtype, bool], loops.Kernel] = {
-        (torch.float32, torch.float32, True): loops.add_blocks,
-        (torch.float64, torch.float64, True): loops.add_blocks,
-        (torch.bfloat16, torch.bfloat16, True): loops.add_bf16_blocks,
-        (torch.bfloat16, torch.float32, True): loops.add_wider_blocks,
-        (torch.bfloat16, torch.float32, False): loops.move_wider_blocks,
-    }
-    return kernels.get((source, target, add))
+def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
+    """Return what the entries of a parameter share, in the loops' order; counts its step."""
+    step_size, denominator, decay = map(float, count_step(update, settings, None))
+    beta1, beta2, eps = settings
+    return decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator
+
+
+def _num_blocks(update: AdamWUpdate) -> int:
+    """Return into how many blocks the work on a parameter is cut."""
+    mask = mask_of_copy(update)
+    return bitmap.num_blocks(update.param.numel() if mask is None else mask.numel)
+
+
+def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether the loops move entries of one type to another."""
+    return source in _SEEN_AS and target in _SEEN_AS
 
 
 def _run(kernel: loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> None:
@@ -179,47 +185,61 @@ def _run(kernel: loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> No
 
 
 def _array(tensor: Tensor) -> loops.Array:
-    """Return a contiguous tensor as an array over the same memory; 16-bit types as uint16."""
+    """Return a contiguous tensor as an array over the same memory, in the type of the loops."""
     if tensor.element_size() == 2:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
+        return tensor.view(torch.int16).numpy().view(_SEEN_AS[tensor.dtype])
     return tensor.numpy()
 
 
-def _row(update: AdamWUpdate) -> tuple[int, ...]:
-    """Return what ``loops`` has to know of one weight, in the order of its columns."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, *_ = update
+def _row(update: AdamWUpdate, age: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
+    """Return what ``loops`` has to know of one parameter, in the order of its columns."""
+    param, rest, grad, exp_avg, exp_avg_sq, _, _, _, dense, _ = update
+    mask = mask_of_copy(update)
     return (
-        dense.data_ptr(),
+        param.data_ptr(),
+        0 if rest is None else rest.data_ptr(),
+        grad.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        *((0, 0) if age is None else (age[0].data_ptr(), age[1].data_ptr())),
+        0 if dense is None else dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),
         0 if mask is None else mask.offsets.data_ptr(),
-        0 if rest_Z is None else rest_Z.data_ptr(),
-        grad_Z.data_ptr(),
-        exp_avg_Z.data_ptr(),
-        exp_avg_sq_Z.data_ptr(),
-        dense.numel(),
-        grad_Z.numel(),
+        param.numel(),
+        0 if dense is None else dense.numel(),
     )
 
 
-def _is_plain(update: AdamWUpdate) -> bool:
-    """Return whether addresses and sizes say all about a weight's tensors."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, *_ = update
-    kept = dense.numel() if mask is None else mask.kept
-    moment = torch.float64 if dense.dtype == torch.float64 else torch.float32
-    is_rest_plain = (
-        dense.dtype != torch.bfloat16
-        if rest_Z is None
-        else rest_Z.dtype == torch.int16 and rest_Z.numel() == kept and rest_Z.is_contiguous()
-    )
+def is_plain(update: AdamWUpdate) -> bool:
+    """Return whether addresses and sizes say all about a parameter's tensors, and the loops know them."""
+    param, rest, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask = update
+    kept = param.numel()
+    moment = torch.float64 if param.dtype == torch.float64 else torch.float32
     return (
-        is_rest_plain
-        and dense.is_contiguous()
-        and grad_Z.numel() == exp_avg_Z.numel() == exp_avg_sq_Z.numel() == kept
-        and exp_avg_Z.dtype == exp_avg_sq_Z.dtype == moment
-        and grad_Z.is_contiguous()
-        and exp_avg_Z.is_contiguous()
-        and exp_avg_sq_Z.is_contiguous()
+        param.dtype in _PARAM_TYPES
+        and grad.dtype in _SEEN_AS
+        and exp_avg.dtype == exp_avg_sq.dtype == moment
+        and (rest is None) == (param.dtype != torch.bfloat16)
+        and (rest is None or (rest.dtype == torch.int16 and _is_vector(rest, kept)))
+        and param.is_contiguous()
+        and _is_vector(grad, kept)
+        and _is_vector(exp_avg, kept)
+        and _is_vector(exp_avg_sq, kept)
+        and step.numel() == 1
+        and (mask is None or mask.kept == kept)
+        and (
+            dense is None
+            or (dense.dtype in _SEEN_AS and _is_vector(dense, kept if mask is None else mask.numel))
+        )
     )
+
+
+_PARAM_TYPES: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
+
+
+def _is_vector(tensor: Tensor, size: int) -> bool:
+    """Return whether an address says all about a tensor of so many entries."""
+    return tensor.numel() == size and tensor.is_contiguous()
 
 
 def _num_threads(blocks: int) -> int:

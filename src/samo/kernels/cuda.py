@@ -2,30 +2,38 @@
 
 ``docs/decisions/0011-triton-kernels.md`` says why the kernels are as they are. Nothing here waits for
 the device: numbers that decide something on the host (sizes, kept entries) are on the host already.
-All weights of an AdamW step go into a few launches: ``tables.py``.
+All parameters of an AdamW step go into a few launches: ``tables.py``.
 
-What the kernels do not cover (float64 sums, weights with strides) falls back to ``reference``.
+What the kernels do not cover (float64 updates, parameters with strides) falls back to ``reference``.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels, triton_parts
 from samo.kernels.rounding import rest_dtype
+from samo.kernels.sizes import check_pair, check_update, mask_of_copy, set_apart
 from samo.kernels.tables import (
+    Launch,
     are_aligned,
+    by_rate,
     cdiv,
     device_of,
     items,
-    lr_scales,
+    numbers,
     plan,
+    rate_type,
     rows,
+    signature,
     where_of,
+    with_gradients,
 )
 from samo.kernels.triton_parts import INTS, KINDS, SCALARS
 from samo.mask import Mask
@@ -42,68 +50,123 @@ class Config(NamedTuple):
     num_warps: int
 
 
+class Ages(NamedTuple):
+    """What a launch has to know of entries with ages: see `samo.kernels.ages`."""
+
+    rows: Tensor
+    """The address of each parameter's ages."""
+    inverses: Tensor
+    denominators: Tensor
+    """The inverse of the first bias correction, and the root of the second one, by age."""
+    oldest: int
+
+
 _FEW: Final = 0.2
 """Density up to which a search for each kept entry is cheaper than a count for each entry."""
 
-_EXPAND: Final = Config("entry", bitmap.BLOCK_WORDS, 2)
 IS_INTERPRETED: Final = bool(triton_parts.IS_INTERPRETED)
 ITEM_BLOCKS: Final = 4
 PART: Final = 1024
 ITEM_PARTS: Final = 4
-"""Blocks of a pruned weight, and parts of an unpruned one, to an item in the list on the device."""
+"""Blocks of a pruned weight, and parts of a parameter without a mask, to an item in the list."""
 
 
-def compress_(
-    dense: Tensor,
-    mask: Mask | None,
-    out_Z: Tensor,
-    *,
-    add: bool = False,
-    factor: Tensor | None = None,
-) -> None:
-    """Write or add the kept entries of ``dense`` to ``out_Z``.
+def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
+    """Write the kept entries of ``dense`` to ``out``.
 
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
-    is_move = dense.dtype == out_Z.dtype and not add and factor is None
-    is_covered = is_move or (dense.dtype in KINDS and out_Z.dtype in KINDS)
-    if not is_covered or not out_Z.is_contiguous():
-        reference.compress_(dense, mask, out_Z, add=add, factor=factor)
-    elif mask is not None:
-        config = compress_config(mask.kept, mask.numel)
-        launch_compress(config, dense, mask, out_Z, add=add, factor=factor)
-    elif factor is None:
-        flat_N = dense.detach().reshape(-1)
-        out_Z.add_(flat_N) if add else out_Z.copy_(flat_N)
+    check_pair(out, mask, dense)
+    if mask is None:
+        out.detach().copy_(dense.detach().reshape(out.shape))
+    elif _is_covered(dense.dtype, out.dtype) and out.is_contiguous():
+        launch_compress(compress_config(mask.kept, mask.numel), dense, mask, out)
     else:
-        _launch_compress_all(dense, out_Z, add, factor)
+        reference.compress_(dense, mask, out)
 
 
-def expand_(values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
-    """Write ``values_Z`` to the kept entries of ``dense`` and 0 elsewhere.
+def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
+    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere.
 
     Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
     """
+    check_pair(values, mask, dense)
     if mask is None:
-        reference.expand_(values_Z, None, dense)
-    elif dense.is_contiguous():
-        launch_expand(_EXPAND, values_Z, mask, dense)
+        dense.detach().copy_(values.detach().reshape(dense.shape))
+        return
+    if dense.is_contiguous():
+        launch_expand(values, mask, dense)
     else:
         plain = torch.empty_like(dense, memory_format=torch.contiguous_format)
-        launch_expand(_EXPAND, values_Z, mask, plain)
+        launch_expand(values, mask, plain)
         dense.detach().copy_(plain)
 
 
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
-    """Do one AdamW step: one launch for the step counts, one for each kind of weight."""
-    plain = []
-    for update in updates:
-        if is_plain(update):
-            plain.append(update)
-        else:
-            reference.adamw_([update], settings, skip)
-    if plain:
-        launch_adamw(plain, settings, skip)
+    """Do one AdamW step: one launch for the step counts, one for each kind of parameter."""
+    # What goes where is worked out and checked once; a step then differs in its gradients' addresses.
+    key = signature(updates)
+    order = _ORDERS.get(key)
+    if order is None:
+        order = _sort_out(updates)
+        while len(_ORDERS) >= _MAX_ORDERS:
+            del _ORDERS[next(iter(_ORDERS))]
+        _ORDERS[key] = order
+    reference.adamw_([updates[index] for index in order.others], settings, skip)
+    for members, prepared in order.launches:
+        together = updates if len(members) == len(updates) else [updates[i] for i in members]
+        _launch(prepared, together, settings, skip, None)
+    for index in order.strided:
+        refresh(updates[index], skip)
+
+
+class _Order(NamedTuple):
+    """Which of some updates are done how."""
+
+    others: list[int]
+    """By the reference."""
+    strided: list[int]
+    """Have a copy that is written afterwards."""
+    launches: list[tuple[list[int], "Prepared"]]
+
+
+_ORDERS: Final[dict[tuple[object, ...], _Order]] = {}
+_MAX_ORDERS: Final = 8
+
+
+def _sort_out(updates: Sequence[AdamWUpdate]) -> _Order:
+    strided = [index for index, update in enumerate(updates) if has_strided_copy(update)]
+    pairs = [(index, without_strided_copy(update)) for index, update in enumerate(updates)]
+    plain, others = set_apart(pairs, lambda pair: is_plain(pair[1]))
+    launches = [
+        ([index for index, _ in together], prepare([update for _, update in together]))
+        for together in by_rate(plain, lambda pair: pair[1])
+    ]
+    return _Order([index for index, _ in others], strided, launches)
+
+
+def has_strided_copy(update: AdamWUpdate) -> bool:
+    return update.dense is not None and not update.dense.is_contiguous()
+
+
+def without_strided_copy(update: AdamWUpdate) -> AdamWUpdate:
+    """Return an update that leaves a copy with strides (channels_last) alone: `refresh` writes it."""
+    if not has_strided_copy(update):
+        return update
+    check_update(update)
+    return update._replace(dense=None)
+
+
+def refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
+    """Write a parameter to its dense copy, whatever its strides."""
+    dense = update.dense
+    assert dense is not None
+    if skip is None:
+        expand_(update.param, update.mask, dense)
+    else:
+        new = torch.empty_like(dense, memory_format=torch.contiguous_format)
+        expand_(update.param, update.mask, new)
+        dense.detach().copy_(torch.where(skip, dense.detach(), new))
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -153,26 +216,11 @@ def compress_config(kept: int, numel: int) -> Config:
     return Config("slot", _slots(kept, numel), 1)
 
 
-def launch_compress(
-    config: Config,
-    dense: Tensor,
-    mask: Mask,
-    out_Z: Tensor,
-    *,
-    add: bool = False,
-    factor: Tensor | None = None,
-) -> None:
+def launch_compress(config: Config, dense: Tensor, mask: Mask, out: Tensor) -> None:
     """Compress in the way of ``config``."""
     if mask.kept == 0:
         return
-    source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out_Z)
-    options = {
-        "ADD": add,
-        "HAS_FACTOR": factor is not None,
-        "num_warps": config.num_warps,
-        "enable_fp_fusion": False,  # a factor and a sum round twice, as torch's do
-    }
-    scale = target if factor is None else factor
+    source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out)
     with device_of(dense):
         if config.way == "slot":
             pairs = mask.words.view(torch.int64)
@@ -181,10 +229,9 @@ def launch_compress(
                 pairs,
                 mask.offsets,
                 target,
-                scale,
                 pairs.numel(),
                 SLOTS=config.size,
-                **options,
+                num_warps=config.num_warps,
             )
         else:
             triton_kernels.compress_by_entry_kernel[(cdiv(mask.words.numel(), config.size),)](
@@ -192,115 +239,195 @@ def launch_compress(
                 mask.words,
                 mask.offsets,
                 target,
-                scale,
                 mask.numel,
                 mask.words.numel(),
                 WORDS=config.size,
-                **options,
+                num_warps=config.num_warps,
             )
 
 
-def launch_expand(config: Config, values_Z: Tensor, mask: Mask, dense: Tensor) -> None:
-    """Expand in the way of ``config``."""
+def launch_expand(values: Tensor, mask: Mask, dense: Tensor) -> None:
+    """Expand to a contiguous tensor."""
     if mask.numel == 0:
         return
-    values = values_Z.detach().to(dense.dtype).contiguous()
+    if not _is_covered(values.dtype, dense.dtype):
+        values = values.detach().to(dense.dtype)
     with device_of(dense):
-        triton_kernels.expand_kernel[(cdiv(mask.words.numel(), config.size),)](
-            _raw(values),
+        triton_kernels.expand_kernel[(mask.offsets.numel(),)](
+            _raw(values if values.is_contiguous() else values.contiguous()),
             mask.words,
             mask.offsets,
             _raw(dense),
             mask.numel,
             mask.words.numel(),
-            WORDS=config.size,
-            num_warps=config.num_warps,
+            WORDS=bitmap.BLOCK_WORDS,
+            num_warps=2,
         )
+
+
+class Prepared(NamedTuple):
+    """What a launch of plain parameters needs that stays from step to step."""
+
+    table: "np.ndarray[Any, np.dtype[np.int64]]"
+    """Rows of addresses and sizes; those of the gradients are filled in at each step."""
+    launches: list[Launch]
+    copies: list[tuple[Tensor, Tensor, dict[str, Any]]]
+    """For each pair of types: rows of pruned weights with a copy, the list of items, and options."""
 
 
 def launch_adamw(
     updates: Sequence[AdamWUpdate],
     settings: AdamWSettings,
     skip: Tensor | None,
-    config: Config | None = None,
+    *,
+    ages: Ages | None = None,
 ) -> None:
-    """Update plain weights, the pruned ones in the way of ``config``."""
-    _, beta1, beta2, eps, _ = settings
-    table, launches = plan(updates, num_items)
-    scalars, skip_at = count_steps(table, settings, skip, lr_scales(updates))
+    """Update plain parameters with rates of one type, then the copies of those with a mask.
+
+    Two passes are faster than one that scatters each updated value: a copy is written in whole sectors.
+    """
+    _launch(prepare(updates), updates, settings, skip, ages)
+
+
+def prepare(updates: Sequence[AdamWUpdate]) -> Prepared:
+    """Work out the tables of plain parameters with rates of one type."""
+    flat = [
+        update if update.mask is None else update._replace(dense=None, mask=None)
+        for update in updates
+    ]
+    table, launches = plan(flat, mask_of_copy, num_items)
+    copied = [update for update in updates if mask_of_copy(update) is not None]
+    return Prepared(table, launches, prepare_copies(copied))
+
+
+def _launch(
+    prepared: Prepared,
+    updates: Sequence[AdamWUpdate],
+    settings: AdamWSettings,
+    skip: Tensor | None,
+    ages: Ages | None,
+) -> None:
+    beta1, beta2, eps = settings
+    where = where_of(updates[0].param.device)
+    addresses = [update.grad.data_ptr() for update in updates]
+    table = with_gradients(where, prepared.table, addresses)
+    is_aligned = are_aligned(addresses)
+    scalars, skip_at = count_steps(table, updates, settings, skip)
+    # A tensor for each pointer that is not used: Triton wants something of the right type.
+    by_age = (table, scalars, scalars) if ages is None else ages[:3]
     with device_of(table):
-        for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
-            arguments = (table, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
-            options = {
-                "WEIGHT": KINDS[dtype],
-                "WHOLE": KINDS[REST_KINDS[dtype]],
-                "GRADIENT": KINDS[grad_dtype],
-                "HAS_SKIP": skip is not None,
-                "IS_SMALL": 1 - beta1 < 0.5,
-                "enable_fp_fusion": False,  # a multiply and an add round twice, as torch's do
-            }
-            if is_whole:
-                triton_kernels.adamw_all_kernel[(found.numel() * ITEM_PARTS,)](
-                    *arguments,
-                    IS_ALIGNED=is_aligned,
-                    PARTS=ITEM_PARTS,
-                    PART=PART,
-                    num_warps=8,
-                    **options,
+        for (dtype, grad_dtype, copy_dtype, _), _, found, is_rest_aligned in prepared.launches:
+            triton_kernels.adamw_all_kernel[(found.numel() * ITEM_PARTS,)](
+                table,
+                found,
+                scalars,
+                skip_at,
+                *by_age,
+                1 - beta1,
+                beta2,
+                1 - beta2,
+                eps,
+                WEIGHT=KINDS[dtype],
+                WHOLE=KINDS[REST_KINDS[dtype]],
+                GRADIENT=KINDS[grad_dtype],
+                COPY=None if copy_dtype is None else KINDS[copy_dtype],
+                OLDEST=0 if ages is None else ages.oldest,
+                HAS_SKIP=skip is not None,
+                IS_SMALL=1 - beta1 < 0.5,
+                IS_ALIGNED=is_aligned and is_rest_aligned,
+                PARTS=ITEM_PARTS,
+                PART=PART,
+                num_warps=8,
+                enable_fp_fusion=False,  # a multiply and an add round twice, as torch's do
+            )
+    expand_copies(prepared.copies, skip)
+
+
+def expand_copies(
+    copies: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], skip: Tensor | None
+) -> None:
+    """Write the values of pruned weights to their dense copies: a launch for each pair of types."""
+    for table, listed, options in copies:
+        with device_of(listed):
+            triton_kernels.expand_rows_kernel[(listed.numel() * ITEM_BLOCKS,)](
+                table,
+                listed,
+                listed if skip is None else skip.view(torch.int8),
+                HAS_SKIP=skip is not None,
+                BLOCKS=ITEM_BLOCKS,
+                num_warps=2,
+                **options,
+            )
+
+
+def prepare_copies(
+    updates: Sequence[AdamWUpdate],
+) -> list[tuple[Tensor, Tensor, dict[str, Any]]]:
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[AdamWUpdate]] = {}
+    for update in updates:
+        assert update.dense is not None
+        kinds.setdefault((update.param.dtype, update.dense.dtype), []).append(update)
+    found = []
+    for (dtype, copy_dtype), members in kinds.items():
+        where = where_of(members[0].param.device)
+        masks = [update.mask for update in members if update.mask is not None]
+        sizes = [cdiv(mask.offsets.numel(), ITEM_BLOCKS) for mask in masks]
+        listed, firsts = items(where, tuple(sizes))
+        if not listed.numel():
+            continue
+        table = tuple(
+            [
+                (
+                    update.param.data_ptr(),
+                    update.dense.data_ptr(),  # type: ignore[union-attr]
+                    mask.words.data_ptr(),
+                    mask.offsets.data_ptr(),
+                    mask.numel,
+                    mask.words.numel(),
+                    first,
                 )
-            else:
-                how = config or adamw_config([updates[index] for index in members])
-                triton_kernels.adamw_kept_kernel[(found.numel() * ITEM_BLOCKS,)](
-                    *arguments,
-                    BLOCKS=ITEM_BLOCKS,
-                    SLOTS=how.size,
-                    num_warps=how.num_warps,
-                    **options,
-                )
+                for update, mask, first in zip(members, masks, firsts)
+            ]
+        )
+        is_aligned = are_aligned(address for row in table for address in row[1:3])
+        options = {"VALUES": KINDS[dtype], "COPY": KINDS[copy_dtype], "IS_ALIGNED": is_aligned}
+        found.append((rows(where, table), listed, options))
+    return found
 
 
 def count_steps(
-    table: Tensor, settings: AdamWSettings, skip: Tensor | None, scales: Tensor | None
+    table: Tensor,
+    updates: Sequence[AdamWUpdate],
+    settings: AdamWSettings,
+    skip: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Count the step of every weight in a table; return what its entries share, and where to skip."""
-    lr, beta1, beta2, _, weight_decay = settings
+    """Count the step of every parameter in a table; return what its entries share, and where to skip."""
     device, count, size = table.device, len(table), 128
-    scalars = torch.empty(count, SCALARS.value, dtype=torch.float32, device=device)
-    lr_at, lr_here = rate_of(lr, scalars)
-    # A number for each pointer that is not used: Triton wants something of the right type.
+    where, kind = where_of(device), rate_type(updates[0])
+    scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=device)
+    lrs = [0.0] if kind is not None else [float(update.lr) for update in updates]
+    rates, lr = numbers(where, lrs)
+    decays, weight_decay = numbers(where, [float(update.weight_decay) for update in updates])
     skip_at = scalars if skip is None else skip.view(torch.int8)
     with device_of(scalars):
         triton_kernels.adamw_scalars_kernel[(cdiv(count, size),)](
             table,
             scalars,
             skip_at,
-            scalars if scales is None else scales,
-            lr_at,
-            lr_here,
-            float(beta1),
-            float(beta2),
-            float(weight_decay),
+            scalars if rates is None else rates,
+            scalars if decays is None else decays,
+            lr,
+            weight_decay,
+            float(settings.beta1),
+            float(settings.beta2),
             count,
+            RATE_TYPE=None if kind is None else _RATE_KINDS[kind],
+            HAS_RATES=rates is not None,
+            HAS_DECAYS=decays is not None,
             HAS_SKIP=skip is not None,
-            HAS_SCALES=scales is not None,
-            HAS_LR_AT=lr_at is not scalars,
             SIZE=size,
         )
     return scalars, skip_at
-
-
-def rate_of(lr: float | Tensor, unused: Tensor) -> tuple[Tensor, float]:
-    """Return where a learning rate is on the device, or ``unused``, and the rate known on the host."""
-    if isinstance(lr, Tensor) and lr.device == unused.device:
-        return lr, 0.0
-    return unused, float(lr)
-
-
-def adamw_config(updates: Sequence[AdamWUpdate]) -> Config:
-    """Return how to update pruned weights: as if all had the density of all together."""
-    masks = [update.mask for update in updates if update.mask is not None]
-    kept = sum(mask.kept for mask in masks)
-    return Config("slot", _slots(kept, sum(mask.numel for mask in masks)), 1)
 
 
 # What the kernels are told -----------------------------------------------------------------------
@@ -318,13 +445,14 @@ REST_KINDS: Final = {
     torch.float16: torch.float32,
     torch.float32: torch.float32,  # none; any type will do
 }
-"""Which of the kernels' types the rest beside a weight has."""
+"""Which of the kernels' types the rest beside a parameter has."""
+
+_RATE_KINDS: Final = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def num_items(update: AdamWUpdate) -> int:
-    if update.mask is None:
-        return _num_parts(update.dense.numel())
-    return cdiv(bitmap.num_blocks(update.mask.numel), ITEM_BLOCKS)
+def num_items(numel: int, is_whole: bool) -> int:
+    """Return how many items of the list so many entries are."""
+    return _num_parts(numel) if is_whole else cdiv(bitmap.num_blocks(numel), ITEM_BLOCKS)
 
 
 def _num_parts(numel: int) -> int:
@@ -332,26 +460,49 @@ def _num_parts(numel: int) -> int:
 
 
 def is_plain(update: AdamWUpdate) -> bool:
-    """Return whether addresses and sizes say all about a weight's tensors."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step, _ = update
-    kept, device = dense.numel() if mask is None else mask.kept, dense.device
+    """Return whether addresses and sizes say all about a parameter's tensors, and the kernels know them."""
+    _, rest, _, exp_avg, exp_avg_sq, *_ = update
     return (
-        dense.dtype in KINDS
-        and grad_Z.dtype in KINDS
-        and exp_avg_Z.dtype == exp_avg_sq_Z.dtype == step.dtype == torch.float32
-        and (None if rest_Z is None else rest_Z.dtype) == rest_dtype(dense.dtype)
-        and dense.is_contiguous()
+        exp_avg.dtype == exp_avg_sq.dtype == torch.float32
+        and (None if rest is None else rest.dtype) == rest_dtype(update.param.dtype)
+        and has_plain_tensors(update)
+    )
+
+
+def has_plain_tensors(update: AdamWUpdate) -> bool:
+    """Return the same of all but the types of moments and rest."""
+    param, rest, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask = update
+    kept, device = param.numel(), param.device
+    return (
+        param.dtype in KINDS
+        and grad.dtype in KINDS
+        and step.dtype == torch.float32
+        and step.numel() == 1
         and step.device == device
-        and is_vector(grad_Z, kept, device)
-        and is_vector(exp_avg_Z, kept, device)
-        and is_vector(exp_avg_sq_Z, kept, device)
-        and (rest_Z is None or is_vector(rest_Z, kept, device))
+        and param.is_contiguous()
+        and is_vector(grad, kept, device)
+        and is_vector(exp_avg, kept, device)
+        and is_vector(exp_avg_sq, kept, device)
+        and (rest is None or is_vector(rest, kept, device))
+        and (mask is None or (mask.kept == kept and mask.words.device == device))
+        and (
+            dense is None
+            or (
+                dense.dtype in KINDS
+                and is_vector(dense, kept if mask is None else mask.numel, device)
+            )
+        )
     )
 
 
 def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
     """Return whether an address says all about a tensor of so many entries."""
     return tensor.numel() == size and tensor.is_contiguous() and tensor.device == device
+
+
+def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether the kernels move entries of one type to another."""
+    return source == target or (source in KINDS and target in KINDS)
 
 
 def _slots(kept: int, numel: int) -> int:
@@ -370,19 +521,3 @@ def _raw(tensor: Tensor) -> Tensor:
     plain = tensor.detach() if tensor.requires_grad else tensor
     seen_as = _SEEN_AS.get(plain.dtype)
     return plain if seen_as is None else plain.view(seen_as)
-
-
-def _launch_compress_all(dense: Tensor, out_Z: Tensor, add: bool, factor: Tensor) -> None:
-    if dense.numel() == 0:
-        return
-    with device_of(dense):
-        triton_kernels.compress_all_kernel[(cdiv(dense.numel(), PART),)](
-            _raw(dense if dense.is_contiguous() else dense.reshape(-1)),
-            _raw(out_Z),
-            factor,
-            dense.numel(),
-            ADD=add,
-            HAS_FACTOR=True,
-            SIZE=PART,
-            enable_fp_fusion=False,
-        )

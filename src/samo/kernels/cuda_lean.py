@@ -1,8 +1,8 @@
 """AdamW with 8-bit state on an NVIDIA GPU: hands tensors to the kernels of ``lean_kernels.py``.
 
-As in ``cuda.py``, all weights of a step go into a few launches and nothing waits for the device. A
-second table beside that of the weights has the addresses of their scales. What the kernels do not cover
-(weights with strides) falls back to ``lean``.
+As in ``cuda.py``, all parameters of a step go into a few launches and nothing waits for the device. A
+second table beside that of the parameters has the addresses of their scales. What the kernels do not
+cover (parameters with strides) falls back to ``lean``.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,34 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from samo.kernels import AdamWSettings, LeanUpdate, lean, lean_kernels
-from samo.kernels.cuda import ITEM_BLOCKS, ITEM_PARTS, PART, count_steps, num_items
+from samo.kernels import AdamWSettings, AdamWUpdate, LeanUpdate, lean, lean_kernels
+from samo.kernels.cuda import (
+    ITEM_BLOCKS,
+    ITEM_PARTS,
+    PART,
+    count_steps,
+    expand_copies,
+    has_plain_tensors,
+    has_strided_copy,
+    is_vector,
+    num_items,
+    prepare_copies,
+    refresh,
+    without_strided_copy,
+)
 from samo.kernels.rounding import rest_dtype
-from samo.kernels.tables import device_of, lr_scales, plan, rows, where_of
+from samo.kernels.sizes import mask_of_copy, set_apart
+from samo.kernels.tables import (
+    are_aligned,
+    by_rate,
+    device_of,
+    plan,
+    rows,
+    where_of,
+    with_gradients,
+)
 from samo.kernels.triton_parts import KINDS
+from samo.mask import Mask
 
 __all__ = ["adamw_lean_"]
 
@@ -26,32 +49,49 @@ _MAX_REGISTERS: Final = {32: None, 64: None, 128: 72, 256: 128}
 def adamw_lean_(
     updates: Sequence[LeanUpdate], settings: AdamWSettings, skip: Tensor | None
 ) -> None:
-    """Do one AdamW step: one launch for the step counts, one for each kind of weight."""
-    plain = []
-    for update in updates:
-        if _is_plain(update):
-            plain.append(update)
-        else:
-            lean.adamw_lean_([update], settings, skip)
-    if plain:
-        launch_adamw_lean(plain, settings, skip)
+    """Do one AdamW step: one launch for the step counts, one for each kind of parameter."""
+    strided = [update for update, _, _ in updates if has_strided_copy(update)]
+    if strided:
+        updates = [LeanUpdate(without_strided_copy(update), *scales) for update, *scales in updates]
+    plain, others = set_apart(updates, _is_plain)
+    lean.adamw_lean_(others, settings, skip)
+    for together in by_rate(plain, _update_of):
+        launch_adamw_lean(together, settings, skip)
+    for update in strided:
+        refresh(update, skip)
+
+
+def _update_of(lean_update: LeanUpdate) -> AdamWUpdate:
+    return lean_update.update
+
+
+def _mask_of(update: AdamWUpdate) -> Mask | None:
+    """Return whose blocks a parameter is updated by: its groups follow them, with a copy or without."""
+    return update.mask
 
 
 def launch_adamw_lean(
     updates: Sequence[LeanUpdate],
     settings: AdamWSettings,
     skip: Tensor | None,
+    *,
     slots: int | None = None,
 ) -> None:
-    """Update plain weights, the pruned ones with so many slots to a group."""
-    _, beta1, beta2, eps, _ = settings
-    plain = [update for update, _, _ in updates]
-    table, launches = plan(plain, num_items)
-    addresses = tuple((a.data_ptr(), b.data_ptr()) for _, a, b in updates)
-    scales = rows(where_of(table.device), addresses)
-    scalars, skip_at = count_steps(table, settings, skip, lr_scales(plain))
+    """Update plain parameters with rates of one type, those with a mask with so many slots to a group."""
+    beta1, beta2, eps = settings
+    copied = [update for update, _, _ in updates if mask_of_copy(update) is not None]
+    plain = [
+        update if update.mask is None else update._replace(dense=None) for update, _, _ in updates
+    ]
+    on_host, launches = plan(plain, _mask_of, num_items)
+    where = where_of(plain[0].param.device)
+    gradients = [update.grad.data_ptr() for update in plain]
+    table = with_gradients(where, on_host, gradients)
+    are_gradients_aligned = are_aligned(gradients)
+    scales = rows(where, tuple([(a.data_ptr(), b.data_ptr()) for _, a, b in updates]))
+    scalars, skip_at = count_steps(table, plain, settings, skip)
     with device_of(table):
-        for (dtype, grad_dtype, is_whole), members, found, is_aligned in launches:
+        for (dtype, grad_dtype, copy_dtype, is_whole), members, found, is_aligned in launches:
             arguments = (table, scales, found, scalars, skip_at, 1 - beta1, beta2, 1 - beta2, eps)
             options = {
                 "WEIGHT": KINDS[dtype],
@@ -64,7 +104,8 @@ def launch_adamw_lean(
             if is_whole:
                 lean_kernels.adamw_lean_all_kernel[(found.numel() * ITEM_PARTS,)](
                     *arguments,
-                    IS_ALIGNED=is_aligned,
+                    COPY=None if copy_dtype is None else KINDS[copy_dtype],
+                    IS_ALIGNED=is_aligned and are_gradients_aligned,
                     PARTS=ITEM_PARTS,
                     PART=PART,
                     num_warps=8,
@@ -80,6 +121,7 @@ def launch_adamw_lean(
                     maxnreg=_MAX_REGISTERS[chosen],
                     **options,
                 )
+    expand_copies(prepare_copies(copied), skip)
 
 
 def num_slots(updates: Sequence[LeanUpdate]) -> int:
@@ -91,21 +133,18 @@ def num_slots(updates: Sequence[LeanUpdate]) -> int:
 
 
 def _is_plain(lean_update: LeanUpdate) -> bool:
-    """Return whether addresses and sizes say all about a weight's tensors."""
-    (dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step, _), *scales = lean_update
-    kept = dense.numel() if mask is None else mask.kept
-    groups = lean.num_groups(dense.numel(), mask)
-    vectors = [grad_Z, exp_avg_Z, exp_avg_sq_Z, *([] if rest_Z is None else [rest_Z])]
+    """Return whether addresses and sizes say all about a parameter's tensors."""
+    update, exp_avg_scale, exp_avg_sq_scale = lean_update
+    param, rest, device = update.param, update.rest, update.param.device
+    groups = lean.num_groups(lean.numel_of(update), update.mask)
     return (
-        {dense.dtype, grad_Z.dtype} <= KINDS.keys()
-        and (None if rest_Z is None else rest_Z.dtype) == rest_dtype(dense.dtype, is_lean=True)
-        and (exp_avg_Z.dtype, exp_avg_sq_Z.dtype, step.dtype)
-        == (torch.int8, torch.uint8, torch.float32)
-        and dense.is_contiguous()
-        and all(vector.numel() == kept and vector.is_contiguous() for vector in vectors)
-        and all(scale.numel() == groups and scale.is_contiguous() for scale in scales)
-        and all(scale.dtype == torch.float32 for scale in scales)
-        and all(tensor.device == dense.device for tensor in (step, *vectors, *scales))
+        update.exp_avg.dtype == torch.int8
+        and update.exp_avg_sq.dtype == torch.uint8
+        and (None if rest is None else rest.dtype) == rest_dtype(param.dtype, is_lean=True)
+        and exp_avg_scale.dtype == exp_avg_sq_scale.dtype == torch.float32
+        and is_vector(exp_avg_scale, groups, device)
+        and is_vector(exp_avg_sq_scale, groups, device)
+        and has_plain_tensors(update)
     )
 
 

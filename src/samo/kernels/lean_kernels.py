@@ -1,8 +1,8 @@
 """AdamW with 8-bit state for the CUDA path, compiled by Triton; ``cuda_lean.py`` launches the kernels.
 
-A program takes a block of a pruned weight, one group after the other, or 1,024 entries of an unpruned
-one, four groups: nobody else writes their scales. The kept entries of a group stay in registers from
-the old codes to the new ones, unless they are unusually many.
+A program takes a block of a pruned weight, one group after the other, or 1,024 entries of a parameter
+without a mask, four groups: nobody else writes their scales. The values of a group stay in registers
+from the old codes to the new ones, unless they are unusually many.
 
 What the codes mean, and how they are dithered: ``lean.py``, which does the same in the same order. Roots
 and quotients are the GPU's fast ones here, which may be 2 in the last place of fp32 off: a code
@@ -19,22 +19,22 @@ from samo import bitmap
 from samo.kernels import lean
 from samo.kernels.lean_numbers import invert, random_bits, to_code, to_float, to_signed_float
 from samo.kernels.triton_parts import (
-    BLOCK_BITS,
     BLOCK_PAIRS,
     DENSE,
     EXP_AVG,
     EXP_AVG_SQ,
     GRAD,
+    PARAM,
     REST,
     SCALARS,
     SIZE,
     STEP,
     address_in,
+    convert,
     find_block,
     find_part,
     load_entries,
     load_master,
-    places_of,
     store_entries,
     store_master,
     widen,
@@ -52,17 +52,17 @@ REST_KINDS: Final = {
     torch.float16: tl.float32,
     torch.float32: tl.float32,  # none; any type will do
 }
-"""How the kernels see the rest beside a weight of a type."""
+"""How the kernels see the rest beside a parameter of a type."""
 
 EXP_AVG_SCALE: Final = tl.constexpr(0)
 EXP_AVG_SQ_SCALE: Final = tl.constexpr(1)
 SCALE_COLUMNS: Final = tl.constexpr(2)
-"""Columns of a weight's row in the table of scales."""
+"""Columns of a parameter's row in the table of scales."""
 
 
 @triton.jit
 def _advance(
-    weight_at,
+    param_at,
     rest_at,
     grad_at,
     exp_avg_at,
@@ -82,7 +82,7 @@ def _advance(
 
     Entries outside of the mask are 0 in all moments.
     """
-    param = load_master(weight_at, rest_at, mask, IS_FULL)
+    param = load_master(param_at, rest_at, mask, IS_FULL)
     grad = widen(load_entries(grad_at, mask, IS_FULL))
     part = to_signed_float(load_entries(exp_avg_at, mask, IS_FULL)) * (1 / 127)
     square = part * part
@@ -91,9 +91,9 @@ def _advance(
     part = to_float(load_entries(exp_avg_sq_at, mask, IS_FULL)) * (1 / 255)
     square = part * part
     root = square * square * exp_avg_sq_scale
-    step_size = tl.load(scalars)
-    denominator = tl.load(scalars + 1)
-    decay = tl.load(scalars + 2)
+    step_size = tl.load(scalars).to(tl.float32)
+    denominator = tl.load(scalars + 1).to(tl.float32)
+    decay = tl.load(scalars + 2).to(tl.float32)
 
     if IS_SMALL:  # torch's lerp starts from the nearer end
         exp_avg = tl.fma(grad - exp_avg, tl.zeros_like(grad) + lerp, exp_avg)
@@ -110,10 +110,11 @@ def _advance(
 
 @triton.jit
 def _write(
-    weight_at,
+    param_at,
     rest_at,
     exp_avg_at,
     exp_avg_sq_at,
+    copy_at,
     mask,
     param,
     exp_avg,
@@ -121,9 +122,10 @@ def _write(
     exp_avg_inverse,
     root_inverse,
     bits,
+    COPY: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    """Write entries in their stored form."""
+    """Write entries in their stored form, and their copies."""
     x = tl.sqrt(tl.sqrt(tl.abs(exp_avg) * exp_avg_inverse)) * 127.0
     code = to_code(x, bits, 8, 127)
     store_entries(exp_avg_at, tl.where(exp_avg < 0, -code, code).to(tl.int8), mask, IS_FULL)
@@ -132,21 +134,20 @@ def _write(
     code = tl.where((code == 0) & (root > 0), 1, code)
     store_entries(exp_avg_sq_at, code.to(tl.uint8), mask, IS_FULL)
     dither = (bits & 0xFF).to(tl.int32)
-    store_master(weight_at, rest_at, param, dither, mask, IS_FULL)
+    stored = store_master(param_at, rest_at, param, dither, mask, IS_FULL)
+    if COPY is not None:
+        store_entries(copy_at, convert(stored, COPY), mask, IS_FULL)
 
 
 @triton.jit
 def _update_group(
-    weight_at,
+    param_at,
     rest_at,
     grad_at,
     exp_avg_at,
     exp_avg_sq_at,
     exp_avg_scale_at,
     root_scale_at,
-    low,
-    high,
-    ends,
     begin,
     first,
     stop,
@@ -166,9 +167,8 @@ def _update_group(
     exp_avg_scale = tl.load(exp_avg_scale_at)
     root_scale = tl.load(root_scale_at)
     slots = first + tl.arange(0, SLOTS)
-    places = places_of(low, high, ends, slots, SLOTS)
     param, exp_avg, root = _advance(
-        weight_at + places,
+        param_at + slots,
         rest_at + slots,
         grad_at + slots,
         exp_avg_at + slots,
@@ -189,9 +189,8 @@ def _update_group(
     second = first + SLOTS
     while second < stop:
         slots = second + tl.arange(0, SLOTS)
-        places = places_of(low, high, ends, slots, SLOTS)
         param, exp_avg, root = _advance(
-            weight_at + places,
+            param_at + slots,
             rest_at + slots,
             grad_at + slots,
             exp_avg_at + slots,
@@ -217,10 +216,11 @@ def _update_group(
     tl.store(root_scale_at, new_root_scale)
     # Those in registers now are the last ones; the others come after them, from the first on.
     _write(
-        weight_at + places,
+        param_at + slots,
         rest_at + slots,
         exp_avg_at + slots,
         exp_avg_sq_at + slots,
+        param_at + slots,
         slots < stop,
         param,
         exp_avg,
@@ -228,14 +228,14 @@ def _update_group(
         exp_avg_inverse,
         root_inverse,
         random_bits(begin + slots, step),
+        None,
         False,
     )
     second = first + SLOTS
     while second < stop:
         slots = second - SLOTS + tl.arange(0, SLOTS)
-        places = places_of(low, high, ends, slots, SLOTS)
         param, exp_avg, root = _advance(
-            weight_at + places,
+            param_at + slots,
             rest_at + slots,
             grad_at + slots,
             exp_avg_at + slots,
@@ -252,10 +252,11 @@ def _update_group(
             False,
         )
         _write(
-            weight_at + places,
+            param_at + slots,
             rest_at + slots,
             exp_avg_at + slots,
             exp_avg_sq_at + slots,
+            param_at + slots,
             slots < stop,
             param,
             exp_avg,
@@ -263,6 +264,7 @@ def _update_group(
             exp_avg_inverse,
             root_inverse,
             random_bits(begin + slots, step),
+            None,
             False,
         )
         second += SLOTS
@@ -287,11 +289,11 @@ def adamw_lean_kept_kernel(
     BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Update the kept entries of a block of a pruned weight; an item is ``BLOCKS`` blocks."""
-    row, weight, block, low, high, ends, count, begin = find_block(rows, items, BLOCKS)
+    """Update the values of a block of a pruned weight; an item is ``BLOCKS`` blocks."""
+    row, weight, block, ends, count, begin = find_block(rows, items, BLOCKS)
     if HAS_SKIP:
         count = tl.where(tl.load(skip) == 0, count, 0)
-    dense = address_in(row, DENSE, WEIGHT) + block * BLOCK_BITS
+    param = address_in(row, PARAM, WEIGHT) + begin
     rest = address_in(row, REST, WHOLE) + begin
     grad = address_in(row, GRAD, GRADIENT) + begin
     exp_avg = address_in(row, EXP_AVG, tl.int8) + begin
@@ -307,16 +309,13 @@ def adamw_lean_kept_kernel(
         stop = tl.minimum(upto, count)
         if first < stop:
             _update_group(
-                dense,
+                param,
                 rest,
                 grad,
                 exp_avg,
                 exp_avg_sq,
                 exp_avg_scale + group,
                 root_scale + group,
-                low,
-                high,
-                ends,
                 begin,
                 first,
                 stop,
@@ -346,13 +345,17 @@ def _update_part(
     WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr,
     GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
     IS_SMALL: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     IS_FULL: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Update a part of an unpruned weight, a row of entries for each of its groups."""
-    dense = address_in(row, DENSE, WEIGHT, IS_ALIGNED)
+    """Update a part of a parameter, a row of entries for each of its groups."""
+    param_at = address_in(row, PARAM, WEIGHT, IS_ALIGNED)
+    copy_at = param_at
+    if COPY is not None:
+        copy_at = address_in(row, DENSE, COPY, IS_ALIGNED)
     rest = address_in(row, REST, WHOLE, IS_ALIGNED)
     grad = address_in(row, GRAD, GRADIENT, IS_ALIGNED)
     exp_avg_at = address_in(row, EXP_AVG, tl.int8, IS_ALIGNED)
@@ -365,7 +368,7 @@ def _update_part(
     root_scale = tl.load(root_scale_at, mask=is_group, other=0.0)
     entry = group[:, None] * UNPRUNED_GROUP + tl.arange(0, UNPRUNED_GROUP)[None, :]
     param, exp_avg, root = _advance(
-        dense + entry,
+        param_at + entry,
         rest + entry,
         grad + entry,
         exp_avg_at + entry,
@@ -387,10 +390,11 @@ def _update_part(
     tl.store(root_scale_at, root_scale, mask=is_group)
     step = tl.load(address_in(row, STEP, tl.float32)).to(tl.int32)
     _write(
-        dense + entry,
+        param_at + entry,
         rest + entry,
         exp_avg_at + entry,
         exp_avg_sq_at + entry,
+        copy_at + entry,
         entry < size,
         param,
         exp_avg,
@@ -398,6 +402,7 @@ def _update_part(
         exp_avg_inverse[:, None],
         root_inverse[:, None],
         random_bits(entry, step),
+        COPY,
         IS_FULL,
     )
 
@@ -416,13 +421,14 @@ def adamw_lean_all_kernel(
     WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr,
     GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     IS_SMALL: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Update a part of an unpruned weight; an item is ``PARTS`` parts of ``PART`` entries."""
+    """Update a part of a parameter without a mask; an item is ``PARTS`` parts of ``PART`` entries."""
     row, weight, start = find_part(rows, items, PARTS, PART)
     scale_row = scales + weight * SCALE_COLUMNS
     size = tl.load(row + SIZE)
@@ -443,6 +449,7 @@ def adamw_lean_all_kernel(
             WEIGHT,
             WHOLE,
             GRADIENT,
+            COPY,
             IS_SMALL,
             IS_ALIGNED,
             True,
@@ -462,6 +469,7 @@ def adamw_lean_all_kernel(
             WEIGHT,
             WHOLE,
             GRADIENT,
+            COPY,
             IS_SMALL,
             IS_ALIGNED,
             False,

@@ -1,8 +1,8 @@
 """The loops behind the CPU kernels, compiled by numba; ``cpu.py`` calls them.
 
 A kernel runs over a range of blocks. Blocks are independent, because each knows where its values
-start, so that a call can be shared among threads. numba knows no bfloat16: those arrive as uint16 and
-are widened by bit shifts.
+start, so that a call can be shared among threads. numba knows no 16-bit floats: bfloat16 arrives as
+uint16 and float16 as int16, and both are widened and rounded by their bits.
 """
 
 from collections.abc import Callable
@@ -72,6 +72,111 @@ def _fma(typing_context, a, b, c):
     return c(a, b, c), codegen
 
 
+@intrinsic
+def _bits_of(typing_context, number):
+    """Return the bits of a float32."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def _float_of(typing_context, bits):
+    """Return the float32 with these bits."""
+
+    def codegen(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+# Between types -----------------------------------------------------------------------------------
+
+
+@_jit
+def _round_bf16(number):
+    """Return the bits of a float32 as bfloat16, half to even, as torch rounds."""
+    bits = _bits_of(number)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    # One NaN for all: adding to their bits could carry them over into numbers.
+    return np.uint16(np.uint32(0x7FC0) if np.isnan(number) else rounded)
+
+
+@_jit
+def _read_fp16(half):
+    """Return float16 bits as float32.
+
+    Exponents are 112 apart: a product by 2**112 moves them, and makes numbers of subnormal ones.
+    """
+    bits = np.uint32(np.uint16(half))
+    exponent = bits & np.uint32(0x7C00)
+    number = _float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112)
+    wide = _bits_of(number)
+    if exponent == np.uint32(0x7C00):  # infinities and NaNs, whose exponent has all bits set
+        wide |= np.uint32(0x7F800000)
+    return _float_of(wide | ((bits & np.uint32(0x8000)) << np.uint32(16)))
+
+
+@_jit
+def _round_fp16(number):
+    """Return the bits of a float32 as float16, half to even, as torch rounds."""
+    bits = _bits_of(number)
+    sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
+    bits &= np.uint32(0x7FFFFFFF)
+    # A subnormal one has its last place where that of 0.5 is in float32: a sum rounds it there.
+    small = _bits_of(_float_of(bits) + np.float32(0.5)) - np.uint32(0x3F000000)
+    rest = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
+    normal = (bits - np.uint32(112 << 23) + rest) >> np.uint32(13)
+    rounded = small if bits < np.uint32(113 << 23) else normal
+    if bits >= np.uint32(143 << 23):  # 65,536 and more
+        rounded = np.uint32(0x7E00) if bits > np.uint32(0x7F800000) else np.uint32(0x7C00)
+    return np.int16(np.uint16(rounded | sign))
+
+
+def _read(entry: Any) -> Any:
+    """Return an entry of any type as a float; the overload picks by its type."""
+    raise AssertionError("only ever called from compiled code")
+
+
+@overload(_read)
+def _read_overload(entry):
+    if entry == types.uint16:
+        return lambda entry: _float_of(np.uint32(entry) << np.uint32(16))
+    if entry == types.int16:
+        return lambda entry: _read_fp16(entry)
+    return lambda entry: entry
+
+
+def _convert(source: Array, target: Array) -> None:
+    """Copy a vector to one of another type; the overload picks by both."""
+    raise AssertionError("only ever called from compiled code")
+
+
+@overload(_convert)
+def _convert_overload(source, target):
+    def copy(source, target):
+        for k in range(source.size):
+            target[k] = source[k]
+
+    def to_float(source, target):
+        for k in range(source.size):
+            target[k] = _read(source[k])
+
+    def to_bf16(source, target):
+        for k in range(source.size):
+            target[k] = _round_bf16(np.float32(_read(source[k])))
+
+    def to_fp16(source, target):
+        for k in range(source.size):
+            target[k] = _round_fp16(np.float32(_read(source[k])))
+
+    if source.dtype == target.dtype:
+        return copy
+    return {types.uint16: to_bf16, types.int16: to_fp16}.get(target.dtype, to_float)
+
+
 # Between a block and its kept entries ------------------------------------------------------------
 #
 # Every kernel copies the kept entries of a block to a buffer, or back, and works on the buffer, where
@@ -84,6 +189,7 @@ _LANES: Final = {
     types.float64: 8 if _FEATURES.get("avx512f") else 0,
     types.float32: 16 if _FEATURES.get("avx512f") else 0,
     types.uint16: 32 if _FEATURES.get("avx512vbmi2") else 0,
+    types.int16: 32 if _FEATURES.get("avx512vbmi2") else 0,
 }
 """Entries of a type that AVX-512 compresses or expands at once; 0 on a CPU that cannot."""
 
@@ -229,103 +335,61 @@ def _block(dense, block):
     return dense[block * BLOCK_BITS : (block + 1) * BLOCK_BITS]
 
 
-@_jit
-def _widen(half):
-    """Return the bits of a bfloat16 as those of the same float32."""
-    return np.int32(np.uint32(half) << np.uint32(16))
-
-
 # Kernels over the blocks of one tensor -----------------------------------------------------------
 
 
 @_jit
-def move_blocks(dense, pairs, offsets, out, first, end):
+def compress_blocks(dense, pairs, offsets, out, first, end):
     kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
     for block in range(first, end):
         at = offsets[block]
         count = _gather(_block(dense, block), pairs, block, kept)
-        out[at : at + count] = kept[:count]
-
-
-@_jit
-def add_blocks(dense, pairs, offsets, out, first, end):
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
-    for block in range(first, end):
-        at = offsets[block]
-        count = _gather(_block(dense, block), pairs, block, kept)
-        sums = out[at : at + count]
-        for k in range(count):
-            sums[k] += kept[k]
-
-
-@_jit
-def move_wider_blocks(dense, pairs, offsets, out, first, end):
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=np.uint16)
-    out_bits = out.view(np.int32)
-    for block in range(first, end):
-        at = offsets[block]
-        count = _gather(_block(dense, block), pairs, block, kept)
-        wide = out_bits[at : at + count]
-        for k in range(count):
-            wide[k] = _widen(kept[k])
-
-
-@_jit
-def add_wider_blocks(dense, pairs, offsets, out, first, end):
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=np.uint16)
-    wide_bits = np.empty(BLOCK_BITS, dtype=np.int32)
-    wide = wide_bits.view(np.float32)
-    for block in range(first, end):
-        at = offsets[block]
-        count = _gather(_block(dense, block), pairs, block, kept)
-        sums = out[at : at + count]
-        for k in range(count):
-            wide_bits[k] = _widen(kept[k])
-        for k in range(count):
-            sums[k] += wide[k]
-
-
-@_jit
-def add_bf16_blocks(dense, pairs, offsets, out, first, end):
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=np.uint16)
-    sum_bits, term_bits = np.empty(BLOCK_BITS, np.int32), np.empty(BLOCK_BITS, np.int32)
-    sums, terms = sum_bits.view(np.float32), term_bits.view(np.float32)
-    for block in range(first, end):
-        at = offsets[block]
-        count = _gather(_block(dense, block), pairs, block, kept)
-        held = out[at : at + count]
-        for k in range(count):
-            sum_bits[k] = _widen(held[k])
-            term_bits[k] = _widen(kept[k])
-        for k in range(count):
-            sums[k] += terms[k]
-        for k in range(count):
-            # Half to even, as torch rounds a sum; its NaNs all become one, so that none overflows.
-            rounded = (sum_bits[k] + np.int32(0x7FFF) + ((sum_bits[k] >> 16) & 1)) >> np.int32(16)
-            held[k] = np.uint16(0x7FC0) if np.isnan(sums[k]) else np.uint16(rounded)
+        _convert(kept[:count], out[at : at + count])
 
 
 @_jit
 def expand_blocks(values, pairs, offsets, dense, first, end):
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=values.dtype)
+    kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
     for block in range(first, end):
         at = offsets[block]
         to = offsets[block + 1] if block + 1 < offsets.size else values.size
         part = _block(dense, block)
         part[:] = 0
-        kept[: to - at] = values[at:to]
+        _convert(values[at:to], kept)
         _scatter(kept, pairs, block, part)
 
 
+def _corrections(age: Array, k: int, table: Array, scalars: Array) -> tuple[Any, Any]:
+    """Return step size and denominator of an entry; the overload picks by whether there are ages."""
+    raise AssertionError("only ever called from compiled code")
+
+
+@overload(_corrections, inline="always")
+def _corrections_overload(age, k, table, scalars):
+    def of_all(age, k, table, scalars):
+        return scalars[5], scalars[6]
+
+    def of_age(age, k, table, scalars):
+        oldest = table.size // 2 - 1
+        t = min(np.int64(age[k]) + 1, oldest)
+        age[k] = np.int16(t)
+        if t == oldest:
+            return scalars[5], scalars[6]
+        # Unsigned, so that numba need not look whether an index counts from the end.
+        return table[np.uint64(t)], table[np.uint64(oldest + 1 + t)]
+
+    return of_age if age.dtype == types.int16 else of_all
+
+
 @_jit
-def _update(param, grad, exp_avg, exp_avg_sq, scalars):
+def _update(param, grad, exp_avg, exp_avg_sq, age, table, scalars):
     """Update contiguous vectors in place, rounding where torch's unfused AdamW rounds."""
-    decay, lerp, beta2, rest2 = scalars[0], scalars[1], scalars[2], scalars[3]
-    eps, step, denominator = scalars[4], scalars[5], scalars[6]
+    decay, lerp, beta2, rest2, eps = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
     is_small = lerp < 0.5
     one = scalars.dtype.type(1)
     for k in range(param.size):
-        g = grad[k]
+        step, denominator = _corrections(age, k, table, scalars)
+        g = scalars.dtype.type(_read(grad[k]))
         m = exp_avg[k]
         m = _fma(lerp, g - m, m) if is_small else _fma(lerp - one, g - m, g)
         v = _fma(rest2 * g, g, exp_avg_sq[k] * beta2)
@@ -334,103 +398,69 @@ def _update(param, grad, exp_avg, exp_avg_sq, scalars):
         param[k] = param[k] * decay + m * step / (np.sqrt(v) / denominator + eps)
 
 
-def _adamw_blocks(
-    dense: Array,
-    pairs: Array,
-    offsets: Array,
-    rest: Array,
-    grad: Array,
-    exp_avg: Array,
-    exp_avg_sq: Array,
-    scalars: Array,
-    first: int,
-    end: int,
-) -> None:
-    """Update the kept entries of some blocks; the overload picks by the type of the weights."""
+def _join(param: Array, rest: Array, wide: Array) -> Array:
+    """Return masters: parameters themselves, or ``wide`` with bfloat16 ones and their remainders."""
     raise AssertionError("only ever called from compiled code")
 
 
-@overload(_adamw_blocks)
-def _adamw_overload(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
-    kernel = _adamw_bf16_blocks if dense.dtype == types.uint16 else _adamw_wide_blocks
-
-    def run(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
-        kernel(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end)
-
-    return run
-
-
-@_jit
-def _adamw_wide_blocks(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
-    for block in range(first, end):
-        part = _block(dense, block)
-        if pairs.size == 0:
-            at = block * BLOCK_BITS
-            to = at + part.size
-            _update(part, grad[at:to], exp_avg[at:to], exp_avg_sq[at:to], scalars)
-            continue
-        at = offsets[block]
-        count = _gather(part, pairs, block, kept)
-        to = at + count
-        _update(kept[:count], grad[at:to], exp_avg[at:to], exp_avg_sq[at:to], scalars)
-        _scatter(kept, pairs, block, part)
-
-
-@_jit
-def _adamw_bf16_blocks(dense, pairs, offsets, rest, grad, exp_avg, exp_avg_sq, scalars, first, end):
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=np.uint16)
-    param_bits = np.empty(BLOCK_BITS, dtype=np.int32)
-    grad_bits = np.empty(BLOCK_BITS, dtype=np.int32)
-    param, wide_grad = param_bits.view(np.float32), grad_bits.view(np.float32)
-    for block in range(first, end):
-        part = _block(dense, block)
-        if pairs.size == 0:
-            at = block * BLOCK_BITS
-            count = part.size
-            kept[:count] = part
-        else:
-            at = offsets[block]
-            count = _gather(part, pairs, block, kept)
-        to = at + count
+@overload(_join)
+def _join_overload(param, rest, wide):
+    def with_rest(param, rest, wide):
         # Slices counted from 0: an index like `at + k` might be negative for all numba knows, and
         # the check for it keeps the loop from vector instructions.
-        rests = rest[at:to]
-        for k in range(count):
-            param_bits[k] = _widen(kept[k]) + rests[k]
-        _read_grad(grad[at:to], grad_bits, wide_grad)
-        _update(param[:count], wide_grad[:count], exp_avg[at:to], exp_avg_sq[at:to], scalars)
-        for k in range(count):
-            if np.isnan(param[k]):  # its bits may all be set, and rounding would carry over
-                param_bits[k] = np.int32(0x7FC00000)
-            rounded = (param_bits[k] + np.int32(0x8000)) >> np.int32(16)
-            rests[k] = np.int16(param_bits[k] - (rounded << np.int32(16)))
-            kept[k] = np.uint16(rounded)
-        if pairs.size == 0:
-            part[:] = kept[:count]
-        else:
-            _scatter(kept, pairs, block, part)
+        for k in range(param.size):
+            upper = np.int32(np.uint32(param[k]) << np.uint32(16))
+            wide[k] = _float_of(np.uint32(upper + np.int32(rest[k])))
+        return wide[: param.size]
+
+    if param.dtype == types.uint16:
+        return with_rest
+    return lambda param, rest, wide: param
 
 
-def _read_grad(grad: Array, bits: Array, wide: Array) -> None:
-    """Copy gradients to ``wide``, whose bits are ``bits``; the overload picks by their type."""
+def _split(master: Array, param: Array, rest: Array) -> None:
+    """Write masters back where `_join` took them from."""
     raise AssertionError("only ever called from compiled code")
 
 
-@overload(_read_grad)
-def _read_grad_overload(grad, bits, wide):
-    if grad.dtype == types.uint16:
+@overload(_split)
+def _split_overload(master, param, rest):
+    def with_rest(master, param, rest):
+        for k in range(param.size):
+            bits = np.int32(_bits_of(master[k]))
+            if np.isnan(master[k]):  # its bits may all be set, and rounding would carry over
+                bits = np.int32(0x7FC00000)
+            rounded = np.int32((bits + np.int32(0x8000)) >> np.int32(16))
+            rest[k] = np.int16(bits - np.int32(rounded << np.int32(16)))
+            param[k] = np.uint16(rounded)
 
-        def read_bf16(grad, bits, wide):
-            for k in range(grad.size):
-                bits[k] = _widen(grad[k])
+    def nothing(master, param, rest):
+        pass
 
-        return read_bf16
+    return with_rest if param.dtype == types.uint16 else nothing
 
-    def read_fp32(grad, bits, wide):
-        wide[: grad.size] = grad
 
-    return read_fp32
+@_jit
+def _adamw_blocks(
+    param, rest, grad, exp_avg, exp_avg_sq, age, table, dense, pairs, offsets, scalars, first, end
+):
+    """Update some blocks: of a dense copy with a mask, or of the parameter itself."""
+    wide = np.empty(BLOCK_BITS, dtype=exp_avg.dtype)
+    kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
+    for block in range(first, end):
+        at, to = block * BLOCK_BITS, min((block + 1) * BLOCK_BITS, param.size)
+        if pairs.size:
+            at = offsets[block]
+            to = offsets[block + 1] if block + 1 < offsets.size else param.size
+        values, rests = param[at:to], rest[at:to]
+        master = _join(values, rests, wide)
+        _update(master, grad[at:to], exp_avg[at:to], exp_avg_sq[at:to], age[at:to], table, scalars)
+        _split(master, values, rests)
+        if pairs.size:
+            _convert(values, kept)
+            _scatter(kept, pairs, block, _block(dense, block))
+        elif dense.size:
+            _convert(values, dense[at:to])
 
 
 # The same kernels, their blocks shared among threads ---------------------------------------------
@@ -439,38 +469,10 @@ def _read_grad_overload(grad, bits, wide):
 
 
 @_jit_parallel
-def _move_shared(dense, pairs, offsets, out, blocks, parts):
+def _compress_shared(dense, pairs, offsets, out, blocks, parts):
     for part in prange(parts):
         first, end = blocks * part // parts, blocks * (part + 1) // parts
-        move_blocks(dense, pairs, offsets, out, first, end)
-
-
-@_jit_parallel
-def _add_shared(dense, pairs, offsets, out, blocks, parts):
-    for part in prange(parts):
-        first, end = blocks * part // parts, blocks * (part + 1) // parts
-        add_blocks(dense, pairs, offsets, out, first, end)
-
-
-@_jit_parallel
-def _move_wider_shared(dense, pairs, offsets, out, blocks, parts):
-    for part in prange(parts):
-        first, end = blocks * part // parts, blocks * (part + 1) // parts
-        move_wider_blocks(dense, pairs, offsets, out, first, end)
-
-
-@_jit_parallel
-def _add_wider_shared(dense, pairs, offsets, out, blocks, parts):
-    for part in prange(parts):
-        first, end = blocks * part // parts, blocks * (part + 1) // parts
-        add_wider_blocks(dense, pairs, offsets, out, first, end)
-
-
-@_jit_parallel
-def _add_bf16_shared(dense, pairs, offsets, out, blocks, parts):
-    for part in prange(parts):
-        first, end = blocks * part // parts, blocks * (part + 1) // parts
-        add_bf16_blocks(dense, pairs, offsets, out, first, end)
+        compress_blocks(dense, pairs, offsets, out, first, end)
 
 
 @_jit_parallel
@@ -481,23 +483,19 @@ def _expand_shared(values, pairs, offsets, dense, blocks, parts):
 
 
 SHARED: Final[dict[Kernel, Kernel]] = {
-    move_blocks: _move_shared,
-    add_blocks: _add_shared,
-    move_wider_blocks: _move_wider_shared,
-    add_wider_blocks: _add_wider_shared,
-    add_bf16_blocks: _add_bf16_shared,
+    compress_blocks: _compress_shared,
     expand_blocks: _expand_shared,
 }
 """Each kernel over blocks, and the same shared among threads."""
 
 
-# Many weights in one call ------------------------------------------------------------------------
+# Many parameters in one call ---------------------------------------------------------------------
 #
-# They come as rows of addresses instead of arrays, which cost some 10 us a weight to hand over. Empty
-# arrays (``dense``, ``grad``, ``moment``) say what the addresses point to.
+# They come as rows of addresses instead of arrays, which cost some 10 us each to hand over. Empty
+# arrays (``param``, ``grad``, ``moment``, ``age``, ``dense``) say what the addresses point to.
 
-DENSE, PAIRS, OFFSETS, REST, GRAD, EXP_AVG, EXP_AVG_SQ, NUMEL, KEPT = range(9)
-"""The columns of a row."""
+PARAM, REST, GRAD, EXP_AVG, EXP_AVG_SQ, AGE, TABLE, DENSE, PAIRS, OFFSETS, KEPT, NUMEL = range(12)
+"""The columns of a row: addresses, and the entries of the parameter and of its dense copy."""
 
 
 @intrinsic
@@ -517,7 +515,7 @@ def _array_at(address, like, size):
 
 
 @_jit
-def adamw_rows(rows, scalars, ends, dense, grad, moment, first, end):
+def adamw_rows(rows, scalars, ends, oldest, param, grad, moment, age, dense, first, end):
     """Run over the blocks from ``first`` to ``end`` of all rows; ``ends`` counts blocks up to each."""
     begin = 0
     for index in range(ends.size):
@@ -526,15 +524,18 @@ def adamw_rows(rows, scalars, ends, dense, grad, moment, first, end):
         if low >= high:
             continue
         row = rows[index]
-        numel, kept = row[NUMEL], row[KEPT]
+        kept, numel = row[KEPT], row[NUMEL]
         _adamw_blocks(
-            _array_at(row[DENSE], dense, numel),
-            _array_at(row[PAIRS], np.empty(0, np.uint64), -(-numel // PAIR_BITS)),
-            _array_at(row[OFFSETS], np.empty(0, np.int64), -(-numel // BLOCK_BITS)),
+            _array_at(row[PARAM], param, kept),
             _array_at(row[REST], np.empty(0, np.int16), kept),
             _array_at(row[GRAD], grad, kept),
             _array_at(row[EXP_AVG], moment, kept),
             _array_at(row[EXP_AVG_SQ], moment, kept),
+            _array_at(row[AGE], age, kept),
+            _array_at(row[TABLE], moment, 2 * (oldest + 1)),
+            _array_at(row[DENSE], dense, numel),
+            _array_at(row[PAIRS], np.empty(0, np.uint64), -(-numel // PAIR_BITS)),
+            _array_at(row[OFFSETS], np.empty(0, np.int64), -(-numel // BLOCK_BITS)),
             scalars[index],
             low,
             high,
@@ -542,12 +543,12 @@ def adamw_rows(rows, scalars, ends, dense, grad, moment, first, end):
 
 
 @_jit_parallel
-def adamw_rows_shared(rows, scalars, ends, dense, grad, moment, parts):
+def adamw_rows_shared(rows, scalars, ends, oldest, param, grad, moment, age, dense, parts):
     """Give each of ``parts`` threads the same number of blocks."""
     blocks = ends[-1]
     for part in prange(parts):
         first, end = blocks * part // parts, blocks * (part + 1) // parts
-        adamw_rows(rows, scalars, ends, dense, grad, moment, first, end)
+        adamw_rows(rows, scalars, ends, oldest, param, grad, moment, age, dense, first, end)
 
 
 @_jit

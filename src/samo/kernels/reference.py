@@ -5,6 +5,7 @@ mask is ever unpacked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -14,50 +15,43 @@ from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.corrections import Corrections, count_step
 from samo.kernels.rounding import join, split
+from samo.kernels.sizes import check_pair, check_update
 from samo.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 
 
-def compress_(
-    dense: Tensor,
-    mask: Mask | None,
-    out_Z: Tensor,
-    *,
-    add: bool = False,
-    factor: Tensor | None = None,
-) -> None:
-    """Write or add the kept entries of ``dense`` to ``out_Z``.
+def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
+    """Write the kept entries of ``dense`` to ``out``.
 
     Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
     """
-    for piece_N, keep, piece_Z in pieces(dense.detach().reshape(-1), mask):
-        values = piece_N if keep is None else piece_N[keep]
-        if factor is not None:
-            values = values.to(torch.float32) * factor
-        if add:
-            # torch adds 16-bit numbers in fp32 and rounds once, whatever their two types.
-            out_Z[piece_Z].add_(values)
-        else:
-            out_Z[piece_Z] = values
+    check_pair(out, mask, dense)
+    flat_N = dense.detach().reshape(-1)
+    with flattened(out) as flat_Z:
+        for piece_N, keep, piece_Z in pieces(dense.numel(), mask):
+            flat_Z[piece_Z] = flat_N[piece_N] if keep is None else flat_N[piece_N][keep]
 
 
-def expand_(values_Z: Tensor, mask: Mask | None, dense: Tensor) -> None:
-    """Write ``values_Z`` to the kept entries of ``dense`` and 0 elsewhere.
+def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
+    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere.
 
     Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
     """
-    flat_N = dense.detach().reshape(-1)
-    for piece_N, keep, piece_Z in pieces(flat_N, mask):
-        if keep is None:
-            piece_N.copy_(values_Z[piece_Z])
-        else:
-            piece_N.zero_()[keep] = values_Z[piece_Z]
-    write_back(flat_N, dense)
+    check_pair(values, mask, dense)
+    flat_Z = values.detach().reshape(-1)
+    with flattened(dense) as flat_N:
+        for piece_N, keep, piece_Z in pieces(dense.numel(), mask):
+            if keep is None:
+                flat_N[piece_N] = flat_Z[piece_Z]
+            else:
+                flat_N[piece_N].zero_()[keep] = flat_Z[piece_Z].to(dense.dtype)
 
 
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
     """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
+    for update in updates:
+        check_update(update)
     for update in updates:
         corrections = count_step(update, settings, skip)
         update_pieces(update, settings, skip, partial(_same, corrections))
@@ -69,31 +63,53 @@ def update_pieces(
     skip: Tensor | None,
     corrections_of: Callable[[slice], Corrections],
 ) -> None:
-    """Update a weight piece by piece; ``corrections_of`` is asked for each piece's corrections."""
-    flat_N = update.dense.detach().reshape(-1)
-    for piece_N, keep, piece_Z in pieces(flat_N, update.mask):
-        old = piece_N if keep is None else piece_N[keep]
-        rest = None if update.rest_Z is None else update.rest_Z[piece_Z]
-        master = join(old, rest)
-        exp_avg, exp_avg_sq = update.exp_avg_Z[piece_Z], update.exp_avg_sq_Z[piece_Z]
-        new = adamw_values(
-            master,
-            update.grad_Z[piece_Z].to(master.dtype),
-            exp_avg,
-            exp_avg_sq,
-            corrections_of(piece_Z),
-            settings,
+    """Update a parameter piece by piece; ``corrections_of`` is asked for each piece's corrections."""
+    grad = update.grad.detach().reshape(-1)
+    with ExitStack() as stack:
+        param, exp_avg, exp_avg_sq = (
+            stack.enter_context(flattened(tensor))
+            for tensor in (update.param, update.exp_avg, update.exp_avg_sq)
         )
-        for target, source in zip((master, exp_avg, exp_avg_sq), new):
-            target.copy_(source if skip is None else torch.where(skip, target, source))
-        values, new_rest = split(master, piece_N.dtype)
-        if keep is None:
-            piece_N.copy_(values)
-        else:
-            piece_N[keep] = values
-        if rest is not None and new_rest is not None:
-            rest.copy_(new_rest)
-    write_back(flat_N, update.dense)
+        rest = None if update.rest is None else stack.enter_context(flattened(update.rest))
+        for piece, _, _ in pieces(param.numel(), None):
+            held_rest = None if rest is None else rest[piece]
+            master = join(param[piece], held_rest)
+            held = (master, exp_avg[piece], exp_avg_sq[piece])
+            new = adamw_values(
+                master,
+                grad[piece].to(master.dtype),
+                exp_avg[piece],
+                exp_avg_sq[piece],
+                corrections_of(piece),
+                settings,
+            )
+            for target, source in zip(held, new):
+                put(target, source, skip)
+            values, new_rest = split(master, param.dtype)
+            put(param[piece], values, skip)
+            if held_rest is not None and new_rest is not None:
+                put(held_rest, new_rest, skip)
+    refresh(update, skip)
+
+
+def refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
+    """Write a parameter to its dense copy, if it has one."""
+    if update.dense is None:
+        return
+    values = update.param.detach().reshape(-1)
+    with flattened(update.dense) as flat_N:
+        for piece_N, keep, piece_Z in pieces(flat_N.numel(), update.mask):
+            new = values[piece_Z].to(flat_N.dtype)
+            if keep is not None:
+                spread = torch.zeros_like(flat_N[piece_N])
+                spread[keep] = new
+                new = spread
+            put(flat_N[piece_N], new, skip)
+
+
+def put(target: Tensor, source: Tensor, skip: Tensor | None) -> None:
+    """Copy to ``target`` in place, unless ``skip`` is true."""
+    target.copy_(source if skip is None else torch.where(skip, target, source))
 
 
 def _same(corrections: Corrections, piece_Z: slice) -> Corrections:
@@ -119,7 +135,7 @@ def adamw_values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return new values and moments: new tensors."""
     step_size, correction, decay = corrections
-    _, beta1, beta2, eps, _ = settings
+    beta1, beta2, eps = settings
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
     exp_avg_sq = exp_avg_sq.mul(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq.sqrt() / correction).add_(eps)
@@ -128,22 +144,24 @@ def adamw_values(
     return param.mul(decay).add_(change), exp_avg, exp_avg_sq
 
 
-def pieces(flat_N: Tensor, mask: Mask | None) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
-    """Yield views of the dense tensor, their kept bits, and where those lie in compressed vectors."""
-    numel = flat_N.numel()
-    if mask is None:
-        for start, stop in bitmap.chunks(numel):
-            yield flat_N[start:stop], None, slice(start, stop)
-        return
+def pieces(numel: int, mask: Mask | None) -> Iterator[tuple[slice, Tensor | None, slice]]:
+    """Yield pieces of a dense tensor, their kept bits, and where those lie in compressed vectors."""
     spans = list(bitmap.chunks(numel))
+    if mask is None:
+        for start, stop in spans:
+            yield slice(start, stop), None, slice(start, stop)
+        return
     first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
     # One copy to the host for all pieces, not one for each.
     begins = [*mask.offsets[first_blocks].tolist(), mask.kept]
     for (start, stop), begin, end in zip(spans, begins, begins[1:]):
-        yield flat_N[start:stop], bitmap.unpack(mask.words, start, stop), slice(begin, end)
+        yield slice(start, stop), bitmap.unpack(mask.words, start, stop), slice(begin, end)
 
 
-def write_back(flat_N: Tensor, dense: Tensor) -> None:
-    """Finish a write: ``reshape`` made a copy where the strides (channels_last) allow no view."""
-    if not dense.is_contiguous():
-        dense.detach().copy_(flat_N.view(dense.shape))
+@contextmanager
+def flattened(tensor: Tensor) -> Iterator[Tensor]:
+    """Give a tensor as a vector to write to; a copy where strides (channels_last) allow no view."""
+    flat = tensor.detach().reshape(-1)
+    yield flat
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))

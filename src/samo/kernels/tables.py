@@ -1,7 +1,7 @@
 """What the Triton kernels are told of many weights at once: tables of addresses on the device.
 
-All weights of an AdamW step go into a few launches, whatever their number. A table has a row of
-addresses for each weight, and a list of items says which weight a program works on. Both are sent anew
+All parameters of an AdamW step go into a few launches, whatever their number. A table has a row of
+addresses for each one, and a list of items says which one a program works on. Both are sent anew
 only when an address or a size has changed, and nothing waits for the device.
 """
 
@@ -10,15 +10,19 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
 from itertools import chain
 from operator import or_
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from samo.kernels import AdamWUpdate
+from samo.kernels.triton_parts import GRAD
+from samo.mask import Mask
 
 __all__ = []
+
+T = TypeVar("T")
 
 Where = tuple[torch.device, int]
 """A device and a stream: what was sent on one stream is not there yet for another."""
@@ -56,17 +60,16 @@ def rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
     return _send(torch.from_numpy(np.array(rows, dtype=np.int64)), where)
 
 
-def lr_scales(updates: Sequence[AdamWUpdate]) -> Tensor | None:
-    """Return the factors on the learning rates of some weights on their device; None if all are 1."""
-    scales = tuple([update.lr_scale for update in updates])
-    if scales.count(1.0) == len(scales):
-        return None
-    return _numbers(where_of(updates[0].dense.device), scales)
+def numbers(where: Where, values: list[float]) -> tuple[Tensor | None, float]:
+    """Return numbers on the device, in fp64; or none and the number that they all are."""
+    if values.count(values[0]) == len(values):
+        return None, values[0]
+    return _numbers(where, tuple(values)), 0.0
 
 
 @lru_cache(maxsize=16)
-def _numbers(where: Where, numbers: tuple[float, ...]) -> Tensor:
-    return _send(torch.tensor(numbers, dtype=torch.float64, device="cpu"), where)
+def _numbers(where: Where, values: tuple[float, ...]) -> Tensor:
+    return _send(torch.tensor(values, dtype=torch.float64, device="cpu"), where)
 
 
 def _send(tensor: Tensor, where: Where) -> Tensor:
@@ -75,19 +78,40 @@ def _send(tensor: Tensor, where: Where) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _row(update: AdamWUpdate, first: int) -> tuple[int, ...]:
-    """Return what the kernels have to know of one weight, in the order of their columns."""
-    dense, mask, rest_Z, grad_Z, exp_avg_Z, exp_avg_sq_Z, step, _ = update
+def rate_type(update: AdamWUpdate) -> torch.dtype | None:
+    """Return the type of a learning rate on the parameter's device; None if the host knows it."""
+    lr = update.lr
+    if isinstance(lr, Tensor) and lr.dtype in RATE_TYPES and lr.device == update.param.device:
+        return lr.dtype
+    return None
+
+
+RATE_TYPES: Final = (torch.float32, torch.float64)
+
+
+def by_rate(updates: Sequence[T], update_of: Callable[[T], AdamWUpdate]) -> Iterable[list[T]]:
+    """Return what goes into launches of its own: rates of the host, and of each type on the device."""
+    found: dict[torch.dtype | None, list[T]] = {}
+    for update in updates:
+        found.setdefault(rate_type(update_of(update)), []).append(update)
+    return found.values()
+
+
+def _row(update: AdamWUpdate, mask: Mask | None, first: int) -> tuple[int, ...]:
+    """Return what the kernels have to know of one parameter, in the order of their columns."""
+    param, rest, _, exp_avg, exp_avg_sq, step, lr, _, dense, _ = update
     return (
-        dense.data_ptr(),
+        param.data_ptr(),
+        0 if rest is None else rest.data_ptr(),
+        0,  # the gradient's
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        0 if dense is None else dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),
         0 if mask is None else mask.offsets.data_ptr(),
-        0 if rest_Z is None else rest_Z.data_ptr(),
-        grad_Z.data_ptr(),
-        exp_avg_Z.data_ptr(),
-        exp_avg_sq_Z.data_ptr(),
         step.data_ptr(),
-        dense.numel() if mask is None else mask.words.numel() // 2,
+        lr.data_ptr() if isinstance(lr, Tensor) else 0,
+        param.numel() if mask is None else mask.words.numel() // 2,
         first,
     )
 
@@ -98,16 +122,17 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 
 
 class Kind(NamedTuple):
-    """Weights of one kind go into one launch."""
+    """Parameters of one kind go into one launch."""
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
+    copy_dtype: torch.dtype | None
     is_whole: bool
-    """Whether there is no mask."""
+    """Whether there is no mask to look at."""
 
 
 class Launch(NamedTuple):
-    """The weights of one kind."""
+    """The parameters of one kind."""
 
     kind: Kind
     members: list[int]
@@ -117,28 +142,90 @@ class Launch(NamedTuple):
 
 
 def plan(
-    updates: Sequence[AdamWUpdate], num_items: Callable[[AdamWUpdate], int]
-) -> tuple[Tensor, list[Launch]]:
-    """Return the table of some weights, and what is launched for which of them."""
-    where = where_of(updates[0].dense.device)
-    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
-    for index, update in enumerate(updates):
-        kind = update.dense.dtype, update.grad_Z.dtype, update.mask is None
+    updates: Sequence[AdamWUpdate],
+    mask_of: Callable[[AdamWUpdate], Mask | None],
+    num_items: Callable[[int, bool], int],
+) -> tuple["np.ndarray[Any, np.dtype[np.int64]]", list[Launch]]:
+    """Return the table of some parameters, and what is launched for which of them.
+
+    ``mask_of`` says whose blocks a parameter is updated by, and ``num_items`` how many items so many
+    entries are, without a mask or with one. Gradients are left out: `with_gradients`.
+    """
+    where = where_of(updates[0].param.device)
+    masks = [mask_of(update) for update in updates]
+    kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None, bool], list[int]] = {}
+    for index, (update, mask) in enumerate(zip(updates, masks)):
+        dense = update.dense
+        kind = (
+            update.param.dtype,
+            update.grad.dtype,
+            None if dense is None else dense.dtype,
+            mask is None,
+        )
         kinds.setdefault(kind, []).append(index)
     on_host: list[tuple[int, ...]] = [()] * len(updates)
     launches = []
     for kind, members in kinds.items():
         sizes = [0] * len(updates)
         for index in members:
-            sizes[index] = num_items(updates[index])
+            mask = masks[index]
+            numel = updates[index].param.numel() if mask is None else mask.numel
+            sizes[index] = num_items(numel, mask is None)
         found, firsts = items(where, tuple(sizes))
         for index in members:
-            on_host[index] = _row(updates[index], firsts[index])
+            on_host[index] = _row(updates[index], masks[index], firsts[index])
         if found.numel():
             columns = [*zip(*[on_host[index] for index in members])]
-            is_aligned = are_aligned(chain(columns[0], *columns[3:7]))
+            is_aligned = are_aligned(chain(*columns[:6]))
             launches.append(Launch(Kind(*kind), members, found, is_aligned))
-    return rows(where, tuple(on_host)), launches
+    return np.array(on_host, dtype=np.int64), launches
+
+
+def with_gradients(
+    where: Where, table: "np.ndarray[Any, np.dtype[np.int64]]", addresses: list[int]
+) -> Tensor:
+    """Return a table on the device with the addresses of gradients, sent anew only if it has changed."""
+    whole = table.copy()
+    whole[:, GRAD.value] = addresses
+    return _table(where, whole.tobytes(), table.shape[1])
+
+
+@lru_cache(maxsize=16)
+def _table(where: Where, content: bytes, columns: int) -> Tensor:
+    rows = np.frombuffer(bytearray(content), dtype=np.int64).reshape(-1, columns)
+    return _send(torch.from_numpy(rows), where)
+
+
+def signature(updates: Sequence[AdamWUpdate]) -> tuple[object, ...]:
+    """Return all that decides how updates are done, but for the addresses of their gradients."""
+    found: list[object] = [where_of(updates[0].param.device)] if updates else []
+    for param, rest, grad, exp_avg, exp_avg_sq, step, lr, _, dense, mask in updates:
+        found += (
+            param.data_ptr(),
+            param.numel(),
+            param.dtype,
+            grad.numel(),
+            grad.dtype,
+            grad.is_contiguous(),
+            grad.get_device(),
+            exp_avg.data_ptr(),
+            exp_avg.numel(),
+            exp_avg.dtype,
+            exp_avg_sq.data_ptr(),
+            exp_avg_sq.numel(),
+            exp_avg_sq.dtype,
+            step.data_ptr(),
+        )
+        if rest is not None:
+            found += (rest.data_ptr(), rest.numel(), rest.dtype)
+        if dense is not None:
+            found += (dense.data_ptr(), dense.numel(), dense.dtype, dense.stride())
+        if mask is not None:
+            found += (mask.words.data_ptr(), mask.offsets.data_ptr(), mask.kept, mask.numel)
+        if isinstance(lr, Tensor):
+            found += (lr.data_ptr(), lr.dtype, lr.get_device())
+        found.append(None)
+    return tuple(found)
 
 
 def cdiv(a: int, b: int) -> int:

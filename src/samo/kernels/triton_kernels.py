@@ -14,22 +14,23 @@ from samo.kernels.triton_parts import (
     DENSE,
     EXP_AVG,
     EXP_AVG_SQ,
+    EXPAND_COLUMNS,
     GRAD,
+    PARAM,
+    RATE,
     REST,
     SCALARS,
     SIZE,
     STEP,
     address_in,
+    convert,
     corrections_of,
-    find_block,
     find_part,
     load_entries,
     load_master,
-    narrow,
     places_of,
     ranks_of,
     read_block,
-    read_rate,
     store_entries,
     store_master,
     widen,
@@ -40,33 +41,8 @@ __all__ = []
 # compress and expand -----------------------------------------------------------------------------
 
 
-@triton.jit
-def _put(target, values, factor, mask, ADD: tl.constexpr, HAS_FACTOR: tl.constexpr):
-    """Write or add values, times a factor, with one rounding."""
-    kind: tl.constexpr = target.dtype.element_ty
-    if values.dtype == kind and not ADD and not HAS_FACTOR:
-        tl.store(target, values, mask=mask)
-    else:
-        wide = widen(values)
-        if HAS_FACTOR:
-            wide = wide * tl.load(factor)
-        if ADD:
-            wide = widen(tl.load(target, mask=mask, other=0)) + wide
-        tl.store(target, narrow(wide, kind), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
-def compress_by_slot_kernel(
-    dense,
-    pairs,
-    offsets,
-    out,
-    factor,
-    num_pairs,
-    ADD: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def compress_by_slot_kernel(dense, pairs, offsets, out, num_pairs, SLOTS: tl.constexpr):
     """Gather the kept entries of a block. Example: [5, 6, 7, 8] with bits 1, 0, 0, 1 gives [5, 8]."""
     block = tl.program_id(0).to(tl.int64)
     low, high, ends, count, begin = read_block(pairs, offsets, block, num_pairs)
@@ -75,42 +51,20 @@ def compress_by_slot_kernel(
         slots = first + tl.arange(0, SLOTS)
         places = places_of(low, high, ends, slots, SLOTS)
         is_kept = slots < count
-        values = tl.load(dense + block * BLOCK_BITS + places, mask=is_kept, other=0)
-        _put(out + begin + slots, values, factor, is_kept, ADD, HAS_FACTOR)
+        entries = tl.load(dense + block * BLOCK_BITS + places, mask=is_kept, other=0)
+        tl.store(out + begin + slots, convert(entries, out.dtype.element_ty), mask=is_kept)
         first += SLOTS
 
 
 @triton.jit
-def compress_by_entry_kernel(
-    dense,
-    words,
-    offsets,
-    out,
-    factor,
-    numel,
-    num_words,
-    ADD: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+def compress_by_entry_kernel(dense, words, offsets, out, numel, num_words, WORDS: tl.constexpr):
     """Read all entries of some blocks and write the kept ones to their ranks."""
     index = tl.program_id(0).to(tl.int64)
     is_kept, ranks = ranks_of(words, index * WORDS, num_words, WORDS)
     begin = tl.load(offsets + index * (WORDS // BLOCK_WORDS))
     entry = index * WORDS * 32 + tl.arange(0, WORDS * 32)
-    values = tl.load(dense + entry, mask=entry < numel, other=0)
-    _put(out + begin + ranks, values, factor, is_kept, ADD, HAS_FACTOR)
-
-
-@triton.jit
-def compress_all_kernel(
-    dense, out, factor, numel, ADD: tl.constexpr, HAS_FACTOR: tl.constexpr, SIZE: tl.constexpr
-):
-    """Write or add all entries: there is no mask."""
-    entry = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    is_inside = entry < numel
-    values = tl.load(dense + entry, mask=is_inside, other=0)
-    _put(out + entry, values, factor, is_inside, ADD, HAS_FACTOR)
+    entries = tl.load(dense + entry, mask=entry < numel, other=0)
+    tl.store(out + begin + ranks, convert(entries, out.dtype.element_ty), mask=is_kept)
 
 
 @triton.jit
@@ -124,37 +78,70 @@ def expand_kernel(values, words, offsets, dense, numel, num_words, WORDS: tl.con
     begin = tl.load(offsets + index * (WORDS // BLOCK_WORDS))
     entry = index * WORDS * 32 + tl.arange(0, WORDS * 32)
     entries = tl.load(values + begin + ranks, mask=is_kept, other=0)
-    tl.store(dense + entry, entries, mask=entry < numel)
+    tl.store(dense + entry, convert(entries, dense.dtype.element_ty), mask=entry < numel)
 
 
-# AdamW, many weights in one launch ---------------------------------------------------------------
+@triton.jit
+def expand_rows_kernel(
+    rows,
+    items,
+    skip,
+    VALUES: tl.constexpr,
+    COPY: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Expand the values of many weights to their dense copies; an item is ``BLOCKS`` blocks of one."""
+    item = tl.program_id(0) // BLOCKS
+    row = rows + tl.load(items + item) * EXPAND_COLUMNS
+    block = (item - tl.load(row + 6)) * BLOCKS + tl.program_id(0) % BLOCKS
+    words = address_in(row, 2, tl.int32, IS_ALIGNED)
+    num_words = tl.load(row + 5)
+    is_kept, ranks = ranks_of(words, block * BLOCK_WORDS, num_words, BLOCK_WORDS)
+    is_inside = block * BLOCK_WORDS < num_words
+    begin = tl.load(address_in(row, 3, tl.int64) + block, mask=is_inside, other=0)
+    entry = block * BLOCK_BITS + tl.arange(0, BLOCK_BITS)
+    values = tl.load(address_in(row, 0, VALUES) + begin + ranks, mask=is_kept, other=0)
+    dense = address_in(row, 1, COPY, IS_ALIGNED)
+    numel = tl.load(row + 4)
+    if HAS_SKIP:
+        numel = tl.where(tl.load(skip) == 0, numel, 0)
+    if block * BLOCK_BITS + BLOCK_BITS <= numel:  # without a mask there are vector stores
+        tl.store(dense + entry, convert(values, COPY))
+    else:
+        tl.store(dense + entry, convert(values, COPY), mask=entry < numel)
 
 
-@triton.jit(do_not_specialize=["num_weights"])
+# AdamW, many parameters in one launch ------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["num_params"])
 def adamw_scalars_kernel(
     rows,
     scalars,
     skip,
-    scales,
-    lr_at,
+    rates,
+    decays,
     lr: tl.float64,
+    weight_decay: tl.float64,
     beta1: tl.float64,
     beta2: tl.float64,
-    weight_decay: tl.float64,
-    num_weights,
+    num_params,
+    RATE_TYPE: tl.constexpr,
+    HAS_RATES: tl.constexpr,
+    HAS_DECAYS: tl.constexpr,
     HAS_SKIP: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    HAS_LR_AT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Count the step of every weight and work out what its entries share, in fp64.
+    """Count the step of every parameter and work out what its entries share, in fp64.
 
     Example: a first step with lr 0.1, betas 0.9 and 0.99 gives -1 (lr / (1 - 0.9), negative) and
-    0.1 (the square root of 1 - 0.99). With ``skip`` no step is counted; ``scales`` has a factor on the
-    rate of each weight, not on its decay.
+    0.1 (the square root of 1 - 0.99). With ``skip`` no step is counted. Rates lie on the device at
+    addresses in the table, or are in ``rates``, or are all ``lr``; so are weight decays.
     """
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    is_inside = index < num_weights
+    is_inside = index < num_params
     row = rows + index * COLUMNS
     step_at = tl.load(row + STEP, mask=is_inside, other=0).to(tl.pointer_type(tl.float32))
     steps = tl.load(step_at, mask=is_inside, other=0) + 1
@@ -162,31 +149,74 @@ def adamw_scalars_kernel(
         tl.store(step_at, steps, mask=is_inside & (tl.load(skip) == 0))
     else:
         tl.store(step_at, steps, mask=is_inside)
-    rate = read_rate(lr_at, lr, HAS_LR_AT, SIZE)
-    decay = 1.0 - rate * weight_decay
-    if HAS_SCALES:
-        rate *= tl.load(scales + index, mask=is_inside, other=1.0)
+    if RATE_TYPE is not None:
+        rate_at = tl.load(row + RATE, mask=is_inside, other=0).to(tl.pointer_type(RATE_TYPE))
+        rate = tl.load(rate_at, mask=is_inside, other=0).to(tl.float64)
+    elif HAS_RATES:
+        rate = tl.load(rates + index, mask=is_inside, other=0)
+    else:
+        rate = tl.full([SIZE], 0.0, tl.float64) + lr
+    if HAS_DECAYS:
+        decay = 1.0 - rate * tl.load(decays + index, mask=is_inside, other=0)
+    else:
+        decay = 1.0 - rate * weight_decay
     step_size, denominator = corrections_of(steps.to(tl.int32), rate, beta1, beta2, SIZE)
     target = scalars + index * SCALARS
-    tl.store(target, step_size.to(tl.float32), mask=is_inside)
-    tl.store(target + 1, denominator.to(tl.float32), mask=is_inside)
-    tl.store(target + 2, decay.to(tl.float32), mask=is_inside)
+    tl.store(target, step_size, mask=is_inside)
+    tl.store(target + 1, denominator, mask=is_inside)
+    tl.store(target + 2, decay, mask=is_inside)
+    tl.store(target + 3, rate, mask=is_inside)
 
 
 @triton.jit
-def read_scalars(scalars, weight):
-    """Return what all entries of a weight share: minus the step size, the denominator, the decay."""
-    at = scalars + weight * SCALARS
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+def read_scalars(scalars, param):
+    """Return what all entries of a parameter share: minus the step size, the denominator, the decay."""
+    at = scalars + param * SCALARS
+    return (
+        tl.load(at).to(tl.float32),
+        tl.load(at + 1).to(tl.float32),
+        tl.load(at + 2).to(tl.float32),
+    )
+
+
+@triton.jit
+def correct_by_age(
+    age_at,
+    mask,
+    inverses,
+    denominators,
+    row,
+    shared,
+    step_size,
+    denominator,
+    OLDEST: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):
+    """Count ages and return the step size and the denominator of each entry.
+
+    Example: ages 0 and 99 become 1 and 100, and look up the corrections of a first and a 100th step.
+    Entries that were there at every step, or have the largest age, take the parameter's own.
+    """
+    age = load_entries(age_at, mask, IS_FULL).to(tl.int32)
+    age = tl.minimum(age + 1, OLDEST)
+    store_entries(age_at, age.to(tl.int16), mask, IS_FULL)
+    steps = tl.load(address_in(row, STEP, tl.float32)).to(tl.int32)
+    is_whole = (age == OLDEST) | (age == steps)
+    own = (tl.load(inverses + age) * -tl.load(shared + 3)).to(tl.float32)
+    return (
+        tl.where(is_whole, step_size, own),
+        tl.where(is_whole, denominator, tl.load(denominators + age)),
+    )
 
 
 @triton.jit
 def update_entries(
-    weight_at,
+    param_at,
     rest_at,
     grad_at,
     exp_avg_at,
     exp_avg_sq_at,
+    copy_at,
     mask,
     step_size,
     denominator,
@@ -195,15 +225,16 @@ def update_entries(
     beta2,
     rest2,
     eps,
+    COPY: tl.constexpr,
     IS_SMALL: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    """Update entries, rounding where torch's unfused AdamW rounds.
+    """Update entries and their copies, rounding where torch's unfused AdamW rounds.
 
-    Example, first step with lr 0.1 and no decay: weight 1.0 and gradient 2.0 give weight 0.9, moments
-    0.2 and 0.004. A bfloat16 weight is joined with its remainder first, and split again.
+    Example, first step with lr 0.1 and no decay: parameter 1.0 and gradient 2.0 give parameter 0.9,
+    moments 0.2 and 0.004. A bfloat16 parameter is joined with its remainder first, and split again.
     """
-    param = load_master(weight_at, rest_at, mask, IS_FULL)
+    param = load_master(param_at, rest_at, mask, IS_FULL)
     grad = widen(load_entries(grad_at, mask, IS_FULL))
     exp_avg = load_entries(exp_avg_at, mask, IS_FULL)
     exp_avg_sq = load_entries(exp_avg_sq_at, mask, IS_FULL)
@@ -217,15 +248,21 @@ def update_entries(
 
     store_entries(exp_avg_at, exp_avg, mask, IS_FULL)
     store_entries(exp_avg_sq_at, exp_avg_sq, mask, IS_FULL)
-    store_master(weight_at, rest_at, param, 0, mask, IS_FULL)
+    stored = store_master(param_at, rest_at, param, 0, mask, IS_FULL)
+    if COPY is not None:
+        store_entries(copy_at, convert(stored, COPY), mask, IS_FULL)
 
 
 @triton.jit
-def adamw_kept_kernel(
-    rows,
-    items,
+def _update_part(
+    row,
+    param_index,
+    start,
+    size,
     scalars,
-    skip,
+    age_rows,
+    inverses,
+    denominators,
     lerp,
     beta2,
     rest2,
@@ -233,47 +270,57 @@ def adamw_kept_kernel(
     WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr,
     GRADIENT: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
+    COPY: tl.constexpr,
+    OLDEST: tl.constexpr,
     IS_SMALL: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    IS_FULL: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """Update the kept entries of a block of a pruned weight where they lie in the dense tensor.
-
-    An item is ``BLOCKS`` blocks of one weight, a block for each program. Pruned entries are 0 before
-    and after, and are not written.
-    """
-    row, weight, block, low, high, ends, count, begin = find_block(rows, items, BLOCKS)
-    if HAS_SKIP:
-        count = tl.where(tl.load(skip) == 0, count, 0)
-    dense = address_in(row, DENSE, WEIGHT) + block * BLOCK_BITS
-    rest = address_in(row, REST, WHOLE) + begin
-    grad = address_in(row, GRAD, GRADIENT) + begin
-    exp_avg = address_in(row, EXP_AVG, tl.float32) + begin
-    exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.float32) + begin
-    step_size, denominator, decay = read_scalars(scalars, weight)
-    first = 0
-    while first < count:
-        slots = first + tl.arange(0, SLOTS)
-        places = places_of(low, high, ends, slots, SLOTS)
-        update_entries(
-            dense + places,
-            rest + slots,
-            grad + slots,
-            exp_avg + slots,
-            exp_avg_sq + slots,
-            slots < count,
+    """Update a part of a parameter, and of its copy."""
+    entry = start + tl.arange(0, PART)
+    is_inside = entry < size
+    param = address_in(row, PARAM, WEIGHT, IS_ALIGNED)
+    rest = address_in(row, REST, WHOLE, IS_ALIGNED)
+    grad = address_in(row, GRAD, GRADIENT, IS_ALIGNED)
+    exp_avg = address_in(row, EXP_AVG, tl.float32, IS_ALIGNED)
+    exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.float32, IS_ALIGNED)
+    copy = param
+    if COPY is not None:
+        copy = address_in(row, DENSE, COPY, IS_ALIGNED)
+    step_size, denominator, decay = read_scalars(scalars, param_index)
+    if OLDEST > 0:
+        step_size, denominator = correct_by_age(
+            address_in(age_rows + param_index, 0, tl.int16) + entry,
+            is_inside,
+            inverses,
+            denominators,
+            row,
+            scalars + param_index * SCALARS,
             step_size,
             denominator,
-            decay,
-            lerp,
-            beta2,
-            rest2,
-            eps,
-            IS_SMALL,
-            False,
+            OLDEST,
+            IS_FULL,
         )
-        first += SLOTS
+    update_entries(
+        param + entry,
+        rest + entry,
+        grad + entry,
+        exp_avg + entry,
+        exp_avg_sq + entry,
+        copy + entry,
+        is_inside,
+        step_size,
+        denominator,
+        decay,
+        lerp,
+        beta2,
+        rest2,
+        eps,
+        COPY,
+        IS_SMALL,
+        IS_FULL,
+    )
 
 
 @triton.jit
@@ -282,6 +329,9 @@ def adamw_all_kernel(
     items,
     scalars,
     skip,
+    age_rows,
+    inverses,
+    denominators,
     lerp,
     beta2,
     rest2,
@@ -289,59 +339,69 @@ def adamw_all_kernel(
     WEIGHT: tl.constexpr,
     WHOLE: tl.constexpr,
     GRADIENT: tl.constexpr,
+    COPY: tl.constexpr,
+    OLDEST: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     IS_SMALL: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Update a part of an unpruned weight; an item is ``PARTS`` parts of ``PART`` entries."""
-    row, weight, start = find_part(rows, items, PARTS, PART)
+    """Update a part of a parameter that has no mask to look at.
+
+    An item is ``PARTS`` parts of ``PART`` entries. ``OLDEST`` is 0 where entries have no ages.
+    """
+    row, param_index, start = find_part(rows, items, PARTS, PART)
     size = tl.load(row + SIZE)
     if HAS_SKIP:
         size = tl.where(tl.load(skip) == 0, size, 0)
-    dense = address_in(row, DENSE, WEIGHT, IS_ALIGNED)
-    rest = address_in(row, REST, WHOLE, IS_ALIGNED)
-    grad = address_in(row, GRAD, GRADIENT, IS_ALIGNED)
-    exp_avg = address_in(row, EXP_AVG, tl.float32, IS_ALIGNED)
-    exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.float32, IS_ALIGNED)
-    entry = start + tl.arange(0, PART)
-    step_size, denominator, decay = read_scalars(scalars, weight)
     if start + PART <= size:
-        update_entries(
-            dense + entry,
-            rest + entry,
-            grad + entry,
-            exp_avg + entry,
-            exp_avg_sq + entry,
-            entry < size,
-            step_size,
-            denominator,
-            decay,
+        _update_part(
+            row,
+            param_index,
+            start,
+            size,
+            scalars,
+            age_rows,
+            inverses,
+            denominators,
             lerp,
             beta2,
             rest2,
             eps,
+            WEIGHT,
+            WHOLE,
+            GRADIENT,
+            COPY,
+            OLDEST,
             IS_SMALL,
+            IS_ALIGNED,
             True,
+            PART,
         )
     elif start < size:
-        update_entries(
-            dense + entry,
-            rest + entry,
-            grad + entry,
-            exp_avg + entry,
-            exp_avg_sq + entry,
-            entry < size,
-            step_size,
-            denominator,
-            decay,
+        _update_part(
+            row,
+            param_index,
+            start,
+            size,
+            scalars,
+            age_rows,
+            inverses,
+            denominators,
             lerp,
             beta2,
             rest2,
             eps,
+            WEIGHT,
+            WHOLE,
+            GRADIENT,
+            COPY,
+            OLDEST,
             IS_SMALL,
+            IS_ALIGNED,
             False,
+            PART,
         )
 
 

@@ -42,22 +42,27 @@ KINDS: Final = {
 INTS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Integers by their bytes."""
 
-# Columns of a weight's row in the table of an AdamW step, all int64.
-DENSE: Final = tl.constexpr(0)
-PAIRS: Final = tl.constexpr(1)
-OFFSETS: Final = tl.constexpr(2)
-REST: Final = tl.constexpr(3)
-GRAD: Final = tl.constexpr(4)
-EXP_AVG: Final = tl.constexpr(5)
-EXP_AVG_SQ: Final = tl.constexpr(6)
-STEP: Final = tl.constexpr(7)
-SIZE: Final = tl.constexpr(8)
-FIRST: Final = tl.constexpr(9)
-COLUMNS: Final = tl.constexpr(10)
-"""Addresses, then pairs of words (or entries, without a mask), then the first of its items."""
+# Columns of a parameter's row in the table of an AdamW step, all int64.
+PARAM: Final = tl.constexpr(0)
+REST: Final = tl.constexpr(1)
+GRAD: Final = tl.constexpr(2)
+EXP_AVG: Final = tl.constexpr(3)
+EXP_AVG_SQ: Final = tl.constexpr(4)
+DENSE: Final = tl.constexpr(5)
+PAIRS: Final = tl.constexpr(6)
+OFFSETS: Final = tl.constexpr(7)
+STEP: Final = tl.constexpr(8)
+RATE: Final = tl.constexpr(9)
+SIZE: Final = tl.constexpr(10)
+FIRST: Final = tl.constexpr(11)
+COLUMNS: Final = tl.constexpr(12)
+"""Addresses, then pairs of words (or entries, without a mask), entries of the weight, its first item."""
 
-SCALARS: Final = tl.constexpr(3)
-"""What a step gives each weight: minus the step size, the denominator, the decay."""
+EXPAND_COLUMNS: Final = tl.constexpr(7)
+"""Columns of a weight whose copy is made anew: values, copy, words, offsets, sizes, its first item."""
+
+SCALARS: Final = tl.constexpr(4)
+"""What a step gives each parameter, in fp64: minus the step size, the denominator, the decay, the rate."""
 
 STEP_BITS: Final = tl.constexpr(25)
 """A float32 count stops at 2**24."""
@@ -107,6 +112,14 @@ def narrow(values, kind: tl.constexpr):
 
 
 @triton.jit
+def convert(values, kind: tl.constexpr):
+    """Return values in another type. Example: bfloat16 bits 0x3F80 give fp32 1.0."""
+    if values.dtype != kind:
+        values = narrow(widen(values), kind)
+    return values
+
+
+@triton.jit
 def power_of(base, exponents, SIZE: tl.constexpr):
     """Return base ** exponents in fp64 by squaring. Example: 0.5 and [1, 3] give [0.5, 0.125]."""
     result = tl.full([SIZE], 1.0, tl.float64)
@@ -116,17 +129,6 @@ def power_of(base, exponents, SIZE: tl.constexpr):
         square = square * square
         exponents = exponents >> 1
     return result
-
-
-@triton.jit
-def read_rate(lr_at, lr, HAS_LR_AT: tl.constexpr, SIZE: tl.constexpr):
-    """Return the learning rate, from the device or from the host, as a block in fp64."""
-    rate = tl.full([SIZE], 0.0, tl.float64)
-    if HAS_LR_AT:
-        rate += tl.load(lr_at).to(tl.float64)
-    else:
-        rate += lr
-    return rate
 
 
 @triton.jit
@@ -206,12 +208,12 @@ def ranks_of(words, first, num_words, WORDS: tl.constexpr):
     return (under >> 31) != 0, rank.to(tl.uint32)
 
 
-# Entries of many weights -------------------------------------------------------------------------
+# Entries of many parameters ----------------------------------------------------------------------
 
 
 @triton.jit
 def address_in(row, column: tl.constexpr, kind: tl.constexpr, IS_ALIGNED: tl.constexpr = False):
-    """Return the address in a column of a weight's row as a pointer to entries of a kind."""
+    """Return the address in a column of a parameter's row as a pointer to entries of a kind."""
     address = tl.load(row + column).to(tl.pointer_type(kind))
     if IS_ALIGNED:  # said here, since a hint on what a function returned is lost
         address = tl.multiple_of(address, 16)
@@ -234,11 +236,11 @@ def store_entries(at, entries, mask, IS_FULL: tl.constexpr):
 
 
 @triton.jit
-def load_master(weight_at, rest_at, mask, IS_FULL: tl.constexpr):
-    """Read fp32 masters: a bfloat16 weight is joined with its remainder or correction."""
-    kind: tl.constexpr = weight_at.dtype.element_ty
+def load_master(param_at, rest_at, mask, IS_FULL: tl.constexpr):
+    """Read fp32 masters: a bfloat16 parameter is joined with its remainder or correction."""
+    kind: tl.constexpr = param_at.dtype.element_ty
     if kind == tl.int16:
-        upper = load_entries(weight_at, mask, IS_FULL).to(tl.int32) << 16
+        upper = load_entries(param_at, mask, IS_FULL).to(tl.int32) << 16
         rest = load_entries(rest_at, mask, IS_FULL).to(tl.int32)
         if rest_at.dtype.element_ty == tl.int8:
             rest = rest << 8
@@ -246,14 +248,17 @@ def load_master(weight_at, rest_at, mask, IS_FULL: tl.constexpr):
     elif kind == tl.float16:
         master = load_entries(rest_at, mask, IS_FULL)
     else:
-        master = load_entries(weight_at, mask, IS_FULL)
+        master = load_entries(param_at, mask, IS_FULL)
     return master
 
 
 @triton.jit
-def store_master(weight_at, rest_at, master, dither, mask, IS_FULL: tl.constexpr):
-    """Write fp32 masters as weights and what rounding left over, which ``dither`` rounds to 8 bits."""
-    kind: tl.constexpr = weight_at.dtype.element_ty
+def store_master(param_at, rest_at, master, dither, mask, IS_FULL: tl.constexpr):
+    """Write fp32 masters as parameters and what rounding left over, which ``dither`` rounds to 8 bits.
+
+    Returns the parameters as they were written.
+    """
+    kind: tl.constexpr = param_at.dtype.element_ty
     if kind == tl.int16:
         bits = master.to(tl.int32, bitcast=True)
         bits = tl.where(master != master, 0x7FC00000, bits)
@@ -262,17 +267,19 @@ def store_master(weight_at, rest_at, master, dither, mask, IS_FULL: tl.constexpr
         if rest_at.dtype.element_ty == tl.int8:
             rest = tl.minimum((rest + dither) >> 8, 127)
         store_entries(rest_at, rest.to(rest_at.dtype.element_ty), mask, IS_FULL)
-        store_entries(weight_at, rounded.to(tl.int16), mask, IS_FULL)
+        stored = rounded.to(tl.int16)
     elif kind == tl.float16:
         store_entries(rest_at, master, mask, IS_FULL)
-        store_entries(weight_at, master.to(tl.float16), mask, IS_FULL)
+        stored = master.to(tl.float16)
     else:
-        store_entries(weight_at, master, mask, IS_FULL)
+        stored = master
+    store_entries(param_at, stored, mask, IS_FULL)
+    return stored
 
 
 @triton.jit
 def find_block(rows, items, BLOCKS: tl.constexpr):
-    """Return the row of a program's weight, its number, its block, and the bits of that: `read_block`.
+    """Return the row of a program's weight, its number, its block, and what `read_block` says of that.
 
     An item of the list is ``BLOCKS`` blocks of one weight, a block for each program.
     """
@@ -280,18 +287,18 @@ def find_block(rows, items, BLOCKS: tl.constexpr):
     weight = tl.load(items + item)
     row = rows + weight * COLUMNS
     block = (item - tl.load(row + FIRST)) * BLOCKS + tl.program_id(0) % BLOCKS
-    low, high, ends, count, begin = read_block(
+    _, _, ends, count, begin = read_block(
         address_in(row, PAIRS, tl.int64),
         address_in(row, OFFSETS, tl.int64),
         block,
         tl.load(row + SIZE),
     )
-    return row, weight, block, low, high, ends, count, begin
+    return row, weight, block, ends, count, begin
 
 
 @triton.jit
 def find_part(rows, items, PARTS: tl.constexpr, PART: tl.constexpr):
-    """Return the row of a program's unpruned weight, its number, and where the program's part begins."""
+    """Return the row of a program's parameter, its number, and where the program's part begins."""
     item = tl.program_id(0) // PARTS
     weight = tl.load(items + item)
     row = rows + weight * COLUMNS
