@@ -5,7 +5,7 @@ Example:
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
     >>> masks = samo.prune(model, sparsity=0.9)
     >>> model = samo.compress_(model, masks)
-    >>> opt = samo.AdamW(samo.parameters(model), lr=1e-3)
+    >>> opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     >>> model(torch.randn(4, 64)).square().mean().backward()
     >>> opt.step()
     >>> opt.zero_grad()
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from samo.candidates import prunable as prunable
     from samo.checkpoints.loading import load as load
     from samo.checkpoints.saving import save as save
-    from samo.compression import compress_ as compress_
+    from samo.core.compress import (
+        compress_ as compress_,
+        decompress_ as decompress_,
+        dense_state_dict as dense_state_dict,
+        masks as masks,
+    )
+    from samo.core.groups import param_groups as param_groups
+    from samo.core.optim import AdamW as AdamW
+    from samo.core.remap import remap_ as remap_
     from samo.dynamic.gradual import GradualPruning as GradualPruning
     from samo.dynamic.sparse import DynamicSparse as DynamicSparse
     from samo.early_bird.bird import EarlyBird as EarlyBird
@@ -36,67 +44,44 @@ if TYPE_CHECKING:
         SamoError as SamoError,
         TicketError as TicketError,
     )
-    from samo.leaves import (
-        named_parameters as named_parameters,
-        param_groups as param_groups,
-        parameters as parameters,
-    )
     from samo.mask import Mask as Mask
-    from samo.masks import Masks as Masks
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
-    from samo.optim import AdamW as AdamW
-    from samo.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
+    from samo.model_masks import Masks as Masks
     from samo.parallel.mesh import mesh as mesh
-    from samo.parallel.replicas import (
-        Replicas as Replicas,
-        no_sync as no_sync,
-        replicate as replicate,
-        traffic as traffic,
-    )
-    from samo.parallel.traffic import Traffic as Traffic, TrafficOf as TrafficOf
     from samo.pipeline.api import Pipeline as Pipeline
     from samo.pruning.choosing import prune as prune
-    from samo.remapping import remap_ as remap_
-    from samo.scaling import LossScaler as LossScaler
 
-__version__: Final = "0.1.0"
+__version__: Final = "0.2.0"
 
 _MODULES: Final = {
     "PeerError": "samo.errors",
     "Pipeline": "samo.pipeline.api",
-    "Replicas": "samo.parallel.replicas",
-    "Traffic": "samo.parallel.traffic",
-    "TrafficOf": "samo.parallel.traffic",
-    "clip_grad_norm_": "samo.parallel.clipping",
     "mesh": "samo.parallel.mesh",
-    "no_sync": "samo.parallel.replicas",
-    "replicate": "samo.parallel.replicas",
-    "traffic": "samo.parallel.replicas",
     "RunError": "samo.errors",
     "DataError": "samo.errors",
     "ConfigError": "samo.errors",
     "CheckpointError": "samo.errors",
-    "AdamW": "samo.optim",
+    "AdamW": "samo.core.optim",
     "CompressionError": "samo.errors",
     "EarlyBird": "samo.early_bird.bird",
     "DynamicSparse": "samo.dynamic.sparse",
     "GradualPruning": "samo.dynamic.gradual",
     "Ledger": "samo.memory.ledger",
-    "LossScaler": "samo.scaling",
     "Mask": "samo.mask",
     "MaskError": "samo.errors",
-    "Masks": "samo.masks",
+    "Masks": "samo.model_masks",
     "SamoError": "samo.errors",
     "TicketError": "samo.errors",
-    "compress_": "samo.compression",
+    "compress_": "samo.core.compress",
+    "decompress_": "samo.core.compress",
+    "dense_state_dict": "samo.core.compress",
+    "masks": "samo.core.compress",
     "ledger": "samo.memory.ledger",
     "load": "samo.checkpoints.loading",
-    "named_parameters": "samo.leaves",
-    "param_groups": "samo.leaves",
-    "parameters": "samo.leaves",
+    "param_groups": "samo.core.groups",
     "prunable": "samo.candidates",
     "prune": "samo.pruning.choosing",
-    "remap_": "samo.remapping",
+    "remap_": "samo.core.remap",
     "save": "samo.checkpoints.saving",
 }
 

@@ -62,10 +62,10 @@ class CompressionError(SamoError, RuntimeError):
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> model = samo.compress_(model, samo.prune(model, 0.5))
         >>> try:
-        ...     model.half()
+        ...     model[0].weight = torch.nn.Parameter(torch.zeros(2, 2))
         ... except samo.CompressionError as error:
-        ...     print(str(error)[:60])
-        '0.weight' is compressed as float32 and cannot become float1
+        ...     print(str(error)[:46])
+        '0.weight' is (8, 8) and cannot be given (2, 2
     """
 
 

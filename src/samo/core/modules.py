@@ -1,0 +1,273 @@
+"""The class of a module with compressed parameters: a property for each, and what must know of them.
+
+One subclass for each original class, made once and cached, so that `torch.compile` sees equal blocks as
+equal. It has the original's name, and pickles as the original with its compressed parameters.
+"""
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from samo.core.dense import DenseWeight
+from samo.core.weight import Weight, one_warning
+from samo.errors import CompressionError
+from samo.mask import Mask
+
+__all__ = []
+
+_WEIGHTS: Final = "_samo_weights"
+"""Where a module keeps its weights, by the names of their parameters."""
+
+BITMAP: Final = "_bitmap"
+"""Suffix of a mask's name in a state dict: its bits and their SHA-256, as bytes."""
+
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
+
+
+class CompressedModule(nn.Module):
+    """What a module with compressed parameters does otherwise than the module it was."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Stand before the original's: a registry of its subclasses has no use for this one."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in weights_in(self) and isinstance(value, nn.Parameter):
+            self._assign(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        weights_in(self).pop(name, None)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `__setattr__`: another tensor under the name of a weight would be trained without its mask."""
+        if name in weights_in(self) and param is not None:
+            self._assign(name, param)
+        else:
+            super().register_parameter(name, param)
+
+    def _assign(self, name: str, value: nn.Parameter) -> None:
+        """Let ``module.weight = parameter`` reach the values."""
+        weights = weights_in(self)
+        weight = weights[name]
+        if isinstance(value, DenseWeight):  # module.weight = other.weight ties the two
+            weights[name] = weight = value._weight
+            self._parameters[name] = weight.values
+        elif value.shape == weight.values.shape or hasattr(value, "__tensor_flatten__"):
+            self._parameters[name] = value
+            if type(value) is nn.Parameter:
+                weight.bind(value)
+        else:
+            weight.write(value.detach())
+            weight.values.requires_grad_(value.requires_grad)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return the parameter by its name: the values, not the dense weight."""
+        path, _, name = target.rpartition(".")
+        module = self.get_submodule(path)
+        if name in weights_in(module):
+            return module._parameters[name]  # type: ignore[return-value]
+        return super().get_parameter(target)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move values to another device, but leave them their type: another one is for computing."""
+        weights = weights_in(self)
+        own = {id(weight.values) for weight in weights.values()}
+        own |= {id(weight.values.grad) for weight in weights.values()}
+
+        def apply(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return (
+                tensor.to(moved.device)
+                if id(tensor) in own and moved.dtype != tensor.dtype
+                else moved
+            )
+
+        for weight in weights.values():
+            weight.release()
+        result = super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        for name, weight in weights.items():
+            weight.values = self._parameters[name]  # type: ignore[assignment]
+            weight.follow(fn)
+        return result
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for weight in weights_in(self).values():
+            weight.sync_written()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, weight in weights_in(self).items():
+            if weight.mask is not None:
+                destination[prefix + name + BITMAP] = to_bytes(weight.mask)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take compressed values if their mask is the weight's own, or a dense weight."""
+        weights = weights_in(self)
+        for name, weight in weights.items():
+            key = prefix + name
+            bitmap, given = state_dict.pop(key + BITMAP, None), state_dict.get(key)
+            if not isinstance(given, Tensor) or weight.mask is None:
+                continue
+            if given.shape == weight.shape and (bitmap is None or given.dim() != 1):
+                weight._check_pruned(given)
+                state_dict[key] = weight.layout.compress(given.to(weight.device), given.dtype)
+            elif bitmap is None and strict:
+                missing_keys.append(key + BITMAP)
+            elif bitmap is not None and (wrong := compare(bitmap, weight.mask)):
+                error_msgs.append(f"'{key}' {wrong}")
+                del state_dict[key]
+                missing_keys.append(key)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        for name, weight in weights.items():
+            values = self._parameters.get(name)
+            if values is not None and values is not weight.values:  # assign=True
+                weight.bind(values)
+            elif weight.dense is not None:
+                weight.refresh()  # for compiled code, which does not ask whether it is stale
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load as ever; what a dense state dict holds in pruned entries is told once for all of it."""
+        with one_warning():
+            return super().load_state_dict(state_dict, strict, assign)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        for weight in weights_in(self).values():
+            weight.sync_written()  # the values are copied before their weight is
+        return rebuild, (original_class(self), tuple(weights_in(self))), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+def weights_in(module: nn.Module) -> dict[str, Weight]:
+    """Return the weights of one module by the names of their parameters."""
+    return module.__dict__.get(_WEIGHTS, _NONE)
+
+
+_NONE: Final[dict[str, Weight]] = {}
+
+
+def set_weights(module: nn.Module, weights: dict[str, Weight]) -> None:
+    """Give a module its compressed parameters, and the class that knows of them."""
+    module.__dict__[_WEIGHTS] = weights
+    for name, weight in weights.items():
+        module._parameters[name] = weight.values
+    module.__class__ = compressed_class(original_class(module), tuple(weights))  # type: ignore[arg-type]
+
+
+def clear_weights(module: nn.Module) -> None:
+    """Give a module the class back that it had."""
+    module.__class__ = original_class(module)
+    module.__dict__.pop(_WEIGHTS, None)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was compressed."""
+    return type(module).__dict__.get("_samo_original", type(module))
+
+
+@cache
+def compressed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return the subclass of ``cls`` whose parameters of these names are compressed."""
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_samo_original": cls,
+    }
+    namespace |= {name: _property(name) for name in names}
+    if issubclass(cls, nn.RNNBase):
+        # It computes with a list of its own, and gives cuDNN one block of memory for all of it.
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, weights: None)
+        namespace["flatten_parameters"] = lambda self: None
+    return type(cls)(cls.__name__, (CompressedModule, cls), namespace)  # type: ignore[misc]
+
+
+def rebuild(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """Return an empty instance, for pickle and copy."""
+    return (made := compressed_class(cls, names)).__new__(made)  # type: ignore[arg-type]
+
+
+def _property(name: str) -> property:
+    def get(self: nn.Module) -> Any:
+        try:
+            return self.__dict__[_WEIGHTS][name].read(self._parameters[name])
+        except KeyError:
+            if name in self.__dict__:
+                return self.__dict__[name]
+            raise AttributeError(
+                f"'{type(self).__name__}' object has no attribute '{name}'"
+            ) from None
+
+    def set_(self: nn.Module, value: Any) -> None:
+        if name in weights_in(
+            self
+        ):  # weight_norm and its like take the parameter out of _parameters
+            raise CompressionError(
+                f"'{weights_in(self)[name].name}' is compressed, and another tensor in its place would be "
+                "trained without its mask; put weight_norm or spectral_norm on before compress_, or call "
+                "samo.decompress_(model) first"
+            )
+        self.__dict__[name] = value  # its parameter was deleted
+
+    return property(get, set_)
+
+
+def _flat_weights(self: Any) -> list[Tensor | None]:
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+# Masks in a state dict -------------------------------------------------------------------------------
+
+
+def to_bytes(mask: Mask) -> Tensor:
+    """Return a mask's bits and their fingerprint as bytes, on the mask's device."""
+    digest = torch.frombuffer(bytearray.fromhex(mask.fingerprint()), dtype=torch.uint8)
+    return torch.cat([mask.words.view(torch.uint8), digest.to(mask.words.device)])
+
+
+def compare(saved: Any, mask: Mask) -> str:
+    """Return what is wrong with a saved mask, beside the one that a weight has; nothing if they agree."""
+    own = to_bytes(mask)
+    if not isinstance(saved, Tensor) or saved.dtype != torch.uint8 or saved.shape != own.shape:
+        return "comes with a bitmap of another size or type: it belongs to another weight"
+    saved = saved.to(own.device)
+    if torch.equal(saved, own):
+        return ""
+    bits, digest = saved[:-_DIGEST_BYTES], saved[-_DIGEST_BYTES:].cpu()
+    actual = Mask(mask.shape, bits.clone().view(torch.int32)).fingerprint()
+    if bytes(digest.tolist()).hex() != actual:
+        return "comes with a damaged bitmap: its bits do not match their fingerprint"
+    return (
+        "was saved with another mask; load it into a model that is compressed with that one, or "
+        "give this model the saved mask first, with samo.remap_"
+    )
+
+
+def check_class(module: nn.Module, names: tuple[str, ...]) -> None:
+    """Refuse a module whose class cannot be exchanged, and leave it as it is.
+
+    Raises:
+        CompressionError: Its class allows no subclass, or no other class for an object.
+    """
+    cls = type(module)
+    try:
+        module.__class__ = compressed_class(cls, names)  # type: ignore[arg-type]
+        module.__class__ = cls
+    except Exception as error:
+        raise CompressionError(
+            f"a {cls.__name__} has parameters but its class cannot be exchanged ({error}); compress the "
+            "model before it is scripted, traced or wrapped"
+        ) from error

@@ -1,0 +1,536 @@
+"""`AdamW` for the parameters of a compressed model, and for any others: one fused pass, exact or lean."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from samo import kernels as _kernels
+from samo.core.weight import Weight, weight_from, weight_of
+from samo.errors import CompressionError, MaskError
+from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
+from samo.kernels.ages import ages_at
+from samo.kernels.lean import num_groups, quantise_weight
+from samo.kernels.rounding import master_dtype, rest_dtype
+
+__all__ = ["AdamW"]
+
+_REST_KEYS: Final = {torch.int16: "remainder", torch.int8: "correction"}
+"""Name, in the state, of what rounding left over of a bfloat16 parameter, by its type."""
+
+_AGE: Final = "age"
+"""Name of the updates that each entry has had."""
+
+_WARN_AFTER: Final = 10
+"""Skipped steps in a row that are worth a warning."""
+
+
+class AdamW(Optimizer):
+    """AdamW for ``model.parameters()``, in fp32 arithmetic and one fused pass over all of them.
+
+    A step is that of torch's unfused ``torch.optim.AdamW``: bit for bit with ``kernels="reference"``,
+    and within 3 units in the last place with the faster ones. It takes gradients of any
+    type (``compress_(grad_dtype=torch.bfloat16)``), and refreshes the dense weights of a compressed
+    model as it goes. bfloat16 parameters are updated as fp32 ones: what rounding leaves over is state.
+
+    Lean state: both moments in 8 bits each, with two fp32 scales for 1,024 entries of a pruned weight
+    (256 of an unpruned one), and 8 bits of what rounding leaves over: 3 bytes for each bfloat16
+    parameter instead of 10. Moments are a few percent off. The fast kernels for it are those of an
+    NVIDIA GPU.
+
+    A gradient with a NaN or an infinity anywhere makes the whole step do nothing, without waiting for
+    the device; ``skipped_steps`` counts them, and many in a row are warned of.
+
+    Example:
+        >>> import torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5), dtype=torch.bfloat16)
+        >>> opt = samo.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+        >>> model(torch.randn(4, 16, dtype=torch.bfloat16)).float().square().mean().backward()
+        >>> opt.step()
+        >>> opt.zero_grad()
+        >>> opt.skipped_steps
+        0
+
+    Args:
+        params: Parameters, named ones, or groups of them, such as `samo.param_groups` makes.
+        lr: Learning rate, a number or a scalar tensor.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        state: "exact", or "lean" for 8-bit state.
+        entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so that
+            entries which `samo.remap_` adds late get Adam's bias correction for their own age.
+        group: Ranks that skip a step together, where each has gradients that the others lack, as in
+            ``ZeroRedundancyOptimizer``. Replicas of DistributedDataParallel need none: they have the
+            same gradients.
+        kernels: ``"auto"`` takes the fastest for the parameters' device, ``"reference"`` plain torch.
+        fused: Taken for compatibility; the step is always fused.
+        foreach: As ``fused``.
+        amsgrad: Must be False: there is no third moment.
+        maximize: Must be False: negate the loss.
+        capturable: Must be False: addresses of gradients are sent from the host in each step.
+        differentiable: Must be False.
+
+    Raises:
+        ValueError: A setting is out of range or not supported, or a parameter has a type that is not.
+    """
+
+    refreshes_dense_weights = True
+    _skipped: Tensor | None = None
+    _skipped_on_host: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        state: Literal["exact", "lean"] = "exact",
+        entry_steps: bool = False,
+        *,
+        group: dist.ProcessGroup | None = None,
+        kernels: _kernels.Path = "auto",
+        fused: bool | None = None,
+        foreach: bool | None = None,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        if state not in ("exact", "lean"):
+            raise ValueError(f"state must be 'exact' or 'lean', got {state!r}")
+        if entry_steps and state == "lean":
+            raise ValueError(
+                "entry_steps=True goes with state='exact' alone, got state='lean', whose updates correct "
+                "all entries of a weight alike; leave out one of the two"
+            )
+        if kernels not in _kernels.PATHS:
+            raise ValueError(f"kernels must be one of {_kernels.PATHS}, got {kernels!r}")
+        _refuse(amsgrad=amsgrad, maximize=maximize)
+        _refuse(capturable=capturable, differentiable=differentiable)
+        self.group = group
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        defaults["weight_decay"] = weight_decay
+        # In the groups, as torch's own settings are: copies of an optimizer have nothing else.
+        defaults |= {"lean": state == "lean", "entry_steps": entry_steps, "kernels": kernels}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, for example of a part of the model that was frozen so far.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
+            >>> opt = samo.AdamW(model[1].parameters(), lr=1e-3)
+            >>> opt.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
+            >>> [group["lr"] for group in opt.param_groups]
+            [0.001, 0.0001]
+        """
+        _check_settings({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for index, param in enumerate(group["params"]):
+            if param.requires_grad:  # frozen ones are looked at with their first gradient
+                _check_type(param, group, group.get("param_names", {index: _name(param)})[index])
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped because a gradient was not finite; waits for the device."""
+        return 0 if self._skipped is None else int(self._skipped[0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters from their gradients.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
+            >>> opt = samo.AdamW(model.parameters(), lr=0.1)
+            >>> def closure():
+            ...     opt.zero_grad()
+            ...     loss = model(torch.ones(1, 8)).square().sum()
+            ...     loss.backward()
+            ...     return loss
+            >>> before = opt.step(closure)
+            >>> bool(model(torch.ones(1, 8)).square().sum() < before)
+            True
+
+        Args:
+            closure: Computes loss and gradients once more and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            CompressionError: It is called while a CUDA graph is captured.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise CompressionError(
+                "samo.AdamW.step cannot be part of a CUDA graph: addresses of the gradients are sent "
+                "from the host in each step; capture forward and backward, and call step() after "
+                "each replay"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches: dict[tuple[Any, ...], _Batch] = {}
+        for group in self.param_groups:
+            key = (*group["betas"], group["eps"], group["lean"], group["kernels"])
+            for param in group["params"]:
+                if param.grad is not None:
+                    weight = weight_of(param)
+                    batch = batches.get((*key, param.device))
+                    if batch is None:
+                        batch = batches[*key, param.device] = _Batch(group)
+                    batch.add(param, weight, group, self._state_of(param, weight, group))
+        if not batches and self.group is None:
+            return loss
+        skip = self._find_nonfinite(list(batches.values()))
+        # A CPU's result is here already; another device's is used there, without waiting for it.
+        if skip is not None and skip.device.type == "cpu" and bool(skip):
+            return loss
+        for batch in batches.values():
+            batch.update(None if skip is None or skip.device.type == "cpu" else skip)
+        return loss
+
+    def _find_nonfinite(self, batches: list["_Batch"]) -> Tensor | None:
+        """Return whether any gradient is not finite, count it, and warn where that goes on."""
+        flags = [batch.kernels.find_nonfinite(batch.gradients) for batch in batches]
+        if not flags:
+            flags = [torch.zeros((), dtype=torch.bool)]
+        flag = flags[0]
+        for other in flags[1:]:
+            flag = flag | other.to(flag.device)
+        if self.group is not None:
+            shared = flag.to(torch.int32)
+            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+            flag = shared.to(torch.bool)
+        if self._skipped is None:
+            self._skipped = torch.zeros(2, dtype=torch.int64, device=flag.device)
+        total, in_a_row = self._skipped
+        total.add_(flag)
+        in_a_row.add_(1).mul_(flag)
+        self._warn_of_skips()
+        return flag
+
+    def _warn_of_skips(self) -> None:
+        """Look at the count that was sent some steps ago, and send it again."""
+        assert self._skipped is not None
+        if self._skipped_on_host is None:
+            pinned = self._skipped.is_cuda
+            self._skipped_on_host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
+        total, in_a_row = self._skipped_on_host.tolist()
+        if in_a_row and in_a_row % _WARN_AFTER == 0:
+            warnings.warn(
+                f"{in_a_row} steps in a row were skipped ({total} in all): a gradient is NaN or infinite, "
+                "and nothing is learnt; look for it with torch.autograd.set_detect_anomaly(True), or "
+                "lower the loss scale",
+                stacklevel=4,
+            )
+        self._skipped_on_host.copy_(self._skipped, non_blocking=True)
+
+    def _state_of(
+        self, param: Tensor, weight: Weight | None, group: dict[str, Any]
+    ) -> dict[str, Any]:
+        state = self.state[param]
+        if not state:
+            _check_type(param, group, _name(param))
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            for key, (dtype, shape) in _layout(param, weight, group).items():
+                state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
+                if shape == param.shape and not param.is_contiguous():
+                    state[key] = torch.zeros_like(param, dtype=dtype)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state, before or after the model takes over its own.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> model = samo.compress_(model, samo.prune(model, 0.5))
+            >>> opt = samo.AdamW(model.parameters())
+            >>> opt.load_state_dict(opt.state_dict())
+
+        Raises:
+            ValueError: The groups do not match.
+            MaskError: The state belongs to other masks, or to parameters of another type.
+        """
+        saved = state_dict["state"]
+        pairs = [(param, group) for group in self.param_groups for param in group["params"]]
+        lengths = [
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        ]
+        for index, (param, group) in enumerate(pairs):
+            if index in saved and lengths[0] == lengths[1]:  # torch refuses other groups
+                _check_loaded(param, group, saved[index])
+        super().load_state_dict({**state_dict, "state": {}})  # torch would cast 8-bit state
+        for index, (param, _) in enumerate(pairs):
+            if index in saved:
+                self.state[param] = {
+                    key: value.to(param.device, copy=True) for key, value in saved[index].items()
+                }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a copy or `load_state_dict` brings; groups keep their kind of state."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key in ("lean", "entry_steps", "kernels"):
+                group.setdefault(key, self.defaults[key])
+        self.__dict__.setdefault("group", None)
+
+    @torch.no_grad()
+    def carry_over(self, dense: Optimizer) -> None:
+        """Go on from the moments of the optimizer that trained the model before it was compressed.
+
+        Without this the first steps after pruning divide by moments that know one gradient each.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+            >>> dense = torch.optim.AdamW(model.parameters())
+            >>> model(torch.ones(1, 8)).sum().backward()
+            >>> dense.step()
+            >>> model = samo.compress_(model, samo.prune(model, 0.5))
+            >>> opt = samo.AdamW(model.parameters())
+            >>> opt.carry_over(dense)
+            >>> [state["exp_avg"].shape for state in opt.state.values()]
+            [torch.Size([32]), torch.Size([8])]
+
+        Args:
+            dense: An Adam or AdamW of torch over the parameters that the model had.
+
+        Raises:
+            ValueError: It keeps other state than Adam's.
+        """
+        kinds = {"step", "exp_avg", "exp_avg_sq"}
+        groups = {param: group for group in self.param_groups for param in group["params"]}
+        found: list[tuple[Tensor, Weight | None, dict[str, Any]]] = []
+        for old, state in dense.state.items():
+            weight = weight_from(old)
+            param = old if weight is None else weight.values
+            if not any(param is own for own in groups):
+                continue
+            if set(state) != kinds:
+                raise ValueError(
+                    f"carry_over takes the state of Adam or AdamW, but for {_name(param)} "
+                    f"{type(dense).__name__} keeps {', '.join(sorted(state)) or 'nothing'}; leave it "
+                    "out, and the moments start at 0"
+                )
+            found.append((param, weight, state))
+        for param, weight, given in found:
+            group = groups[param]
+            state = self._state_of(param, weight, group)
+            state["step"].copy_(torch.as_tensor(given["step"]))
+            moments = []
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = given[key].to(param.device, master_dtype(param.dtype))
+                moments.append(
+                    moment if weight is None else weight.layout.compress(moment, moment.dtype)
+                )
+            if group["lean"]:
+                mask = None if weight is None else weight.mask
+                # Groups of entries are neighbours in memory.
+                first, second = (
+                    _flat(torch.empty_like(param, dtype=moment.dtype).copy_(moment))
+                    for moment in moments
+                )
+                codes = quantise_weight(first, second, _numel(param, weight), mask)
+                for key, code in zip(_layout(param, weight, group), codes):
+                    _flat(state[key]).copy_(code)
+                continue
+            for key, moment in zip(("exp_avg", "exp_avg_sq"), moments):
+                state[key].copy_(moment)
+            if _AGE in state:
+                state[_AGE] = ages_at(state["step"], param.numel())
+
+
+class _Batch:
+    """Parameters that are updated together."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.settings = AdamWSettings(group["betas"][0], group["betas"][1], group["eps"])
+        self.path: _kernels.Path = group["kernels"]
+        self.is_lean = group["lean"]
+        self.params: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self.weights: list[Weight] = []
+        self.updates: list[AdamWUpdate] = []
+        self.states: list[dict[str, Any]] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    @property
+    def kernels(self) -> _kernels.Kernels:
+        return _kernels.choose(self.device, self.path)
+
+    def add(
+        self, param: Tensor, weight: Weight | None, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
+        grad = param.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
+        dense, mask = None, None
+        if weight is not None:
+            weight.sync_written()
+            dense, mask = weight.dense, weight.mask
+            if dense is not None:
+                self.weights.append(weight)
+        rest = state.get("correction" if self.is_lean else "remainder")
+        self.params.append(param)
+        self.gradients.append(grad)
+        self.states.append(state)
+        self.updates.append(
+            AdamWUpdate(
+                param,
+                rest,
+                grad,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state["step"],
+                group["lr"],
+                group["weight_decay"],
+                dense,
+                mask,
+            )
+        )
+
+    def update(self, skip: Tensor | None) -> None:
+        if self.is_lean:
+            lean = [
+                LeanUpdate(update, state["exp_avg_scale"], state["exp_avg_sq_scale"])
+                for update, state in zip(self.updates, self.states)
+            ]
+            _kernels.choose_lean(self.device, self.path).adamw_lean_(lean, self.settings, skip)
+        else:
+            pairs = list(zip(self.updates, self.states))
+            aged = [AgedUpdate(update, state[_AGE]) for update, state in pairs if _AGE in state]
+            plain = [update for update, state in pairs if _AGE not in state]
+            if aged:
+                _kernels.choose_aged(self.device, self.path).adamw_aged_(aged, self.settings, skip)
+            if plain:
+                self.kernels.adamw_(plain, self.settings, skip)
+        # Kernels write behind autograd's back, and a backward pass over older values must be refused.
+        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version([weight.dense for weight in self.weights])  # type: ignore[misc]
+        for weight in self.weights:
+            weight.note()
+
+
+def _layout(
+    param: Tensor, weight: Weight | None, group: dict[str, Any]
+) -> dict[str, tuple[torch.dtype, Any]]:
+    """Return type and shape of what is kept for a parameter beside its step count."""
+    layout: dict[str, tuple[torch.dtype, Any]]
+    mask = None if weight is None else weight.mask
+    if not group["lean"]:
+        moment = (master_dtype(param.dtype), param.shape)
+        layout = {"exp_avg": moment, "exp_avg_sq": moment}
+        if group["entry_steps"] and mask is not None:
+            layout[_AGE] = (torch.int16, param.shape)
+    else:
+        scale = (torch.float32, (num_groups(_numel(param, weight), mask),))
+        layout = {
+            "exp_avg": (torch.int8, param.shape),
+            "exp_avg_sq": (torch.uint8, param.shape),
+            "exp_avg_scale": scale,
+            "exp_avg_sq_scale": scale,
+        }
+    rest = rest_dtype(param.dtype, is_lean=group["lean"])
+    if rest is not None:
+        layout[_REST_KEYS[rest]] = (rest, param.shape)
+    return layout
+
+
+def _check_loaded(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    """Refuse a saved state that is not of this parameter's types and sizes."""
+    weight = weight_of(param)
+    found = {
+        key: (value.dtype, tuple(value.shape)) for key, value in state.items() if key != "step"
+    }
+    is_lean = "exp_avg_scale" in found
+    if is_lean != group["lean"]:
+        kinds = ("exact", "lean")
+        raise MaskError(
+            f"the saved optimizer state of {_name(param)} is {kinds[is_lean]}, and this optimizer "
+            f"keeps {kinds[group['lean']]} state; build it with state='{kinds[is_lean]}'"
+        )
+    layout = _layout(param, weight, group)
+    if (_AGE in found) != (_AGE in layout):
+        raise MaskError(
+            f"the saved optimizer state of {_name(param)} has {'' if _AGE in found else 'no '}step "
+            f"counts of its entries; build the optimizer with entry_steps={_AGE in found}"
+        )
+    expected = {key: (dtype, tuple(shape)) for key, (dtype, shape) in layout.items()}
+    if found != expected:
+        raise MaskError(
+            f"the saved optimizer state of {_name(param)} holds {found}, but the parameter needs "
+            f"{expected}; it belongs to another mask or another type: load it into a model compressed "
+            "with the masks and types that it was trained with"
+        )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _numel(param: Tensor, weight: Weight | None) -> int:
+    return param.numel() if weight is None else weight.shape.numel()
+
+
+def _name(param: Tensor) -> str:
+    weight = weight_of(param)
+    return f"a parameter of {tuple(param.shape)}" if weight is None else f"'{weight.name}'"
+
+
+def _refuse(**settings: bool) -> None:
+    reasons = {
+        "amsgrad": "it would need a third moment",
+        "maximize": "negate the loss instead",
+        "capturable": "addresses of gradients are sent from the host in each step",
+        "differentiable": "kernels write in place",
+    }
+    for name, value in settings.items():
+        if value:
+            raise ValueError(
+                f"samo.AdamW has no {name}=True ({reasons[name]}); torch.optim.AdamW has, and takes "
+                "model.parameters() as well"
+            )
+
+
+def _check_type(param: Tensor, group: dict[str, Any], name: str) -> None:
+    if param.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise ValueError(
+            f"{name} is {param.dtype}; samo.AdamW updates float32, float64 and bfloat16 "
+            "parameters, and compress_(model, masks, dtype=torch.float16) keeps float32 ones"
+        )
+    if group["lean"] and param.dtype == torch.float64:
+        raise ValueError(
+            f"{name} is float64, which lean state has too few digits for; pass "
+            "state='exact', or compress the model with dtype=torch.float32"
+        )
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    lr, betas = group["lr"], group["betas"]
+    if not isinstance(lr, Tensor) and not lr >= 0:
+        raise ValueError(f"lr must be 0 or more, got {lr}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+    if not group["eps"] >= 0:
+        raise ValueError(f"eps must be 0 or more, got {group['eps']}")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"weight_decay must be 0 or more, got {group['weight_decay']}")

@@ -1,0 +1,95 @@
+"""Masks on several ranks: replicas must have the same ones, and a step is skipped by all or none."""
+
+import hashlib
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from samo.errors import CompressionError, MaskError
+
+__all__ = []
+
+_SEEN: Final[weakref.WeakKeyDictionary[DistributedDataParallel, bool]] = weakref.WeakKeyDictionary()
+"""Wrappers whose masks are the same everywhere, and whether parameters still have their lengths."""
+
+
+def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
+    """Compare masks in the first forward pass of each DistributedDataParallel.
+
+    Raises:
+        MaskError: They differ; on every rank.
+        CompressionError: Parameters have other lengths since, for which it has no buffers.
+    """
+    if torch.compiler.is_compiling():
+        return
+    replicas = DistributedDataParallel._active_ddp_module
+    if replicas is None or _SEEN.get(replicas):
+        return
+    nbytes = sum(param.nbytes for param in replicas._module_parameters)
+    if (
+        replicas in _SEEN
+        or replicas._get_ddp_logging_data()["total_parameter_size_bytes"] != nbytes
+    ):
+        raise CompressionError(
+            "masks that keep another number of weights have changed the lengths of parameters since this "
+            "DistributedDataParallel was built, and it would send their gradients no more; build it anew: "
+            "ddp = DistributedDataParallel(ddp.module)"
+        )
+    from samo.core.compress import masks
+
+    compare_masks(masks(module), replicas.process_group)
+    _SEEN[replicas] = True
+
+
+def replicas_of(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Return the wrappers that have run with any of these parameters, the last one last."""
+    wanted = {id(param) for param in params}
+    return [r for r in list(_SEEN) if any(id(param) in wanted for param in r.parameters())]
+
+
+def group_of(param: Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that have replicas of a parameter, as far as a DistributedDataParallel tells."""
+    found = replicas_of([param])
+    return found[-1].process_group if found else None
+
+
+def outdate_replicas(params: Iterable[Tensor]) -> None:
+    """Let wrappers of parameters that have another length now refuse their next forward pass."""
+    for replicas in replicas_of(params):
+        _SEEN[replicas] = False
+
+
+def compare_masks(masks: Any, group: dist.ProcessGroup | None) -> None:
+    """Refuse masks that are not the same on all ranks of a group, all of which call this.
+
+    Raises:
+        MaskError: They differ.
+    """
+    names = sorted(masks)
+    digests = [hashlib.sha256(masks[name].fingerprint().encode()).digest()[:8] for name in names]
+    device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
+    own = torch.frombuffer(bytearray(b"".join(digests) or b"\0" * 8), dtype=torch.int64).to(device)
+    lengths = _gather(torch.tensor([own.numel()], device=device), group)
+    if len({int(length) for length in lengths}) > 1:
+        raise MaskError(
+            f"ranks have masks for {sorted({int(length) for length in lengths})} weights; compress the "
+            "model with the same masks on all of them"
+        )
+    for rank, other in enumerate(_gather(own, group)):
+        if not torch.equal(own, other):
+            name = names[int((own != other).nonzero()[0])]
+            raise MaskError(
+                f"the mask of '{name}' is not the same on rank {dist.get_rank(group)} and on rank {rank} "
+                "of the replicas; draw masks on one rank and broadcast them, or prune with one seed"
+            )
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, tensor, group=group)
+    return found

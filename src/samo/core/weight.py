@@ -1,0 +1,479 @@
+"""`Weight`: what belongs to one compressed parameter of a model.
+
+The values are the parameter; the dense weight is a copy of them in the compute type, kept between uses:
+
+    values   1-D, fp32      in module._parameters, in the optimizer, in state_dict()
+    dense    own shape      what module.weight shows; zeros where pruned
+
+Both may be written: values by optimizers, ``load_state_dict`` or anybody else; the dense weight by who
+writes to ``module.weight``. Whoever changed last is followed at the next read, told by torch's version
+counters. Writes through ``.data`` of the *values* raise none: after a step of any optimizer the copies of
+its parameters are made anew, whatever the counters say.
+"""
+
+import copy
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from samo import kernels as _kernels
+from samo.core.dense import DenseWeight, Expand, Layout, as_dense_weight, expand_by_index
+from samo.errors import CompressionError
+from samo.mask import Mask
+
+__all__ = []
+
+_LOCK: Final = threading.Lock()
+"""One thread at a time makes a dense copy anew: another one may be computing with it."""
+
+_FIRST: Final = 2**63 - 1
+"""Number of a node that runs as soon as its gradient is there, as torch's own of a parameter does."""
+
+
+class Weight:
+    """The values of one parameter, where they lie, and the dense weight that is computed with.
+
+    Args:
+        name: Name of the parameter, for messages.
+        param: The dense parameter that it was.
+        mask: Which entries are kept; None for an unpruned parameter that is computed with in a
+            narrower type.
+        dtype: Type of the dense weight.
+        value_dtype: Type of the values.
+        grad_dtype: Type of their gradient.
+        path: Which kernels are used.
+    """
+
+    values: nn.Parameter
+    dense: Tensor | None
+    """The copy; None until it is first read."""
+    _plain: DenseWeight | None
+    """The copy as it is handed out without gradients, and with them."""
+    _tracked: DenseWeight | None
+    _version: int
+    _dense_version: int
+    _address: int
+
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        mask: Mask | None,
+        *,
+        dtype: torch.dtype,
+        value_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        path: _kernels.Path,
+    ) -> None:
+        self.name: Final = name
+        self.path: Final = path
+        self.dtype = dtype
+        self.dense_dtype = param.dtype  # what decompress_ gives back
+        self.attributes: Final = dict(param.__dict__)  # what people hung on the parameter
+        self.strides = param.stride() if is_dense(param) else None
+        self.layout = Layout(param.shape, mask, grad_dtype, _kernels.choose(param.device, path), [])
+        source = param.detach()
+        if mask is None:
+            values = source.to(value_dtype, copy=True)
+        else:
+            kept = torch.empty(mask.kept, dtype=source.dtype, device=source.device)
+            self.layout.kernels.compress_(source, mask, kept)
+            values = kept.to(value_dtype)
+        self.bind(nn.Parameter(values, requires_grad=param.requires_grad))
+        self.values.__dict__.update(self.attributes)
+        _ORIGINS[param] = weakref.ref(self)
+
+    @property
+    def mask(self) -> Mask | None:
+        """Which entries are kept; None if all are."""
+        return self.layout.mask
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the dense weight."""
+        return self.layout.shape
+
+    @property
+    def kept(self) -> int:
+        """Number of kept entries."""
+        return self.shape.numel() if self.mask is None else self.mask.kept
+
+    @property
+    def device(self) -> torch.device:
+        """Where values and dense weight are."""
+        return self.values.device
+
+    # What module.weight gives -------------------------------------------------------------------
+
+    def read(self, values: Any) -> Any:
+        """Return the dense weight for what stands in ``module._parameters``: its values, or others."""
+        if values is not self.values:
+            return self._read_others(values)
+        if torch.compiler.is_compiling():
+            from samo.core.traced import expand_traced
+
+            return expand_traced(values, self)
+        if (
+            values._version != self._version
+            or values.data_ptr() != self._address
+            or self.dense is None
+            or self.dense._version != self._dense_version
+        ):
+            self.sync()
+        if not values.requires_grad or not torch.is_grad_enabled():
+            return self._plain
+        if self._tracked is None:
+            assert self.dense is not None
+            tracked = Expand.apply(values, self.dense, self.layout)  # type: ignore[no-untyped-call]
+            # The engine takes nodes made last first, and this one serves for many passes: left alone,
+            # it would wait for the end of each, and all dense gradients with it.
+            tracked.grad_fn._set_sequence_nr(_FIRST)
+            self._tracked = as_dense_weight(tracked, self)
+        return self._tracked
+
+    def _read_others(self, values: Any) -> Any:
+        """Expand values that are not the weight's own, as `torch.func.functional_call` brings."""
+        if not isinstance(values, Tensor) or hasattr(values, "__tensor_flatten__"):
+            return values  # None, or shards that a wrapper reads here for itself
+        if values.shape == self.shape and self.mask is not None:
+            return values  # a dense weight
+        if values.shape[-1:] != self.values.shape[-1:]:
+            raise CompressionError(
+                f"'{self.name}' keeps {self.kept:,} values, or {tuple(self.shape)} as a dense weight, and "
+                f"was given {tuple(values.shape)}; take its shape from dict(model.named_parameters())"
+            )
+        return expand_by_index(values, self.layout, self.dtype)
+
+    def watch(self, watcher: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Call ``watcher`` with each dense gradient from now on; what is returned ends that."""
+        self.layout.watchers.append(watcher)
+        return lambda: self.layout.watchers.remove(watcher)
+
+    # Values and dense weight follow each other --------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Let the side that was not written follow the one that was.
+
+        Raises:
+            CompressionError: Both were.
+        """
+        with _LOCK:
+            is_moved = (
+                self.values._version != self._version or self.values.data_ptr() != self._address
+            )
+            if self.dense is not None and self.dense._version != self._dense_version:
+                if is_moved:
+                    raise CompressionError(
+                        f"'{self.name}' was written in two ways since it was last used: through "
+                        "module.weight and through its values in model.parameters(); read "
+                        "module.weight between the two, or keep to one of them"
+                    )
+                self._adopt(self.dense)
+            elif is_moved or self.dense is None:
+                self._refresh()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Make the dense weight anew, whatever the version counters say."""
+        with _LOCK:
+            self._refresh()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def write(self, dense: Tensor) -> None:
+        """Take the kept entries of a dense tensor as the new values.
+
+        Raises:
+            CompressionError: It has another shape.
+        """
+        if dense.shape != self.shape:
+            raise CompressionError(
+                f"'{self.name}' is {tuple(self.shape)} and cannot be given {tuple(dense.shape)}; to "
+                "change a shape, call samo.decompress_(model) first and compress_ afterwards"
+            )
+        with _LOCK:
+            self._check_pruned(dense)
+            self.values.copy_(self.layout.compress(dense.to(self.device), self.values.dtype))
+            self._refresh()
+
+    def note(self) -> None:
+        """Note that values and dense weight agree."""
+        assert self.dense is not None
+        self._version, self._address = self.values._version, self.values.data_ptr()
+        self._dense_version = self.dense._version
+
+    def _refresh(self) -> None:
+        if self.dense is None:
+            self.dense = self._new_dense()
+            self._plain = as_dense_weight(self.dense.detach(), self)
+            self._tracked = None
+        if not self.dense.is_meta:
+            self.layout.kernels.expand_(self.values.detach(), self.mask, self.dense)
+        torch.autograd.graph.increment_version(self.dense)
+        self.note()
+
+    def _adopt(self, dense: Tensor) -> None:
+        """Follow a write to the dense weight; entries that it left alone keep all their digits."""
+        self._check_pruned(dense)
+        new = self.layout.compress(dense, self.values.dtype)
+        old = self.values.to(self.dtype).to(self.values.dtype)
+        self.values.copy_(torch.where(new == old, self.values, new))
+        self._tracked = None  # an operation in place gave it another history
+        self._refresh()
+
+    def _check_pruned(self, dense: Tensor) -> None:
+        if self.mask is None:
+            return
+        kept = self.layout.compress(dense, dense.dtype)
+        written = int(dense.count_nonzero()) - int(kept.count_nonzero())
+        if written:
+            warn_of_pruned(f"'{self.name}'", written)
+
+    def _new_dense(self) -> Tensor:
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    # Identity -----------------------------------------------------------------------------------
+
+    def bind(self, values: nn.Parameter) -> None:
+        """Take ``values`` as the parameter; the dense weight is made at its next use."""
+        self.values = values
+        if values.grad_dtype != self.layout.grad_dtype:
+            values.grad_dtype = self.layout.grad_dtype
+        self.dense = self._plain = self._tracked = None
+        self._version = self._dense_version = -1
+        self._address = 0
+        _WEIGHTS[values] = weakref.ref(self)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take_mask(self, mask: Mask, values: Tensor, grad: Tensor | None) -> None:
+        """Take another mask, with the values and the gradient that belong to it.
+
+        A backward pass over what was computed before is refused: its gradients are of the old mask.
+        """
+        param, dense, plain = self.values, self.dense, self._plain
+        with _LOCK:
+            param.grad = None  # torch compares its length with that of the values
+            if values.shape != param.shape:
+                # A loss that is still held keeps the node alive that takes up gradients, and that
+                # insists on the old length; values of another type make torch forget it.
+                other = torch.float32 if values.dtype == torch.float64 else torch.float64
+                param.data = values.new_empty(0, dtype=other)
+            param.data = values
+            watchers = [*self.layout.watchers]
+            self.layout.watchers[:] = [_OldMask(self.name)]
+            self.layout = self.layout._replace(mask=mask, watchers=watchers)
+            self.bind(param)
+            param.grad = grad
+            if dense is not None:  # at the same address, for compiled code
+                self.layout.kernels.expand_(values, mask, dense)
+                torch.autograd.graph.increment_version(dense)
+                self.dense, self._plain = dense, plain
+                self.note()
+
+    def release(self) -> None:
+        """Let go of the values until `follow`: torch swaps only tensors that nothing refers to."""
+        self.sync_written()
+        _WEIGHTS.pop(self.values, None)
+        self.dense = self._plain = self._tracked = None
+
+    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Follow what ``Module._apply`` has done to the values: another device, another compute type."""
+        dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        self.dtype = dtype if dtype.is_floating_point else self.dtype
+        if not self.values.is_meta:
+            mask = None if self.mask is None else self.mask.to(self.device)
+            kernels = _kernels.choose(self.device, self.path)
+            self.layout = self.layout._replace(mask=mask, kernels=kernels)
+        self.bind(self.values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
+        self.sync_written()
+        new = object.__new__(Weight)
+        memo[id(self)] = new
+        new.__dict__.update(vars(self))
+        new.layout = self.layout._replace(watchers=[])
+        new.bind(copy.deepcopy(self.values, memo))
+        new.values.__dict__.update(self.attributes)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.sync_written()
+        kept = ("name", "path", "dtype", "dense_dtype", "attributes", "strides", "values")
+        state = {key: vars(self)[key] for key in kept}
+        mask, shape, grad_dtype = self.mask, self.shape, self.layout.grad_dtype
+        return {**state, "mask": mask, "shape": tuple(shape), "grad_dtype": grad_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        mask, shape, grad_dtype = (state.pop(key) for key in ("mask", "shape", "grad_dtype"))
+        vars(self).update(state)
+        kernels = _kernels.choose(self.values.device, self.path)
+        self.layout = Layout(torch.Size(shape), mask, grad_dtype, kernels, [])
+        self.bind(self.values)
+
+    def sync_written(self) -> None:
+        """Let the values follow a write to ``module.weight`` before they are looked at."""
+        if self.dense is not None and self.dense._version != self._dense_version:
+            self.sync()
+
+
+class _OldMask:
+    """Refuses the gradients of a mask that a weight no longer has."""
+
+    def __init__(self, name: str) -> None:
+        self.name: Final = name
+
+    def __call__(self, grad: Tensor) -> None:
+        raise CompressionError(
+            f"a backward pass brings '{self.name}' a gradient for the mask that it had in the forward "
+            "pass, and its mask has changed since; call samo.remap_, or step() of what moves masks, after "
+            "backward() and before the next forward pass"
+        )
+
+
+_WRITTEN: Final = threading.local()
+"""What was written to pruned entries, by name, while `one_warning` gathers it."""
+
+
+def warn_of_pruned(name: str, written: int, *, stacklevel: int = 6) -> None:
+    """Say that entries other than 0 were written where nothing is kept, now or at the end of a load."""
+    gathered: dict[str, int] | None = getattr(_WRITTEN, "gathered", None)
+    if gathered is not None:
+        gathered[name] = written
+        return
+    warnings.warn(
+        f"{written:,} values other than 0 were written to pruned entries of {name} and are set back to "
+        "0: the mask stays as it is. To train them, give it another one with samo.remap_",
+        stacklevel=stacklevel,
+    )
+
+
+@contextmanager
+def one_warning() -> Iterator[None]:
+    """Gather what `warn_of_pruned` is told, and say it once."""
+    if getattr(_WRITTEN, "gathered", None) is not None:
+        yield
+        return
+    gathered: dict[str, int] = {}
+    _WRITTEN.gathered = gathered
+    try:
+        yield
+    finally:
+        _WRITTEN.gathered = None
+    if gathered:
+        first, *others = gathered
+        more = f" and {len(others):,} other weights" if others else ""
+        warn_of_pruned(first + more, sum(gathered.values()), stacklevel=5)
+
+
+def is_dense(param: Tensor) -> bool:
+    """Return whether a tensor's strides leave no holes, as channels_last ones do."""
+    return torch.empty_like(param, device="meta").stride() == param.stride()
+
+
+# From a tensor to its weight -------------------------------------------------------------------------
+
+_WEIGHTS: Final = WeakTensorKeyDictionary()
+"""From values to their weight."""
+
+_ORIGINS: Final = WeakTensorKeyDictionary()
+"""From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
+
+
+def weight_of(param: Tensor) -> Weight | None:
+    """Return the weight whose values ``param`` is, if it is such a parameter."""
+    found = _WEIGHTS.get(param)
+    weight = None if found is None else found()
+    return weight if weight is not None and weight.values is param else None
+
+
+def weight_from(param: Tensor) -> Weight | None:
+    """Return the weight that a dense parameter became."""
+    found = _ORIGINS.get(param)
+    return None if found is None else found()
+
+
+def weights_among(opt: Optimizer) -> list[Weight]:
+    """Return the weights whose values an optimizer has."""
+    if not _WEIGHTS:
+        return []
+    found = (weight_of(param) for group in opt.param_groups for param in group["params"])
+    return [weight for weight in found if weight is not None]
+
+
+STEPPED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
+"""Optimizers that have made a step: their state has to follow when masks change."""
+
+
+def _check_lengths(opt: Optimizer) -> None:
+    """Refuse state that was loaded before `samo.remap_` and did not follow: torch writes past its end."""
+    for weight in weights_among(opt):
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum"):
+            found = (opt.state.get(weight.values) or {}).get(key)
+            if isinstance(found, Tensor) and found.shape != weight.values.shape:
+                raise CompressionError(
+                    f"{type(opt).__name__} keeps '{key}' of {tuple(found.shape)} for '{weight.name}', which "
+                    f"has {tuple(weight.values.shape)} values: it belongs to another mask; pass the optimizer "
+                    "to samo.remap_(model, masks, opt), or load a state of this mask"
+                )
+
+
+def _refuse_origins(opt: Optimizer) -> None:
+    """Refuse an optimizer that was built before `compress_`: it would train the other parameters alone.
+
+    Raises:
+        CompressionError: It holds a dense parameter that is values now.
+    """
+    for group in opt.param_groups:
+        for param in group["params"]:
+            weight = weight_from(param) if param.grad is None else None
+            if weight is not None:
+                raise CompressionError(
+                    f"this {type(opt).__name__} was built before compress_ and holds the dense parameter "
+                    f"that '{weight.name}' was, which nothing computes with any more; build it anew on "
+                    "model.parameters()"
+                )
+
+
+@torch.compiler.disable
+def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
+    if _ORIGINS:
+        _refuse_origins(opt)
+    if opt not in STEPPED:
+        _check_lengths(opt)
+        STEPPED.add(opt)
+    if getattr(opt, "refreshes_dense_weights", False):
+        return  # it looks for itself
+    for weight in weights_among(opt):
+        weight.sync_written()
+
+
+@torch.compiler.disable
+def _after_step(opt: Optimizer, args: object, kwargs: object) -> None:
+    """Make dense weights anew: not every optimizer raises versions (ZeroRedundancyOptimizer)."""
+    if getattr(opt, "refreshes_dense_weights", False):
+        return
+    for weight in weights_among(opt):
+        if weight.dense is not None:
+            weight.refresh()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

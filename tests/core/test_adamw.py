@@ -1,0 +1,418 @@
+"""samo.AdamW as a torch optimizer: groups, resuming, skipped steps, moments of a dense phase, lean state."""
+
+import copy
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samo
+from samo.core.compress import masks as masks_of
+from samo.core.weight import weight_of
+from samo.kernels import lean
+from tests.core.twins import batches, compressed, loss_of, mlp, step
+from tests.meters import small_gpt, tokens
+
+X = torch.linspace(-1, 1, 36).view(3, 12)
+
+# How models are compressed, and the state that their optimizer keeps.
+KINDS: dict[str, tuple[dict[str, Any], str]] = {
+    "fp32": ({"dtype": torch.float32}, "exact"),
+    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, "exact"),
+    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, "exact"),
+    "fp16": ({"dtype": torch.float16}, "exact"),
+    "lean fp32": ({"dtype": torch.float32}, "lean"),
+    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, "lean"),
+}
+
+
+def build(kind: str, lr: float = 0.05) -> tuple[nn.Sequential, samo.AdamW, torch.dtype]:
+    torch.manual_seed(0)
+    options, state = KINDS[kind]
+    model = compressed(**options)
+    opt = samo.AdamW(model.parameters(), lr=lr, state=state)  # type: ignore[arg-type]
+    return model, opt, options["dtype"]
+
+
+def tensors_of(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for index, state in opt.state_dict()["state"].items():
+        found |= {f"{index}/{key}": value for key, value in state.items()}
+    return copy.deepcopy(found)
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype
+        assert torch.equal(value, theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["model", "opt"])
+def test_a_saved_and_loaded_run_goes_on_exactly(kind: str, first: str) -> None:
+    model, opt, dtype = build(kind)
+    for x in batches(3, dtype=dtype):
+        step(model, opt, x)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin, twin_opt, _ = build(kind, lr=1.0)
+    parts: dict[str, Any] = {"model": twin, "opt": twin_opt}
+    for part in sorted(parts, reverse=first == "opt"):
+        parts[part].load_state_dict(saved[part])
+    assert twin_opt.param_groups[0]["lr"] == 0.05
+    for x in batches(3, dtype=dtype, seed=2):
+        step(model, opt, x)
+        step(twin, twin_opt, x)
+    assert_same(tensors_of(model, opt), tensors_of(twin, twin_opt))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torch_optimizers_resume_exactly_in_every_type(make: Any, dtype: torch.dtype) -> None:
+    model = compressed(dtype)
+    opt = make(model.parameters(), lr=0.05)
+    step(model, opt, X.to(dtype))
+    twin = copy.deepcopy(model)
+    twin_opt = make(twin.parameters(), lr=0.05)
+    twin_opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for x in batches(3, dtype=dtype):
+        step(model, opt, x)
+        step(twin, twin_opt, x)
+    assert_same(tensors_of(model, opt), tensors_of(twin, twin_opt))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+def test_a_gradient_that_is_not_finite_skips_the_whole_step(
+    kind: str, bad: float, name: str
+) -> None:
+    model, opt, dtype = build(kind)
+    step(model, opt, X.to(dtype))
+    before = tensors_of(model, opt)
+    opt.zero_grad()
+    loss_of(model, X.to(dtype)).backward()
+    model.get_parameter(name).grad[3] = bad
+    opt.step()
+    assert opt.skipped_steps == 1
+    assert_same(tensors_of(model, opt), before)
+    step(model, opt, X.to(dtype))
+    assert opt.skipped_steps == 1
+    assert not torch.equal(model.state_dict()["0.weight"], before["model/0.weight"])
+
+
+def test_many_skipped_steps_in_a_row_are_warned_of() -> None:
+    model, opt, _ = build("fp32")
+    bad = torch.full((1, 12), float("nan"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(25):
+            step(model, opt, bad)
+    told = [str(one.message) for one in caught]
+    assert len(told) == 2
+    assert told[0].startswith("10 steps in a row were skipped (10 in all)")
+    assert opt.skipped_steps == 25
+
+
+def test_huge_but_finite_gradients_do_not_count_as_overflow() -> None:
+    model, opt, _ = build("fp32")
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 3e38)  # the sum, or the square, would overflow
+    opt.step()
+    assert opt.skipped_steps == 0
+
+
+def test_groups_have_their_own_settings_and_names() -> None:
+    model = compressed()
+    groups: list[dict[str, Any]] = [
+        {"params": list(model[0].named_parameters()), "lr": 0.0, "weight_decay": 0.0},
+        {"params": list(model[2].named_parameters()), "lr": 0.1},
+    ]
+    opt = samo.AdamW(groups, lr=1e-3)
+    assert opt.param_groups[1]["param_names"] == ["weight", "bias"]
+    before = copy.deepcopy(dict(model.state_dict()))
+    step(model, opt, X)
+    for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
+        assert torch.equal(model.state_dict()[name], before[name]) == name.startswith("0")
+
+
+def test_it_updates_plain_models_and_parameters_added_later() -> None:
+    model, plain = compressed(), mlp()
+    opt = samo.AdamW(model.parameters(), lr=0.01, kernels="reference")
+    opt.add_param_group({"params": plain.parameters()})
+    twin = copy.deepcopy(plain)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.01, foreach=False)
+    for x in batches(5):
+        opt.zero_grad()
+        (loss_of(model, x) + loss_of(plain, x)).backward()
+        opt.step()
+        step(twin, theirs, x)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr must be 0 or more, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"eps": -1e-8}, "eps must be 0 or more"),
+        ({"weight_decay": float("nan")}, "weight_decay must be 0 or more, got nan"),
+        ({"state": "short"}, "state must be 'exact' or 'lean', got 'short'"),
+        ({"kernels": "fast"}, "kernels must be one of"),
+        ({"state": "lean", "entry_steps": True}, "entry_steps=True goes with state='exact' alone"),
+        ({"amsgrad": True}, "samo.AdamW has no amsgrad=True .* third moment"),
+        ({"maximize": True}, "samo.AdamW has no maximize=True"),
+        ({"capturable": True}, "samo.AdamW has no capturable=True"),
+        ({"differentiable": True}, "samo.AdamW has no differentiable=True"),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        samo.AdamW(compressed().parameters(), **settings)
+
+
+def test_types_it_cannot_update_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"a parameter of \(3,\) is torch.float16; samo.AdamW updates"
+    ):
+        samo.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
+    with pytest.raises(ValueError, match=r"'0.weight' is float64, which lean state has too few"):
+        samo.AdamW((model := compressed(torch.float64)).parameters(), state="lean")
+    assert model[0].weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        (
+            "fp32",
+            "lean fp32",
+            "is exact, and this optimizer keeps lean state; build it with state='exact'",
+        ),
+        (
+            "lean",
+            "bf16 values",
+            "is lean, and this optimizer keeps exact state; build it with state='lean'",
+        ),
+        ("fp32", "bf16 values", "holds .* but the parameter needs .*remainder"),
+    ],
+)
+def test_state_of_another_kind_is_refused(saved: str, own: str, message: str) -> None:
+    model, opt, dtype = build(saved)
+    step(model, opt, X.to(dtype))
+    own_model, other, _ = build(own)  # names are the model's, and an optimizer does not hold it
+    with pytest.raises(samo.MaskError, match=rf"'0.weight' {message}"):
+        other.load_state_dict(opt.state_dict())
+    assert not other.state
+    assert own_model[0].weight is not None
+
+
+def test_state_of_other_masks_or_groups_is_refused() -> None:
+    model, opt, _ = build("fp32")
+    step(model, opt, X)
+    other = compressed(sparsity=0.9)
+    with pytest.raises(
+        samo.MaskError, match=r"state of '0.weight' holds .*belongs to another mask"
+    ):
+        samo.AdamW(other.parameters()).load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        samo.AdamW(samo.param_groups(model)).load_state_dict(opt.state_dict())
+
+
+def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt, _ = build("fp32")
+    loss_of(model, X).backward()
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(samo.CompressionError, match="after each replay"):
+        opt.step()
+
+
+def test_torch_optimizers_refuse_bf16_gradients_and_ours_takes_them() -> None:
+    model, opt, _ = build("bf16")
+    loss_of(model, X.bfloat16()).backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(RuntimeError, match=r"dtype|type"):
+        torch.optim.AdamW(model.parameters()).step()
+    opt.step()
+
+
+# Moments of a dense phase -----------------------------------------------------------------------
+
+
+def test_moments_go_on_over_a_prune_as_if_the_state_had_stayed_dense() -> None:
+    """Five dense steps, a prune, five more: bit for bit what the masked dense optimizer does."""
+    torch.manual_seed(0)
+    masked = mlp()
+    ours = copy.deepcopy(masked)
+    opts = [torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False) for net in (masked, ours)]
+    for x in batches(5):
+        for net, opt in zip((masked, ours), opts):
+            step(net, opt, x)
+    masks = samo.prune(masked, 0.7)
+    masks.apply_(masked)
+    samo.compress_(ours, masks, kernels="reference")
+    own = samo.AdamW(ours.parameters(), lr=0.01, kernels="reference")
+    own.carry_over(opts[1])
+    for x in batches(5, seed=2):
+        step(ours, own, x)
+        opts[0].zero_grad()
+        loss_of(masked, x).backward()
+        for name, param in masks.parameters_of(masked).items():
+            masks[name].zero_(param.grad)
+        opts[0].step()
+        masks.apply_(masked)
+    state = samo.dense_state_dict(ours)
+    assert all(torch.equal(state[name], value) for name, value in masked.state_dict().items())
+    assert all(float(state["step"]) == 10 for state in own.state.values())
+
+
+def test_moments_of_another_optimizer_are_refused_and_none_are_taken() -> None:
+    model = mlp()
+    sgd, adam = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.Adam(model.parameters()),
+    )
+    step(model, sgd, X)
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = samo.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"for '0.weight' SGD keeps momentum_buffer; leave it out"):
+        opt.carry_over(sgd)
+    opt.carry_over(adam)  # has had no step
+    assert not opt.state
+
+
+# Lean state -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lean", "lean fp32"])
+def test_lean_state_is_8_bits_a_moment(kind: str) -> None:
+    model, opt, dtype = build(kind)
+    step(model, opt, X.to(dtype))
+    for param, state in opt.state.items():
+        weight = weight_of(param)
+        mask = None if weight is None else weight.mask
+        numel = param.numel() if weight is None else weight.shape.numel()
+        groups = lean.num_groups(numel, mask)
+        expected = {
+            "step": (torch.float32, 1),
+            "exp_avg": (torch.int8, param.numel()),
+            "exp_avg_sq": (torch.uint8, param.numel()),
+            "exp_avg_scale": (torch.float32, groups),
+            "exp_avg_sq_scale": (torch.float32, groups),
+        }
+        if kind == "lean":
+            expected["correction"] = (torch.int8, param.numel())
+        assert {key: (value.dtype, value.numel()) for key, value in state.items()} == expected
+
+
+@pytest.mark.parametrize("kinds", [("bf16 values", "lean"), ("fp32", "lean fp32")], ids=str)
+def test_lean_state_trains_about_as_well_as_exact_state(kinds: tuple[str, str]) -> None:
+    torch.manual_seed(3)
+    teacher = mlp()
+    losses = []
+    for kind in kinds:
+        model, opt, dtype = build(kind, lr=3e-3)
+        seen = []
+        for x in batches(200):
+            opt.zero_grad()
+            loss = (model(x.to(dtype)).float() - teacher(x).detach()).square().mean()
+            loss.backward()
+            opt.step()
+            seen.append(float(loss.detach()))
+        losses.append(sum(seen[-40:]) / 40)
+        assert losses[-1] < 0.5 * seen[0]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_moments_of_a_dense_phase_are_carried_over_to_lean_state() -> None:
+    model = nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 12))
+    dense = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        dense.zero_grad()
+        model(torch.randn(5, 60)).square().mean().backward()
+        dense.step()
+    old = {name: dense.state[param] for name, param in model.named_parameters()}
+    masks = samo.prune(model, 0.5)
+    samo.compress_(model, masks, dtype=torch.bfloat16, value_dtype=torch.bfloat16)
+    opt = samo.AdamW(model.parameters(), state="lean")
+    opt.carry_over(dense)
+    assert masks_of(model).fingerprint() == masks.fingerprint()
+    for name, param in model.named_parameters():
+        state = opt.state[param]
+        keys = ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
+        keep = masks[name].to_bool().view(-1) if name in masks else None
+        groups = lean.group_numbers(old[name]["exp_avg"].numel(), keep, param.device)
+        found = lean.dequantise(lean.Moments(*(state[key] for key in keys)), groups)
+        for key, moment in zip(keys, found):
+            whole = old[name][key].view(-1)
+            kept = whole if keep is None else whole[keep]
+            # Half a code is 1.6 % of the largest, and less further down.
+            torch.testing.assert_close(moment, kept, rtol=0, atol=0.017 * float(kept.abs().max()))
+        assert state["step"] == 3
+
+
+# What a step costs the host ---------------------------------------------------------------------
+
+SOURCES = str(Path(samo.__file__).parent)
+MODELS = str(Path(SOURCES) / "models.py")
+
+
+def calls_of(action: Callable[[], object]) -> int:
+    """Return how many functions of samo an action calls, those of its models apart."""
+    count = 0
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        path = frame.f_code.co_filename
+        count += event == "call" and path.startswith(SOURCES) and path != MODELS
+
+    sys.setprofile(look)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def calls_of_a_step(num_layers: int) -> dict[str, int]:
+    model = small_gpt(num_layers=num_layers)
+    samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)
+    opt = samo.AdamW(model.parameters())
+    inputs, losses = tokens(), []
+
+    def forward() -> None:
+        losses.append(model(inputs).float().sum())
+
+    parts: dict[str, Callable[[], object]] = {
+        "forward": forward,
+        "backward": lambda: losses.pop().backward(),
+        "parameters": lambda: list(model.parameters()),
+        "step": opt.step,
+    }
+    for _ in range(2):  # the first step makes dense weights and state
+        calls = {name: calls_of(action) for name, action in parts.items()}
+        opt.zero_grad()
+    return calls
+
+
+def test_a_weight_costs_a_step_few_calls() -> None:
+    """On a GPU a small model waits for the host."""
+    few, many = calls_of_a_step(1), calls_of_a_step(5)
+    num_weights = 4 * 12  # four layers more: 4 pruned matrices and 8 vectors in each
+    each = {name: (many[name] - few[name]) / num_weights for name in few}
+    assert each["forward"] <= 2  # the property and Weight.read
+    assert each["backward"] <= 5
+    assert each["parameters"] == 0
+    assert each["step"] <= 24

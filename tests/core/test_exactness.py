@@ -1,0 +1,286 @@
+"""Compressed training against masked dense training, on ``model.parameters()``, over many steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import samo
+from samo.core.compress import masks as masks_of
+from tests.core.twins import Make, assert_equal, batches, loss_of, mlp, step, twins, worst
+from tests.meters import assert_ulps
+
+STEPS = 1000
+
+# Equal on both sides but for samo.AdamW, which is compared with torch's.
+OPTIMIZERS: dict[str, tuple[Make, Make]] = {
+    name: (make, make)
+    for name, make in {
+        "AdamW": lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1),
+        "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
+        "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5),
+        "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    }.items()
+}
+OPTIMIZERS["samo.AdamW"] = (
+    lambda params: samo.AdamW(params, lr=3e-3, weight_decay=0.1, kernels="reference"),
+    lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1, foreach=False),
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_thousand_fp32_steps_equal_masked_dense_training_bit_for_bit(name: str) -> None:
+    model, dense = twins(mlp(), kernels="reference")
+    first = model[0].weight.detach().clone()
+    make_ours, make_theirs = OPTIMIZERS[name]
+    ours, theirs = make_ours(model.parameters()), make_theirs(dense.parameters())
+    for x in batches(STEPS):
+        assert step(model, ours, x) == step(dense, theirs, x)
+    assert_equal(model, dense)
+    assert torch.equal(model[0].weight, dense[0].weight)
+    assert not torch.equal(model[0].weight, first)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_bf16_steps_equal_an_fp32_master_bit_for_bit(grad_dtype: torch.dtype) -> None:
+    """The masked dense run of mixed precision: fp32 weights, cast before every pass."""
+    start = mlp()
+    master = twins(start, dtype=torch.bfloat16, grad_dtype=grad_dtype, kernels="reference")[1]
+    model, working = start, mlp().bfloat16()
+    ours = samo.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, kernels="reference")
+    theirs = torch.optim.AdamW(master.parameters(), lr=3e-3, weight_decay=0.1, foreach=False)
+    masks = masks_of(model)
+    for x in batches(100, dtype=torch.bfloat16):
+        step(model, ours, x)
+        working.load_state_dict(master.state_dict())
+        working.zero_grad()
+        loss_of(working, x).backward()
+        for (name, param), source in zip(master.named_parameters(), working.parameters()):
+            assert source.grad is not None
+            grad = source.grad.float()
+            param.grad = grad.where(masks[name].to_bool(), 0) if name in masks else grad
+        theirs.step()
+    assert_equal(model, master)
+
+
+def test_the_fast_path_stays_within_three_units_a_step() -> None:
+    model, dense = twins(mlp())
+    ours = samo.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    theirs = torch.optim.AdamW(dense.parameters(), lr=3e-3, weight_decay=0.1, foreach=False)
+    masks = masks_of(model)
+    for x in batches(100):
+        # Both start each step from the same weights and moments: it is the step that is compared.
+        dense.load_state_dict(samo.dense_state_dict(model))
+        for (name, own), param in zip(model.named_parameters(), dense.parameters()):
+            for key in theirs.state[param].keys() & {"exp_avg", "exp_avg_sq"}:
+                moment = theirs.state[param][key]
+                keep = masks[name].to_bool() if name in masks else torch.ones_like(moment) > 0
+                moment[keep] = ours.state[own][key].view(-1)
+        before = samo.dense_state_dict(model)
+        step(model, ours, x)
+        step(dense, theirs, x)
+        after = dense.state_dict()
+        for name, value in samo.dense_state_dict(model).items():
+            assert_ulps(value, after[name], before[name], at_most=3)
+
+
+def train_both(
+    model: nn.Module, dense: nn.Module, train: Callable[[nn.Module, Tensor, Any], None], make: Make
+) -> None:
+    opts = [make(net.parameters()) for net in (model, dense)]
+    for x in batches(50, dtype=torch.float64):
+        for net, opt in zip((model, dense), opts):
+            train(net, x, opt)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def test_active_clipping_equals_that_of_the_masked_gradient() -> None:
+    """Norms add up in another order, so within rounding of fp64."""
+    norms: list[float] = []
+
+    def clipped(net: nn.Module, x: Tensor, opt: torch.optim.Optimizer) -> None:
+        opt.zero_grad()
+        (100 * loss_of(net, x)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        opt.step()
+
+    model, dense = twins(mlp().double())
+    train_both(model, dense, clipped, adamw)
+    assert min(norms) > 0.5
+    assert norms[::2] == pytest.approx(norms[1::2], rel=1e-12)
+    assert worst(model, dense) < 1e-9
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_goes_on_over_twenty_steps(line_search: str | None) -> None:
+    model, dense = twins(mlp().double())
+    x = torch.cat(list(batches(8, dtype=torch.float64)))
+    losses: dict[nn.Module, list[float]] = {model: [], dense: []}
+    opts = {
+        net: torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, line_search_fn=line_search)
+        for net in losses
+    }
+    # The curvature estimate amplifies rounding: dense runs whose first weights differ by one unit in
+    # the last place are up to 8e-11 apart after 10 steps, and 2.4e-8 after 20.
+    for steps, at_most in ((10, 1e-9), (10, 1e-7)):
+        for net, opt in opts.items():
+
+            def closure(net: nn.Module = net, opt: torch.optim.Optimizer = opt) -> Tensor:
+                opt.zero_grad()
+                loss = loss_of(net, x)
+                loss.backward()
+                losses[net].append(float(loss.detach()))
+                return loss
+
+            for _ in range(steps):
+                opt.step(closure)
+        assert worst(model, dense) < at_most
+    assert losses[model] == pytest.approx(losses[dense], rel=1e-9)
+    assert losses[model][-1] < 0.9 * losses[model][0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda opt: OneCycleLR(opt, max_lr=0.02, total_steps=50),  # drives betas too
+        lambda opt: CosineAnnealingWarmRestarts(opt, T_0=7),
+        lambda opt: LambdaLR(opt, lambda step: float(step % 3 != 0)),
+    ],
+    ids=["one-cycle", "restarts", "lambda"],
+)
+@pytest.mark.parametrize("own", [False, True], ids=["torch", "samo"])
+def test_schedulers_drive_the_rate(make: Any, own: bool) -> None:
+    model, dense = twins(mlp().double())
+    ours = samo.AdamW(model.parameters(), lr=0.01) if own else adamw(model.parameters())
+    theirs = adamw(dense.parameters())
+    schedulers = [make(ours), make(theirs)]
+    for x in batches(50, dtype=torch.float64):
+        step(model, ours, x)
+        step(dense, theirs, x)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    assert worst(model, dense) < 1e-9
+
+
+def test_a_scheduler_that_watches_the_loss_sees_the_same_plateau() -> None:
+    model, dense = twins(mlp().double())
+    rates = []
+    for net in (model, dense):
+        opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+        scheduler = ReduceLROnPlateau(opt, patience=1)
+        for x in batches(40, dtype=torch.float64):
+            scheduler.step(step(net, opt, x))
+        rates.append(opt.param_groups[0]["lr"])
+    assert rates[0] == rates[1] < 0.5
+    assert worst(model, dense) < 1e-9
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_accumulated_gradients_add_up(set_to_none: bool) -> None:
+    def accumulated(net: nn.Module, x: Tensor, opt: torch.optim.Optimizer) -> None:
+        for part in x.split(3):  # 3, 3 and 2 rows
+            (loss_of(net, part) / 3).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=set_to_none)
+
+    model, dense = twins(mlp().double())
+    train_both(model, dense, accumulated, adamw)
+    assert worst(model, dense) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_averaged_models_average_the_weights(kind: str) -> None:
+    average = get_ema_multi_avg_fn(0.9) if kind == "ema" else None
+    model, dense = (nn.Sequential(net, nn.BatchNorm1d(6).double()) for net in twins(mlp().double()))
+    averages = []
+    for net in (model, dense):
+        opt = adamw(net.parameters())
+        averages.append(AveragedModel(net, multi_avg_fn=average, use_buffers=kind == "ema"))
+        for x in batches(50, dtype=torch.float64):
+            step(net, opt, x)
+            averages[-1].update_parameters(net)
+        update_bn(batches(5, dtype=torch.float64, seed=2), averages[-1])
+    x = next(batches(1, dtype=torch.float64, seed=3))
+    ours, theirs = (net.eval()(x) for net in averages)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    assert worst(averages[0], averages[1]) < 1e-9
+
+
+def test_grad_scaler_skips_the_steps_that_masked_dense_training_skips() -> None:
+    """float16 compute over fp32 weights: a dense working copy stands for the compressed model."""
+    start = mlp()
+    model, master = twins(start, dtype=torch.float16)
+    working, masks = mlp().half(), masks_of(model)
+    ours, theirs = (torch.optim.SGD(net.parameters(), lr=0.05) for net in (model, master))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=10) for _ in "ab"]
+    scales: list[list[float]] = [[], []]
+    for index, x in enumerate(batches(60, dtype=torch.float16)):
+        if index % 20 == 7:
+            x[0, 0] = float("inf")
+        ours.zero_grad()
+        scalers[0].scale(loss_of(model, x)).backward()
+        scalers[0].unscale_(ours)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scalers[0].step(ours)
+
+        working.load_state_dict(master.state_dict())
+        working.zero_grad()
+        scalers[1].scale(loss_of(working, x)).backward()
+        for (name, param), source in zip(master.named_parameters(), working.parameters()):
+            assert source.grad is not None
+            grad = source.grad.float()
+            param.grad = grad.where(masks[name].to_bool(), 0) if name in masks else grad
+        scalers[1].unscale_(theirs)
+        nn.utils.clip_grad_norm_(master.parameters(), 0.5)
+        scalers[1].step(theirs)
+        for scaler, seen in zip(scalers, scales):
+            scaler.update()
+            seen.append(scaler.get_scale())
+    assert scales[0] == scales[1]
+    skipped = sum(after < before for before, after in zip(scales[0], scales[0][1:]))
+    assert skipped >= 3
+    # fp32 weights that differ by the order of a norm may round to the next fp16 number.
+    assert worst(model, master) < 2e-3
+
+
+def test_bf16_training_under_autocast_follows_masked_dense_training() -> None:
+    model, dense = twins(mlp())
+    opts = [adamw(net.parameters()) for net in (model, dense)]
+    for x in batches(50):
+        for net, opt in zip((model, dense), opts):
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(net, x)
+            loss.backward()
+            opt.step()
+    assert worst(model, dense) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_torch_optimizer_adds_up_steps_too_small_for_16_bits(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    nn.init.ones_(model[0].weight)
+    masks = samo.prune(model, sparsity=0.5, method="random")
+    samo.compress_(model, masks, dtype=dtype)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-5)
+    for _ in range(1000):
+        model[0].weight.sum().backward()
+        opt.step()
+        opt.zero_grad()
+    kept = model[0].weight[masks["0.weight"].to_bool()].float()
+    # 1 - 1000 * 1e-5, to the nearest number of the type; one step of 1e-5 would be lost in it.
+    torch.testing.assert_close(kept, torch.full((32,), 0.99), rtol=2**-8, atol=0)
+    assert (kept < 1).all()

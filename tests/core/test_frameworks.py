@@ -1,0 +1,169 @@
+"""Trainers of other people as they are: Hugging Face, Accelerate, Lightning, against masked dense training."""
+
+import copy
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samo
+from tests.core.twins import batches, loss_of, mlp, twins
+
+STEPS = 100
+
+
+def tiny_gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=12,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def texts() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 40, (64, 10), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer_of(model: Any, folder: Path, steps: int = STEPS, **changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    settings = {
+        "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 3e-3,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "seed": 3, "weight_decay": 0.0,
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(**(settings | changes))
+    return transformers.Trainer(model=model, args=arguments, train_dataset=texts())
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and accelerate, about each other
+def test_hugging_face_trainer_trains_as_masked_dense_and_logs_the_true_norm(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    model, dense = twins(model, samo.prune(model, 0.8))
+    runs = [trainer_of(net, tmp_path) for net in (model, dense)]
+    for run in runs:
+        run.train()
+    losses = [logged(run, "loss") for run in runs]
+    norms = [logged(run, "grad_norm") for run in runs]
+    assert len(losses[0]) == STEPS
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert max(norms[0]) > 0.5  # clipping was active
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_trainer_resumes_exactly(tmp_path: Path) -> None:
+    start = tiny_gpt2()
+    samo.compress_(start, samo.prune(start, 0.8))
+    settings = {"save_strategy": "steps", "save_steps": 10, "lr_scheduler_type": "constant"}
+    whole, part = copy.deepcopy(start), copy.deepcopy(start)
+    straight = trainer_of(whole, tmp_path / "whole", 20, **settings)
+    straight.train()
+    trainer_of(part, tmp_path / "part", 10, **settings).train()
+    resumed = copy.deepcopy(start)
+    again = trainer_of(resumed, tmp_path / "part", 20, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert logged(again, "loss")[-10:] == logged(straight, "loss")[-10:]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_trains_as_masked_dense_and_resumes_exactly(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, dense = twins(mlp())
+    losses: dict[str, list[float]] = {}
+
+    def train(net: nn.Module, name: str, rows: list[Tensor], start: Any = None) -> Any:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
+        net, opt = accelerator.prepare(net, opt)
+        if start is not None:
+            accelerator.load_state(start)
+        losses[name] = []
+        for x in rows:
+            with accelerator.accumulate(net):
+                loss = loss_of(net, x)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(net.parameters(), 0.05)
+                opt.step()
+                opt.zero_grad()
+            losses[name].append(float(loss.detach()))
+        return accelerator
+
+    rows = list(batches(2 * STEPS))
+    fresh, straight = copy.deepcopy(model), copy.deepcopy(model)
+    train(dense, "dense", rows)
+    train(straight, "whole", rows)
+    train(model, "first", rows[:STEPS]).save_state(str(tmp_path))
+    train(fresh, "resumed", rows[STEPS:], str(tmp_path))
+    assert losses["first"] + losses["resumed"] == losses["whole"]
+    assert losses["whole"] == pytest.approx(losses["dense"], abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_trains_and_resumes_as_masked_dense(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+            self.losses: list[float] = []
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = loss_of(self.net, batch)
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+    rows = list(batches(STEPS))  # an epoch is half of the run
+
+    def train(module: Any, steps: int, path: str | None = None) -> Any:
+        trainer = lightning.Trainer(
+            max_steps=steps, accelerator="cpu", gradient_clip_val=0.05, accumulate_grad_batches=2,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        loader: Any = torch.utils.data.DataLoader(rows, batch_size=None)
+        with warnings.catch_warnings(action="ignore"):
+            trainer.fit(module, loader, ckpt_path=path)
+        return trainer
+
+    nets = twins(mlp())
+    losses: list[list[float]] = []
+    ends: list[Any] = []
+    for net in nets:
+        fresh = copy.deepcopy(net)
+        for (
+            name,
+            param,
+        ) in net.named_parameters():  # a copy has no hooks, which mask the dense model
+            fresh.get_parameter(name)._backward_hooks = param._backward_hooks
+        first, second = Module(net), Module(fresh)
+        train(first, STEPS // 2).save_checkpoint(tmp_path / "half.ckpt")
+        saved = torch.load(tmp_path / "half.ckpt", weights_only=False)["state_dict"]
+        train(second, STEPS, str(tmp_path / "half.ckpt"))
+        assert len(first.losses) == STEPS
+        assert len(second.losses) > STEPS // 2
+        losses.append(first.losses + second.losses)
+        ends.append((saved, net.state_dict()))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    saved, state = ends[0]
+    assert all(torch.equal(saved[f"net.{name}"], value) for name, value in state.items())

@@ -1,0 +1,104 @@
+"""A compressed model beside its masked dense twin: the same weights, batches and optimizer."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import samo
+from samo.core.compress import masks as masks_of
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+def mlp(width: int = 32) -> nn.Sequential:
+    """The smallest model in which a wrong gradient spreads."""
+    return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 6))
+
+
+def compressed(
+    dtype: torch.dtype | None = None, *, sparsity: float = 0.5, **options: Any
+) -> nn.Sequential:
+    """`mlp`, compressed."""
+    model = mlp()
+    samo.compress_(model, samo.prune(model, sparsity), dtype=dtype, **options)
+    return model
+
+
+def masked_twin(model: nn.Module, masks: samo.Masks) -> nn.Module:
+    """Return a dense copy that stays masked whatever trains it: pruned weights and gradients are 0.
+
+    The hook sees a parameter's whole gradient of a backward pass, before it is added to ``.grad``.
+    """
+    twin = copy.deepcopy(model)
+    masks.apply_(twin)
+    seen = set()
+    for name, param in masks.parameters_of(twin).items():
+        if param.requires_grad and id(param) not in seen:
+            keep = masks[name].to_bool()
+            seen.add(id(param))
+            param.register_hook(lambda grad, keep=keep: grad.where(keep, 0))
+    return twin
+
+
+def twins(
+    model: nn.Module, masks: samo.Masks | None = None, **options: Any
+) -> tuple[nn.Module, nn.Module]:
+    """Compress a model in place; return it and its masked dense twin."""
+    masks = samo.prune(model, 0.9) if masks is None else masks
+    dense = masked_twin(model, masks)
+    return samo.compress_(model, masks, **options), dense
+
+
+def batches(steps: int, *, dtype: torch.dtype = torch.float32, seed: int = 1) -> Iterator[Tensor]:
+    """Inputs of `mlp`."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield torch.randn(8, 12, generator=generator).to(dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss in fp32 or wider, whatever the model computes in, with something to learn."""
+    out = model(x)
+    out = out if out.dtype == torch.float64 else out.float()
+    return (out - x[:, : out.shape[1]].to(out.dtype).sin()).square().mean()
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> float:
+    """Train on one batch."""
+    opt.zero_grad()
+    loss = loss_of(model, x)
+    loss.backward()
+    opt.step()
+    return float(loss.detach())
+
+
+def differences(model: nn.Module, dense: nn.Module) -> dict[str, float]:
+    """Return the largest difference of each tensor between a compressed model and a dense one."""
+    ours, theirs = samo.dense_state_dict(model), dense.state_dict()
+    assert list(ours) == list(theirs)
+    return {
+        name: float((ours[name].double() - theirs[name].double()).abs().max())
+        for name in theirs
+        if theirs[name].numel()
+    }
+
+
+def worst(model: nn.Module, dense: nn.Module) -> float:
+    """Return the largest of all `differences`; NaN if there is one, which Python's max would pass over."""
+    return float(torch.tensor(list(differences(model, dense).values())).max())
+
+
+def assert_equal(model: nn.Module, dense: nn.Module) -> None:
+    """Compare every weight bit for bit."""
+    ours, theirs = samo.dense_state_dict(model), dense.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def pruned_entries(model: nn.Module) -> Tensor:
+    """Return all entries of the dense weights that are pruned; they are to be 0."""
+    masks, state = masks_of(model), samo.dense_state_dict(model)
+    return torch.cat([state[name][~mask.to_bool()] for name, mask in masks.items()])
