@@ -52,7 +52,7 @@ def tiny_hf(family: str, *, is_tied: bool = False) -> nn.Module:
 
 
 def optimizer(name: str, module: nn.Module, *, is_compressed: bool) -> torch.optim.Optimizer:
-    params = list(samo.parameters(module)) if is_compressed else list(module.parameters())
+    params = list(module.parameters())
     if name == "sgd":
         return torch.optim.SGD(params, lr=0.1, momentum=0.9)
     if is_compressed:

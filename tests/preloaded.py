@@ -5,24 +5,20 @@ import torch
 import torch.distributed
 import torch.distributed.device_mesh
 import torch.distributed.pipelining
+import torch.nn.parallel
 
 import samo
 from samo.checkpoints import loading, saving
 from samo.kernels import cpu
-from samo.optim import AdamW
-from samo.parallel import clipping, replicas
 from samo.pipeline import api
 from samo.pruning import choosing
 
 __all__ = [
-    "AdamW",
     "api",
     "choosing",
-    "clipping",
     "cpu",
     "loading",
     "pytest",
-    "replicas",
     "samo",
     "saving",
 ]
@@ -34,7 +30,7 @@ def _warm_up(dtype: torch.dtype) -> None:
     """Load the compiled kernels, once for all ranks."""
     layer = torch.nn.Linear(8, 8).to(dtype)
     model = samo.compress_(torch.nn.Sequential(layer), samo.prune(torch.nn.Sequential(layer), 0.5))
-    opt = AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     for _ in range(2):
         model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     opt.step()

@@ -1,16 +1,16 @@
 """A rank that is killed, stopped or late is named by the others, in time."""
 
+import datetime
 import os
 import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 import samo
 from samo.parallel.peers import Peers
@@ -20,54 +20,46 @@ TIMEOUT_S = 1.0
 HEARTBEAT_S = 0.2
 
 
-def replicated(**settings: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    samo.compress_(model, samo.prune(model, 0.5))
-    samo.replicate(
-        model,
-        samo.mesh()["data"],
-        bucket_bytes=4000,
-        timeout_s=TIMEOUT_S,
-        heartbeat_s=HEARTBEAT_S,
-        **settings,
-    )
-    return model
+class Group:
+    """All ranks, which add up a tensor and name whoever does not come."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        self._peers = Peers(_get_default_store(), "key", rank, range(num_ranks), HEARTBEAT_S)
+
+    def all_reduce(self) -> None:
+        self._peers.operations.add()
+        begun = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1000), group=self._group)
+        except RuntimeError as error:
+            raise self._peers.error("the sum", time.monotonic() - begun, error) from error
 
 
-def train_until_somebody_falls(
-    rank: int, num_ranks: int, victim: int, how: int, after_s: float, shard: Any
+def add_up_until_somebody_falls(
+    rank: int, num_ranks: int, victim: int, how: int, after_s: float
 ) -> tuple[float, tuple[int, ...], str]:
-    model = replicated(shard=shard)
-    opt = samo.AdamW(samo.parameters(model))
+    group = Group(rank, num_ranks)
     if rank == victim:  # from a thread of the system's, at whatever the rank does then
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), how))
         signal.setitimer(signal.ITIMER_REAL, after_s)
     deadline = time.monotonic() + 20
-    begun = time.monotonic()
     while time.monotonic() < deadline:
         begun = time.monotonic()
         try:
-            model(torch.ones(4, 32)).square().mean().backward()
-            samo.clip_grad_norm_(model, 1.0)
-            opt.step()
-            opt.zero_grad()
+            group.all_reduce()
         except samo.PeerError as error:
             return time.monotonic() - begun, error.ranks, str(error)
     raise AssertionError("nobody fell")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "shard"),
-    [(signal.SIGKILL, None), (signal.SIGSTOP, "state")],
-    ids=["killed", "stopped"],
-)
-def test_a_rank_that_falls_is_named_by_all_others(how: signal.Signals, shard: str | None) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_falls_is_named_by_all_others(how: signal.Signals) -> None:
     victim = random.randrange(3)  # of another seed in every run
     after_s = random.uniform(0.05, 0.3)
     results = run_ranks(
-        3, train_until_somebody_falls, victim, how, after_s, shard, lost={victim}, timeout_s=25
+        3, add_up_until_somebody_falls, victim, how, after_s, lost={victim}, timeout_s=25
     )
     for rank, result in enumerate(results):
         if rank == victim:
@@ -108,11 +100,11 @@ def test_where_nobody_stopped_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def come_late(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:
-    model = replicated()
+    group = Group(rank, num_ranks)
     if rank == 1:
         time.sleep(TIMEOUT_S + 3)
     with pytest.raises(samo.PeerError) as found:
-        model(torch.ones(4, 32)).sum().backward()
+        group.all_reduce()
     return found.value.ranks, str(found.value)
 
 
@@ -121,24 +113,7 @@ def test_a_rank_that_is_alive_but_does_not_come_is_named() -> None:
     blamed, message = run_ranks(2, come_late, lost={1})[0]
     assert blamed == (1,)
     assert "rank 1 did not come, but is alive" in message
-    assert "the gradients of bucket 1 of" in message
-
-
-def replicate_alone(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:
-    data = samo.mesh()["data"]
-    if rank == 1:
-        time.sleep(60)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 8))
-    model = samo.compress_(model, samo.prune(model, 0.5))
-    with pytest.raises(samo.PeerError) as found:
-        samo.replicate(model, data, timeout_s=1.0)
-    return found.value.ranks, str(found.value)
-
-
-def test_a_rank_that_does_not_replicate_is_named() -> None:
-    blamed, message = run_ranks(2, replicate_alone, lost={1})[0]
-    assert blamed == (1,)
-    assert "not all of ranks [1] came to make a group within 1 s" in message
+    assert "s for the sum" in message
 
 
 def leave_without_the_store(rank: int, num_ranks: int, path: str) -> tuple[int, ...]:
@@ -155,14 +130,14 @@ def leave_without_the_store(rank: int, num_ranks: int, path: str) -> tuple[int, 
         with open(path) as file:
             store = dist.TCPStore("127.0.0.1", int(file.read()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    model = replicated()
-    model(torch.ones(4, 32)).sum().backward()
+    group = Group(rank, num_ranks)
+    group.all_reduce()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(
         samo.PeerError, match="rank 0, which holds the ranks' common store"
     ) as found:
-        model(torch.ones(4, 32)).sum().backward()
+        group.all_reduce()
     return found.value.ranks
 
 
@@ -179,8 +154,7 @@ def test_ranks_fall_at_random_moments(number: int) -> None:
     draw = random.Random(number)
     victim, after_s = draw.randrange(4), draw.uniform(0.01, 0.6)
     how = draw.choice([signal.SIGKILL, signal.SIGSTOP])
-    shard = draw.choice([None, "state"])
     results = run_ranks(
-        4, train_until_somebody_falls, victim, how, after_s, shard, lost={victim}, timeout_s=30
+        4, add_up_until_somebody_falls, victim, how, after_s, lost={victim}, timeout_s=30
     )
     assert {result[1] for result in results if result is not None} == {(victim,)}

@@ -21,10 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
     [
         (2, {}),
         (4, {}),
-        (4, {"shard": "state"}),
         (2, {"pipe": 2}),
         (4, {"pipe": 2}),
-        (4, {"pipe": 2, "shard": "state"}),
     ],
     ids=str,
 )

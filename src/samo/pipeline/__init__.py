@@ -7,6 +7,7 @@
 - layers, costs, partition: what a model is cut into, and where
 - stage, filling: the layers of a rank, and how they come to their values
 - batches, tied: micro-batches and their weights in the loss; weights that two stages use
+- gradients: the mean over replicas, and one verdict of all stages on what is not finite
 - ends: what goes into a stage and comes out; runner: does what the engine decides
 - schedules: orders that torch.distributed.pipelining runs
 - checking: what is refused; setup: settings, carried out; api: `samo.Pipeline`

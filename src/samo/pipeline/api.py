@@ -1,31 +1,42 @@
 """`samo.Pipeline`: a model cut into stages, one for each rank of the axis `pipe`."""
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.utils import _sync_module_states
 
 from samo.errors import PeerError
-from samo.masks import Masks
-from samo.owners import owned_weights
-from samo.partners import Line
+from samo.model_masks import Masks
 from samo.pipeline.batches import Count, Reduction, Tensors, cut, nothing, weights as weigh
-from samo.pipeline.checking import check_even, check_settings
+from samo.pipeline.checking import check_even, check_replicas, check_settings, check_ties
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.filling import Source, build_stage
+from samo.pipeline.gloo import GlooTransport
+from samo.pipeline.gradients import average, partial_norm, spoil_together
 from samo.pipeline.layers import LayersLike, take_apart
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.schedules import TorchRunner
-from samo.pipeline.setup import chunks_of, cuts_of, device_of, pipe_group, transport_of
-from samo.pipeline.syncing import Syncing
+from samo.pipeline.setup import (
+    chunks_of,
+    connected,
+    cuts_of,
+    data_groups,
+    device_of,
+    pipe_group,
+    transport_of,
+)
 from samo.pipeline.tied import Tie, ties_of
 from samo.pipeline.timeline import Timeline
 
 __all__ = ["Pipeline"]
+
+_BROADCAST_BYTES: Final = 250 * 2**20  # DistributedDataParallel's
 
 
 class Pipeline:
@@ -33,8 +44,11 @@ class Pipeline:
 
     `step` computes forward and backward of all micro-batches and adds up gradients; the optimizer is
     the caller's, on the parameters of ``pipeline.module``, which holds this rank's layers under the
-    names they have in the whole model. Losses, gradients and updates are those of one process that
-    computes the same micro-batches one after the other, bit for bit on a CPU.
+    names they have in the whole model, compressed or not. Losses, gradients and updates are those of one
+    process that computes the same micro-batches one after the other, bit for bit on a CPU.
+
+    A mesh may have a dimension "data" beside "pipe": then each stage has replicas, which start with the
+    values of the first, compute batches of their own, and share the mean of their gradients.
 
     Example:
         >>> import torch, samo
@@ -52,7 +66,8 @@ class Pipeline:
             Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take no memory but
             for those of the rank's own stage.
         loss_fn: Called with the output and the target of a micro-batch; returns a scalar.
-        mesh: A device mesh with a dimension called "pipe"; None for one stage in this process.
+        mesh: A device mesh with a dimension called "pipe", and "data" where stages have replicas; None
+            for one stage in this process.
         micro_batches: Number of micro-batches a batch is cut into.
         schedule: "message-driven", or "1f1b", "gpipe" and "interleaved" as torch runs them.
         in_flight: Micro-batches a stage may hold, one number or one for each stage; the number of
@@ -117,16 +132,16 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._reduction: Final[Reduction] = loss_reduction
         self._count = count
-        self._group = group
+        self._replicas: Final = data_groups(mesh, timeout_s)
         self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
-        self._ties: Final = ties_of(row, self.cuts, num_ranks)
         self._transport: Final = transport_of(group, self.device, timeout_s)
+        # None for one stage in this process.
+        self._links = self._transport if isinstance(self._transport, GlooTransport) else None
+        self._ties: Final = connected(ties_of(row, self.cuts, num_ranks), group, timeout_s)
         # Also where a program ends without a word, and before torch's own end.
         self._finalizer: Final = weakref.finalize(self, self._transport.close)
-        self._line: Final = Line()
         self._has_more = False
-        self._syncing: Final = Syncing()
         self._aside: list[Tensor | None] = []
         self._versions: list[int] = []
         self._runner: Runner | TorchRunner
@@ -136,7 +151,6 @@ class Pipeline:
                 self._transport,
                 in_flight=self.in_flight[self.stage],
                 timeout_s=timeout_s,
-                context=self._syncing.around,
             )
         else:
             chunks = chunks_of(self.module, [self.cuts[i] for i in mine])
@@ -147,34 +161,56 @@ class Pipeline:
                 group,
                 self.device,
                 micro_batches,
-                self._syncing.around,
             )
+        if self._replicas is not None:
+            _sync_module_states(self.module, self._replicas[0], _BROADCAST_BYTES, 0, ())
         for tie in self._own_ties():
-            tie.copy_weight(self.module, self._transport)
+            tie.copy_weight(self.module)
 
     def step(
-        self, x: Tensors | None = None, *, target: Tensors | None = None, is_last: bool = True
+        self,
+        x: Tensors | None = None,
+        *,
+        target: Tensors | None = None,
+        is_last: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
         """Compute forward and backward of a batch, add up gradients, and return the loss.
 
-        Every rank calls it; the first stage needs ``x``, the last one ``target``, and whoever does not
-        may pass them all the same. Every stage gets the loss of the whole batch; a replica that of its
-        own part. Pass ``is_last=False`` for a batch that others of the same optimizer step follow: with
-        the last micro-batch of the last one replicas exchange gradients, then those of tied weights are
-        added up, and stages agree whether all gradients are finite. Gradients that are cleared between two of them are gone, those of tied weights too.
+        Every rank calls it; only the first stage reads ``x``, only the last one ``target``. Every stage gets
+        the loss of the whole batch; a replica that of its own part. Pass ``is_last=False`` for a batch that
+        others of the same optimizer step follow. After the last one, gradients are averaged over replicas,
+        those of tied weights are summed over stages, and if a gradient is not finite on any stage, all
+        stages get a NaN in theirs: `samo.AdamW` and GradScaler skip the same steps everywhere. Gradients
+        that are cleared between two batches are gone, those of tied weights too.
 
         Example:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
             >>> pipeline = samo.Pipeline(model, torch.nn.functional.cross_entropy, None, 2)
-            >>> loss = pipeline.step(torch.randn(6, 4), target=torch.randint(0, 2, (6,)))
-            >>> loss.shape, model[0].weight.grad is not None
-            (torch.Size([]), True)
+            >>> opt = torch.optim.AdamW(pipeline.module.parameters())
+            >>> scaler = torch.amp.GradScaler("cpu")  # for float16; each rank has one of its own
+            >>> x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
+            >>> loss = pipeline.step(x, target=y, scaler=scaler)
+            >>> scaler.step(opt)
+            >>> scaler.update()
+            >>> loss.shape, scaler.get_scale()
+            (torch.Size([]), 65536.0)
+
+        Args:
+            x: Inputs, a tensor or a tuple of them.
+            target: What ``loss_fn`` compares the output with.
+            is_last: Whether an optimizer step follows.
+            scaler: Scales the loss before it goes backward, and not the one that is returned. The scalers
+                of all ranks have one scale at all times, since they find the same gradients finite.
 
         Raises:
             PeerError: Another rank died, hung, failed or sent nonsense.
+            MaskError: Replicas, or the stages of a tied weight, have different masks.
         """
         self._check_open()
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self.device))  # makes the scale, on all stages
         ties = self._own_ties()
         if self._has_more:
             left = zip(ties, self._aside, self._versions)
@@ -182,13 +218,64 @@ class Pipeline:
         else:
             self._aside = [tie.set_aside(self.module) for tie in ties]
         self._has_more = not is_last
-        self._syncing.begin(self.module, is_last_batch=is_last)
-        loss = self._run(x, target, is_training=True)
+        loss = self._run(x, target, is_training=True, scaler=scaler)
         if is_last:
-            self._runner.together(self._agree)
+            self._runner.together(self._share_gradients)
         else:
             self._versions = [t.leave(self.module, old) for t, old in zip(ties, self._aside)]
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients of all stages so that their norm is at most ``max_norm``; return the norm.
+
+        As ``torch.nn.utils.clip_grad_norm_`` on the whole model, a tied weight counted once. Every rank
+        calls it. Where the norm is not finite, gradients become NaN on all stages.
+
+        Example:
+            >>> import torch, samo
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+            >>> pipeline = samo.Pipeline(model, lambda y, target: y.sum(), None, 1)
+            >>> loss = pipeline.step(torch.ones(1, 4), target=torch.ones(1))
+            >>> pipeline.clip_grad_norm_(1.0)
+            tensor(4.)
+            >>> model[0].weight.grad.norm()
+            tensor(1.0000)
+
+        Args:
+            max_norm: The norm is at most this afterwards.
+            norm_type: 2, another power, or ``math.inf`` for the largest magnitude.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+
+        Raises:
+            ValueError: ``norm_type`` is not over 0.
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+            PeerError: Another rank did not come.
+        """
+        self._check_open()
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be over 0, got {norm_type}")
+        params = dict(self.module.named_parameters())
+        elsewhere = {n for tie in self._own_ties() if tie.ranks[0] != self.stage for n in tie.names}
+        held = [p.grad for n, p in params.items() if p.grad is not None and n not in elsewhere]
+        total = partial_norm(held, norm_type, self.device)
+        is_largest = norm_type == math.inf
+        if self._links is not None:
+            group, op = self._links.group, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+            self._runner.together(lambda: dist.all_reduce(total, op, group=group))
+        norm = total if is_largest else total.pow(1.0 / norm_type)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients is {float(norm)}, so they cannot be clipped; pass "
+                "error_if_nonfinite=False to let the optimizer skip the step"
+            )
+        # A factor of 0, as torch has it for an infinite norm, would let other stages step.
+        used = torch.where(norm.isfinite(), norm, math.nan)
+        nn.utils.clip_grads_with_norm_(params.values(), max_norm, used)
+        is_wide = any(param.dtype == torch.float64 for param in params.values())
+        return norm if is_wide else norm.float()
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
         """Return the loss of a batch without gradients; call ``pipeline.module.eval()`` for dropout.
@@ -223,9 +310,9 @@ class Pipeline:
                 f"schedule '{self.schedule}' keeps no times; use torch.profiler, or 'message-driven'"
             )
         everyones: list[Any] = [self._runner.events]
-        if self._group is not None:
-            everyones = [None] * self._group.size()
-            dist.all_gather_object(everyones, self._runner.events, group=self._group)
+        if self._links is not None:
+            everyones = [None] * self._links.num_stages
+            dist.all_gather_object(everyones, self._runner.events, group=self._links.host_group)
         events = [event for events in everyones for event in events]
         return Timeline(self.num_stages, self.micro_batches, events)
 
@@ -253,33 +340,6 @@ class Pipeline:
             return 0, 0
         return self._runner.sent_bytes, self._runner.received_bytes
 
-    def of_all_stages(self, number: float) -> Tensor:
-        """Return a number of each stage, in fp64 and in their order; every stage calls it.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).of_all_stages(3.0)
-            tensor([3.], dtype=torch.float64)
-
-        Raises:
-            PeerError: Another stage did not come.
-        """
-        self._check_open()
-        return self._runner.together(lambda: self._show_all(number))
-
-    def tied_elsewhere(self) -> set[str]:
-        """Return names of this rank's parameters that an earlier stage has too.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2).tied_elsewhere()
-            set()
-        """
-        later = [tie for tie in self._own_ties() if tie.ranks[0] != self.stage]
-        return {name for tie in later for name in tie.names}
-
     def close(self) -> None:
         """End the threads that wait for messages. The pipeline is not used again.
 
@@ -300,12 +360,19 @@ class Pipeline:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Tensor:
+    def _run(
+        self,
+        x: Tensors | None,
+        target: Tensors | None,
+        *,
+        is_training: bool,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Tensor:
         self._check_open()
         if isinstance(self._runner, Runner):
             # Within the runner, whose other stages must hear of a batch that cannot be cut.
-            return self._runner.run(lambda: self._batch(x, target, is_training=is_training))
-        batch = self._batch(x, target, is_training=is_training)
+            return self._runner.run(lambda: self._batch(x, target, scaler, is_training))
+        batch = self._batch(x, target, scaler, is_training)
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
         check_even(inputs, self.micro_batches, self.schedule)
         return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
@@ -314,7 +381,13 @@ class Pipeline:
         if not self._finalizer.alive:
             raise PeerError("the pipeline was closed, and its links with it; build a new one")
 
-    def _batch(self, x: Tensors | None, target: Tensors | None, *, is_training: bool) -> Batch:
+    def _batch(
+        self,
+        x: Tensors | None,
+        target: Tensors | None,
+        scaler: torch.amp.GradScaler | None,
+        is_training: bool,
+    ) -> Batch:
         """Cut what this stage needs of a batch."""
         inputs = loss = None
         if self._is_first:
@@ -333,29 +406,22 @@ class Pipeline:
                     return nothing(output)
                 return self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted) * factor
 
-        return Batch(self.micro_batches, inputs, loss, is_training)
+        scale: Callable[[Tensor], Tensor] | None = None if scaler is None else scaler.scale
+        return Batch(self.micro_batches, inputs, loss, is_training, scale)
 
     def _own_ties(self) -> list[Tie]:
         return [tie for tie in self._ties if self.stage in tie.ranks]
 
-    def _agree(self) -> None:
-        """Add up tied gradients, and find out whether any stage has one that is not finite."""
-        for tie, old in zip(self._own_ties(), self._aside):
-            tie.check(self.module, self._transport)
-            tie.add_up(self.module, self._transport, old)
-        weights = list(owned_weights(self.module).values())
-        gradients = [w.part.leaf.grad for w in weights if w.part.leaf.grad is not None]
-        flag = torch.tensor(False)
-        if gradients:
-            flag = weights[0].kernels.find_nonfinite(gradients)
-        self._line.nonfinite = bool(self._show_all(float(flag)).any())  # all skip the same steps
-        for weight in weights:
-            weight.line = self._line
-
-    def _show_all(self, number: float) -> Tensor:
-        ranks = tuple(range(self._transport.num_stages))
-        numbers = torch.zeros(len(ranks), dtype=torch.float64)
-        numbers[self.stage] = number
-        if len(ranks) > 1:
-            self._transport.add_up([numbers], ranks)
-        return numbers
+    def _share_gradients(self) -> None:
+        """Make gradients those of the whole batch: over replicas, then over stages."""
+        if self._replicas is not None:
+            group, on_host = self._replicas
+            check_replicas(self.module, on_host)
+            average(self.module.parameters(), group)
+        if self._links is None or self._links.num_stages == 1:
+            return
+        if self._ties:
+            check_ties(self._ties, self.module, self._links.host_group)
+            for tie, old in zip(self._own_ties(), self._aside):
+                tie.add_up(self.module, old)
+        spoil_together(self.module.parameters(), self._links.group, self.device)

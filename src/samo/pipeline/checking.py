@@ -1,8 +1,18 @@
-"""What a pipeline is not given: settings and batches that it refuses."""
+"""What a pipeline is not given: settings, batches and masks that it refuses."""
 
-from torch import Tensor
+import hashlib
+import math
+from collections.abc import Sequence
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samo.core.compress import masks as masks_of
+from samo.core.ranks import compare_masks
+from samo.errors import MaskError
 from samo.pipeline.schedules import check_schedule
+from samo.pipeline.tied import Tie
 
 __all__ = []
 
@@ -51,3 +61,45 @@ def check_even(inputs: tuple[Tensor, ...], micro_batches: int, schedule: str) ->
             f"{rows} rows cannot be cut into {micro_batches} equal micro-batches, and torch's schedule "
             f"'{schedule}' takes no smaller ones; use 'message-driven', or drop the rest of the batch"
         )
+
+
+def check_replicas(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compare the masks of replicas; before each reduction, since any rank may have other ones.
+
+    Args:
+        module: This stage.
+        group: Its replicas, on the host.
+
+    Raises:
+        MaskError: They differ; on all replicas.
+    """
+    masks = masks_of(module)
+    digest = hashlib.sha256("".join(masks[name].fingerprint() for name in sorted(masks)).encode())
+    if differing([float(int(digest.hexdigest()[:12], 16))], group):
+        compare_masks(masks, group)
+
+
+def check_ties(ties: Sequence[Tie], module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compare the masks of tied weights, before each sum.
+
+    Args:
+        ties: Those of all stages.
+        module: This stage.
+        group: All stages, on the host.
+
+    Raises:
+        MaskError: They differ; on all stages.
+    """
+    for place in differing([tie.mask_print(module) for tie in ties], group):
+        raise MaskError(
+            f"tied weight '{ties[place].names[0]}' has different masks on stages {ties[place].ranks}; "
+            f"give all its names {ties[place].names} the same mask, or none"
+        )
+
+
+def differing(numbers: Sequence[float | None], group: dist.ProcessGroup) -> list[int]:
+    """Return the places of those numbers that ranks have different ones for; None goes with any."""
+    ends = [(-math.inf, -math.inf) if n is None else (n, -n) for n in numbers]
+    largest = torch.tensor(ends, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return [place for place, (high, low) in enumerate(largest.tolist()) if high != -low]

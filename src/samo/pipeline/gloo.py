@@ -90,7 +90,8 @@ class GlooTransport:
         self.timeout_s: Final = timeout_s
         # The stage gives up first and says whom it waited for; gloo's own limit is for threads.
         self._limit: Final = datetime.timedelta(seconds=2 * timeout_s + 5)
-        self._group: Final = self.new_group("gloo")
+        self.host_group: Final = self.new_group("gloo")  # all stages, for tensors on the host
+        self.group = self.host_group  # the same, for tensors on the device
         self._inbox: Final[queue.SimpleQueue[Arrival]] = queue.SimpleQueue()
         self._receivers: Final[dict[int, _Receiver]] = {}
         self._senders: Final[dict[int, _Sender | _ThreadedSender]] = {}
@@ -127,39 +128,6 @@ class GlooTransport:
             if not self._senders[stage].wait_idle(deadline - time.monotonic()):
                 return stage
         return None
-
-    def add_up(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
-        """Replace each tensor by its sum over some stages, added in their order by each of them."""
-        for tensor in tensors:
-            own = tensor.detach().to("cpu", copy=True)
-            sends = [self._isend_tied(own, stage) for stage in stages if stage != self.stage]
-            parts = [own if s == self.stage else self._recv_tied(own, s) for s in stages]
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            for work in sends:
-                work.wait()
-            tensor.copy_(total)
-
-    def copy_first(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
-        """Replace each tensor by that of the first of some stages."""
-        for tensor in tensors:
-            own = tensor.detach().to("cpu", copy=True)
-            if self.stage != stages[0]:
-                tensor.copy_(self._recv_tied(own, stages[0]))
-                continue
-            for work in [self._isend_tied(own, stage) for stage in stages[1:]]:
-                work.wait()
-
-    def _isend_tied(self, tensor: Tensor, stage: int) -> Any:
-        # Tags from num_stages on: no packet has them.
-        tag = self.num_stages + self.stage
-        return dist.isend(tensor.contiguous(), self.ranks[stage], self._group, tag)
-
-    def _recv_tied(self, like: Tensor, stage: int) -> Tensor:
-        received = torch.empty(like.shape, dtype=like.dtype)
-        dist.recv(received, self.ranks[stage], self._group, self.num_stages + stage)
-        return received
 
     def close(self) -> None:
         """End the threads; one in the middle of a transfer ends with it, and is not waited for."""
@@ -210,14 +178,14 @@ class GlooTransport:
         else:
             pack(words, body, tensors, buffer)
         # The tag is the sender: a link is told from its way back by it.
-        return dist.isend(buffer, self.ranks[link.stage], self._group, self.stage), buffer
+        return dist.isend(buffer, self.ranks[link.stage], self.host_group, self.stage), buffer
 
     def fetch(self, link: Incoming) -> Packet:
         """Wait for the next packet of a link."""
         while True:
             is_pinned = self.device.type == "cuda" and self.is_inline
             buffer = torch.empty(link.room, dtype=torch.uint8, pin_memory=is_pinned)
-            dist.recv(buffer, self.ranks[link.stage], self._group, link.stage)
+            dist.recv(buffer, self.ranks[link.stage], self.host_group, link.stage)
             packet, form = unpack(link.decoder, buffer, has_tensors=self.is_inline)
             if packet.kind != "grow":
                 break

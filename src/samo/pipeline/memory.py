@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from torch import Tensor
-
 from samo.pipeline.transport import Arrival
 from samo.pipeline.wire import DATA_KINDS, Decoder, Encoder, Packet
 
@@ -37,7 +35,6 @@ class MemoryNetwork:
         }
         self._draw = draw
         self._lock: Final = threading.Lock()
-        self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._transports: Final = [MemoryTransport(self, s, num_stages) for s in range(num_stages)]
 
     def transport(self, stage: int) -> "MemoryTransport":
@@ -49,11 +46,6 @@ class MemoryNetwork:
         with self._lock:
             jitter = self._draw.random()
         return max(time.monotonic() + self._delay[link] * (0.5 + jitter), not_before)
-
-    def meeting(self, stages: tuple[int, ...]) -> "_Meeting":
-        """Return where some stages add up their tensors."""
-        with self._lock:
-            return self._meetings.setdefault(stages, _Meeting(len(stages)))
 
 
 class MemoryTransport:
@@ -108,32 +100,5 @@ class MemoryTransport:
         """Nothing to do: a packet is sent when `send` returns."""
         return None
 
-    def add_up(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
-        """Replace each tensor by its sum over some stages."""
-        everyones = self.network.meeting(stages).exchange(stages.index(self.stage), tensors)
-        for place, tensor in enumerate(tensors):
-            tensor.copy_(sum((theirs[place] for theirs in everyones[1:]), everyones[0][place]))
-
-    def copy_first(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
-        """Replace each tensor by that of the first of some stages."""
-        everyones = self.network.meeting(stages).exchange(stages.index(self.stage), tensors)
-        for mine, theirs in zip(tensors, everyones[0]):
-            mine.copy_(theirs)
-
     def close(self) -> None:
         """Nothing to do."""
-
-
-class _Meeting:
-    """Where a number of threads show each other their tensors."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
-        self._shown: list[list[Tensor]] = [[] for _ in range(size)]
-
-    def exchange(self, place: int, tensors: list[Tensor]) -> list[list[Tensor]]:
-        self._shown[place] = [tensor.detach().clone() for tensor in tensors]
-        self._barrier.wait(timeout=30)
-        everyones = [list(theirs) for theirs in self._shown]
-        self._barrier.wait(timeout=30)
-        return everyones

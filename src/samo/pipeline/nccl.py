@@ -45,6 +45,7 @@ class NcclTransport(GlooTransport):
             )
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         super().__init__(group, device, timeout_s=timeout_s)
+        self.group = self.new_group(backend)
         for stage in range(self.num_stages - 1):  # all stages make all of them, in one order
             for link in ((stage, stage + 1), (stage + 1, stage)):
                 self._links[link] = self.new_group(backend)

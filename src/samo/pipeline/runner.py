@@ -8,7 +8,6 @@ with the name of the same rank.
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -25,8 +24,6 @@ from samo.pipeline.wire import DATA_KINDS, Packet, PacketKind
 __all__ = ["Batch", "Runner"]
 
 Result = TypeVar("Result")
-Context = Callable[[bool], AbstractContextManager[Any]]
-"""Makes what surrounds a pass, told whether it is the last backward pass of a batch on this rank."""
 
 _GOODBYE: Final = 2.0
 _PATIENCE: Final = 3
@@ -44,12 +41,14 @@ class Batch:
         loss: On the last stage, the weighted loss of a micro-batch, by its number and outputs.
         is_training: Whether to go backward; otherwise gradients are empty, and only say that a
             micro-batch is done.
+        scale: On the last stage, makes of a loss what goes backward.
     """
 
     num_micro_batches: int
     inputs: list[tuple[Tensor, ...]] | None = None
     loss: Callable[[int, Any], Tensor] | None = None
     is_training: bool = True
+    scale: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass
@@ -70,7 +69,6 @@ class Runner:
         transport: The links to its neighbours.
         in_flight: Limit of this stage.
         timeout_s: Seconds of silence after which a neighbour is given up.
-        context: Surrounds each pass.
     """
 
     def __init__(
@@ -80,13 +78,11 @@ class Runner:
         *,
         in_flight: int,
         timeout_s: float,
-        context: Context | None = None,
     ) -> None:
         self.module: Final = module
         self.transport: Final = transport
         self.in_flight: Final = in_flight
         self.timeout_s: Final = timeout_s
-        self.context: Final[Context] = context or (lambda is_last: nullcontext())
         self.events: list[Event] = []
         self.steps = 0
         self.sent_bytes = self.received_bytes = 0
@@ -189,8 +185,7 @@ class Runner:
 
     def _compute(self, what: Pass, micro_batch: int, held: _Held, batch: Batch) -> None:
         start = time.perf_counter()
-        is_last = what == "backward" and micro_batch == batch.num_micro_batches - 1
-        with self.context(is_last), torch.set_grad_enabled(batch.is_training):
+        with torch.set_grad_enabled(batch.is_training):
             if what == "forward":
                 self._forward(micro_batch, held, batch)
             else:
@@ -205,7 +200,7 @@ class Runner:
             held.outputs[micro_batch] = as_tuple(output)
             return
         loss = batch.loss(micro_batch, output)
-        held.outputs[micro_batch] = (loss,)
+        held.outputs[micro_batch] = (loss if batch.scale is None else batch.scale(loss),)
         total = loss.detach()
         held.loss = total if held.loss is None else held.loss + total
 

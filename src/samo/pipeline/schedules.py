@@ -5,7 +5,7 @@ gradients accumulate): the loss carries the weight of each micro-batch instead.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from samo.errors import SamoError, nearest
-from samo.pipeline.runner import Batch, Context, Result
+from samo.pipeline.runner import Batch, Result
 from samo.pipeline.transport import not_come
 
 __all__ = ["FIXED", "SCHEDULES", "TorchRunner", "check_schedule"]
@@ -58,7 +58,6 @@ class TorchRunner:
         group: Ranks in the order of the stages.
         device: This rank's device.
         num_micro_batches: Micro-batches of every batch.
-        context: Surrounds each pass.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class TorchRunner:
         group: dist.ProcessGroup,
         device: torch.device,
         num_micro_batches: int,
-        context: Context,
     ) -> None:
         from torch.distributed import pipelining  # takes seconds to load, and not everyone needs it
 
@@ -80,9 +78,11 @@ class TorchRunner:
             (num_pieces - 1) % group.size()
         ]
         self._batch: Batch | None = None
-        passes = _Passes(num_micro_batches * len(pieces), context)
-        watched = _watched(pipelining.PipelineStage, passes)
-        stages = [watched(m, i, num_pieces, device, group=group) for i, m in pieces]
+        self._losses: Final[dict[int, Tensor]] = {}
+        stages = [
+            pipelining.PipelineStage(module, number, num_pieces, device, group=group)
+            for number, module in pieces
+        ]
         cls = getattr(pipelining, FIXED[schedule])
         self._schedule: Final = cls(
             stages if schedule == "interleaved" else stages[0],
@@ -96,20 +96,19 @@ class TorchRunner:
     def run(self, batch: Batch, inputs: tuple[Tensor, ...]) -> Tensor:
         """Compute a batch and return its loss."""
         self._batch = batch
-        losses: list[Tensor] = []
         arguments = inputs if self._is_first else ()
         # torch also asks for a loss to find out shapes: its number, not its turn, tells which one.
         numbers = torch.arange(self.num_micro_batches)
-        wanted: dict[str, Any] = {"target": numbers, "losses": losses} if self._is_last else {}
+        wanted: dict[str, Any] = {"target": numbers} if self._is_last else {}
         compute = self._schedule.step if batch.is_training else self._schedule.eval
         with nullcontext() if batch.is_training else torch.no_grad():
             compute(*arguments, **wanted)
         # Its value, which float64 holds exactly, and its type, which the other ranks cannot know.
         told = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self._is_last:
-            total = losses[0].detach()
-            for loss in losses[1:]:
-                total = total + loss.detach()
+            total = self._losses[0]
+            for number in range(1, self.num_micro_batches):
+                total = total + self._losses[number]
             told[0], told[1] = total, _LOSS_TYPES.index(total.dtype)
         dist.broadcast(told, self._last_rank, group=self.group)
         return told[0].to(_LOSS_TYPES[int(told[1])])
@@ -128,37 +127,10 @@ class TorchRunner:
             raise not_come(error) from error
 
     def _loss(self, output: Any, number: Tensor, **_: Any) -> Tensor:
-        """Return the weighted loss of a micro-batch."""
-        loss = None if self._batch is None else self._batch.loss
-        assert loss is not None, "run() sets the batch, and only the last stage is asked"
-        return loss(int(number), output)
-
-
-class _Passes:
-    """The backward passes of a rank, counted over all of its pieces."""
-
-    def __init__(self, num_passes: int, context: Context) -> None:
-        self._num_passes, self._done = num_passes, 0
-        self._context = context
-
-    def forward(self) -> AbstractContextManager[Any]:
-        return self._context(False)
-
-    def backward(self) -> AbstractContextManager[Any]:
-        self._done += 1
-        return self._context(self._done % self._num_passes == 0)
-
-
-def _watched(stage_class: type, passes: _Passes) -> Callable[..., Any]:
-    """Return torch's stage, with a context around each pass."""
-
-    class Watched(stage_class):  # type: ignore[misc]
-        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with passes.forward():
-                return super().forward_one_chunk(*args, **kwargs)
-
-        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with passes.backward():
-                return super().backward_one_chunk(*args, **kwargs)
-
-    return Watched
+        """Return what goes backward of the weighted loss of a micro-batch."""
+        batch = self._batch
+        assert batch is not None, "run() sets the batch"
+        assert batch.loss is not None, "only the last stage is asked"
+        loss = batch.loss(int(number), output)
+        self._losses[int(number)] = loss.detach()
+        return loss if batch.scale is None else batch.scale(loss)

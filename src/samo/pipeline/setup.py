@@ -1,6 +1,8 @@
 """What the settings of a pipeline come to: places, cuts and links; nothing is computed here."""
 
+import dataclasses
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from samo.pipeline.memory import MemoryNetwork
 from samo.pipeline.nccl import NcclTransport
 from samo.pipeline.partition import partition
 from samo.pipeline.stage import Chunk, Stage
+from samo.pipeline.tied import Tie
 from samo.pipeline.transport import Transport
 
 __all__ = []
@@ -29,6 +32,50 @@ def pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
             "init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
         )
     return mesh["pipe"].get_group()
+
+
+def data_groups(
+    mesh: DeviceMesh | None, timeout_s: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Return the replicas of this stage, the ranks of the axis `data`, where it has several.
+
+    For gradients, and for what is compared on the host: nobody waits for a GPU to learn of a mask.
+    """
+    if mesh is None or "data" not in (mesh.mesh_dim_names or ()) or mesh["data"].size() == 1:
+        return None
+    ranks = dist.get_process_group_ranks(mesh["data"].get_group())
+    # Not the mesh's own, which wait for half an hour.
+    group = _new_group(ranks, backend := dist.get_backend(mesh["data"].get_group()), timeout_s)
+    return group, group if backend == "gloo" else _new_group(ranks, "gloo", timeout_s)
+
+
+def connected(ties: list[Tie], group: dist.ProcessGroup | None, timeout_s: float) -> list[Tie]:
+    """Return the tied weights with groups of their ranks; all stages call it.
+
+    A stage without a tied weight makes a group of itself alone: torch names groups by how many a rank has
+    made, and ranks that have made different numbers never meet.
+    """
+    if group is None:
+        return ties
+    stages, own = dist.get_process_group_ranks(group), dist.get_rank()
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for tie in ties:
+        if tie.ranks not in groups:
+            ranks = [stages[stage] for stage in tie.ranks]
+            ranks = ranks if own in ranks else [own]
+            groups[tie.ranks] = _new_group(ranks, dist.get_backend(group), timeout_s)
+    return [dataclasses.replace(tie, group=groups[tie.ranks]) for tie in ties]
+
+
+def _new_group(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    made = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=2 * timeout_s + 5),  # a neighbour is given up before that
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup), "this rank is one of the ranks"
+    return made
 
 
 def device_of(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from samo.errors import MaskError
-from samo.mask import Mask
+from samo.core.weight import weight_of
 from samo.pipeline.layers import Layers
-from samo.pipeline.transport import Transport
-from samo.weights import Weight, weight_of
 
 __all__ = ["Tie", "ties_of"]
 
@@ -22,23 +20,25 @@ class Tie:
     Attributes:
         names: Its names.
         ranks: Ranks that hold it, counted along the axis `pipe`.
+        group: These ranks.
     """
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-    _prints: list[tuple[Mask, float]] = field(default_factory=list, compare=False, repr=False)
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
-    def copy_weight(self, module: nn.Module, transport: Transport) -> None:
+    @torch.no_grad()
+    def copy_weight(self, module: nn.Module) -> None:
         """Give every rank the values of the first."""
-        transport.copy_first([self._param(module).data], self.ranks)
+        param = self._param(module)
+        values = param.detach().contiguous()
+        dist.broadcast(values, group=self.group, group_src=0)
+        param.copy_(values)
 
     def set_aside(self, module: nn.Module) -> Tensor | None:
         """Take away the gradient of earlier batches, which is a sum already."""
-        leaf = self._leaf(module)
-        grad, leaf.grad = leaf.grad, None
-        weight = self._weight(module)
-        if grad is not None and weight is not None and weight.replica is not None:
-            return grad.clone()  # its place in a bucket is written anew
+        param = self._param(module)
+        grad, param.grad = param.grad, None
         return grad
 
     def leave(self, module: nn.Module, aside: Tensor | None) -> int:
@@ -46,78 +46,43 @@ class Tie:
 
         Where the batch brought none, what was set aside is put back for that time.
         """
-        if self._held(module) is None:
-            self._leaf(module).grad = aside
-        held = self._held(module)
-        return -1 if held is None else held._version
+        param = self._param(module)
+        if param.grad is None:
+            param.grad = aside
+        return -1 if param.grad is None else param.grad._version
 
     def resume(self, module: nn.Module, aside: Tensor | None, version: int) -> Tensor | None:
         """Return what stays set aside for the next batch: nothing, if gradients were cleared since."""
-        held, leaf = self._held(module), self._leaf(module)
+        param = self._param(module)
+        held = param.grad
         if held is None or (held._version != version and not bool(held.any())):
             return None
-        if leaf.grad is aside:
-            leaf.grad = None
+        if held is aside:
+            param.grad = None
         return aside
 
-    def add_up(self, module: nn.Module, transport: Transport, aside: Tensor | None) -> None:
-        """Make the gradient the sum over the ranks, and add what was set aside.
+    @torch.no_grad()
+    def add_up(self, module: nn.Module, aside: Tensor | None) -> None:
+        """Make the gradient the sum over the ranks, and add what was set aside."""
+        param = self._param(module)
+        if param.grad is None:
+            param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+        total = param.grad.contiguous()
+        dist.all_reduce(total, group=self.group)
+        param.grad = total if aside is None else aside.add_(total)
 
-        Replicas have theirs reduced by now; where each holds a part of it, the parts differ from stage to
-        stage, and all of it is put together for the sum.
-        """
-        weight, leaf = self._weight(module), self._leaf(module)
-        if weight is not None and weight.replica is not None:
-            total = weight.replica.show_gradient()
-            transport.add_up([total], self.ranks)
-            weight.replica.set_gradient(total, aside)
-            return
-        if leaf.grad is None:
-            leaf.grad = torch.zeros(leaf.shape, dtype=leaf.grad_dtype, device=leaf.device)
-        transport.add_up([leaf.grad.detach()], self.ranks)
-        if aside is not None:
-            leaf.grad = aside.add_(leaf.grad)
-
-    def check(self, module: nn.Module, transport: Transport) -> None:
-        """Compare the masks of the ranks; before each sum, since any of them may have another one.
-
-        Raises:
-            MaskError: They differ.
-        """
-        weight = self._weight(module)
-        print_ = self._print_of(None if weight is None else weight.mask)
-        total = torch.tensor([print_], dtype=torch.float64)
-        transport.add_up([total], self.ranks)
-        if float(total) != print_ * len(self.ranks):  # sums of 40-bit numbers are exact
-            raise MaskError(
-                f"tied weight '{self.names[0]}' has different masks on stages {self.ranks}; give all "
-                f"its names {self.names} the same mask, or none"
-            )
+    def mask_print(self, module: nn.Module) -> float | None:
+        """Return 40 bits of the mask's fingerprint, 0 for a dense weight; None on other ranks."""
+        here = dict(module.named_parameters(remove_duplicate=False))
+        if not any(name in here for name in self.names):
+            return None
+        weight = weight_of(self._param(module))
+        mask = None if weight is None else weight.mask
+        return 0.0 if mask is None else float(int(mask.fingerprint()[:10], 16))
 
     def _param(self, module: nn.Module) -> nn.Parameter:
         here = dict(module.named_parameters(remove_duplicate=False))
         return next(here[name] for name in self.names if name in here)
-
-    def _print_of(self, mask: Mask | None) -> float:
-        """Return 40 bits of a mask's fingerprint, made once for each mask."""
-        if mask is None:
-            return 0.0
-        if not self._prints or self._prints[0][0] is not mask:
-            self._prints[:] = [(mask, float(int(mask.fingerprint()[:10], 16)))]
-        return self._prints[0][1]
-
-    def _weight(self, module: nn.Module) -> Weight | None:
-        return weight_of(self._param(module))
-
-    def _held(self, module: nn.Module) -> Tensor | None:
-        """Return the gradient, or that of this rank alone where replicas did not reduce it yet."""
-        weight = self._weight(module)
-        own = None if weight is None else weight.leaf.grad
-        return self._leaf(module).grad if own is None else own
-
-    def _leaf(self, module: nn.Module) -> Tensor:
-        weight = self._weight(module)
-        return self._param(module) if weight is None else weight.part.leaf
 
 
 def ties_of(layers: Layers, cuts: Sequence[tuple[int, int]], num_ranks: int) -> list[Tie]:

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from samo.errors import PeerError, first_words
 from samo.pipeline.wire import Packet
 
@@ -13,10 +11,10 @@ __all__ = ["Arrival", "Transport"]
 
 
 def not_come(error: RuntimeError) -> PeerError:
-    """Return what an error of the network means that came while stages did something together."""
+    """Return what an error of a backend means that came while ranks did something together."""
     said = first_words(error)
     return PeerError(
-        f"another stage did not come ({said}); start the ranks again from the last checkpoint"
+        f"another rank did not come ({said}); start the ranks again from the last checkpoint"
     )
 
 
@@ -52,12 +50,6 @@ class Transport(Protocol):
 
     def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
         """Wait until all is sent to some stages; return the one that did not take it in time."""
-
-    def add_up(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
-        """Replace each tensor by its sum over some stages, bit for bit the same on all of them."""
-
-    def copy_first(self, tensors: list[Tensor], stages: tuple[int, ...]) -> None:
-        """Replace each tensor by that of the first of some stages."""
 
     def close(self) -> None:
         """Stop receiving; the transport is not used again."""
