@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from samo import bitmap
 from samo.errors import MaskError
 from samo.layouts import Layout, layouts
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.pruning import neighbours
 from samo.pruning.choosing import prune
 from samo.pruning.densities import Pattern, erk_counts, parse_pattern
@@ -193,7 +193,7 @@ def test_a_pattern_keeps_the_largest_of_each_group(
 
 def in_dims(model: nn.Module) -> dict[str, int | None]:
     found = layouts(model)
-    return {name: found[id(p)].input_dim for name, p in model.named_parameters() if p.dim() > 1}
+    return {name: found[name].input_dim for name, p in model.named_parameters() if p.dim() > 1}
 
 
 class Conv1D(nn.Module):
@@ -230,7 +230,7 @@ def test_experts_say_where_their_inputs_are(is_transposed: bool, dim: int) -> No
     model = nn.ModuleDict({"experts": nn.Module()})
     model["experts"].up = nn.Parameter(torch.randn(2, 8, 12))
     model["experts"].is_transposed = is_transposed  # type: ignore[assignment]
-    assert layouts(model)[id(model["experts"].up)] == Layout(input_dim=dim, is_stack=True)
+    assert layouts(model)["experts.up"] == Layout(input_dim=dim, is_stack=True)
     mask = prune(model, pattern="2:4")["experts.up"]
     weight = model["experts"].up.detach()
     assert torch.equal(mask.to_bool(), keep_of_groups(weight, "experts.up", 2, 4, dim))
@@ -248,7 +248,7 @@ def test_a_shared_weight_has_the_layout_of_its_matrix_layer() -> None:
     model = nn.Sequential(nn.Module(), Conv1D(8, 6), nn.Linear(6, 8))
     model[0].table = model[1].weight
     model[2].weight = model[1].weight
-    assert layouts(model)[id(model[1].weight)] == Layout(input_dim=0)
+    assert layouts(model)["1.weight"] == Layout(input_dim=0)
 
 
 def test_inputs_that_the_pattern_does_not_divide_are_refused() -> None:

@@ -2,21 +2,24 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samo
+from samo.core.compress import masks as masks_in, named_weights
+from samo.core.weight import Weight
 from samo.dynamic import choices, schedules
 from samo.dynamic.growth import Growth
-from samo.owners import owned_weights
-from samo.weights import Weight
 from tests.meters import DenseGradients, LargestTensor, small_gpt, tokens
+from tests.ranks import run_ranks
 
 NAMES = ("0.weight", "2.weight")
 
@@ -32,7 +35,16 @@ def build(sparsity: float | None = 0.8, *, dtype: torch.dtype = torch.float32) -
 
 
 def masks_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: owned_weights(model)[name].mask.to_bool() for name in NAMES}
+    return {name: mask.to_bool() for name, mask in masks_in(model).items()}
+
+
+def weights_of(model: nn.Module) -> dict[str, Weight]:
+    return dict(named_weights(model))
+
+
+def dense_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the dense weights."""
+    return {name: model.get_submodule(name[0]).weight.detach().clone() for name in NAMES}
 
 
 def backward(model: nn.Module, x: Tensor) -> None:
@@ -42,7 +54,7 @@ def backward(model: nn.Module, x: Tensor) -> None:
 def dense_gradients(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the same weights in an ordinary model."""
     dense = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
-    dense.load_state_dict(model.state_dict())
+    dense.load_state_dict(samo.dense_state_dict(model))
     for x in batches:
         backward(dense, x)
     return {name: gradient_of(dense, name) for name in NAMES}
@@ -123,7 +135,7 @@ def test_another_seed_draws_others_and_all_are_drawn_alike() -> None:
 
 def test_gradual_pruning_keeps_the_largest_of_what_was_kept() -> None:
     model = build(None)
-    opt = samo.AdamW(samo.parameters(model), lr=1e-2)
+    opt = samo.AdamW(model.parameters(), lr=1e-2)
     pruning = samo.GradualPruning(model, opt, 0.9, start=4, stop=27, every=5, initial=0.3)
     kept = masks_of(model)
     changes = []
@@ -131,7 +143,7 @@ def test_gradual_pruning_keeps_the_largest_of_what_was_kept() -> None:
         backward(model, torch.randn(8, 40))
         opt.step()
         opt.zero_grad()
-        before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+        before = dense_of(model)
         masks = pruning.step()
         if masks is None:
             continue
@@ -145,13 +157,13 @@ def test_gradual_pruning_keeps_the_largest_of_what_was_kept() -> None:
             expected[score.argsort(descending=True)[:count]] = True
             kept[name] = expected.view_as(before[name])
             assert torch.equal(masks[name].to_bool(), kept[name])
-            assert torch.equal(model.get_parameter(name), before[name] * kept[name])
+            assert torch.equal(dense_of(model)[name], before[name] * kept[name])
     assert changes == [4, 9, 14, 19, 24, 27]
 
 
 def test_a_model_that_is_sparser_than_the_schedule_waits_for_it() -> None:
     model = build(0.8)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=1)
     masks = [pruning.step() for _ in range(10)]
     assert [found is not None for found in masks].index(True) == 5  # 0.9 * (1 - 0.4**3) = 0.84
@@ -161,18 +173,17 @@ def test_a_model_that_is_sparser_than_the_schedule_waits_for_it() -> None:
 
 def test_gradual_pruning_refuses_what_makes_no_sense() -> None:
     model = build(None)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"0 <= initial <= sparsity < 1, got initial=0.9 and"):
         samo.GradualPruning(model, opt, 0.8, start=0, stop=10, every=1, initial=0.9)
     with pytest.raises(ValueError, match="got start=5, stop=5, every=1"):
         samo.GradualPruning(model, opt, 0.8, start=5, stop=5, every=1)
     with pytest.raises(samo.MaskError, match=r"would keep none of the 576 weights of '2.weight'"):
         samo.GradualPruning(model, opt, 0.9995, start=0, stop=5, every=1)
-    with pytest.raises(samo.CompressionError, match="the model is not compressed"):
-        samo.GradualPruning(nn.Linear(3, 3), opt, 0.5, start=0, stop=5, every=1)
-    bare = samo.compress_(nn.Linear(3, 3), samo.Masks({}))
-    with pytest.raises(samo.MaskError, match=r"none of the 2 parameters of the model has a mask"):
-        samo.GradualPruning(bare, opt, 0.5, start=0, stop=5, every=1)
+    bare = samo.compress_(nn.Linear(3, 3), samo.Masks({}), dtype=torch.bfloat16)
+    for without in (nn.Linear(3, 3), bare):
+        with pytest.raises(samo.CompressionError, match="no parameter of the model has a mask"):
+            samo.GradualPruning(without, opt, 0.5, start=0, stop=5, every=1)
 
 
 # Dynamic masks
@@ -181,7 +192,7 @@ def test_gradual_pruning_refuses_what_makes_no_sense() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_set_drops_the_smallest_and_grows_at_random(dtype: torch.dtype) -> None:
     model = build(dtype=dtype)
-    opt = samo.AdamW(samo.parameters(model), lr=1e-2, entry_steps=True)
+    opt = samo.AdamW(model.parameters(), lr=1e-2, entry_steps=True)
     moving = samo.DynamicSparse(model, opt, drop=0.4, every=3, stop=10)
     for step in range(1, 13):
         backward(model, torch.randn(8, 40, dtype=dtype))
@@ -190,7 +201,7 @@ def test_set_drops_the_smallest_and_grows_at_random(dtype: torch.dtype) -> None:
         before = masks_of(model)
         dense = {name: torch.zeros(before[name].shape) for name in NAMES}
         for name in NAMES:
-            dense[name][before[name]] = owned_weights(model)[name].masters()
+            dense[name][before[name]] = model.get_parameter(name).detach()
         masks = moving.step()
         assert (masks is not None) == (step in (3, 6, 9))
         for name in NAMES if masks is not None else ():
@@ -202,9 +213,9 @@ def test_set_drops_the_smallest_and_grows_at_random(dtype: torch.dtype) -> None:
             assert after.view(-1)[score > cut].all()  # late entries often have equal magnitudes
             new = after & ~before[name]
             assert 0 < new.sum() <= count
-            assert not model.get_parameter(name)[new].any()
+            assert not dense_of(model)[name][new].any()
             ages = torch.full(after.shape, -1, dtype=torch.int16)
-            ages[after] = opt.state[owned_weights(model)[name].leaf]["age"]
+            ages[after] = opt.state[model.get_parameter(name)]["age"]
             assert (ages[new] == 0).all()
             assert (ages[after & before[name]] > 0).all()
 
@@ -223,18 +234,18 @@ def rigl_retold(weight: Tensor, kept: Tensor, grad: Tensor, count: int) -> tuple
 def test_rigl_decides_as_its_dense_retelling() -> None:
     model = build()
     # Adam's first updates are all of one size, and equals are told apart by a hash.
-    opt = torch.optim.SGD(samo.parameters(model), lr=1e-2, momentum=0.9)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     moving = samo.DynamicSparse(model, opt, grow="gradient", drop=0.5, every=4, stop=14)
     changes = []
     for step in range(1, 18):
         x = torch.randn(8, 40)
         gradients = dense_gradients(model, [x])
-        before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+        before = dense_of(model)
         kept = masks_of(model)
         backward(model, x)
         opt.step()
         opt.zero_grad()
-        stepped = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+        stepped = dense_of(model)
         masks = moving.step()
         if masks is None:
             continue
@@ -244,7 +255,7 @@ def test_rigl_decides_as_its_dense_retelling() -> None:
             _, expected = rigl_retold(before[name], kept[name], gradients[name], count)
             assert torch.equal(masks[name].to_bool(), expected), (step, name)
             # what was dropped and chosen again has stayed as it was
-            assert torch.equal(model.get_parameter(name), stepped[name] * expected)
+            assert torch.equal(dense_of(model)[name], stepped[name] * expected)
     assert changes == [4, 8, 12]
 
 
@@ -254,13 +265,13 @@ def grown_by_parts(num_parts: int, candidates: int | None) -> float:
     model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 64))
     dense, target = copy.deepcopy(model), nn.Linear(128, 64).requires_grad_(False)
     samo.compress_(model, samo.prune(model, 0.9, method="random"))
-    dense.load_state_dict(model.state_dict())
-    opt = samo.AdamW(samo.parameters(model))
+    dense.load_state_dict(samo.dense_state_dict(model))
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(
         model, opt, grow="gradient", every=1, stop=10**6, candidates=candidates
     )
-    weight = owned_weights(model)["0.weight"]
-    kept, before = weight.mask.to_bool(), weight.param.detach().clone()
+    weight = weights_of(model)["0.weight"]
+    kept, before = weight.mask.to_bool(), model[0].weight.detach().clone()
     model(10 * torch.randn(32, 128)).square().mean().backward()
     model.zero_grad()  # not a step: those gradients are gone, and so are their scores
     for x in torch.randn(32, 128).chunk(num_parts):
@@ -285,7 +296,8 @@ def test_micro_batches_add_up_and_an_earlier_step_leaves_nothing_behind(
 
 
 def part(weight: Weight, growth: Growth, grad: list[float], *, is_first: bool = False) -> None:
-    growth(weight, torch.tensor([grad]), is_first)
+    weight.values.grad = None if is_first else torch.ones_like(weight.values)
+    growth.add(torch.tensor([grad]))
 
 
 def test_parts_of_a_gradient_are_summed_from_the_first_in_which_an_entry_is_large() -> None:
@@ -294,32 +306,31 @@ def test_parts_of_a_gradient_are_summed_from_the_first_in_which_an_entry_is_larg
         model,
         samo.Masks({"0.weight": samo.Mask.from_bool(torch.tensor([[True] * 2 + [False] * 4]))}),
     )
-    weight = owned_weights(model)["0.weight"]
+    weight = weights_of(model)["0.weight"]
     with torch.no_grad():
-        weight.param.copy_(torch.tensor([[5.0, 1.0, 0, 0, 0, 0]]))
-    weight.check()
-    growth = Growth(0.5, seed=0, candidates=1)
-    assert growth.decide(weight) is None
+        weight.values.copy_(torch.tensor([5.0, 1.0]))
+    growth = Growth(weight, 0.5, seed=0, candidates=1)
+    assert growth.decide() is None
     part(weight, growth, [9, 9, 3, 0, 2, 0], is_first=True)
-    assert growth.decide(weight).to_bool().tolist() == [[True, True] + [False] * 4]  # its own place
+    assert growth.decide().to_bool().tolist() == [[True, True] + [False] * 4]  # its own place
     part(weight, growth, [9, 0, 3, 0, 2, 0], is_first=True)  # a new sum
-    assert growth.decide(weight).to_bool().tolist() == [[True, False, True] + [False] * 3]
+    assert growth.decide().to_bool().tolist() == [[True, False, True] + [False] * 3]
     part(weight, growth, [9, 0, -3, 1, 2, 0])  # the candidate is at 0, the fifth enters with 2
-    assert growth.decide(weight).to_bool().tolist() == [[True] + [False] * 3 + [True, False]]
+    assert growth.decide().to_bool().tolist() == [[True] + [False] * 3 + [True, False]]
     part(weight, growth, [9, 0, 0, float("inf"), 0, 0])
-    assert growth.decide(weight) is None  # and the masks stay as they are
+    assert not growth.is_finite
 
 
 def test_a_mask_that_changed_in_between_is_left_alone_until_there_is_a_new_gradient() -> None:
     model = build()
-    weight = owned_weights(model)["0.weight"]
-    growth = Growth(0.3, seed=0)
-    growth(weight, torch.randn(64, 40), True)
-    assert growth.decide(weight) is not None
+    weight = weights_of(model)["0.weight"]
+    growth = Growth(weight, 0.3, seed=0)
+    growth.add(torch.randn(64, 40))
+    assert growth.decide() is not None
     samo.remap_(model, samo.prune(model, 0.95))
-    assert growth.decide(weight) is None
-    growth(weight, torch.randn(64, 40), False)
-    decided = growth.decide(weight)
+    assert growth.decide() is None
+    growth.add(torch.randn(64, 40))
+    decided = growth.decide()
     assert decided is not None
     assert decided.kept == weight.kept
 
@@ -327,15 +338,16 @@ def test_a_mask_that_changed_in_between_is_left_alone_until_there_is_a_new_gradi
 def test_nothing_as_large_as_a_large_weight_is_made_to_choose_its_entries() -> None:
     model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
     samo.compress_(model, samo.prune(model, 0.95, method="random"))
-    weight = owned_weights(model)["0.weight"]
-    growth = Growth(0.3, seed=0)
+    weight = weights_of(model)["0.weight"]
+    growth = Growth(weight, 0.3, seed=0)
     grad = torch.randn(2048, 2048)
     with LargestTensor() as meter:
-        growth(weight, grad, True)
-        growth(weight, grad, False)
-        decided = growth.decide(weight)
+        growth.add(grad)
+        weight.values.grad = torch.ones_like(weight.values)
+        growth.add(grad)
+        decided = growth.decide()
     assert decided is not None
-    assert 0 < meter.numel <= 2**20 < weight.param.numel()
+    assert 0 < meter.numel <= 2**20 < weight.shape.numel()
 
 
 @pytest.mark.parametrize("candidates", [None, 16])
@@ -352,9 +364,9 @@ def test_a_tied_weight_counts_all_its_uses(candidates: int | None) -> None:
 
     torch.manual_seed(3)
     model = samo.compress_(Twice(), samo.prune(Twice(), 0.8, method="random"))
-    weight = owned_weights(model)["a.weight"]
-    kept, before = weight.mask.to_bool(), weight.param.detach().clone()
-    opt = samo.AdamW(samo.parameters(model))
+    kept = masks_in(model)["a.weight"].to_bool()
+    before = model.a.weight.detach().clone()
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(
         model, opt, grow="gradient", every=1, stop=10, candidates=candidates
     )
@@ -379,54 +391,61 @@ def test_rigl_holds_at_most_the_largest_dense_gradient(style: str) -> None:
             block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=True)
     masks = samo.prune(model, sparsity=0.9)
     samo.compress_(model, masks)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=10)
-    largest = max(param.nbytes for param in model.parameters())
+    weights = [weight.detach() for weight in masks.parameters_of(model).values()]
+    largest = max(weight.nbytes for weight in weights)
     batch = tokens()
     for _ in range(2):
-        with DenseGradients(model.parameters(), samo.parameters(model)) as meter:
+        with DenseGradients(weights, model.parameters()) as meter:
             for _ in range(3):
                 model(batch, batch).backward()
-            opt.step()
-            opt.zero_grad()
+        opt.step()
+        opt.zero_grad()
+        with DenseGradients(weights) as choosing:
             assert moving.step() is not None
         assert 0 < meter.peak_bytes <= largest
-    for name, weight in owned_weights(model).items():
-        assert name not in masks or weight.kept == masks[name].kept
+        assert choosing.peak_bytes == 0
+    assert {name: mask.kept for name, mask in masks_in(model).items()} == {
+        name: mask.kept for name, mask in masks.items()
+    }
 
 
-def test_float16_gradients_that_overflow_leave_the_masks_alone() -> None:
+@pytest.mark.parametrize("kind", ["samo", "torch"])
+def test_float16_gradients_that_overflow_leave_the_masks_alone(kind: str) -> None:
     model = build(dtype=torch.float16)
-    scaler = samo.LossScaler(model)
-    opt = samo.AdamW(samo.parameters(model))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    make = samo.AdamW if kind == "samo" else torch.optim.AdamW
+    opt = make(model.parameters())
     moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
     before = masks_of(model)
     for scale in (1e30, 1.0):
         loss = model(torch.randn(8, 40).half()).float().square().mean()
         (scaler.scale(loss) * scale).backward()
-        opt.step()
+        scaler.step(opt)
+        scaler.update()
         opt.zero_grad()
-        moving.step()
+        assert (moving.step() is None) == (scale > 1)
         same = all(torch.equal(mask, before[name]) for name, mask in masks_of(model).items())
         assert same == (scale > 1)
 
 
 def test_weights_are_watched_in_the_step_of_a_replacement_alone() -> None:
     model = build()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(model, opt, grow="gradient", every=3, stop=7)
     watched = []
     for _ in range(10):
-        watched.append(all(owned_weights(model)[name].watcher is not None for name in NAMES))
+        watched.append([len(weights_of(model)[name].layout.watchers) for name in NAMES])
         backward(model, torch.randn(8, 40))
         moving.step()
-    assert watched == [False, False, True, False, False, True, False, False, False, False]
+    assert watched == [[int(step in (2, 5))] * 2 for step in range(10)]
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient"])
 def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
     def start(model: nn.Module) -> tuple[samo.AdamW, samo.DynamicSparse]:
-        opt = samo.AdamW(samo.parameters(model), lr=1e-2, entry_steps=True)
+        opt = samo.AdamW(model.parameters(), lr=1e-2, entry_steps=True)
         return opt, samo.DynamicSparse(model, opt, grow=grow, every=2, stop=30, seed=7, warmup=3)
 
     def run(model: nn.Module, opt: samo.AdamW, moving: samo.DynamicSparse, first: int) -> None:
@@ -456,7 +475,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
 
 def test_a_resumed_gradual_pruning_counts_on() -> None:
     model = build(None)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
     other = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
     for _ in range(9):
@@ -467,7 +486,7 @@ def test_a_resumed_gradual_pruning_counts_on() -> None:
 
 def test_dynamic_sparse_refuses_what_makes_no_sense() -> None:
     model = build()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     with pytest.raises(ValueError, match="grow must be one of random, gradient, got 'magic'"):
         samo.DynamicSparse(model, opt, grow="magic", stop=10)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"in \(0, 1\], got 0"):
@@ -483,9 +502,98 @@ def test_dynamic_sparse_refuses_what_makes_no_sense() -> None:
 
 def test_a_copy_of_the_model_is_not_watched() -> None:
     model = build()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
-    assert owned_weights(model)["0.weight"].watcher is not None
-    assert owned_weights(copy.deepcopy(model))["0.weight"].watcher is None
+    assert len(weights_of(model)["0.weight"].layout.watchers) == 1
+    assert not weights_of(copy.deepcopy(model))["0.weight"].layout.watchers
     del moving  # nobody is there any more whom the gradients could concern
-    assert owned_weights(model)["0.weight"].watcher is None
+    assert not weights_of(model)["0.weight"].layout.watchers
+
+
+# Replicas
+
+
+def replicas(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict[str, Tensor]:
+    """Train a few steps on a part of each batch, cut into micro-batches, and return the dense state."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9)).double()
+    samo.compress_(model, samo.prune(model, 0.8, method="random"), kernels="reference")
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=how == "views")
+    opt = samo.AdamW(model.parameters(), lr=1e-2, entry_steps=True)
+    moving = samo.DynamicSparse(
+        ddp if how == "wrapper" else model,
+        opt,
+        grow=grow,
+        every=2,
+        stop=9,
+        candidates=None,
+        group=dist.group.WORLD if how == "group" else None,
+    )
+    moved = 0
+    for step in range(8):
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step)).double()
+        # The order of rows by which one rank sees in each micro-batch what several see together.
+        batches = x.view(parts, num_ranks, -1, 40)[:, rank]
+        for index, batch in enumerate(batches):
+            with nullcontext() if index == parts - 1 else ddp.no_sync():
+                (ddp(batch).square().mean() / parts).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=step % 2 == 0)
+        moved += moving.step() is not None
+    assert moved == 4
+    return samo.dense_state_dict(model)
+
+
+@pytest.mark.parametrize(
+    ("grow", "parts", "how"),
+    [
+        ("gradient", 1, "model"),
+        ("gradient", 1, "views"),
+        ("gradient", 2, "model"),
+        ("gradient", 1, "wrapper"),
+        ("gradient", 1, "group"),
+        ("random", 1, "model"),
+    ],
+)
+def test_replicas_move_masks_as_one_process_and_go_on(grow: str, parts: int, how: str) -> None:
+    (alone,) = run_ranks(1, replicas, grow, parts, how)
+    for found in run_ranks(2, replicas, grow, parts, how):
+        for name, value in found.items():
+            assert torch.equal(value != 0, alone[name] != 0)
+            torch.testing.assert_close(value, alone[name], rtol=1e-9, atol=1e-12)
+
+
+def drifting(rank: int, num_ranks: int) -> samo.Masks:
+    model = build()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    opt = samo.AdamW(model.parameters())
+    moving = samo.DynamicSparse(model, opt, every=1, stop=9)
+    backward(ddp, torch.randn(8, 40))
+    with torch.no_grad():
+        model.get_parameter("0.weight").add_(
+            rank * torch.randn(model.get_parameter("0.weight").shape)
+        )
+    masks = moving.step()
+    assert masks is not None
+    return masks
+
+
+def test_ranks_with_unequal_values_get_the_masks_of_the_first() -> None:
+    first, second = run_ranks(2, drifting)
+    assert first == second
+
+
+def alone_among_many(rank: int, num_ranks: int) -> None:
+    model = build()
+    moving = samo.DynamicSparse(
+        model, samo.AdamW(model.parameters()), grow="gradient", every=1, stop=9
+    )
+    with pytest.raises(
+        samo.CompressionError, match=r"no DistributedDataParallel tells which; pass"
+    ):
+        backward(model, torch.randn(8, 40))
+    moving.detach()
+
+
+def test_ranks_of_which_nobody_tells_whether_they_are_replicas_are_refused() -> None:
+    run_ranks(2, alone_among_many)

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import samo
 from samo.dynamic.patterns import pattern_of
-from samo.owners import owned_weights
-from tests.test_dynamic import NAMES, backward, build, masks_of
+from tests.test_dynamic import backward, build, weights_of
 
 
 def two_layers(sparsity: float = 0.9) -> nn.Module:
@@ -41,7 +40,7 @@ def test_weights_that_nothing_trains_keep_mask_and_values(kind: str, why: str) -
     model = two_layers()
     if why == "frozen":
         model[0].requires_grad_(False)
-    opt = samo.AdamW(samo.parameters(model if why == "frozen" else model[2]))
+    opt = samo.AdamW((model if why == "frozen" else model[2]).parameters())
     moving = schedule(kind, model, opt)
     before = [model[0].weight.detach().clone(), model[2].weight.detach().clone()]
     masks = None
@@ -58,7 +57,7 @@ def test_weights_that_nothing_trains_keep_mask_and_values(kind: str, why: str) -
 def test_a_model_of_which_nothing_is_trained_is_refused(kind: str) -> None:
     model = two_layers()
     elsewhere = two_layers()
-    other = samo.AdamW(samo.parameters(elsewhere))
+    other = samo.AdamW(elsewhere.parameters())
     with pytest.raises(samo.MaskError, match=r"none of the 2 tensors with a mask can change it"):
         schedule(kind, model, other)
 
@@ -66,7 +65,7 @@ def test_a_model_of_which_nothing_is_trained_is_refused(kind: str) -> None:
 def test_masks_with_a_structure_are_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     samo.compress_(model, samo.prune(model, pattern="2:4"))
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     with pytest.raises(samo.MaskError, match=r"the mask of '0.weight' has the pattern 2:4, which"):
         samo.DynamicSparse(model, opt, every=1, stop=9)
 
@@ -75,7 +74,7 @@ def test_masks_with_a_structure_are_refused() -> None:
     nn.init.uniform_(model[1].weight)
     ticket = samo.EarlyBird(model, 0.5, score="batchnorm").draw_now()
     samo.compress_(model, ticket)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     with pytest.raises(samo.MaskError, match=r"'1.weight' keeps 7 of 16 channels, and entries"):
         samo.DynamicSparse(model, opt, every=1, stop=9)
     pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=1, every=1)
@@ -100,11 +99,11 @@ def test_patterns_are_told_from_random_masks(pattern: str, layer: nn.Module) -> 
 
 def test_masks_that_never_move_are_refused() -> None:
     whole = build(None)
-    opt = samo.AdamW(samo.parameters(whole))
+    opt = samo.AdamW(whole.parameters())
     with pytest.raises(samo.MaskError, match=r"all 3,136 weights are kept, so that none is left"):
         samo.DynamicSparse(whole, opt, every=1, stop=9)
     model = build()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     with pytest.raises(
         ValueError, match=r"every 9 steps and no more from step 9 on, so they never"
     ):
@@ -113,7 +112,7 @@ def test_masks_that_never_move_are_refused() -> None:
 
 def test_a_model_sparser_than_it_is_to_become_is_refused() -> None:
     model = two_layers(0.9)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     with pytest.raises(
         samo.MaskError, match=r"sparser already \(0\.900, in every tensor\) than sparsity 0\.5, so"
     ):
@@ -121,7 +120,7 @@ def test_a_model_sparser_than_it_is_to_become_is_refused() -> None:
     samo.GradualPruning(model, opt, sparsity=0.9, start=1, stop=10, every=2)  # as in a resumed run
     mixed = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     samo.compress_(mixed, samo.prune(mixed, 0.9, rules={"2.weight": 0.25}))
-    opt = samo.AdamW(samo.parameters(mixed))
+    opt = samo.AdamW(mixed.parameters())
     masks = samo.GradualPruning(mixed, opt, 0.5, start=0, stop=1, every=1).step()
     assert masks is not None
     assert [round(mask.sparsity, 3) for mask in masks.values()] == [0.9, 0.5]
@@ -131,7 +130,7 @@ def test_a_model_sparser_than_it_is_to_become_is_refused() -> None:
 @pytest.mark.parametrize("is_deleted", [True, False])
 def test_one_object_moves_the_masks_of_a_weight(grow: Any, is_deleted: bool) -> None:
     model = two_layers()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(model, opt, grow=grow, every=1, stop=9)
     with pytest.raises(
         samo.CompressionError, match=r"another DynamicSparse moves the mask of '0.weight' already"
@@ -140,7 +139,7 @@ def test_one_object_moves_the_masks_of_a_weight(grow: Any, is_deleted: bool) -> 
     step(model, opt)
     assert moving.step() is not None
     twin = copy.deepcopy(model)  # nothing moves the masks of the copy yet
-    samo.DynamicSparse(twin, samo.AdamW(samo.parameters(twin)), every=2, stop=9)
+    samo.DynamicSparse(twin, samo.AdamW(twin.parameters()), every=2, stop=9)
     if is_deleted:
         del moving
     else:
@@ -156,7 +155,7 @@ def test_values_written_to_the_model_are_what_is_compared(dtype: torch.dtype) ->
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64))
     samo.compress_(model, samo.Masks.whole(model), dtype=dtype)
-    opt = torch.optim.SGD(samo.parameters(model), lr=0.0)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
     pruning = samo.GradualPruning(model, opt, 0.5, start=0, stop=1, every=1)
     with torch.no_grad():
         model[0].weight.copy_(torch.randn(64, 64))
@@ -169,13 +168,13 @@ def test_values_written_to_the_model_are_what_is_compared(dtype: torch.dtype) ->
 @pytest.mark.parametrize("kind", ["random", "gradient", "gradual"])
 def test_weights_that_are_not_finite_are_refused(kind: str) -> None:
     model = two_layers()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     moving = schedule(kind, model, opt)
     model(torch.randn(4, 64)).square().mean().backward()
-    weight = owned_weights(model)["0.weight"]
+    weight = weights_of(model)["0.weight"]
     before = weight.mask
     with torch.no_grad():
-        weight.param.view(-1)[int(weight.param.abs().argmax())] = torch.nan
+        weight.values[int(weight.values.abs().argmax())] = torch.nan
     with pytest.raises(ValueError, match=r"1 of the 410 kept weights of '0.weight' are NaN or inf"):
         moving.step()
     assert weight.mask is before
@@ -189,7 +188,7 @@ def test_gradients_that_were_set_to_zero_leave_no_scores_behind(set_to_none: boo
     found = []
     for discards in (True, False):
         model = build()
-        opt = samo.AdamW(samo.parameters(model))
+        opt = samo.AdamW(model.parameters())
         moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=100)
         if discards:
             backward(model, 100 * torch.randn(8, 40))
@@ -199,80 +198,17 @@ def test_gradients_that_were_set_to_zero_leave_no_scores_behind(set_to_none: boo
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["samo", "torch"])
-@pytest.mark.parametrize("place", ["kept", "bias"])
-def test_masks_stay_where_the_optimizer_skips_its_step(kind: str, place: str) -> None:
-    model = build()
-    make = samo.AdamW if kind == "samo" else torch.optim.SGD
-    opt = make(samo.parameters(model), lr=0.1)
-    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
-    before = masks_of(model)
-    weight = owned_weights(model)["0.weight"].param
-    largest = int(weight.detach().abs().argmax())  # is not dropped, and so no candidate
-
-    def spoil(grad: Tensor) -> Tensor:
-        grad = grad.clone()
-        grad.view(-1)[largest if place == "kept" else 0] = torch.nan
-        return grad
-
-    handle = (weight if place == "kept" else model[2].bias).register_hook(spoil)
-    backward(model, torch.randn(8, 40))
-    handle.remove()
-    opt.step()
-    opt.zero_grad()
-    assert moving.step() is None
-    assert all(torch.equal(mask, before[name]) for name, mask in masks_of(model).items())
-    backward(model, torch.randn(8, 40))
-    opt.step()
-    assert moving.step() is not None
-    assert any(not torch.equal(masks_of(model)[name], before[name]) for name in NAMES)
-
-
-def test_sums_over_ranks_leave_the_gradient_alone_and_may_be_in_place() -> None:
-    found = []
-
-    def in_place(gradient: Tensor) -> None:
-        gradient.mul_(2)
-
-    sums: list[Any] = [None, lambda g: 2 * g, lambda g: g.mul_(2), in_place]
-    for add_up in sums:
-        model = build()
-        opt = samo.AdamW(samo.parameters(model))
-        moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9, add_up=add_up)
-        backward(model, torch.randn(8, 40, generator=torch.Generator().manual_seed(5)))
-        grads = [leaf.grad.clone() for leaf in samo.parameters(model)]
-        found.append((moving.step(), grads))
-    for masks, grads in found[1:]:
-        assert masks == found[0][0]
-        assert all(torch.equal(a, b) for a, b in zip(grads, found[0][1]))
-
-
-@pytest.mark.parametrize(
-    ("add_up", "what"),
-    [(lambda g: "sum", "a str"), (lambda g: g.sum(), r"shape \(\)")],
-    ids=["str", "scalar"],
-)
-def test_what_is_no_sum_over_ranks_is_refused(add_up: Any, what: str) -> None:
-    model = build()
-    opt = samo.AdamW(samo.parameters(model))
-    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9, add_up=add_up)
-    message = rf"add_up returned {what} for the gradient of '.*weight', of shape .*as torch.distr"
-    with pytest.raises(TypeError, match=message):
-        backward(model, torch.randn(8, 40))
-    moving.detach()
-
-
 def test_what_growth_holds_is_what_the_documents_say() -> None:
     model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
     samo.compress_(model, samo.prune(model, 0.9, method="random"))
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     for candidates in (1, 4):
         moving = None  # makes room for the next
         moving = samo.DynamicSparse(
             model, opt, grow="gradient", every=1, stop=10**6, candidates=candidates
         )
         model(torch.randn(2, 1024)).sum().backward()
-        weight = owned_weights(model)["0.weight"]
+        weight = weights_of(model)["0.weight"]
         held, kept = moving._growths["0.weight"].nbytes, weight.kept
         bitmap = weight.mask.nbytes
         assert held == pytest.approx(bitmap + kept / 8 + 4 * candidates * 0.3 * kept, abs=32)
@@ -283,7 +219,7 @@ def test_what_growth_holds_is_what_the_documents_say() -> None:
 
 def test_a_state_of_other_settings_is_refused() -> None:
     model = build()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(model, opt, every=2, stop=9, seed=5)
     state = moving.state_dict()
     moving.detach()
@@ -312,7 +248,7 @@ def test_a_state_of_other_settings_is_refused() -> None:
 
 def test_a_run_that_is_past_the_stop_gets_its_sparsity_all_the_same() -> None:
     model = build(None)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=5)
     pruning.load_state_dict({"steps": 15})
     masks = pruning.step()
@@ -323,7 +259,7 @@ def test_a_run_that_is_past_the_stop_gets_its_sparsity_all_the_same() -> None:
 
 def test_with_start_0_the_first_pruning_is_at_the_first_interval() -> None:
     model = build(None)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=100, every=50, initial=0.5)
     assert [n for n in range(1, 101) if pruning.step() is not None] == [50, 100]
 
@@ -338,8 +274,6 @@ DYNAMIC: dict[str, tuple[dict[str, Any], str]] = {
     "every nan": ({"every": float("nan")}, r"every must be a whole number, got nan"),
     "stop": ({"stop": True}, r"stop must be a whole number, got True"),
     "seed": ({"seed": "x"}, r"seed must be a whole number, got 'x'"),
-    "power": ({"density_power": "x"}, r"density_power must be a number, got 'x'"),
-    "power list": ({"density_power": []}, r"density_power must be a finite number, got \[\]"),
     "candidates": ({"candidates": 0}, r"candidates must be a whole number of 1 or more, got 0"),
 }
 
@@ -350,17 +284,8 @@ def test_settings_of_dynamic_sparse_that_are_no_numbers_are_refused(case: str) -
     options, message = DYNAMIC[case]
     with pytest.raises(ValueError, match=message):
         samo.DynamicSparse(
-            model, samo.AdamW(samo.parameters(model)), **{"every": 2, "stop": 9, **options}
+            model, samo.AdamW(model.parameters()), **{"every": 2, "stop": 9, **options}
         )
-
-
-def test_two_factors_on_one_rate_are_refused() -> None:
-    model = build()
-    opt = samo.AdamW(samo.parameters(model), density_power=-1)
-    with pytest.raises(
-        ValueError, match="density_power=-1 already, and both factors would multiply"
-    ):
-        samo.DynamicSparse(model, opt, every=2, stop=9, density_power=-0.5)
 
 
 GRADUAL: dict[str, tuple[dict[str, Any], str]] = {
@@ -377,7 +302,7 @@ def test_settings_of_gradual_pruning_that_are_no_numbers_are_refused(case: str) 
     options, message = GRADUAL[case]
     usual = {"sparsity": 0.9, "start": 0, "stop": 9, "every": 1}
     with pytest.raises(ValueError, match=message):
-        samo.GradualPruning(model, samo.AdamW(samo.parameters(model)), **{**usual, **options})
+        samo.GradualPruning(model, samo.AdamW(model.parameters()), **{**usual, **options})
 
 
 @pytest.mark.parametrize("kind", ["random", "gradual"])
@@ -392,6 +317,6 @@ def test_what_is_no_optimizer_or_no_model_is_refused(kind: str) -> None:
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:
     model = build()
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     moving = samo.DynamicSparse(model, [opt], every=np.int64(2), stop=9, seed=np.int64(3))
     assert type(moving.state_dict()["seed"]) is int

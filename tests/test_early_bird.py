@@ -16,7 +16,7 @@ import samo
 from samo import bitmap
 from samo.early_bird.settling import Settling
 from samo.mask import Mask
-from samo.masks import Masks
+from samo.model_masks import Masks
 
 Distance = Literal["kept", "hamming"]
 

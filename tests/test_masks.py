@@ -13,9 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
+from samo.candidates import prunable
+from samo.core.compress import compress_, dense_state_dict
 from samo.errors import MaskError
 from samo.mask import Mask
-from samo.masks import Masks
+from samo.model_masks import Masks
+from samo.pruning.choosing import prune
 
 shapes = st.lists(st.integers(0, 20), max_size=3).map(tuple)
 seeds = st.integers(0, 2**32)
@@ -639,7 +642,7 @@ def test_a_mask_cannot_have_a_negative_size() -> None:
 
 def test_looking_for_a_name_that_is_not_there_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = Masks({"w": Mask.from_bool(torch.tensor([True]))})
-    monkeypatch.setattr("samo.masks.nearest", None)
+    monkeypatch.setattr("samo.model_masks.nearest", None)
     assert "v" not in masks
 
 
@@ -697,3 +700,65 @@ def test_whole_masks_are_for_what_would_be_pruned() -> None:
     assert masks.sparsity == 0
     with pytest.raises(ValueError, match="skip pattern '3"):
         Masks.whole(model, skip=["3.*"])
+
+
+def test_what_is_no_mask_is_refused_when_masks_are_made() -> None:
+    with pytest.raises(TypeError, match=r"mask of 'weight' is a Tensor; .*Mask\.from_bool\(tensor"):
+        Masks({"weight": torch.ones(8, 8, dtype=torch.bool)})  # type: ignore[dict-item]
+
+
+def test_set_operations_of_masks_are_those_of_each() -> None:
+    a, b = two_masks(), two_masks()
+    b = Masks({name: Mask.from_bool(mask.to_bool().flip(0)) for name, mask in b.items()})
+    for name in a:
+        of_a, of_b = a[name].to_bool(), b[name].to_bool()
+        assert torch.equal((a & b)[name].to_bool(), of_a & of_b)
+        assert torch.equal((a | b)[name].to_bool(), of_a | of_b)
+        assert torch.equal((a ^ b)[name].to_bool(), of_a ^ of_b)
+        assert torch.equal((a - b)[name].to_bool(), of_a & ~of_b)
+
+
+# Compressed models, whose parameters are 1-D
+
+
+def tied_experts() -> nn.Module:
+    model = nn.ModuleDict({"experts": nn.Module(), "a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+    model["experts"].up = nn.Parameter(torch.randn(2, 8, 12))
+    model["experts"].is_transposed = True  # type: ignore[assignment]
+    model["b"].weight = model["a"].weight
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_of_a_compressed_model_are_made_as_of_a_dense_one(dtype: torch.dtype) -> None:
+    model = tied_experts()
+    first = prune(model, 0.5)
+    assert list(first) == ["experts.up", "a.weight"]
+    compress_(model, first, dtype=dtype)
+    assert prunable(model) == list(first)
+    dense = tied_experts().to(dtype)
+    dense.load_state_dict(dense_state_dict(model, dtype=dtype))
+    for settings in ({"sparsity": 0.75}, {"sparsity": 0.75, "scope": "erk"}, {"pattern": "1:4"}):
+        assert prune(model, **settings) == prune(dense, **settings)
+    assert Masks.whole(model) == Masks.whole(dense)
+    assert Masks.from_zeros(model) == first
+    assert {name: tuple(w.shape) for name, w in first.parameters_of(model).items()} == {
+        "experts.up": (2, 8, 12),
+        "a.weight": (4, 8),
+    }
+    with pytest.raises(
+        MaskError, match=r"'a.weight' has shape \(8, 4\) but the parameter has \(4, 8"
+    ):
+        Masks({"a.weight": Mask.whole((8, 4))}).parameters_of(model)
+
+
+def test_apply_clears_entries_of_a_compressed_model_and_of_its_values() -> None:
+    model = tied_experts()
+    compress_(model, prune(model, 0.5), dtype=torch.bfloat16)
+    values = model["a"]._parameters["weight"]
+    assert values is not None
+    before, mask = values.detach().clone(), prune(model, 0.75)["a.weight"]
+    Masks({"b.weight": mask}).apply_(model)  # its other name
+    assert not model["a"].weight[~mask.to_bool()].any()
+    assert int(model["a"].weight.count_nonzero()) == int(values.count_nonzero()) == mask.kept
+    assert bool(torch.isin(values[values != 0], before).all())  # all of their digits

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from samo import bitmap
 from samo.errors import MaskError
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.pruning.choosing import prune
 from samo.pruning.selection import Entries, flat_slice
 
@@ -645,3 +645,12 @@ def test_a_model_without_values_is_refused_with_a_way_out() -> None:
 def test_a_sparsity_that_is_no_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sparsity is '0.9', but sparsity is the fraction pruned"):
         prune(nn.Sequential(nn.Linear(4, 4)), "0.9")
+
+
+@pytest.mark.parametrize("scope", ["tensor", "global", "erk"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_weights_without_entries_are_left_out(scope: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 8), nn.Linear(8, 8))
+    assert list(prune(model, 0.5, scope=scope)) == ["2.weight"]
+    assert list(prune(model, 0.5, scope=scope, rules={"*.weight": 0.25})) == ["2.weight"]
+    assert list(Masks.whole(model)) == ["2.weight"]

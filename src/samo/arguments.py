@@ -77,6 +77,6 @@ def optimizers_of(opt: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             raise TypeError(
                 f"opt must be a torch.optim.Optimizer or several of them, got {type(one).__name__}; "
-                "build one on samo.parameters(model)"
+                "build one on model.parameters()"
             )
     return found

@@ -9,6 +9,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from samo.errors import nearest
@@ -64,7 +65,7 @@ def _matrices(model: nn.Module, exempt: set[int]) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in exempt or id(parameter) in seen:
                 continue
-            if _is_matrix(path, module, name, parameter):
+            if not is_empty(parameter) and _is_matrix(path, module, name):
                 seen.add(id(parameter))
                 names.append(f"{path}.{name}" if path else name)
     return names
@@ -90,13 +91,22 @@ def matching(patterns: Iterable[str], names: Mapping[str, object], argument: str
     return found
 
 
-def _is_matrix(path: str, module: nn.Module, name: str, parameter: Tensor) -> bool:
+def is_empty(parameter: Tensor) -> bool:
+    """Return whether a parameter has no entries: there is nothing to prune."""
+    return not nn.parameter.is_lazy(parameter) and parameter.numel() == 0
+
+
+@torch.no_grad()
+def _is_matrix(path: str, module: nn.Module, name: str) -> bool:
     if isinstance(module, _LINEAR_LIKE) or type(module).__name__ == "Conv1D":
         return name == "weight"
     if isinstance(module, nn.MultiheadAttention):
         return name in _ATTENTION_WEIGHTS
     # Experts stacked in one tensor: (experts, rows, columns).
-    return is_experts(path, module) and parameter.dim() == 3 and "bias" not in name
+    if not is_experts(path, module) or "bias" in name:
+        return False
+    dense: Tensor = getattr(module, name)  # a compressed parameter has one dimension
+    return dense.dim() == 3
 
 
 def _exempt(model: nn.Module) -> set[int]:

@@ -1,4 +1,6 @@
-"""What the dimensions of a weight stand for: which one runs over its inputs.
+"""The weights of a model in dense form, compressed or not, and what their dimensions stand for.
+
+Which dimension runs over the inputs:
 
 nn.Linear, attention          (out, in)
 nn.Conv                       (out, in / groups, ...)
@@ -10,6 +12,7 @@ stacked experts               (experts, in, out) if the module's ``is_transposed
 
 from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 __all__ = []
@@ -28,23 +31,48 @@ class Layout(NamedTuple):
     """Whether the first dimension only stacks matrices that have nothing to do with each other."""
 
 
-def layouts(model: nn.Module) -> dict[int, Layout]:
-    """Return the layout of every parameter of two dimensions or more, by the parameter's id.
+@torch.no_grad()
+def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters by name, compressed ones as the dense weights that they stand for.
+
+    A tied one is there under each of its names, as one object.
+
+    Example:
+        >>> import samo
+        >>> model = torch.nn.Linear(8, 4)
+        >>> _ = samo.compress_(model, samo.prune(model, 0.5))
+        >>> {name: tuple(dense.shape) for name, dense in dense_parameters(model).items()}
+        {'weight': (4, 8), 'bias': (4,)}
+    """
+    found: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in seen:
+                seen[id(parameter)] = getattr(module, name)
+            found[f"{path}.{name}" if path else name] = seen[id(parameter)]
+    return found
+
+
+def layouts(model: nn.Module) -> dict[str, Layout]:
+    """Return the layout of every parameter of two dimensions or more, by each of its names.
 
     A weight that several modules share has the layout that the first matrix layer gives it.
     """
     found: dict[int, Layout] = {}
     sure: set[int] = set()
+    parameters = dense_parameters(model)
     for path, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() < 2 or id(parameter) in sure:
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            dense = parameters[f"{path}.{name}" if path else name]
+            if dense.dim() < 2 or id(dense) in sure:
                 continue
             is_matrix = isinstance(module, _MATRICES) or _is_conv1d(module)
-            if is_matrix or id(parameter) not in found:
-                found[id(parameter)] = layout_of(path, module, parameter)
+            if is_matrix or id(dense) not in found:
+                found[id(dense)] = layout_of(path, module, dense)
             if is_matrix:
-                sure.add(id(parameter))
-    return found
+                sure.add(id(dense))
+    return {name: found[id(dense)] for name, dense in parameters.items() if id(dense) in found}
 
 
 def layout_of(path: str, module: nn.Module, parameter: Tensor) -> Layout:

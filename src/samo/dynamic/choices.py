@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from samo import bitmap
+from samo.core.transfer import narrow
 from samo.mask import Mask
 from samo.pruning.selection import Entries, Method, keep_largest
-from samo.transfer import narrow
 
 __all__ = []
 

@@ -8,15 +8,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from samo.arguments import check_model, finite_number, optimizers_of, whole_number
+from samo.core.remap import remap_
+from samo.core.weight import Weight
 from samo.dynamic import states
 from samo.dynamic.choices import prune_to
-from samo.dynamic.members import check_moving, finite_masters, moving_weights, with_others
+from samo.dynamic.members import check_moving, finite_values, moving_weights, with_others
 from samo.dynamic.schedules import cubic_sparsity, is_pruning_step
 from samo.errors import MaskError
 from samo.mask import Mask
-from samo.masks import Masks
-from samo.remapping import remap_
-from samo.weights import Weight
+from samo.model_masks import Masks
 
 __all__ = ["GradualPruning"]
 
@@ -37,11 +37,15 @@ class GradualPruning:
     curve begins, not a sparsity that the model ever has. A run that is past ``stop`` without its final
     sparsity is pruned to it at the next step.
 
+    Replicas with equal weights prune alike. DistributedDataParallel is built for the lengths of the
+    parameters, and has to be built anew after each pruning, ``DistributedDataParallel(ddp.module)``; its
+    next forward pass is refused otherwise.
+
     Example:
         >>> import torch, samo
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
         >>> model = samo.compress_(model, samo.Masks.whole(model))
-        >>> opt = samo.AdamW(samo.parameters(model))
+        >>> opt = samo.AdamW(model.parameters())
         >>> pruning = samo.GradualPruning(model, opt, sparsity=0.9, start=0, stop=20, every=5)
         >>> for _ in range(20):
         ...     model(torch.randn(4, 64)).square().mean().backward()
@@ -65,8 +69,8 @@ class GradualPruning:
     Raises:
         TypeError: ``opt`` is no optimizer, or ``model`` no module.
         ValueError: A setting is out of range.
-        CompressionError: The model is not compressed.
-        MaskError: No tensor that is trained has a mask, one would keep nothing, or all of them are
+        CompressionError: The model has no masks.
+        MaskError: No tensor with a mask is trained, one would keep nothing, or all of them are
             sparser than they are to become.
     """
 
@@ -106,13 +110,13 @@ class GradualPruning:
         for name, weight in weights.items():
             if _num_kept(weight, sparsity) == 0:
                 raise MaskError(
-                    f"sparsity {sparsity} would keep none of the {weight.param.numel():,} weights of "
+                    f"sparsity {sparsity} would keep none of the {weight.shape.numel():,} weights of "
                     f"'{name}'; leave it without a mask, or prune less"
                 )
         # As many as in the end is what a run has that goes on after its last pruning.
         if all(weight.kept < _num_kept(weight, sparsity) for weight in weights.values()):
             kept = sum(weight.kept for weight in weights.values())
-            numel = sum(weight.param.numel() for weight in weights.values())
+            numel = sum(weight.shape.numel() for weight in weights.values())
             raise MaskError(
                 f"the model is sparser already ({1 - kept / numel:.3f}, in every tensor) than sparsity "
                 f"{sparsity}, so nothing would ever be pruned; choose a higher one, or start from "
@@ -127,7 +131,7 @@ class GradualPruning:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.Masks.whole(model))
-            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt = samo.AdamW(model.parameters())
             >>> pruning = samo.GradualPruning(model, opt, 0.75, start=1, stop=3, every=1)
             >>> [masks and round(masks.sparsity, 2) for masks in (pruning.step() for _ in range(4))]
             [None, 0.66, 0.75, None]
@@ -153,7 +157,7 @@ class GradualPruning:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.Masks.whole(model))
-            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt = samo.AdamW(model.parameters())
             >>> state = samo.GradualPruning(model, opt, 0.9, start=0, stop=9, every=1).state_dict()
             >>> state["steps"], state["settings"]["stop"]
             (0, 9)
@@ -167,7 +171,7 @@ class GradualPruning:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.Masks.whole(model))
-            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt = samo.AdamW(model.parameters())
             >>> pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=9, every=1)
             >>> pruning.load_state_dict({"steps": 7})
 
@@ -188,8 +192,8 @@ class GradualPruning:
             assert weight.mask is not None
             kept = _num_kept(weight, sparsity)
             if kept < weight.kept:
-                masters = finite_masters(name, weight)
-                changed[name] = prune_to(name, weight.mask, masters, kept, self._seed)
+                values = finite_values(name, weight)
+                changed[name] = prune_to(name, weight.mask, values, kept, self._seed)
         if not changed:
             return None
         masks = with_others(self._model, changed)
@@ -198,5 +202,5 @@ class GradualPruning:
 
 
 def _num_kept(weight: Weight, sparsity: float) -> int:
-    numel = weight.param.numel()
+    numel = weight.shape.numel()
     return numel - round(numel * sparsity)

@@ -7,11 +7,12 @@ from typing import Final
 from torch import nn
 
 from samo import bitmap
+from samo.core.compress import named_weights
+from samo.core.weight import Weight
 from samo.early_bird.channels import BATCH_NORMS
 from samo.errors import MaskError
 from samo.layouts import layouts
 from samo.mask import Mask
-from samo.weights import Weight, weight_of
 
 __all__ = []
 
@@ -26,19 +27,17 @@ def check_free(model: nn.Module, weights: Mapping[str, Weight]) -> None:
     Raises:
         MaskError: A weight keeps n of every m neighbours, or the channels of a BatchNorm are pruned.
     """
-    for path, module in model.named_modules():
-        if not isinstance(module, BATCH_NORMS) or module.weight is None:
-            continue
-        scale = weight_of(module.weight)
-        if scale is not None and scale.mask is not None and scale.mask.kept < scale.mask.numel:
+    for name, scale in named_weights(model):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, BATCH_NORMS) and scale.mask is not None and scale.mask.sparsity:
             raise MaskError(
-                f"'{path}.weight' keeps {scale.mask.kept:,} of {scale.mask.numel:,} channels, and entries "
+                f"'{name}' keeps {scale.mask.kept:,} of {scale.mask.numel:,} channels, and entries "
                 "that grow in a pruned channel would never get a gradient; use masks without channels, "
                 "such as those of samo.prune"
             )
     found = layouts(model)
     for name, weight in weights.items():
-        layout = found.get(id(weight.param))
+        layout = found.get(name)
         if layout is None or layout.input_dim is None or weight.mask is None:
             continue
         pattern = pattern_of(weight.mask, layout.input_dim)

@@ -1,30 +1,37 @@
 """`DynamicSparse`: masks that move while a model trains, each tensor with as many entries as before."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, Final, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from samo.arguments import check_model, finite_number, optimizers_of, whole_number
+from samo.core.ranks import group_of
+from samo.core.remap import remap_
+from samo.core.weight import Weight
 from samo.dynamic import states
 from samo.dynamic.choices import grow_random, prune_to
-from samo.dynamic.growth import AddUp, Growth
-from samo.dynamic.members import check_moving, finite_masters, moving_weights, with_others
+from samo.dynamic.growth import Growth
+from samo.dynamic.members import check_moving, finite_values, moving_weights, with_others
 from samo.dynamic.patterns import check_free
 from samo.dynamic.rates import RateFactor
 from samo.dynamic.schedules import cosine_fraction, is_replacing_step, warmup_factor
 from samo.errors import CompressionError, MaskError
 from samo.mask import Mask
-from samo.masks import Masks
-from samo.owners import owned_weights
-from samo.remapping import remap_
-from samo.weights import Weight
+from samo.model_masks import Masks
 
 __all__ = ["DynamicSparse"]
 
 Grow = Literal["random", "gradient"]
+
+_MOVERS: Final[weakref.WeakKeyDictionary[Weight, weakref.ref["DynamicSparse"]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Who moves the mask of a weight."""
 
 
 class DynamicSparse:
@@ -43,6 +50,13 @@ class DynamicSparse:
     ``drop / 2 * (1 + cos(pi * step / stop))``. Entries grow among all that are not kept after the drop.
     So one that was just dropped may be chosen again, and then stays as it was. Grown entries start at 0.
 
+    Replicas of DistributedDataParallel go on as they are: parameters keep their lengths. Gradients are summed
+    over them in the backward passes before a replacement, in which each rank must use every pruned
+    weight, and all get the masks of the first rank.
+
+    A step that the optimizer skips, as `torch.amp.GradScaler` does where gradients overflow, is counted
+    too; masks do not move by gradients that are not finite.
+
     Adam's bias correction knows the steps of a whole tensor, and makes the first updates of a grown
     entry up to 3 times too large; ``samo.AdamW(..., entry_steps=True)`` counts the steps of each entry.
 
@@ -50,14 +64,14 @@ class DynamicSparse:
         >>> import torch, samo
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
         >>> model = samo.compress_(model, samo.prune(model, 0.9, method="random"))
-        >>> opt = samo.AdamW(samo.parameters(model), entry_steps=True)
+        >>> opt = samo.AdamW(model.parameters(), entry_steps=True)
         >>> moving = samo.DynamicSparse(model, opt, grow="gradient", every=5, stop=20)
         >>> for _ in range(20):
         ...     model(torch.randn(4, 64)).square().mean().backward()
         ...     opt.step()
         ...     opt.zero_grad()
         ...     masks = moving.step()
-        >>> [leaf.numel() for leaf in samo.parameters(model)]
+        >>> [param.numel() for param in model.parameters()]
         [410, 64]
 
     Args:
@@ -69,24 +83,17 @@ class DynamicSparse:
         stop: Step from which on the masks stay as they are; three quarters of a run are usual.
         seed: Chooses the entries of ``grow="random"``, and between equals.
         warmup: Steps over which the learning rate rises to its own value after each replacement.
-        density_power: For torch's optimizers; `samo.AdamW` has its own. The learning rate is multiplied by
-            the kept fraction to this power: -0.5 doubles it at a quarter kept, 0 leaves it alone. Both act
-            for the time of a step, on the groups that hold a pruned weight.
         candidates: For ``grow="gradient"``: how many times as many entries as are to grow have their
             gradients summed while parts of a gradient come, 4 bytes each until `step`. None sums all that
             are not kept, which is exact and takes 4 bytes for each weight of the model.
-        add_up: Sums a tensor over the ranks of a run, each of which has seen a part of the batch, so that
-            all of them choose the same entries by gradients. The replicas of `samo.replicate` do so by
-            themselves; give it where gradients are summed otherwise: ``torch.distributed.all_reduce``, or a
-            function that returns the sum. It gets a copy of the dense gradient of every pruned
-            weight, in fp32 or wider, in the backward passes before a replacement.
+        group: Ranks with replicas of the model, if it is not DistributedDataParallel that makes them.
 
     Raises:
         TypeError: ``opt`` is no optimizer, or ``model`` no module.
         ValueError: A setting is out of range, masks would never move, or another object multiplies
             the rate of the optimizer.
-        CompressionError: The model is not compressed, or another object moves its masks.
-        MaskError: No tensor that is trained has a mask, all of them keep everything, or one has a
+        CompressionError: The model has no masks, or another object moves them.
+        MaskError: No tensor with a mask is trained, all of them keep everything, or one has a
             structure that would be lost.
     """
 
@@ -101,9 +108,8 @@ class DynamicSparse:
         stop: int,
         seed: int = 0,
         warmup: int = 0,
-        density_power: float = 0.0,
         candidates: int | None = 4,
-        add_up: AddUp | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         check_model(model)
         if grow not in get_args(Grow):
@@ -134,9 +140,8 @@ class DynamicSparse:
         self._stop: Final = stop
         self._seed = whole_number("seed", seed)
         self._warmup: Final = warmup
-        self._density_power: Final = finite_number("density_power", density_power)
         self._candidates: Final = candidates
-        self._add_up: Final = add_up
+        self._group: Final = group
         self._steps = 0
         self._is_detached = False
         self._growths: dict[str, Growth] = {}
@@ -150,35 +155,20 @@ class DynamicSparse:
             )
         check_free(model, weights)
         for name, weight in weights.items():
-            if weight.mover is not None:
+            if weight in _MOVERS and _MOVERS[weight]() is not None:
                 raise CompressionError(
                     f"another DynamicSparse moves the mask of '{name}' already, and both would drop what the "
                     "other has grown; call its detach() first, or delete it"
                 )
-        doubled = [
-            group["density_power"]
-            for opt in self._optimizers
-            for group in opt.param_groups
-            if group.get("density_power")
-        ]
-        if doubled and self._density_power:
-            raise ValueError(
-                f"the optimizer has density_power={doubled[0]} already, and both factors would multiply; leave "
-                "density_power out here, where it is meant for torch's optimizers"
-            )
-        self._density_factor: Final[float] = (kept / numel) ** self._density_power
-        self._rates: Final = RateFactor()
-        if warmup or self._density_power:
-            self._rates.attach(self._optimizers)
+        self._rates: Final = RateFactor(self._optimizers if warmup else [])
         for weight in weights.values():
-            weight.mover = self
+            _MOVERS[weight] = weakref.ref(self)
         self._prepare()
 
     @property
     def lr_factor(self) -> float:
         """The factor on the learning rate of the next step."""
-        warm = warmup_factor(self._steps, self._stop, self._every, self._warmup)
-        return self._density_factor * warm
+        return warmup_factor(self._steps, self._stop, self._every, self._warmup)
 
     @torch.no_grad()
     def step(self) -> Masks | None:
@@ -188,7 +178,7 @@ class DynamicSparse:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.prune(model, 0.9, method="random"))
-            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt = samo.AdamW(model.parameters())
             >>> moving = samo.DynamicSparse(model, opt, every=2, stop=10)
             >>> [masks is not None for masks in (moving.step() for _ in range(4))]
             [False, True, False, True]
@@ -212,7 +202,9 @@ class DynamicSparse:
             by_gradient = self._grow == "gradient"
             changed = self._by_gradient(weights) if by_gradient else self._at_random(weights, step)
             if changed is not None:
-                masks = with_others(self._model, changed)
+                masks = with_others(
+                    self._model, _of_first_rank(changed, self._group or _group_of(weights))
+                )
                 remap_(self._model, masks, self._optimizers)
         self._steps = step
         self._prepare()
@@ -225,7 +217,7 @@ class DynamicSparse:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.prune(model, 0.9))
-            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt = samo.AdamW(model.parameters())
             >>> state = samo.DynamicSparse(model, opt, every=10, stop=100, seed=3).state_dict()
             >>> state["steps"], state["seed"], state["settings"]["every"]
             (0, 3, 10)
@@ -239,7 +231,7 @@ class DynamicSparse:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.prune(model, 0.9))
-            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt = samo.AdamW(model.parameters())
             >>> moving = samo.DynamicSparse(model, opt, every=10, stop=100)
             >>> moving.load_state_dict({"steps": 70, "seed": 3})
 
@@ -258,53 +250,50 @@ class DynamicSparse:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
             >>> model = samo.compress_(model, samo.prune(model, 0.9))
-            >>> opt = samo.AdamW(samo.parameters(model))
+            >>> opt = samo.AdamW(model.parameters())
             >>> moving = samo.DynamicSparse(model, opt, every=10, stop=100, warmup=5)
             >>> moving.detach()
             >>> moving = samo.DynamicSparse(model, opt, every=20, stop=100, warmup=5)
         """
         self._is_detached = True
-        self._growths = {}  # weights hold them weakly
-        self._rates.detach(self._optimizers)
-        for weight in owned_weights(self._model).values():
-            if weight.mover is self:
-                weight.mover = None
+        self._growths = {}
+        self._rates.detach()
+        for weight, mover in list(_MOVERS.items()):
+            if mover() is self:
+                del _MOVERS[weight]
 
     @property
     def _settings(self) -> dict[str, Any]:
-        names = ("grow", "drop", "every", "stop", "warmup", "density_power", "candidates")
+        names = ("grow", "drop", "every", "stop", "warmup", "candidates")
         return {name: getattr(self, f"_{name}") for name in names}
 
     def _prepare(self) -> None:
         """Let the weights be watched in the backward passes before a replacement, and in no others."""
         step = self._steps + 1
         self._rates.value = self.lr_factor
-        self._growths = {}  # weights hold them weakly, so that the last ones watch no more
+        self._growths = {}  # the last ones watch no more
         if self._grow == "random" or not is_replacing_step(step, self._stop, self._every):
             return
         fraction, seed = cosine_fraction(step, self._stop, self._drop), self._seed_at(step)
         for name, weight in moving_weights(self._model, self._optimizers).items():
-            weight.part.was_skipped = None
-            weight.watcher = self._growths[name] = Growth(
-                fraction, seed, self._candidates, self._add_up
-            )
+            self._growths[name] = Growth(weight, fraction, seed, self._candidates, self._group)
 
     def _by_gradient(self, weights: dict[str, Weight]) -> dict[str, Mask] | None:
-        """Return the new masks; None if the optimizer has found its gradients not to be finite."""
+        """Return the new masks; None if there are gradients that are not finite."""
         if not any(growth.has_seen for growth in self._growths.values()):
             raise CompressionError(
-                f"step {self._steps + 1} is to grow entries by their gradients, and no backward pass came "
-                "before it; call step() once after each optimizer step"
+                f"step {self._steps + 1} is to grow entries by their gradients, and no backward pass of "
+                "theirs came before it; call step() once after each optimizer step, and do not compile the "
+                "backward pass of the model"
             )
-        skipped = [weight.part.was_skipped for weight in weights.values()]
-        if any(flag is not None and bool(flag) for flag in skipped):
+        if not all(growth.is_finite for growth in self._growths.values()):
             return None
         masks: dict[str, Mask] = {}
         for name, growth in self._growths.items():
             if name not in weights:  # frozen since
                 continue
-            finite_masters(name, weights[name])
-            mask = growth.decide(weights[name])
+            finite_values(name, weights[name])
+            mask = growth.decide()
             if mask is not None:
                 masks[name] = mask
         return masks
@@ -316,10 +305,26 @@ class DynamicSparse:
             assert weight.mask is not None
             count = round(cosine_fraction(step, self._stop, self._drop) * weight.kept)
             staying = weight.kept - count
-            masters = finite_masters(name, weight)
-            survivors = prune_to(name, weight.mask, masters, staying, seed)
+            values = finite_values(name, weight)
+            survivors = prune_to(name, weight.mask, values, staying, seed)
             masks[name] = survivors | grow_random(name, survivors, count, seed)
         return masks
 
     def _seed_at(self, step: int) -> int:
         return self._seed * 2**32 + step
+
+
+def _group_of(weights: dict[str, Weight]) -> dist.ProcessGroup | None:
+    return group_of(next(iter(weights.values())).values) if weights else None
+
+
+def _of_first_rank(masks: dict[str, Mask], group: dist.ProcessGroup | None) -> dict[str, Mask]:
+    """Return the masks that the first of the ranks with replicas has chosen."""
+    if group is None or dist.get_world_size(group) == 1:
+        return masks
+    found: dict[str, Mask] = {}
+    for name, mask in masks.items():
+        words = mask.words.clone()
+        dist.broadcast(words, dist.get_global_rank(group, 0), group=group)
+        found[name] = Mask(mask.shape, words)
+    return found

@@ -8,6 +8,7 @@ from torch import nn
 
 from samo.arguments import check_model, whole_number
 from samo.candidates import matching
+from samo.core.compress import named_weights
 from samo.early_bird import channels
 from samo.early_bird.channel_graph import find_channels
 from samo.early_bird.inputs import LinearInputs
@@ -16,8 +17,7 @@ from samo.early_bird.settings import Score, check_settings
 from samo.early_bird.settling import Distance, Settling, describe
 from samo.errors import CompressionError, TicketError
 from samo.mask import Mask
-from samo.masks import Masks
-from samo.owners import owned_weights
+from samo.model_masks import Masks
 from samo.pruning.choosing import Scope, check_choice_of, decide, prune
 
 __all__ = ["EarlyBird"]
@@ -382,7 +382,7 @@ class EarlyBird:
 
 
 def _check_dense(model: nn.Module) -> None:
-    if owned_weights(model):
+    if next(named_weights(model), None) is not None:
         raise CompressionError(
             "the model is compressed: its masks stay as they are, and would settle at once. An EarlyBird "
             "watches a dense model; masks of a compressed one change with samo.GradualPruning or "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from samo.errors import MaskError
 from samo.mask import Mask
-from samo.masks import Masks
+from samo.model_masks import Masks
 
 __all__ = []
 

@@ -11,7 +11,7 @@ for the queue alone, or for all of them with ``keeps_all``.
 from collections.abc import Sequence
 from typing import Literal
 
-from samo.masks import Masks
+from samo.model_masks import Masks
 
 __all__ = []
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samo.arguments import check_model, whole_number
-from samo.candidates import matching, prunable
+from samo.candidates import is_empty, matching, prunable
 from samo.errors import MaskError
-from samo.layouts import Layout, layouts
+from samo.layouts import Layout, dense_parameters, layouts
 from samo.mask import Mask
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.pruning.densities import Pattern, erk_counts, parse_pattern, pattern_sparsity
 from samo.pruning.neighbours import keep_pattern
 from samo.pruning.selection import Entries, Method, keep_largest
@@ -88,7 +88,7 @@ def prune(
     check_model(model)
     seed = whole_number("seed", seed)
     _check_choice("method", method, get_args(Method))
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dense_parameters(model)
     decision = decide(
         model, sparsity, scope=scope, pattern=pattern, skip=skip, rules=rules, parameters=parameters
     )
@@ -107,7 +107,7 @@ def decide(
     pattern: str | None,
     skip: Iterable[str],
     rules: Mapping[str, float] | None,
-    parameters: Mapping[str, nn.Parameter] | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> list["Group"]:
     """Decide what `prune` compares and how many weights it keeps, without a look at their values.
 
@@ -123,7 +123,7 @@ def decide(
     for name, value in (rules or {}).items():
         _check_sparsity(f"rules['{name}']", value)
     if parameters is None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dense_parameters(model)
     wanted = _choose(model, parameters, skip, rules or {})
     ruled = [
         _group(parameters, [name], value) for name, value in wanted.items() if value is not None
@@ -135,8 +135,7 @@ def decide(
     elif neighbours is not None:
         found = layouts(model)
         groups = [
-            _pattern_group(name, parameters[name], found.get(id(parameters[name])), neighbours)
-            for name in others
+            _pattern_group(name, parameters[name], found.get(name), neighbours) for name in others
         ]
     elif scope == "erk":
         groups = _erk_groups(parameters, others, fraction, layouts(model))
@@ -180,29 +179,27 @@ class Group:
     """Where the neighbours are."""
 
 
-def _group(parameters: Mapping[str, nn.Parameter], names: Sequence[str], sparsity: float) -> Group:
+def _group(parameters: Mapping[str, Tensor], names: Sequence[str], sparsity: float) -> Group:
     numel = sum(parameters[name].numel() for name in names)
     return Group(tuple(names), numel - round(numel * sparsity), sparsity)
 
 
 def _erk_groups(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     names: Sequence[str],
     sparsity: float,
-    found: Mapping[int, Layout],
+    found: Mapping[str, Layout],
 ) -> list[Group]:
     matrices = []
     for name in names:
-        shape, layout = tuple(parameters[name].shape), found.get(id(parameters[name]))
+        shape, layout = tuple(parameters[name].shape), found.get(name)
         is_stack = layout is not None and layout.is_stack
         matrices.append((shape[0], shape[1:]) if is_stack else (1, shape))
     counts = erk_counts(matrices, _group(parameters, names, sparsity).kept)
     return [Group((name,), kept, sparsity) for name, kept in zip(names, counts)]
 
 
-def _pattern_group(
-    name: str, parameter: nn.Parameter, layout: Layout | None, pattern: Pattern
-) -> Group:
+def _pattern_group(name: str, parameter: Tensor, layout: Layout | None, pattern: Pattern) -> Group:
     shape = tuple(parameter.shape)
     apart = f"prune it without the pattern by rules={{'{name}': 0.5}} or not with skip=['{name}']"
     if layout is None or layout.input_dim is None:
@@ -223,7 +220,7 @@ def _pattern_group(
 
 def _choose(
     model: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     skip: list[str],
     rules: Mapping[str, float],
 ) -> dict[str, float | None]:
@@ -249,6 +246,7 @@ def _choose(
             )
         # 'layers.0.*' means the matrices of layer 0, not its norms and biases as well.
         wanted.update(dict.fromkeys(hits & default or hits, value))
+    wanted = {name: value for name, value in wanted.items() if not is_empty(parameters[name])}
     if not wanted:
         raise ValueError(
             f"none of the {len(parameters):,} parameters of the model is to be pruned (skip={skip!r}); "
@@ -257,9 +255,7 @@ def _choose(
     return {name: wanted[name] for name in parameters if name in wanted}
 
 
-def _entries(
-    parameters: Mapping[str, nn.Parameter], method: Method, seed: int
-) -> Sequence[Entries]:
+def _entries(parameters: Mapping[str, Tensor], method: Method, seed: int) -> Sequence[Entries]:
     """Check the tensors that are compared with one another, and say how."""
     dtypes = {parameter.dtype for parameter in parameters.values()}
     # 16 bits of one kind are counted in one pass; all else meets in float32, which holds both kinds.

@@ -13,6 +13,7 @@ from samo import bitmap, mask_files
 from samo.candidates import matching, matrices, prunable
 from samo.checkpoints import folder, manifest
 from samo.errors import MaskError, nearest
+from samo.layouts import dense_parameters
 from samo.mask import Mask, share_apart, share_different
 from samo.mask_files import MaskFile
 
@@ -30,10 +31,19 @@ class Masks(Mapping[str, Mask]):
         Masks(2 tensors, 2,048 of 8,192 weights kept, sparsity 0.750)
         >>> masks["0.weight"].kept
         1024
+
+    Raises:
+        TypeError: Something among them is no `Mask`.
     """
 
     def __init__(self, masks: Mapping[str, Mask]) -> None:
         self._masks: Final = dict(masks)
+        for name, mask in self._masks.items():
+            if not isinstance(mask, Mask):
+                raise TypeError(
+                    f"the mask of {name!r} is a {type(mask).__name__}; make a samo.Mask of a tensor that is "
+                    "True where a weight is kept: samo.Mask.from_bool(tensor)"
+                )
 
     def __getitem__(self, name: str) -> Mask:
         try:
@@ -75,7 +85,7 @@ class Masks(Mapping[str, Mask]):
         Raises:
             ValueError: A pattern matches no parameter.
         """
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dense_parameters(model)
         skipped = matching(skip, parameters, "skip")
         return cls(
             {
@@ -106,7 +116,7 @@ class Masks(Mapping[str, Mask]):
             MaskError: No tensor has enough zeros, or one is zero altogether.
             ValueError: A pattern of ``skip`` matches no parameter.
         """
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dense_parameters(model)
         skipped = matching(skip, parameters, "skip")
         masks: dict[str, Mask] = {}
         most = ("", -1.0)
@@ -196,7 +206,7 @@ class Masks(Mapping[str, Mask]):
         return Masks({name: mask.to(device) for name, mask in self.items()})
 
     def apply_(self, model: nn.Module) -> None:
-        """Set the pruned weights of a dense model to exactly 0, in place.
+        """Set the pruned weights of a model to exactly 0, in place. They are not held there.
 
         Example:
             >>> import torch, samo
@@ -212,8 +222,10 @@ class Masks(Mapping[str, Mask]):
         for name, mask in self.items():
             mask.to(parameters[name].device).zero_(parameters[name].detach())
 
-    def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters of ``model`` that these masks are for, by name.
+    def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the weights of ``model`` that these masks are for, by name.
+
+        Those of a compressed model are its dense ones, to look at.
 
         Example:
             >>> import torch, samo
@@ -224,7 +236,7 @@ class Masks(Mapping[str, Mask]):
         Raises:
             MaskError: A name is unknown or a shape differs.
         """
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dense_parameters(model)
         for name, mask in self.items():
             if name not in parameters:
                 unknown = [other for other in self if other not in parameters]
@@ -353,6 +365,15 @@ class Masks(Mapping[str, Mask]):
         """Keep what either keeps."""
         self._check_same(other)
         return Masks({name: mask | other[name] for name, mask in self.items()})
+
+    def __xor__(self, other: "Masks") -> "Masks":
+        """Keep what one of the two keeps."""
+        self._check_same(other)
+        return Masks({name: mask ^ other[name] for name, mask in self.items()})
+
+    def __sub__(self, other: "Masks") -> "Masks":
+        """Keep what only the first keeps."""
+        return self ^ (self & other)
 
     def _common(self, other: "Masks") -> int:
         self._check_same(other)
