@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import samo
 from samo import mask_files
 from samo.checkpoints import read_manifest
-from samo.owners import owned_weights
 from tests.pipeline_cases import next_token_loss, tokens
 
 VOCABULARY = 32
@@ -66,7 +65,7 @@ class Case(NamedTuple):
     """What is trained."""
 
     dtype: torch.dtype = torch.float32
-    optimizer: Literal["exact", "lean", "sgd"] = "exact"
+    optimizer: Literal["exact", "lean", "sgd", "both"] = "exact"
     is_tied: bool = False
 
     @property
@@ -80,12 +79,11 @@ class Layout(NamedTuple):
 
     pipe: int
     data: int
-    shard: Literal["state"] | None = None
     schedule: str = "message-driven"
 
     @property
     def name(self) -> str:
-        return f"{self.pipe}x{self.data}-{self.shard or 'none'}-{self.schedule}"
+        return f"{self.pipe}x{self.data}-{self.schedule}"
 
 
 class Run:
@@ -103,58 +101,51 @@ class Run:
         )  # fmt: skip
         self.module = self.pipeline.module
         samo.compress_(
-            self.module, self.pipeline.masks(masks), dtype=case.dtype, kernels="reference"
+            self.module,
+            self.pipeline.masks(masks),
+            dtype=case.dtype,
+            value_dtype=torch.bfloat16 if case.optimizer == "lean" else None,
+            kernels="reference",
         )
-        if mesh is not None and layout is not None and layout.data > 1:
-            samo.replicate(
-                self.module, mesh["data"], shard=layout.shard, bucket_bytes=3000, heartbeat_s=0.3,
-                timeout_s=20,
-            )  # fmt: skip
-        groups = samo.param_groups(self.module, weight_decay=0.1)
-        self.opt: torch.optim.Optimizer
+        # By their density, so that stages have other groups than one process.
+        groups = samo.param_groups(self.module, lr=0.01, weight_decay=0.1, density_power=-0.5)
+        self.opts: list[torch.optim.Optimizer] = []
         if case.optimizer == "sgd":
-            self.opt = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-        else:
-            self.opt = samo.AdamW(groups, lr=0.01, state=case.optimizer)
+            self.opts.append(torch.optim.SGD(groups, momentum=0.9))
+        if case.optimizer == "both":
+            tables = [p for n, p in self.module.named_parameters() if "table" in n or "out" in n]
+            self.opts.append(torch.optim.SGD([{"params": tables}], lr=0.05, momentum=0.9))
+            for group in groups:
+                group["params"] = [p for p in group["params"] if all(p is not t for t in tables)]
+        if case.optimizer != "sgd":
+            state: Any = "lean" if case.optimizer == "lean" else "exact"
+            self.opts.append(samo.AdamW(groups, state=state))
 
     def train(self, steps: int) -> None:
         """Train on the same rows on every replica: a mean of equal numbers over 2 or 4 is exact."""
         for step in range(steps):
             x, y = tokens(seed=step)
             self.pipeline.step(x, target=y)
-            self.opt.step()
-            self.opt.zero_grad()
+            for opt in self.opts:
+                opt.step()
             self.module.zero_grad()
 
+    @torch.no_grad()
     def randomise(self, seed: int = 7) -> None:
-        """Set weights, rests and state to what depends on name and entry alone, not on the layout.
+        """Set values and state to what depends on name and entry alone, not on the layout.
 
         So that ranks of any layout, and one process, hold the same, without training for it.
         """
         aliases = self._aliases()
-        for name, weight in owned_weights(self.module).items():
+        for name, param in self.module.named_parameters():
             name = aliases.get(name, name)
-            values = draw(f"{name} values {seed}", weight.kept).to(weight.dtype)
-            weight.kernels.expand_(values, weight.mask, weight.param)
-            weight.changed()
-            if weight.replica is not None:
-                weight.replica.adopted()
-            part = weight.part
-            cut = slice(None)
-            if weight.replica is not None and weight.replica.owned is not None:
-                cut = slice(*weight.replica.owned)
-            if part.rest is not None:
-                rest = (draw(f"{name} rest {seed}", weight.kept) * 100).to(part.rest.dtype)
-                part.rest.copy_(rest[cut])
-            state = self.opt.state[part.leaf]
-            for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-                if key in state:
-                    state[key].copy_(draw(f"{name} {key} {seed}", weight.kept).abs()[cut])
-            if "step" in state:
-                state["step"].fill_(11.0)
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(draw(f"{name} {seed}", buffer.numel()).view(buffer.shape))
+            param.copy_(draw(f"{name} values {seed}", param.numel()).view(param.shape))
+            for opt in self.opts:
+                for key, value in opt.state.get(param, {}).items():
+                    drawn = draw(f"{name} {key} {seed}", value.numel()).abs() * 50
+                    value.copy_(torch.full((), 11.0) if key == "step" else drawn.view(value.shape))
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(draw(f"{name} {seed}", buffer.numel()).view(buffer.shape))
 
     def _aliases(self) -> dict[str, str]:
         return {name: group[0] for group in self.pipeline.tied for name in group}

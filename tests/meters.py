@@ -33,13 +33,13 @@ def tokens(batch: int = 5, length: int = 19, vocab_size: int = 331) -> Tensor:
 class DenseGradients(TorchDispatchMode):
     """Counts the bytes of new tensors in the shape of a weight that are alive at the same time.
 
-    Not those that ``leaves`` hold by then: the gradient of an unpruned weight may be kept as it is.
+    Not those that ``params`` hold by then: the gradient of an unpruned weight may be kept as it is.
     """
 
-    def __init__(self, weights: Iterable[Tensor], leaves: Iterable[Tensor] = ()) -> None:
+    def __init__(self, weights: Iterable[Tensor], params: Iterable[Tensor] = ()) -> None:
         super().__init__()
         weights = list(weights)
-        self.leaves = list(leaves)
+        self.params = list(params)
         shapes = {tuple(weight.shape) for weight in weights if weight.dim() > 1}
         self.shapes = shapes | {shape[::-1] for shape in shapes}
         self.known = {weight.untyped_storage().data_ptr() for weight in weights}
@@ -62,7 +62,9 @@ class DenseGradients(TorchDispatchMode):
         self.live[key] = storage.nbytes()
         weakref.finalize(storage, self.live.pop, key, None)
         held = {
-            leaf.grad.untyped_storage().data_ptr() for leaf in self.leaves if leaf.grad is not None
+            param.grad.untyped_storage().data_ptr()
+            for param in self.params
+            if param.grad is not None
         }
         passing = sum(nbytes for address, nbytes in self.live.items() if address not in held)
         self.peak_bytes = max(self.peak_bytes, passing)

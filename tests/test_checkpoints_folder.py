@@ -59,7 +59,7 @@ def compressed_checkpoint(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16)
-    opt = samo.AdamW(samo.parameters(model))
+    opt = samo.AdamW(model.parameters())
     model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
     opt.step()
     samo.save(path, model, opt, extra={"value": 1, "tensor": torch.ones(5)})
@@ -361,10 +361,10 @@ def test_any_flipped_or_missing_byte_is_refused_with_the_file(tmp_path: Path) ->
     model, opt = compressed_checkpoint(tmp_path)
     before = [param.detach().clone() for param in model.parameters()]
     with torch.no_grad():
-        model[0].weight.mul_(0.5)
+        next(model.parameters()).mul_(0.5)
     changed = [param.detach().clone() for param in model.parameters()]
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    assert len(files) == 6
+    assert len(files) == 5
     chance = random.Random(0)
     for _ in range(200):
         file = chance.choice(files)
@@ -462,8 +462,8 @@ def forge_file(path: Path, name: str, data: bytes) -> None:
     forge(path, lambda content: content["files"].update({name: entry}))
 
 
-def put(*keys: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(content: dict[str, Any]) -> None:
+def put(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: Any) -> None:
         for key in keys[:-1]:
             content = content[key]
         content[keys[-1]] = value
@@ -510,17 +510,18 @@ FORGERIES = [
     put("extra", "a", value={"$tensor": 3}),
     put("extra", value={"$x": 1}),
     put("scaler", value=3),
-    put("optimizer", value=[]),
-    put("optimizer", "class", value=None),
-    put("optimizer", "groups", value={}),
-    put("optimizer", "groups", value=[3]),
-    put("optimizer", "groups", value=[{"names": "ab", "settings": {}}]),
-    put("optimizer", "groups", value=[{"names": [1], "settings": {}}]),
-    put("optimizer", "groups", value=[{"names": [], "settings": 3}]),
-    put("optimizer", "state", value={"0.weight": 3}),
-    put("optimizer", "skipped_steps", value=-1),
+    put("optimizers", value={}),
+    put("optimizers", value=[None]),
+    put("optimizers", 0, "class", value=None),
+    put("optimizers", 0, "groups", value={}),
+    put("optimizers", 0, "groups", value=[3]),
+    put("optimizers", 0, "groups", value=[{"names": "ab", "settings": {}}]),
+    put("optimizers", 0, "groups", value=[{"names": [1], "settings": {}}]),
+    put("optimizers", 0, "groups", value=[{"names": [], "settings": 3}]),
+    put("optimizers", 0, "state", value={"0.weight": 3}),
+    put("optimizers", 0, "more", value=3),
     take("model"),
-    take("optimizer"),
+    take("optimizers"),
     take("files"),
 ]
 
@@ -605,9 +606,9 @@ def test_a_manifest_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
     save_value(tmp_path, 1.0)
-    forge(tmp_path, put("version", value=2))
+    forge(tmp_path, put("version", value=3))
     with pytest.raises(
-        CheckpointError, match="has version 2, this samo reads version 1; update samo"
+        CheckpointError, match="has version 3, this samo reads version 2; update samo"
     ):
         checkpoints.read_manifest(tmp_path)
 
@@ -623,9 +624,6 @@ def forged_tensors(path: Path, kind: str, change: dict[str, torch.Tensor | None]
     ("kind", "change", "message"),
     [
         ("weights", {"0.weight": torch.zeros(33)}, "'0.weight' has shape"),
-        ("rest", {"0.weight": torch.zeros(33, dtype=torch.int16)}, "remainder of '0.weight' is torch.int"),
-        ("rest", {"0.weight": torch.zeros(32)}, "the remainder of '0.weight' is torch.float32"),
-        ("rest", {"x": torch.zeros(3)}, "the remainder of 'x' is torch.float32 of shape"),
         ("optimizer", {"0.weight/exp_avg": torch.zeros(5)}, "the optimizer's exp_avg of '0.weight' is"),
         ("optimizer", {"0.weight/step": torch.zeros(5)}, "the optimizer's state of '0.weight' is"),
         ("optimizer", {"0.weight/exp_avg": torch.zeros(32).half()}, "optimizer's state of '0.weight' is"),
@@ -660,7 +658,8 @@ def test_moments_of_another_shape_are_refused_for_torchs_optimizers_too(tmp_path
     [
         (["0.weight", "step"], 3, "state names 11 tensors, which are not the 12"),
         (["0.weight"], {}, "state names 9 tensors, which are not the 12"),
-        (["0.weight", "step"], {"$tensor": "0.weight/exp_avg"}, "state names 12 tensors, which are not the 12"),
+        (["0.weight", "step"], {"$tensor": "0.weight/exp_avg"}, "state names 11 tensors, which are not the 12"),
+        (["0.weight", "more"], {"$tensor": "0.weight/exp_avg"}, "state names 12 tensors, which are not the 12"),
         (["0.weight", "more"], 1, "the optimizer's state of '0.weight' is"),
         (["0.weight", "exp_avg"], [{"$tensor": "0.weight/exp_avg"}], "the optimizer's state of '0.w"),
         (["ghost"], {"a": 1}, "it has optimizer state of 'ghost', which is in none of its groups"),
@@ -670,7 +669,7 @@ def test_optimizer_state_that_refers_to_the_wrong_things_is_refused(
     keys: list[str], value: Any, message: str, tmp_path: Path
 ) -> None:
     model, opt = compressed_checkpoint(tmp_path)
-    forge(tmp_path, put("optimizer", "state", *keys, value=value))
+    forge(tmp_path, put("optimizers", 0, "state", *keys, value=value))
     with pytest.raises(CheckpointError, match=message):
         samo.load(tmp_path, model, opt)
 
@@ -718,7 +717,7 @@ def test_the_manifest_says_when_and_by_whom(tmp_path: Path) -> None:
     save_value(tmp_path, 1.0)
     found = checkpoints.read_manifest(tmp_path)
     assert timedelta(0) <= datetime.now(UTC) - found.time < timedelta(minutes=1)
-    assert (found.version, found.samo_version) == (1, samo.__version__)
+    assert (found.version, found.samo_version) == (2, samo.__version__)
     assert (found.is_compressed, found.dtype, found.num_params, found.kept) == (
         False,
         "float32",
@@ -726,7 +725,7 @@ def test_the_manifest_says_when_and_by_whom(tmp_path: Path) -> None:
         35,
     )
     assert (found.extra, found.extra_tensors) == ({"value": 1.0}, ("tensor",))
-    assert found.optimizer is None
+    assert found.optimizers == ()
     assert found.scaler is None
 
 

@@ -1,19 +1,17 @@
-"""Links between ranks, grids, and the parts of lean state: what is refused, without or with few ranks."""
+"""Links between ranks, and grids: what is refused, without or with few ranks."""
 
 import json
 import time
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, strategies as st
 from torch import nn
 
 import samo
-from samo.checkpoints import gathering, lean_parts, manifest as manifests
-from samo.checkpoints.merging import Piece, Recipe
+from samo.checkpoints import gathering
+from samo.checkpoints.merging import Origin
 from samo.errors import CheckpointError, PeerError
 from samo.parallel import links as links_module
 from samo.parallel.links import Links
@@ -76,10 +74,10 @@ class Script:
         self.sent.append(content)
 
 
-def test_a_piece_of_another_size_is_refused() -> None:
-    recipe = Recipe("F32", (4,), (Piece(1, 0, 4),))
-    source = gathering.fetched(Script({"bytes": 12}), "rest", "a", recipe, {})  # type: ignore[arg-type]
-    message = r"rank 1 has 12 bytes of 'a' \(rest\) and said it had 16; did another thread"
+def test_a_tensor_of_another_size_is_refused() -> None:
+    origin = Origin(1, "F32", (4,))
+    source = gathering.fetched(Script({"bytes": 12}), "weights", "a", origin, {})  # type: ignore[arg-type]
+    message = r"rank 1 has 12 bytes of 'a' \(weights\) and said it had 16; did another thread"
     with pytest.raises(CheckpointError, match=message):
         source.make()
 
@@ -151,51 +149,3 @@ def test_a_pipeline_of_one_stage_is_a_model(tmp_path: Any) -> None:
     again = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     samo.load(tmp_path, again)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), layers.parameters()))
-
-
-# State that ranks cannot put together
-
-
-def keep_a_table(rank: int, num_ranks: int, path: Any) -> None:
-    made = model()
-    samo.replicate(made, samo.mesh()["data"], shard="state")
-    opt = torch.optim.SGD(samo.parameters(made), lr=0.1)
-    for leaf in samo.parameters(made):
-        opt.state[leaf]["table"] = torch.zeros(3, 3)
-    with pytest.raises(CheckpointError, match=r"0.weight/table' has shape \(3, 3\), neither one"):
-        samo.save(path, made, opt)
-
-
-def test_state_that_is_neither_a_number_nor_a_vector_is_refused(tmp_path: Any) -> None:
-    run_ranks(2, keep_a_table, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "parts", [None, 3, [], [0], [1, 9], [0, 8], [0, 5, 5, 9], [0, 9.0], [True, 9]]
-)
-def test_lists_that_are_no_parts_are_noticed(parts: Any) -> None:
-    assert not lean_parts.are_parts(parts, 9)
-
-
-@given(st.sets(st.integers(1, 999)))
-def test_lists_that_are_parts_are_taken(inner: set[int]) -> None:
-    parts = [0, *sorted(inner), 1000]
-    assert lean_parts.are_parts(parts, 1000)
-    layout = {"exp_avg": (torch.int8, 1000), "exp_avg_scale": (torch.float32, 1)}
-    sizes = [-(-(stop - start) // 256) for start, stop in pairwise(parts)]
-    expected = {"exp_avg": (torch.int8, 1000), "exp_avg_scale": (torch.float32, sum(sizes))}
-    assert lean_parts.layout_of_parts(layout, parts) == expected
-
-
-def test_a_checkpoint_with_parts_that_do_not_fit_is_refused(tmp_path: Any) -> None:
-    made = model()
-    opt = samo.AdamW(samo.parameters(made), state="lean")
-    made(torch.ones(1, 8)).sum().backward()
-    opt.step()
-    samo.save(tmp_path, made, opt)
-    content = manifests.read_content(tmp_path)
-    content["optimizer"]["state"]["0.weight"]["parts"] = [0, 31]
-    (tmp_path / "manifest.json").write_bytes(manifests.encode_manifest(content))
-    message = r"does not fit: the optimizer's parts of '0.weight' is \[0, 31\]"
-    with pytest.raises(CheckpointError, match=message):
-        samo.load(tmp_path, made, opt)

@@ -1,7 +1,7 @@
 """What ranks say to each other while they save or load together.
 
-    save      others -> leader      a share, or why there is none
-              leader -> other       a tensor that it wants             } for each piece,
+    save      others -> leader      a share, or why there is none; replicas have none to give
+              leader -> other       a tensor that it wants             } for each one,
               other  -> leader      its bytes, or why there are none   } as files are written
               leader -> others      the end, good or bad
     load      others -> leader      whether all checks passed
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from samo.checkpoints.merging import Recipe
+from samo.checkpoints.merging import Origin
 from samo.checkpoints.shards import Source, dtype_of, host_bytes
 from samo.errors import CheckpointError, PeerError
 from samo.parallel.links import Links
@@ -33,7 +33,7 @@ def lead(
     describe: Callable[[], Mapping[str, Any]],
     write: Callable[[dict[int, Mapping[str, Any]]], None],
 ) -> None:
-    """Hear the shares of all ranks, write, and tell everyone how it ended.
+    """Hear the shares of all stages, write, and tell everyone how it ended.
 
     Raises:
         CheckpointError: Another rank has nothing to give.
@@ -47,7 +47,8 @@ def lead(
         for rank, answer in answers.items():
             if answer.get("failure") is not None:
                 _raise(rank, answer["failure"])
-            shares[rank] = answer["share"]
+            if answer["share"] is not None:
+                shares[rank] = answer["share"]
         write(shares)
     except BaseException as error:
         _end(links, error)
@@ -56,7 +57,7 @@ def lead(
 
 
 def follow(
-    links: Links, describe: Callable[[], tuple[Mapping[str, Any], Sources]], what: str
+    links: Links, describe: Callable[[], tuple[Mapping[str, Any] | None, Sources]], what: str
 ) -> None:
     """Send a share to the leader, and what it asks for, until it is done.
 
@@ -84,27 +85,18 @@ def follow(
         _raise(order["from"], order["end"])
 
 
-def fetched(links: Links | None, kind: str, name: str, recipe: Recipe, own: Sources) -> Source:
-    """Return a tensor that is put together from the pieces of several ranks when its turn comes."""
-    mine = own.get(kind, {}).get(name)
-    if mine is not None and mine.place is None:
-        return mine
-    dtype = dtype_of(recipe.dtype)
+def fetched(links: Links | None, kind: str, name: str, origin: Origin, own: Sources) -> Source:
+    """Return a tensor that is fetched from the rank that has it when its turn comes."""
+    if links is None or origin.rank == links.rank:
+        return own[kind][name]
+    dtype = dtype_of(origin.dtype)
 
     def make() -> Tensor:
-        assert links is not None, "in one process every tensor is whole"
-        whole = torch.empty(recipe.shape, dtype=dtype)
-        flat = whole.view(-1).view(torch.uint8)
-        for rank, start, stop in recipe.pieces:
-            room = flat[start * dtype.itemsize : stop * dtype.itemsize]
-            if rank == links.rank:
-                assert mine is not None, "this rank described it"
-                room.copy_(host_bytes(mine.make()))
-            else:
-                _fetch(links, rank, kind, name, room)
-        return whole
+        found = torch.empty(origin.shape, dtype=dtype)
+        _fetch(links, origin.rank, kind, name, found.view(-1).view(torch.uint8))
+        return found
 
-    return Source(dtype, recipe.shape, make)
+    return Source(dtype, origin.shape, make)
 
 
 def agree(links: Links | None, failure: BaseException | None, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks a model lies on, and what of it this one has: read off a pipeline, a mesh and replicas."""
+"""Which ranks a model lies on, and what of it this one has: read off a pipeline, a mesh or replicas."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from samo.errors import CheckpointError
 from samo.parallel.links import Links
-from samo.parallel.replicas import team_of
 from samo.pipeline.api import Pipeline
 
 __all__ = []
@@ -20,8 +20,7 @@ class Grid(NamedTuple):
 
     module: nn.Module
     links: Links | None
-    """To the other ranks; None in one process."""
-    stage: int
+    """To the other ranks, stage after stage; None in one process."""
     is_first: bool
     """Whether this is the first replica of its stage."""
     is_part: bool
@@ -38,8 +37,8 @@ def grid_of(
     """Return how a model lies on ranks.
 
     Args:
-        model: A model, or a pipeline.
-        mesh: All ranks; by default those of the pipeline's mesh, or those a model is replicated over.
+        model: A model, also as wrapped by DistributedDataParallel, or a pipeline.
+        mesh: All ranks; by default those of the pipeline's mesh, or of DistributedDataParallel.
         timeout_s: How long a rank is waited for.
         what: Who asks, for errors.
 
@@ -64,21 +63,19 @@ def grid_of(
         for group in model.tied:
             first = min(group, key=lambda name: places[name])
             aliases |= {name: first for name in group if name != first}
-    team = team_of(module) if isinstance(module, nn.Module) else None
-    if mesh is not None:
-        stages = _stages(mesh)
-    elif team is not None:
-        stages = [list(team.group.ranks)]
-    else:
-        return Grid(module, None, 0, True, False, order, aliases)
+    replicas: list[int] = []
+    if isinstance(module, DistributedDataParallel):
+        replicas = dist.get_process_group_ranks(module.process_group)
+        module = module.module
+    stages = [replicas] if mesh is None else _stages(mesh)
     ranks = [rank for stage in stages for rank in stage]
-    if team is not None and not set(team.group.ranks) <= set(ranks):
+    if not set(replicas) <= set(ranks):
         raise CheckpointError(
-            f"the model is replicated over ranks {list(team.group.ranks)} and the mesh has ranks {ranks} "
-            f"alone; give {what} all of them: mesh=samo.mesh(pipe, data)"
+            f"the model is replicated over ranks {replicas} and the mesh has ranks {ranks} alone; give "
+            f"{what} all of them: mesh=samo.mesh(pipe, data)"
         )
-    if len(ranks) == 1:
-        return Grid(module, None, 0, True, False, order, aliases)
+    if len(ranks) <= 1:
+        return Grid(module, None, True, False, order, aliases)
     here = dist.get_rank()
     number = next((i for i, stage in enumerate(stages) if here in stage), None)
     if number is None:
@@ -88,7 +85,6 @@ def grid_of(
     return Grid(
         module,
         Links(ranks, timeout_s=timeout_s),
-        number,
         here == stages[number][0],
         len(stages) > 1,
         order,

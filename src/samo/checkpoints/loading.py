@@ -1,7 +1,7 @@
 """`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from samo.arguments import optimizers_of
 from samo.checkpoints.folder import check_file, check_size, verify
 from samo.checkpoints.gathering import agree
 from samo.checkpoints.grid import Grid, grid_of
 from samo.checkpoints.manifest import Manifest, damaged, read_manifest
-from samo.checkpoints.model_state import ModelState, SavedModel
-from samo.checkpoints.optimizer_state import OptimizerState
+from samo.checkpoints.model_state import ModelState
+from samo.checkpoints.optimizer_state import OptimizerState, check_all
 from samo.checkpoints.saving import Scaler
 from samo.checkpoints.shards import Shards
 from samo.errors import CheckpointError, MaskError
 from samo.mask import Mask
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.pipeline.api import Pipeline
 
 __all__ = ["load"]
@@ -30,7 +31,7 @@ __all__ = ["load"]
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | Pipeline,
-    opt: Optimizer | None = None,
+    opt: Optimizer | Iterable[Optimizer] | None = None,
     *,
     scaler: Scaler | None = None,
     mesh: DeviceMesh | None = None,
@@ -38,24 +39,26 @@ def load(
 ) -> dict[str, Any]:
     """Fill a model, and what is given beside it, from a checkpoint; training goes on exactly.
 
-    Everything is checked before anything is changed: every byte, and that names, shapes, types, masks
-    and groups fit. A compressed checkpoint goes into a model compressed with the same masks and type
-    (``samo.Masks.load(path)`` reads them), or, without ``opt``, into an ordinary one, with zeros for
-    what is pruned. Tensors go to the device that the model is on.
+    Everything is checked before anything is changed: every byte, and that names, shapes, types and
+    groups fit. A compressed checkpoint goes into a compressed model (``samo.Masks.load(path)`` reads its
+    masks), or, without ``opt``, into an ordinary one, with zeros for what is pruned. Where masks have
+    moved since the model was compressed, it gets those of the checkpoint. Tensors go to the device that
+    the model is on.
 
-    Where a model lies on several ranks (`samo.replicate`, `samo.Pipeline`), all of them call it, in
-    whatever layout the checkpoint was saved. Each reads its own part; if one refuses, all do.
+    Where a model lies on several ranks (`samo.Pipeline`, or DistributedDataParallel, which is given as
+    it is), all of them call it, in whatever layout the checkpoint was saved. Each reads its own part; if
+    one refuses, all do.
 
     Example:
         >>> import tempfile, torch, samo
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> model = samo.compress_(model, samo.prune(model, 0.5))
-        >>> opt = samo.AdamW(samo.parameters(model))
+        >>> opt = samo.AdamW(model.parameters())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     samo.save(folder, model, opt, extra={"step": 100})
         ...     again = torch.nn.Sequential(torch.nn.Linear(8, 8))
         ...     again = samo.compress_(again, samo.Masks.load(folder))
-        ...     again_opt = samo.AdamW(samo.parameters(again))
+        ...     again_opt = samo.AdamW(again.parameters())
         ...     samo.load(folder, again, again_opt)
         {'step': 100}
         >>> torch.equal(model[0].weight, again[0].weight)
@@ -64,10 +67,11 @@ def load(
     Args:
         path: The folder given to `samo.save`.
         model: The model to be filled, in place, or a `samo.Pipeline`.
-        opt: Its optimizer; without one the saved state is left out.
+        opt: Its optimizer, or several in the order in which they were saved; without any the saved
+            state is left out.
         scaler: Its loss scaler.
-        mesh: All ranks that hold a part of the model or a copy of it. By default the mesh given to
-            `samo.Pipeline`, or the ranks that the model is replicated over; one process otherwise.
+        mesh: All ranks that hold a part of the model or a copy of it. By default those of
+            `samo.Pipeline` or of DistributedDataParallel; one process otherwise.
         timeout_s: Seconds after which a rank that does not answer is given up.
 
     Returns:
@@ -96,36 +100,42 @@ def load(
 
 
 def _checked(
-    path: str | os.PathLike[str], grid: Grid, opt: Optimizer | None, scaler: Scaler | None
+    path: str | os.PathLike[str],
+    grid: Grid,
+    opt: Optimizer | Iterable[Optimizer] | None,
+    scaler: Scaler | None,
 ) -> Callable[[], dict[str, Any]]:
-    """Check everything, and return what fills model, optimizer and scaler."""
+    """Check everything, and return what fills model, optimizers and scaler."""
     folder, shown = Path(path), os.fspath(path)
     state = ModelState(grid.module, grid.aliases, is_part=grid.is_part)
-    optimizer = None if opt is None else OptimizerState(opt, state)
+    opts = [] if opt is None else optimizers_of(opt)
+    optimizers = [OptimizerState(one, state) for one in opts]
     manifest = _sized(folder) if grid.is_part else verify(folder)
     is_dense = not state.is_compressed and state.has_params
-    if optimizer is not None and manifest.is_compressed and is_dense:
+    if optimizers and manifest.is_compressed and is_dense:
         raise CheckpointError(
             f"'{shown}' has the optimizer state of a compressed model and this one is not compressed; "
             f"call samo.compress_(model, samo.Masks.load('{shown}')) first, or load with opt=None"
         )
     masks = _masks(folder, manifest, is_checked=not grid.is_part)
-    saved = SavedModel(Shards(folder, manifest, "weights"), Shards(folder, manifest, "rest"))
+    saved = Shards(folder, manifest, "weights")
     moments = Shards(folder, manifest, "optimizer")
     if grid.is_part:
-        own = [*state.entries, *([] if optimizer is None else optimizer.tensors_of(manifest))]
-        _verify_part(folder, manifest, [*saved, moments], set(own))
+        own = {*state.entries}
+        for optimizer, entry in zip(optimizers, manifest.optimizers):
+            own.update(optimizer.tensors_of(entry))
+        _verify_part(folder, manifest, [saved, moments], own)
     extra = _extra(folder, manifest)
-    state.check_fits(shown, manifest, masks, saved)
-    if optimizer is not None:
-        optimizer.check_fits(shown, manifest, moments)
-    _check_scaler(shown, manifest, opt, scaler)
+    state.check_fits(shown, manifest, masks, saved, opts)
+    if optimizers:
+        check_all(shown, manifest, optimizers, masks, moments)
+    _check_scaler(shown, manifest, scaler, is_training=bool(optimizers))
 
     @torch.no_grad()
     def fill() -> dict[str, Any]:
         state.fill(masks, saved)
-        if optimizer is not None:
-            optimizer.fill(manifest, moments)
+        for optimizer, entry in zip(optimizers, manifest.optimizers):
+            optimizer.fill(entry, moments)
         if scaler is not None and manifest.scaler is not None:
             scaler.load_state_dict(manifest.scaler)
         return extra
@@ -173,10 +183,10 @@ def _extra(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _check_scaler(
-    path: str, manifest: Manifest, opt: Optimizer | None, scaler: Scaler | None
+    path: str, manifest: Manifest, scaler: Scaler | None, *, is_training: bool
 ) -> None:
     if scaler is None:
-        if opt is not None and manifest.scaler is not None:
+        if is_training and manifest.scaler is not None:
             raise CheckpointError(
                 f"'{path}' has the state of a loss scaler, without which training would not go on as "
                 "it was; give scaler=, or load with opt=None"

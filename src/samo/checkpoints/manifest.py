@@ -3,9 +3,8 @@
     path/manifest.json              format, version, files with bytes and SHA-256, everything that is
                                     no tensor, and a checksum of itself
     path/data-3f2a91c4/             the tensors; the manifest says which such folder counts
-        weights.safetensors         kept values as vectors, unpruned tensors and buffers as they are
+        weights.safetensors         what state_dict() has: values, unpruned parameters, buffers
         masks.safetensors           a mask file, of a compressed model
-        rest.safetensors            what rounding to 16 bits left over
         optimizer.safetensors       "0.weight/exp_avg" and so on
         extra.safetensors           tensors of the caller
 
@@ -31,8 +30,8 @@ __all__ = ["DataFile", "Manifest", "read_manifest"]
 
 NAME: Final = "manifest.json"
 FORMAT: Final = "samo-checkpoint"
-VERSION: Final = 1
-KINDS: Final = ("weights", "masks", "rest", "optimizer", "extra")
+VERSION: Final = 2
+KINDS: Final = ("weights", "masks", "optimizer", "extra")
 
 MAX_BYTES: Final = 2**26
 """Largest manifest that is written or read: a stranger's could fill all memory."""
@@ -81,15 +80,15 @@ class Manifest:
     is_compressed: bool
     """Whether the model was compressed, or an ordinary one."""
     dtype: str
-    """Type of most of its parameters, such as ``"bfloat16"``."""
+    """Type that most of its parameters are computed with, such as ``"bfloat16"``."""
     num_params: int
     """Parameters of the model, pruned ones included, tied ones once."""
     kept: int
     """Those of them that are not pruned."""
     tied: dict[str, str]
     """Further names of tensors that are saved under another one."""
-    optimizer: dict[str, Any] | None
-    """Class, groups and state of the optimizer, encoded (see ``values.py``), if one was saved."""
+    optimizers: tuple[dict[str, Any], ...]
+    """Class, groups and state of each optimizer that was saved, encoded (see ``values.py``)."""
     scaler: dict[str, Any] | None
     """State of the loss scaler, if one was saved."""
     extra: dict[str, Any]
@@ -249,7 +248,7 @@ def _short(error: Exception) -> str:
 def _manifest(content: dict[str, Any]) -> Manifest:
     model = _typed(content["model"], dict)
     time = datetime.fromisoformat(_typed(content["time"], str))
-    optimizer, scaler = content["optimizer"], content["scaler"]
+    scaler = content["scaler"]
     extra = _typed(content["extra"], dict)
     tensors: list[str] = []
     json_values = {}
@@ -269,7 +268,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         num_params=_count(model["num_params"]),
         kept=_count(model["kept"]),
         tied=_strings(model["tied"]),
-        optimizer=None if optimizer is None else _optimizer(optimizer),
+        optimizers=tuple(map(_optimizer, _typed(content["optimizers"], list))),
         scaler=None if scaler is None else _decoded(scaler),
         extra=_decoded(json_values),
         extra_tensors=tuple(tensors),
@@ -286,7 +285,7 @@ def _file(item: tuple[str, Any]) -> tuple[str, DataFile]:
 def _optimizer(value: Any) -> dict[str, Any]:
     optimizer: dict[str, Any] = _typed(value, dict)
     _typed(optimizer["class"], str)
-    _count(optimizer["skipped_steps"])
+    _decoded(optimizer["more"])
     for group in _typed(optimizer["groups"], list):
         _all_strings(_typed(group["names"], list))
         _decoded(group["settings"])

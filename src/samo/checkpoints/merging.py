@@ -1,18 +1,20 @@
-"""What each rank holds of a model becomes what one process would have: who gives which piece. No torch.
+"""What the stages of a pipeline hold becomes what one process would have: who gives what. No torch.
 
-Every rank describes its share as JSON. A tensor that a rank holds whole comes from the first replica of
-the first stage that has it; one that is sharded is put together from the pieces of all replicas.
+The first replica of every stage describes its share as JSON:
 
-    {"stage": 0, "is_first": true, "is_compressed": true, "has_params": true,
-     "params": {"0.weight": ["float32", 64, 32]}, "tied": {}, "shared": [],
+    {"is_compressed": true, "has_params": true,
+     "params": {"0.weight": ["bfloat16", 64, 32]}, "tied": {}, "shared": [],
      "mask_shapes": {"0.weight": [8, 8]},
-     "tensors": {"optimizer": {"0.weight/exp_avg": ["F32", [32], 16, 32]}, ...},
-     "optimizer": {"class": ..., "groups": ..., "state": ..., "digests": ..., "skipped_steps": 0}}
+     "tensors": {"optimizer": {"0.weight/exp_avg": ["F32", [32]]}, ...},
+     "optimizers": [{"class": ..., "groups": ..., "more": ..., "state": ...}]}
+
+Groups of parameters are known by their settings alone: an optimizer of one process, and those of stages,
+may have other groups, or the same ones in another order, and mean the same.
 """
 
-import math
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from samo.checkpoints import values
@@ -20,7 +22,9 @@ from samo.errors import CheckpointError
 
 __all__ = []
 
-TENSOR_KINDS: Final = ("weights", "rest", "optimizer", "masks")
+TENSOR_KINDS: Final = ("weights", "optimizer", "masks")
+
+Share = Mapping[str, Any]
 
 
 class ParamShare(NamedTuple):
@@ -31,70 +35,58 @@ class ParamShare(NamedTuple):
     kept: int
 
 
-class Piece(NamedTuple):
-    """Some entries of a flat tensor, and the rank that has them."""
+class Origin(NamedTuple):
+    """A tensor, and the rank that gives it."""
 
     rank: int
-    start: int
-    stop: int
-
-
-class Recipe(NamedTuple):
-    """A tensor, and where its pieces are."""
-
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
 
 
 class Whole(NamedTuple):
     """What one process would have."""
 
     model: dict[str, Any]
-    optimizer: dict[str, Any] | None
+    optimizers: list[dict[str, Any]]
     mask_shapes: dict[str, list[int]]
-    tensors: dict[str, dict[str, Recipe]]
+    tensors: dict[str, dict[str, Origin]]
 
 
-def merge(shares: Mapping[int, Mapping[str, Any]], order: Sequence[str] = ()) -> Whole:
-    """Return the whole of what ranks hold.
+def merge(shares: Mapping[int, Share], order: Sequence[str] = ()) -> Whole:
+    """Return the whole of what stages hold.
 
     Args:
-        shares: The share of each rank.
+        shares: The share of each stage by the rank that gives it, in the order of stages.
         order: Names of the whole model's tensors in their order; otherwise stage follows stage.
 
     Raises:
-        CheckpointError: Shares do not belong together, or something is missing.
+        CheckpointError: Shares do not belong together.
     """
-    ranks = sorted(shares, key=lambda rank: (shares[rank]["stage"], not shares[rank]["is_first"]))
-    firsts = [rank for rank in ranks if shares[rank]["is_first"]]
-    is_cut = len(firsts) > 1
-    places = {name: place for place, name in enumerate(order)}
+    names = order or [name for share in shares.values() for name in share["tensors"]["weights"]]
+    places = {name: place for place, name in enumerate(names)}
 
     def ordered(names: Iterable[str]) -> list[str]:
-        found = list(dict.fromkeys(names))
-        return sorted(found, key=lambda n: places.get(n, len(places))) if is_cut else found
+        return sorted(dict.fromkeys(names), key=lambda name: places.get(name, len(places)))
 
-    shared = {name for rank in firsts for name in shares[rank]["shared"]}
-    for entry in (shares[rank]["optimizer"] or {"state": {}} for rank in firsts):
-        shared.update(values.references([entry["state"].get(name, {}) for name in [*shared]]))
-    optimizer = _optimizer(shares, ranks, firsts, ordered)
-    recipes = {kind: _recipes(shares, ranks, kind, shared) for kind in TENSOR_KINDS}
-    tensors = {
-        kind: {name: found[name] for name in ordered(found)} for kind, found in recipes.items()
+    optimizers = _optimizers(shares, ordered)
+    tensors = {kind: _origins(shares, kind, ordered) for kind in TENSOR_KINDS}
+    used = [name for entry in optimizers for name in references_of(entry)]
+    tensors["optimizer"] = {name: tensors["optimizer"][name] for name in used}
+    mask_shapes = {
+        name: shape for share in shares.values() for name, shape in share["mask_shapes"].items()
     }
-    if is_cut and optimizer is not None:
-        tensors["optimizer"] = _by_use(tensors["optimizer"], optimizer)
-    mask_shapes = {n: shape for r in firsts for n, shape in shares[r]["mask_shapes"].items()}
     return Whole(
-        _model([shares[rank] for rank in firsts], ordered),
-        optimizer,
+        _model(list(shares.values()), ordered),
+        optimizers,
         {name: mask_shapes[name] for name in ordered(mask_shapes)},
         tensors,
     )
 
 
-def _model(shares: list[Mapping[str, Any]], ordered: Any) -> dict[str, Any]:
+Order = Callable[[Iterable[str]], list[str]]
+
+
+def _model(shares: list[Share], ordered: Order) -> dict[str, Any]:
     params = {n: ParamShare(*param) for share in shares for n, param in share["params"].items()}
     tied = {alias: name for share in shares for alias, name in share["tied"].items()}
     count: Counter[str] = Counter()
@@ -109,119 +101,83 @@ def _model(shares: list[Mapping[str, Any]], ordered: Any) -> dict[str, Any]:
     }
 
 
-def _recipes(
-    shares: Mapping[int, Mapping[str, Any]], ranks: list[int], kind: str, shared: set[str]
-) -> dict[str, Recipe]:
-    found: dict[str, Recipe] = {}
-    giver: dict[str, int] = {}
-    # Settings that are tensors are there on all stages, and compared by their digests.
-    settings = {n for rank in ranks for n in (shares[rank]["optimizer"] or {}).get("digests", ())}
-    for rank in ranks:
-        for name, (dtype, shape, start, stop) in shares[rank]["tensors"][kind].items():
-            first = giver.setdefault(name, rank)
-            whole = (dtype, tuple(shape))
-            if shares[first]["stage"] != shares[rank]["stage"]:
-                if name not in shared and name not in settings:
-                    raise CheckpointError(
-                        f"ranks {first} and {rank}, of different stages, both hold '{name}', and it is "
-                        "no tied weight; give samo.save the samo.Pipeline, or a mesh whose axis 'pipe' "
-                        "is that of the stages"
-                    )
-                continue
-            old = found.setdefault(name, Recipe(*whole, ()))
-            if old[:2] != whole:
+def _origins(shares: Mapping[int, Share], kind: str, ordered: Order) -> dict[str, Origin]:
+    """Return who gives each tensor: the first stage that has it."""
+    # Tied weights and their state, and settings that are tensors, which have their bytes as names.
+    tied = {name for share in shares.values() for name in share["shared"]}
+    common = set(tied)
+    for share in shares.values():
+        for entry in share["optimizers"]:
+            state = {name: content for name, content in entry["state"].items() if name in tied}
+            common.update(references_of({**entry, "state": state}))
+    found: dict[str, Origin] = {}
+    for rank, share in shares.items():
+        for name, (dtype, shape) in share["tensors"][kind].items():
+            first = found.setdefault(name, Origin(rank, dtype, tuple(shape)))
+            if first.rank != rank and name not in common:
                 raise CheckpointError(
-                    f"'{name}' is {list(whole)} on rank {rank} and {list(old[:2])} on rank {first}; "
-                    "replicas must be alike"
+                    f"ranks {first.rank} and {rank}, of different stages, both hold '{name}', and it is "
+                    "no tied weight; give samo.save the samo.Pipeline, or a mesh whose axis 'pipe' is "
+                    "that of the stages"
                 )
-            found[name] = old._replace(pieces=(*old.pieces, Piece(rank, start, stop)))
-    return {name: _covered(name, recipe) for name, recipe in found.items()}
+    return {name: found[name] for name in ordered(found)}
 
 
-def _covered(name: str, recipe: Recipe) -> Recipe:
-    """Return the pieces in order, without empty ones."""
-    pieces = sorted(
-        (piece for piece in recipe.pieces if piece.stop > piece.start),
-        key=lambda piece: piece.start,
-    )
-    ends = [0, *(piece.stop for piece in pieces)]
-    numel = math.prod(recipe.shape)
-    if [*(piece.start for piece in pieces), numel] != ends:
-        raise CheckpointError(
-            f"of the {numel:,} entries of '{name}' ranks hold {[tuple(piece) for piece in pieces]} (rank, "
-            "first, last), which do not make it up; give samo.save the mesh of all ranks"
-        )
-    return recipe._replace(pieces=tuple(pieces))
-
-
-def _optimizer(
-    shares: Mapping[int, Mapping[str, Any]], ranks: list[int], firsts: list[int], ordered: Any
-) -> dict[str, Any] | None:
-    entries = {rank: shares[rank]["optimizer"] for rank in ranks}
-    having = [rank for rank in firsts if entries[rank] is not None]
-    for rank in ranks:
-        if having and entries[rank] is None and shares[rank]["has_params"]:
-            raise CheckpointError(
-                f"rank {having[0]} gave an optimizer to samo.save and rank {rank} none; give one on all "
-                "ranks, or on none"
-            )
+def _optimizers(shares: Mapping[int, Share], ordered: Order) -> list[dict[str, Any]]:
+    given = {rank: share["optimizers"] for rank, share in shares.items()}
+    having = [rank for rank in given if given[rank]]
     if not having:
-        return None
-    first = entries[having[0]]
-    for rank in ranks:
-        if entries[rank] is not None:
-            _check_alike(first, entries[rank], having[0], rank)
-    state: dict[str, Any] = {}
-    for rank in ranks:
-        for name, content in (entries[rank] or {"state": {}})["state"].items():
-            if rank in firsts:
-                state.setdefault(name, content)
-            elif state.get(name) != content:
-                raise CheckpointError(
-                    f"the optimizer state of '{name}' on rank {rank} is {content}, and {state.get(name)} "
-                    "on the first replica; replicas must take the same steps"
-                )
-    groups = [
-        {
-            "names": ordered(n for rank in having for n in entries[rank]["groups"][i]["names"]),
-            "settings": group["settings"],
-        }
-        for i, group in enumerate(first["groups"])
+        return []
+    first = having[0]
+    for rank, share in shares.items():
+        if len(given[rank]) != len(given[first]) and (given[rank] or share["has_params"]):
+            raise CheckpointError(
+                f"samo.save was given {len(given[first])} optimizers on rank {first} and "
+                f"{len(given[rank])} on rank {rank}; give the same ones on all ranks, and where a stage "
+                "has none of one's parameters build that on an empty group, [{'params': []}]"
+            )
+    return [
+        _optimizer({rank: given[rank][i] for rank in having}, ordered)
+        for i in range(len(given[first]))
     ]
-    if len(firsts) > 1:  # as one process, whose optimizer goes through its groups
-        names = [name for group in groups for name in group["names"]]
-        state = {name: state[name] for name in [*names, *state] if name in state}
+
+
+def _optimizer(entries: Mapping[int, dict[str, Any]], ordered: Order) -> dict[str, Any]:
+    """Return one optimizer of all stages."""
+    first_rank, first = next(iter(entries.items()))
+    names: dict[str, list[str]] = {}
+    settings: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for rank, entry in entries.items():
+        if entry["class"] != first["class"]:
+            raise CheckpointError(
+                f"rank {first_rank} has a {first['class']} and rank {rank} a {entry['class']}; build the "
+                "same optimizer on all ranks"
+            )
+        for group in entry["groups"]:
+            key = settings_key(group["settings"])
+            settings[key] = group["settings"]
+            names.setdefault(key, []).extend(group["names"])
+        state = {**entry["state"], **state}  # a tied weight's is that of the first
+    groups = [{"names": ordered(found), "settings": settings[key]} for key, found in names.items()]
+    groups = [group for group in groups if group["names"]]
+    place = {name: i for i, name in enumerate(ordered(n for g in groups for n in g["names"]))}
+    groups.sort(key=lambda group: place[group["names"][0]])
     return {
         "class": first["class"],
         "groups": groups,
-        "state": state,
-        "skipped_steps": max(entries[rank]["skipped_steps"] for rank in having),
+        "more": first["more"],
+        "state": {name: state[name] for name in place if name in state},
     }
 
 
-def _check_alike(first: dict[str, Any], other: dict[str, Any], rank: int, other_rank: int) -> None:
-    if first["class"] != other["class"] or len(first["groups"]) != len(other["groups"]):
-        raise CheckpointError(
-            f"rank {rank} has a {first['class']} with {len(first['groups'])} groups and rank {other_rank} "
-            f"a {other['class']} with {len(other['groups'])}; build the same optimizer on all ranks"
-        )
-    for i, (mine, theirs) in enumerate(zip(first["groups"], other["groups"])):
-        settings, others = mine["settings"], theirs["settings"]
-        for key in sorted({*settings, *others}):
-            if settings.get(key) != others.get(key):
-                raise CheckpointError(
-                    f"group {i} of the optimizer has {key}={settings.get(key)} on rank {rank} and "
-                    f"{others.get(key)} on rank {other_rank}; a group has one setting on all ranks"
-                )
-    if first["digests"] != other["digests"]:
-        raise CheckpointError(
-            f"a setting of the optimizer that is a tensor ({', '.join(first['digests'])}) differs between "
-            f"ranks {rank} and {other_rank}; a group has one setting on all ranks"
-        )
+def settings_key(settings: Mapping[str, Any]) -> str:
+    """Return the same text for the same settings."""
+    return json.dumps(settings, sort_keys=True)
 
 
-def _by_use(tensors: dict[str, Recipe], optimizer: dict[str, Any]) -> dict[str, Recipe]:
-    """Return tensors in the order in which an optimizer's entry refers to them."""
-    settings = [group["settings"] for group in optimizer["groups"]]
-    used = values.references([*settings, *optimizer["state"].values()])
-    return {name: tensors[name] for name in [*used, *tensors] if name in tensors}
+def references_of(entry: Mapping[str, Any]) -> list[str]:
+    """Return the names of all tensors that an optimizer's entry refers to, each once."""
+    settings = [group["settings"] for group in entry["groups"]]
+    found = values.references([*settings, entry["more"], *entry["state"].values()])
+    return list(dict.fromkeys(found))

@@ -1,21 +1,22 @@
 """The tensors of a model as a checkpoint knows them: by name, each once, compressed or dense."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from samo import kernels
 from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.merging import ParamShare
-from samo.checkpoints.shards import Place, Shards, Source, Spec, check_plain, source_of
-from samo.errors import CheckpointError, CompressionError, nearest
-from samo.kernels.rounding import convert_rest, rest_dtype
+from samo.checkpoints.shards import Shards, Source, Spec, check_plain, source_of
+from samo.core.modules import CompressedModule
+from samo.core.ranks import outdate_replicas
+from samo.core.weight import STEPPED, Weight, weight_of
+from samo.errors import CheckpointError, nearest
 from samo.mask import Mask
-from samo.owners import owned_weights, put_back_taps
-from samo.weights import Weight, weight_of
 
 __all__ = []
 
@@ -25,14 +26,7 @@ class Entry(NamedTuple):
 
     tensor: Tensor
     weight: Weight | None
-    """Its compressed state; None in an ordinary model, and for buffers."""
-
-
-class SavedModel(NamedTuple):
-    """The files with a model's tensors."""
-
-    weights: Shards
-    rests: Shards
+    """Whose values it is; None for what is an ordinary tensor."""
 
 
 class ModelState:
@@ -56,8 +50,8 @@ class ModelState:
                 f"the model must be a torch.nn.Module, got {type(model).__name__}; the folder comes "
                 "first, then the model, then its optimizer"
             )
-        put_back_taps(model)
         self.is_part: Final = is_part
+        self.is_compressed: Final = any(isinstance(m, CompressedModule) for m in model.modules())
         self.entries: Final[dict[str, Entry]] = {}
         self.tied: Final[dict[str, str]] = {}
         self._names: Final[set[str]] = set()
@@ -75,31 +69,18 @@ class ModelState:
                     continue
                 check_plain(full, tensor)
                 self.entries[known] = Entry(tensor, weight_of(tensor))
-        self.weights: Final = {
-            name: entry.weight for name, entry in self.entries.items() if entry.weight is not None
-        }
-        self._check_weights(model)
-
-    def _check_weights(self, model: nn.Module) -> None:
-        found = {id(weight) for weight in self.weights.values()}
-        for name, weight in owned_weights(model).items():
-            if id(weight) not in found:
-                raise CompressionError(
-                    f"parameter '{name}' was replaced after compress_; change it in place, or compress "
-                    "the model after the change"
-                )
-            weight.check()
-            weight.reclaim()
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether the model trains on compressed state."""
-        return bool(self.weights)
+        for entry in self.entries.values():
+            if entry.weight is not None:
+                entry.weight.sync_written()
 
     @property
     def masks(self) -> dict[str, Mask]:
         """The masks of the pruned parameters."""
-        return {name: w.mask for name, w in self.weights.items() if w.mask is not None}
+        return {
+            name: entry.weight.mask
+            for name, entry in self.entries.items()
+            if entry.weight is not None and entry.weight.mask is not None
+        }
 
     @property
     def has_params(self) -> bool:
@@ -107,34 +88,20 @@ class ModelState:
         return any(isinstance(entry.tensor, nn.Parameter) for entry in self.entries.values())
 
     def params(self) -> dict[str, ParamShare]:
-        """Return type, size and number of kept entries of each parameter."""
-        masks = self.masks
+        """Return type, size and number of kept entries of each parameter, as it is computed with."""
         return {
             name: ParamShare(
-                str(entry.tensor.dtype).removeprefix("torch."),
-                entry.tensor.numel(),
-                masks[name].kept if name in masks else entry.tensor.numel(),
+                str((weight or tensor).dtype).removeprefix("torch."),
+                (weight or tensor).shape.numel(),
+                tensor.numel(),
             )
-            for name, entry in self.entries.items()
-            if isinstance(entry.tensor, nn.Parameter)
+            for name, (tensor, weight) in self.entries.items()
+            if isinstance(tensor, nn.Parameter)
         }
 
     def sources(self) -> dict[str, Source]:
-        """Return the values to be written: vectors of kept ones, all others in their own shape."""
-        return {
-            name: _kept_values(entry.weight, entry.weight.mask)
-            if entry.weight is not None and entry.weight.mask is not None
-            else source_of(name, entry.tensor)
-            for name, entry in self.entries.items()
-        }
-
-    def rests(self) -> dict[str, Source]:
-        """Return what rounding to 16 bits left over, where something is kept of it."""
-        return {
-            name: source_of(name, weight.part.rest, place_of(weight))
-            for name, weight in self.weights.items()
-            if weight.part.rest is not None
-        }
+        """Return the tensors to be written."""
+        return {name: source_of(name, entry.tensor) for name, entry in self.entries.items()}
 
     def mask_words(self) -> dict[str, Source]:
         """Return the bits of the masks."""
@@ -143,20 +110,25 @@ class ModelState:
     # Loading -------------------------------------------------------------------------------------
 
     def check_fits(
-        self, path: str, manifest: Manifest, masks: Mapping[str, Mask], saved: SavedModel
+        self,
+        path: str,
+        manifest: Manifest,
+        masks: Mapping[str, Mask],
+        saved: Shards,
+        opts: Sequence[Optimizer],
     ) -> None:
         """Refuse a checkpoint of another model, before anything is changed.
 
         Raises:
-            CheckpointError: A name, shape, type, tie or mask differs, or the checkpoint is of a dense
-                model and this one is compressed.
+            CheckpointError: A name, shape, type or tie differs, masks do and cannot be taken over, or
+                the checkpoint is of a dense model and this one is compressed.
         """
         if self.is_compressed and not manifest.is_compressed:
             raise CheckpointError(
                 f"'{path}' was saved from a dense model and this one is compressed; load it into the "
                 "model first and call samo.compress_(model, masks) afterwards"
             )
-        self._check_names(path, saved.weights.specs)
+        self._check_names(path, saved.specs)
         theirs = manifest.tied
         if self.is_part:
             theirs = {alias: name for alias, name in theirs.items() if alias in self._names}
@@ -168,12 +140,11 @@ class ModelState:
                 "parameters before loading"
             )
         if self.is_compressed:
-            self._check_masks(path, masks)
+            self._check_masks(path, masks, opts)
         is_expanding = manifest.is_compressed and not self.is_compressed
         for name in self.entries:
-            spec = saved.weights.specs[name]
+            spec = saved.specs[name]
             self._check_tensor(path, name, masks.get(name), spec, is_expanding=is_expanding)
-        self._check_rests(path, saved.rests.specs)
 
     def _check_names(self, path: str, specs: Mapping[str, Spec]) -> None:
         missing = [name for name in self.entries if name not in specs]
@@ -191,109 +162,61 @@ class ModelState:
                 "the model it was saved from"
             )
 
-    def _check_masks(self, path: str, masks: Mapping[str, Mask]) -> None:
+    def _check_masks(self, path: str, masks: Mapping[str, Mask], opts: Sequence[Optimizer]) -> None:
         own = self.masks
+        states = [opt.state for one in opts for opt in (one, getattr(one, "optim", one))]
         for name in sorted({*own, *(name for name in masks if name in self.entries)}):
-            if own.get(name) != masks.get(name):
+            if (name in own) != (name in masks):
                 raise CheckpointError(
-                    f"'{path}' does not fit: its mask of '{name}' ({masks.get(name)}) is not the "
-                    f"model's ({own.get(name)}); compress the model with samo.Masks.load('{path}')"
+                    f"'{path}' does not fit: its mask of '{name}' is {masks.get(name)} and the model's "
+                    f"{own.get(name)}; compress the model with samo.Masks.load('{path}')"
                 )
+            if own[name] == masks[name]:
+                continue
+            for opt in STEPPED:
+                values = self.entries[name].tensor
+                if opt.state.get(values) and not any(opt.state is state for state in states):
+                    raise CheckpointError(
+                        f"'{path}' has another mask of '{name}', and an optimizer ({type(opt).__name__}) "
+                        "that was not given keeps state for the one it has; give it to samo.load, or "
+                        "call its state.clear()"
+                    )
 
     def _check_tensor(
         self, path: str, name: str, mask: Mask | None, spec: Spec, *, is_expanding: bool
     ) -> None:
-        entry = self.entries[name]
-        shape = tuple(entry.tensor.shape)
+        tensor, weight = self.entries[name]
+        shape = tuple((weight or tensor).shape)
         found = spec.shape if mask is None else mask.shape
         if found != shape or (mask is not None and spec.shape != (mask.kept,)):
             raise CheckpointError(
                 f"'{path}' does not fit: '{name}' has shape {found} in the checkpoint and {shape} in the "
                 "model; load it into the model it was saved from"
             )
-        dtype = entry.tensor.dtype
-        can_cast = is_expanding and spec.dtype.is_floating_point and dtype.is_floating_point
-        if spec.dtype != dtype and not can_cast:
+        can_cast = is_expanding and spec.dtype.is_floating_point and tensor.is_floating_point()
+        if spec.dtype != tensor.dtype and not can_cast:
             raise CheckpointError(
-                f"'{path}' does not fit: '{name}' is {spec.dtype} in the checkpoint and {dtype} in the "
-                "model; give the model the type it was saved with"
+                f"'{path}' does not fit: '{name}' is {spec.dtype} in the checkpoint and {tensor.dtype} "
+                "in the model; give the model the type it was saved with"
             )
 
-    def _check_rests(self, path: str, specs: Mapping[str, Spec]) -> None:
-        for name, spec in specs.items():
-            weight = self.weights.get(name)
-            if weight is None and self.is_part and name not in self.entries:
-                continue
-            if self.is_compressed and (
-                weight is None
-                or spec.dtype not in _rest_dtypes(weight)
-                or spec.shape != (weight.kept,)
-            ):
-                raise CheckpointError(
-                    f"'{spec.file}' does not fit: the remainder of '{name}' is {spec.dtype} of shape "
-                    f"{spec.shape}, which belongs to no weight of this model; take another copy"
-                )
-
-    def fill(self, masks: Mapping[str, Mask], saved: SavedModel) -> None:
-        """Write the values of a checkpoint that fits into the model, in place."""
-        for name, value in saved.weights.read(self.entries):
+    def fill(self, masks: Mapping[str, Mask], saved: Shards) -> None:
+        """Write the values of a checkpoint that fits into the model, and give it the saved masks."""
+        changed = []
+        for name, value in saved.read(self.entries):
             tensor, weight = self.entries[name]
             mask = masks.get(name)
-            if mask is None:
-                tensor.copy_(value)
-            elif weight is not None:
-                weight.kernels.expand_(value.to(weight.device, copy=True), weight.mask, tensor)
-            else:
-                moved = value.to(tensor.device, tensor.dtype, copy=True)
-                chosen = kernels.choose(tensor.device)
-                chosen.expand_(moved, mask.to(tensor.device), tensor)
+            if mask is not None and weight is None:
+                mask = mask.to(tensor.device)
+                moved = value.to(tensor.device, copy=True)
+                kernels.choose(tensor.device).expand_(moved, mask, tensor.detach())
                 torch.autograd.graph.increment_version(tensor)
-            if weight is not None:
-                weight.changed()
-                if weight.replica is not None:
-                    weight.replica.adopted()  # a part starts with the rest of new values
-                if weight.rest is not None and name not in saved.rests.specs:
-                    _start_rest(weight, weight.rest, value)
-        if not self.is_compressed:
-            return
-        for name, value in saved.rests.read(self.weights):
-            weight = self.weights[name]
-            part, owned = weight.part, owned_by(weight)
-            value = value if owned is None else value[slice(*owned)]
-            if part.rest is None:
-                part.rest = value.to(weight.device, copy=True)
+            elif mask is not None and weight is not None and weight.mask != mask:
+                if weight.kept != mask.kept:
+                    changed.append(tensor)
+                weight.take_mask(mask.to(weight.device), value.to(weight.device, copy=True), None)
             else:
-                part.rest.copy_(convert_rest(value, part.rest.dtype))
-
-
-def owned_by(weight: Weight) -> tuple[int, int] | None:
-    """Return where this rank's part of a weight begins and ends; None if it has all of it."""
-    return None if weight.replica is None else weight.replica.owned
-
-
-def place_of(weight: Weight) -> Place | None:
-    """Return where the state that this rank holds of a weight lies; None if it has all of it."""
-    owned = owned_by(weight)
-    return None if owned is None else Place(owned[0], weight.kept)
-
-
-def _kept_values(weight: Weight, mask: Mask) -> Source:
-    def make() -> Tensor:
-        values = torch.empty(mask.kept, dtype=weight.dtype, device=weight.device)
-        weight.kernels.compress_(weight.param, mask, values)
-        return values
-
-    return Source(weight.dtype, (mask.kept,), make)
-
-
-def _rest_dtypes(weight: Weight) -> set[torch.dtype | None]:
-    """Return the types that the rest of a weight has with exact and with lean state."""
-    return {rest_dtype(weight.dtype), rest_dtype(weight.dtype, is_lean=True)}
-
-
-def _start_rest(weight: Weight, rest: Tensor, values: Tensor) -> None:
-    """Set the rest to that of a weight that was never trained in more digits than its own."""
-    if weight.dtype == torch.bfloat16:
-        rest.zero_()
-    else:
-        rest.copy_(values.reshape(-1))
+                tensor.copy_(value)
+                if weight is not None and weight.dense is not None:
+                    weight.refresh()
+        outdate_replicas(changed)

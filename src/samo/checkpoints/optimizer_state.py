@@ -1,14 +1,16 @@
 """The state of any torch optimizer by parameter name, as JSON that refers to tensors.
 
-    class      "samo.AdamW"
-    groups     [{"names": ["0.weight"], "settings": {"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}}]
-    state      {"0.weight": {"step": {"$tensor": "0.weight/step"}, ...}}
+class      "samo.AdamW"
+groups     [{"names": ["0.weight"], "settings": {"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}}}]
+state      {"0.weight": {"step": {"$tensor": "0.weight/step"}, ...}}
+more       what else its state_dict() has, {} in most
 
-What `samo.AdamW` lists as remainder, correction or master is the weight's own rest, and is saved with
-the model.
+Groups are matched by the names in them, not by their order: every group takes the settings that its
+parameters had.
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,21 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from samo.checkpoints import values
-from samo.checkpoints.lean_parts import (
-    PARTS,
-    SCALES,
-    are_parts,
-    layout_of_parts,
-    own_state,
-    parts_of,
-    scale_place,
-)
 from samo.checkpoints.manifest import Manifest
-from samo.checkpoints.model_state import ModelState, owned_by, place_of
+from samo.checkpoints.merging import references_of, settings_key
+from samo.checkpoints.model_state import ModelState
 from samo.checkpoints.shards import Shards, Source, Spec, host_bytes, source_of
+from samo.core.optim import AdamW, _layout
+from samo.core.weight import weight_of
 from samo.errors import CheckpointError
-from samo.optim import AdamW
-from samo.weights import Weight
+from samo.mask import Mask
 
 __all__ = []
 
@@ -49,153 +44,111 @@ class OptimizerState:
     """What of an optimizer is saved and loaded."""
 
     def __init__(self, opt: Optimizer, model: ModelState) -> None:
-        if not isinstance(opt, Optimizer):
-            raise TypeError(
-                f"opt must be a torch.optim.Optimizer, got {type(opt).__name__}; give a scaler as "
-                "scaler=, and anything else in extra="
-            )
         self.opt: Final = opt
+        # The optimizer, or the one that it shards over ranks, as ZeroRedundancyOptimizer does.
+        self.kind: Final[Optimizer] = getattr(opt, "optim", opt)
         self.model: Final = model
         self.names: Final = _names(opt, model)
 
-    def describe(self) -> tuple[dict[str, Any], dict[str, Source]]:
-        """Return the optimizer's entry in a rank's share, and the tensors it refers to."""
-        tensors: dict[str, Source] = {}
-        digests: dict[str, str] = {}
+    def describe(self, prefix: str, tensors: dict[str, Source]) -> dict[str, Any]:
+        """Return the optimizer's entry in a stage's share, and add the tensors it refers to."""
 
-        def encode(
-            content: dict[str, Any], where: str, weight: Weight | None = None
-        ) -> dict[str, Any]:
-            def name_tensor(value: Any, where: str) -> str | None:
-                if not isinstance(value, Tensor):
-                    return None
-                name = where
-                while name in tensors:  # "a/b" of parameter "c" and "b" of parameter "c/a"
-                    name += "_"
-                tensors[name] = self._source(name, value, weight)
-                return name
+        def by_place(value: Any, where: str) -> str | None:
+            if not isinstance(value, Tensor):
+                return None
+            name = where
+            while name in tensors:  # "a/b" of parameter "c" and "b" of parameter "c/a"
+                name += "_"
+            tensors[name] = source_of(name, value)
+            return name
 
-            encoded: dict[str, Any] = values.encode(
-                content, where, name_tensor=name_tensor, keep_tuples=True
-            )
-            return encoded
+        def by_content(value: Any, where: str) -> str | None:
+            if not isinstance(value, Tensor):
+                return None
+            source = source_of(where, value)
+            digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(host_bytes(value).numpy().tobytes())
+            name = f"setting {digest.hexdigest()[:16]}"
+            tensors[name] = source
+            return name
 
-        self._check_state()
+        def encode(content: dict[str, Any], where: str, name: values.NameTensor = by_place) -> Any:
+            return values.encode(content, prefix + where, name_tensor=name, keep_tuples=True)
+
+        packed = self.opt.state_dict()
         groups = [
             {
                 "names": [self.names[id(param)] for param in group["params"]],
-                "settings": encode(_settings(group), f"group {i}"),
+                "settings": encode(_settings(group), f"group {i}", by_content),
             }
             for i, group in enumerate(self.opt.param_groups)
         ]
-        for name, source in tensors.items():
-            digests[name] = hashlib.sha256(host_bytes(source.make()).numpy().tobytes()).hexdigest()
-        state = {}
-        for param, content in self.opt.state.items():
-            name = self.names[id(param)]
-            weight = self.model.weights.get(name)
-            if isinstance(self.opt, AdamW) and content:
-                assert weight is not None
-                self.opt._state_of(weight.part)  # takes up a rest loaded before it
-                content = {key: content[key] for key in ("step", *self.opt._layout(weight.part))}
-                if self.opt.is_lean and weight.part is not weight:
-                    content[PARTS] = list(parts_of(weight))
-            state[name] = encode(content, name, weight)
-        entry = {
-            "class": _class_name(self.opt),
-            "groups": groups,
-            "state": state,
-            "skipped_steps": getattr(self.opt, "skipped_steps", 0),
-            "digests": digests,
-        }
-        return entry, tensors
-
-    def _source(self, name: str, value: Tensor, weight: Weight | None) -> Source:
-        """Return a tensor of the state, with its place where it belongs to a rank's part of a weight."""
-        place = None if weight is None else place_of(weight)
-        if weight is None or place is None or value.dim() == 0:
-            return source_of(name, value)
-        if isinstance(self.opt, AdamW) and name.rstrip("_").endswith(SCALES):
-            return source_of(name, value, scale_place(weight))
-        if value.shape != weight.part.leaf.shape:
+        rest = {key: value for key, value in packed.items() if key not in _PACKED}
+        more = encode(rest, "all", by_content)
+        names = dict(enumerate(name for group in groups for name in group["names"]))
+        if foreign := [key for key in packed["state"] if key not in names]:
             raise CheckpointError(
-                f"'{name}' has shape {tuple(value.shape)}, neither one number nor an entry for each of the "
-                f"{weight.part.kept:,} that this rank has of the parameter, so ranks cannot put it "
-                "together; replicate with shard=None"
+                f"{_class_name(self.opt)} keeps state that belongs to none of its parameters "
+                f"({foreign[0]!r}); leave out opt, and save that state in extra="
             )
-        return source_of(name, value, place)
-
-    def _check_state(self) -> None:
-        """Refuse an optimizer that keeps more than groups and the state of parameters."""
-        if not isinstance(self.opt, AdamW):
-            more = sorted(map(str, {*self.opt.state_dict()} - {"state", "param_groups"}))
-            if more:
-                raise CheckpointError(
-                    f"{_class_name(self.opt)} keeps {more} beside the state of its parameters, which "
-                    "samo.save does not know; leave out opt, and give opt.state_dict() piece by piece "
-                    "in extra="
-                )
-        for param in self.opt.state:
-            if not isinstance(param, Tensor) or id(param) not in self.names:
-                raise CheckpointError(
-                    f"{_class_name(self.opt)} keeps state that belongs to none of its parameters; "
-                    "leave out opt, and save that state in extra="
-                )
+        state = {
+            names[index]: encode(content, names[index])
+            for index, content in packed["state"].items()
+        }
+        return {"class": _class_name(self.kind), "groups": groups, "more": more, "state": state}
 
     # Loading -------------------------------------------------------------------------------------
 
-    def tensors_of(self, manifest: Manifest) -> list[str]:
-        """Return the names of the tensors in a checkpoint that this optimizer takes."""
-        entry = manifest.optimizer or {"state": {}, "groups": []}
-        state = [content for name, content in entry["state"].items() if self._is_own(name)]
-        return values.references([*state, *(group["settings"] for group in entry["groups"])])
+    def tensors_of(self, entry: dict[str, Any]) -> list[str]:
+        """Return the names of the tensors of a saved optimizer that this one takes."""
+        own = {name: state for name, state in entry["state"].items() if self._is_own(name)}
+        return references_of({**entry, "state": own})
 
-    def check_fits(self, path: str, manifest: Manifest, saved: Shards) -> None:
+    def check_fits(
+        self, path: str, entry: dict[str, Any], masks: Mapping[str, Mask], saved: Shards
+    ) -> None:
         """Refuse a state of another optimizer, before anything is changed.
 
         Raises:
-            CheckpointError: There is none, or its class, its groups or its names differ.
+            CheckpointError: Its class, its groups or its names differ.
         """
-        entry = manifest.optimizer
-        if entry is None:
+        if entry["class"] != _class_name(self.kind):
             raise CheckpointError(
-                f"'{path}' was saved without an optimizer; load it with opt=None, or save with opt"
-            )
-        if entry["class"] != _class_name(self.opt):
-            raise CheckpointError(
-                f"'{path}' has the state of a {entry['class']}, not of a {_class_name(self.opt)}; build "
+                f"'{path}' has the state of a {entry['class']}, not of a {_class_name(self.kind)}; build "
                 "the optimizer it was saved with, or load with opt=None"
             )
         self._check_groups(path, entry["groups"])
-        settings = [group["settings"] for group in entry["groups"]]
-        named = values.references([*entry["state"].values(), *settings])
-        if sorted(named) != sorted(saved.specs):
-            raise CheckpointError(
-                f"'{path}' is damaged: its optimizer state names {len(named):,} tensors, which are not "
-                f"the {len(saved.specs):,} that are there; take another copy of the checkpoint"
-            )
-        self._check_tensors(path, entry["state"], saved)
+        self._check_tensors(path, entry["state"], masks, saved)
 
     def _check_groups(self, path: str, groups: list[dict[str, Any]]) -> None:
-        own = [
-            [self.names[id(param)] for param in group["params"]] for group in self.opt.param_groups
-        ]
-        if len(own) != len(groups):
+        theirs = _settings_by_name(groups)
+        mine = {self.names[id(p)] for group in self.opt.param_groups for p in group["params"]}
+        for name in sorted(mine ^ {name for name in theirs if self._is_own(name)}):
+            who = "optimizer" if name in mine else "checkpoint"
             raise CheckpointError(
-                f"'{path}' has {len(groups)} parameter groups and the optimizer {len(own)}; build the "
-                "optimizer as when it was saved"
+                f"'{path}' does not fit: '{name}' is in the {who} alone; build the optimizer on the "
+                "same parameters as when it was saved"
             )
-        for i, (mine, group) in enumerate(zip(own, groups)):
-            theirs = [n for n in group["names"] if self._is_own(n)]
-            for name in sorted(set(mine) ^ set(theirs)):
-                who = "optimizer" if name in mine else "checkpoint"
-                raise CheckpointError(
-                    f"'{path}' does not fit: '{name}' is in group {i} of the {who} alone; build the "
-                    "optimizer on the same parameters as when it was saved"
-                )
+        for group in self.opt.param_groups:
+            names = [self.names[id(param)] for param in group["params"]]
+            for name in names:
+                one, other = theirs[names[0]], theirs[name]
+                if settings_key(one) != settings_key(other):
+                    key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
+                    raise CheckpointError(
+                        f"'{path}' does not fit: '{names[0]}' and '{name}' are in one group of the "
+                        f"optimizer, and were saved with {key}={one.get(key)} and {other.get(key)}; build "
+                        "the groups as when they were saved"
+                    )
 
-    def _check_tensors(self, path: str, state: dict[str, Any], saved: Shards) -> None:
-        params = {self.names[id(param)]: param for param in self._params()}
+    def _check_tensors(
+        self, path: str, state: dict[str, Any], masks: Mapping[str, Mask], saved: Shards
+    ) -> None:
+        params = {
+            self.names[id(param)]: (param, group)
+            for group in self.opt.param_groups
+            for param in group["params"]
+        }
         for name, content in state.items():
             if not self._is_own(name):
                 continue
@@ -204,44 +157,47 @@ class OptimizerState:
                     f"'{path}' is damaged: it has optimizer state of '{name}', which is in none of its "
                     "groups; take another copy of the checkpoint"
                 )
-            weight = self.model.weights.get(name)
-            shape = params[name].shape if weight is None else (weight.kept,)
+            param, group = params[name]
+            shape = (masks[name].kept,) if name in masks else tuple(param.shape)
             for key, value in content.items():
                 spec = _spec(value, saved)
                 if key in _SHAPED and spec is not None and spec.shape != shape:
                     raise self._misfit(path, name, key, spec.shape)
-            if isinstance(self.opt, AdamW) and content:
-                self._check_adamw(path, name, content, saved, self.opt)
+            if isinstance(self.kind, AdamW) and content:
+                found = {key: _spec(value, saved) for key, value in content.items()}
+                self._check_adamw(path, name, found, param, group, shape)
 
     def _check_adamw(
-        self, path: str, name: str, content: dict[str, Any], saved: Shards, opt: AdamW
+        self,
+        path: str,
+        name: str,
+        found: dict[str, Spec | None],
+        param: Tensor,
+        group: dict[str, Any],
+        shape: tuple[int, ...],
     ) -> None:
-        is_lean = "exp_avg_scale" in content
-        if is_lean != opt.is_lean:
+        """Compare state with what the kernels take for granted."""
+        is_lean = "exp_avg_scale" in found
+        if is_lean != group["lean"]:
             kinds = ("exact", "lean")
             raise CheckpointError(
                 f"'{path}' has {kinds[is_lean]} optimizer state and this optimizer keeps "
-                f"{kinds[opt.is_lean]} state; build samo.AdamW with state='{kinds[is_lean]}'"
+                f"{kinds[group['lean']]} state; build samo.AdamW with state='{kinds[is_lean]}'"
             )
-        weight = self.model.weights[name]
-        layout = opt._layout(weight)
-        if PARTS in content and opt.is_lean:
-            parts = content[PARTS]
-            if not are_parts(parts, weight.kept):
-                raise self._misfit(path, name, PARTS, parts)
-            layout = layout_of_parts(layout, parts)
-            content = {key: value for key, value in content.items() if key != PARTS}
-        if ("age" in content) != ("age" in layout):
-            has = "age" in content
+        layout = _layout(param, weight_of(param), group)
+        if ("age" in found) != ("age" in layout):
+            has = "age" in found
             raise CheckpointError(
                 f"'{path}' has {'' if has else 'no '}step counts of the entries of '{name}'; build "
                 f"samo.AdamW with entry_steps={has}"
             )
-        specs = {key: _spec(value, saved) for key, value in content.items()}
-        found = {key: spec and (spec.shape, spec.dtype) for key, spec in specs.items()}
-        expected = {key: ((size,), dtype) for key, (dtype, size) in layout.items()}
-        if found != {"step": ((), torch.float32), **expected}:
-            raise self._misfit(path, name, "state", found)
+        expected = {
+            key: (tuple(size) if key.endswith("_scale") else shape, dtype)
+            for key, (dtype, size) in layout.items()
+        }
+        held = {key: spec and (spec.shape, spec.dtype) for key, spec in found.items()}
+        if held != {"step": ((), torch.float32), **expected}:
+            raise self._misfit(path, name, "state", held)
 
     def _misfit(self, path: str, name: str, key: str, found: object) -> CheckpointError:
         return CheckpointError(
@@ -249,96 +205,116 @@ class OptimizerState:
             "this parameter; load it into the model it was saved from"
         )
 
-    def fill(self, manifest: Manifest, saved: Shards) -> None:
+    def fill(self, entry: dict[str, Any], saved: Shards) -> None:
         """Put a state that fits into the optimizer."""
-        entry = manifest.optimizer
-        assert entry is not None
-        params = {self.names[id(param)]: param for param in self._params()}
-        places: dict[str, torch.device] = {}
-        cuts: dict[str, slice] = {}
-        for group, theirs in zip(self.opt.param_groups, entry["groups"]):
-            settings = {**group, **theirs["settings"]}
+        places: dict[str, torch.device] = dict.fromkeys(
+            values.references(entry["more"]), torch.device("cpu")
+        )
+        by_name = _settings_by_name(entry["groups"])
+        for group in self.opt.param_groups:
+            settings = next((by_name[self.names[id(param)]] for param in group["params"]), {})
             on_device = bool(settings.get("capturable") or settings.get("fused"))
             device = next((p.device for p in group["params"] if on_device), torch.device("cpu"))
-            places |= dict.fromkeys(values.references(theirs["settings"]), device)
+            places |= dict.fromkeys(values.references(settings), device)
             for param in group["params"]:
-                name = self.names[id(param)]
-                for key, value in entry["state"].get(name, {}).items():
+                for key, value in entry["state"].get(self.names[id(param)], {}).items():
                     # torch reads step counts on the host, unless told to leave the host out.
-                    is_host = key == "step" and not on_device and not isinstance(self.opt, AdamW)
-                    for tensor in values.references(value):
-                        places[tensor] = torch.device("cpu") if is_host else param.device
-                        cuts |= self._cut(tensor, name, saved)
-        tensors = {
-            name: (value[cuts[name]] if name in cuts else value).to(places[name], copy=True)
-            for name, value in saved.read(places)
-        }
-        self._fill_groups(entry, tensors)
-        for name, content in entry["state"].items():
-            if name not in params:
-                continue
-            state = values.decode(content, tensors.__getitem__)
-            if isinstance(self.opt, AdamW) and content:
-                weight = self.model.weights[name]
-                if self.opt.is_lean:
-                    state = own_state(weight, state)
-                self.opt.state[params[name]] = state
-                self.opt._state_of(weight.part)  # hangs the weight's rest beside it
-            else:
-                self.opt.state[params[name]] = state
+                    is_host = key == "step" and not on_device and not isinstance(self.kind, AdamW)
+                    place = torch.device("cpu") if is_host else param.device
+                    places |= dict.fromkeys(values.references(value), place)
+        tensors = {name: value.to(places[name], copy=True) for name, value in saved.read(places)}
+        self._load(entry, tensors)
 
-    def _cut(self, tensor: str, name: str, saved: Shards) -> dict[str, slice]:
-        """Return what of a state tensor belongs to this rank, where that is not all of it."""
-        weight = self.model.weights.get(name)
-        owned = None if weight is None else owned_by(weight)
-        is_whole = weight is None or owned is None or saved.specs[tensor].shape != (weight.kept,)
-        is_lean = isinstance(self.opt, AdamW) and self.opt.is_lean
-        return {} if is_whole or is_lean else {tensor: slice(*owned)}  # type: ignore[misc]
+    def _load(self, entry: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Load by torch's own way, which knows what other versions did not save."""
+        groups, state = [], {}
+        params: list[Tensor] = []
+        by_name = _settings_by_name(entry["groups"])
+        for group in self.opt.param_groups:
+            indices = range(len(params), len(params) + len(group["params"]))
+            settings = _settings(group)
+            if group["params"]:
+                saved = by_name[self.names[id(group["params"][0])]]
+                # Each group has a tensor of its own, which may be changed in place.
+                settings = values.decode(saved, lambda name: tensors[name].clone())
+            groups.append({**settings, "params": list(indices)})
+            params += group["params"]
+        for index, param in enumerate(params):
+            content = entry["state"].get(self.names[id(param)])
+            if content is not None:
+                state[index] = values.decode(content, tensors.__getitem__)
+        more = values.decode(entry["more"], tensors.__getitem__)
+        packed = {**more, "state": state, "param_groups": groups}
+        if self.kind is not self.opt:
+            self.opt.load_state_dict(packed)  # which gives each rank its part
+            return
+        self.opt.load_state_dict({**packed, "state": {}})
+        for index, content in state.items():  # torch would cast it to the parameters' type
+            self.opt.state[params[index]] = content
 
     def _is_own(self, name: str) -> bool:
         """Return whether a name of the checkpoint is not another stage's."""
         return not self.model.is_part or name in self.model.entries
 
-    def _fill_groups(self, entry: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Set the groups by torch's own way, which knows what older versions did not save."""
-        groups, count = [], 0
-        for group, theirs in zip(self.opt.param_groups, entry["groups"]):
-            settings = values.decode(theirs["settings"], tensors.__getitem__)
-            indices = list(range(count, count + len(group["params"])))
-            count += len(indices)
-            own = _settings(group)
-            own.pop("density_power", None)  # there was none where none was saved
-            groups.append({**own, **settings, "params": indices})
-        self.opt.load_state_dict(
-            # No state: torch would cast it to the parameters' type.
-            {"state": {}, "param_groups": groups, "skipped_steps": entry["skipped_steps"]}
-        )
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self.opt.param_groups for param in group["params"]]
+def check_all(
+    path: str,
+    manifest: Manifest,
+    optimizers: Sequence[OptimizerState],
+    masks: Mapping[str, Mask],
+    saved: Shards,
+) -> None:
+    """Refuse the states of other optimizers, before anything is changed.
+
+    Raises:
+        CheckpointError: There are none, others, or more or less.
+    """
+    entries = manifest.optimizers
+    if not entries:
+        raise CheckpointError(
+            f"'{path}' was saved without an optimizer; load it with opt=None, or save with opt"
+        )
+    if len(entries) != len(optimizers):
+        kinds = ", ".join(entry["class"] for entry in entries)
+        raise CheckpointError(
+            f"'{path}' has the state of {len(entries)} optimizers ({kinds}) and samo.load was given "
+            f"{len(optimizers)}; give all of them, in that order, or load with opt=None"
+        )
+    named = {name for entry in entries for name in references_of(entry)}
+    held = values.references([content for entry in entries for content in entry["state"].values()])
+    if named != set(saved.specs) or len(held) != len(set(held)):
+        raise CheckpointError(
+            f"'{path}' is damaged: its optimizer state names {len(named):,} tensors, which are not "
+            f"the {len(saved.specs):,} that are there; take another copy of the checkpoint"
+        )
+    for optimizer, entry in zip(optimizers, entries):
+        optimizer.check_fits(path, entry, masks, saved)
 
 
 def _names(opt: Optimizer, model: ModelState) -> dict[int, str]:
     """Return the names of the optimizer's tensors, by id."""
     known = {id(entry.tensor): name for name, entry in model.entries.items()}
-    for name, weight in model.weights.items():
-        known.pop(id(weight.param))  # an optimizer has its leaf
-        known[id(weight.part.leaf)] = name
     for i, group in enumerate(opt.param_groups):
         for param in group["params"]:
             if id(param) not in known:
-                right = "samo.parameters(model)" if model.is_compressed else "model.parameters()"
                 raise CheckpointError(
                     f"group {i} of the optimizer has a tensor of shape {tuple(param.shape)} that is no "
-                    f"parameter of this model; build it on {right}"
+                    "parameter of this model; build it on model.parameters(), after samo.compress_"
                 )
     return known
+
+
+_PACKED: Final = ("state", "param_groups")
 
 
 def _spec(value: Any, saved: Shards) -> Spec | None:
     """Return what the file says of a tensor in an encoded state; None for all other values."""
     is_tensor = isinstance(value, dict) and set(value) == {"$tensor"}
     return saved.specs[value["$tensor"]] if is_tensor else None
+
+
+def _settings_by_name(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: group["settings"] for group in groups for name in group["names"]}
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

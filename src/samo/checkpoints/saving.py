@@ -1,9 +1,8 @@
 """`save`: write a model, its optimizer and what else belongs to a run as one checkpoint."""
 
-import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from samo import __version__, mask_files
+from samo.arguments import optimizers_of
 from samo.checkpoints import values
 from samo.checkpoints.folder import publish
 from samo.checkpoints.gathering import fetched, follow, lead
@@ -31,14 +31,14 @@ from samo.checkpoints.optimizer_state import OptimizerState
 from samo.checkpoints.shards import Source, dtype_name, source_of, write_shards, write_tensors
 from samo.mask import Mask
 from samo.mask_files import MaskFile
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.pipeline.api import Pipeline
 
 __all__ = ["save"]
 
 
 class Scaler(Protocol):
-    """A loss scaler: `samo.LossScaler` or torch's ``GradScaler``."""
+    """A loss scaler, such as ``torch.amp.GradScaler``."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its numbers."""
@@ -51,7 +51,7 @@ class Scaler(Protocol):
 def save(
     path: str | os.PathLike[str],
     model: nn.Module | Pipeline,
-    opt: Optimizer | None = None,
+    opt: Optimizer | Iterable[Optimizer] | None = None,
     *,
     scaler: Scaler | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -60,19 +60,20 @@ def save(
 ) -> None:
     """Write a checkpoint, compressed as the model is: whole, or not at all.
 
-    A compressed model's checkpoint has kept values only, its masks, and what 16-bit weights need to
-    go on exactly. An ordinary model is saved as it is. Killed at any moment, or with the disk full,
-    the folder holds the checkpoint it held before, or the new one. Gradients are not saved.
+    It has what ``model.state_dict()`` has, of a compressed model the kept values and its masks, and the
+    state of the optimizers. Killed at any moment, or with the disk full, the folder holds the
+    checkpoint it held before, or the new one. Gradients are not saved.
 
-    Where a model lies on several ranks (`samo.replicate`, `samo.Pipeline`), all of them call it. The
-    first writes what one process would have written, whatever the layout; a failure on any rank is
-    raised on all.
+    Where a model lies on several ranks (`samo.Pipeline`, or DistributedDataParallel, which is given as
+    it is), all of them call it. The first writes what one process would have written, whatever the
+    layout; a failure on any rank is raised on all. The state that ZeroRedundancyOptimizer has spread
+    over ranks is brought to the first one before, by its ``consolidate_state_dict()``.
 
     Example:
         >>> import tempfile, torch, samo
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
         >>> model = samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16)
-        >>> opt = samo.AdamW(samo.parameters(model))
+        >>> opt = samo.AdamW(model.parameters())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     samo.save(f"{folder}/last", model, opt, extra={"step": 100})
         ...     samo.load(f"{folder}/last", model, opt)
@@ -81,12 +82,12 @@ def save(
     Args:
         path: A folder, made if it does not exist. A checkpoint in it is replaced.
         model: A compressed model or an ordinary one, or a `samo.Pipeline`.
-        opt: Its optimizer: `samo.AdamW`, or one of torch.
+        opt: Its optimizer, `samo.AdamW` or any of torch's, or several of them.
         scaler: Its loss scaler. That of the first rank counts.
         extra: Anything else, by name: tensors, or JSON values (numbers, strings, booleans, None, lists
             and dicts of them). Tuples come back as lists. That of the first rank is saved.
-        mesh: All ranks that hold a part of the model or a copy of it. By default the mesh given to
-            `samo.Pipeline`, or the ranks that the model is replicated over; one process otherwise.
+        mesh: All ranks that hold a part of the model or a copy of it. By default those of
+            `samo.Pipeline` or of DistributedDataParallel; one process otherwise.
         timeout_s: Seconds after which a rank that does not answer is given up.
 
     Raises:
@@ -98,7 +99,8 @@ def save(
     grid = grid_of(model, mesh, timeout_s, "samo.save")
     links = grid.links
     if links is not None and not links.is_leader:
-        follow(links, lambda: _share(grid, opt), f"the rank that writes '{os.fspath(path)}'")
+        describe_own = (lambda: _share(grid, opt)) if grid.is_first else _nothing
+        follow(links, describe_own, f"the rank that writes '{os.fspath(path)}'")
         if grid.is_first:
             _warn_of_extra_state(grid.module)
         return
@@ -113,9 +115,9 @@ def save(
         whole = merge(shares, grid.order)
         tensors = {
             kind: {
-                name: fetched(links, kind, name, recipe, own) for name, recipe in recipes.items()
+                name: fetched(links, kind, name, origin, own) for name, origin in origins.items()
             }
-            for kind, recipes in whole.tensors.items()
+            for kind, origins in whole.tensors.items()
         }
         extra_values, tensors["extra"] = _encode_extra(extra or {})
         scaler_state = None if scaler is None else values.encode(scaler.state_dict(), "scaler")
@@ -139,7 +141,7 @@ def _write(
 ) -> bytes:
     """Write all tensors, each made when its turn comes, and return the manifest."""
     files: dict[str, DataFile] = {}
-    for kind in ("weights", "rest", "optimizer", "extra"):
+    for kind in ("weights", "optimizer", "extra"):
         files |= write_tensors(folder, kind, tensors[kind])
     words = tensors["masks"]
 
@@ -162,55 +164,47 @@ def _write(
             "data": folder.name,
             "files": describe_files(files),
             "model": whole.model,
-            "optimizer": whole.optimizer,
+            "optimizers": whole.optimizers,
             "scaler": scaler,
             "extra": extra,
         }
     )
 
 
+def _nothing() -> tuple[None, dict[str, dict[str, Source]]]:
+    """Return what a replica gives to a checkpoint, of a stage that another rank gives."""
+    return None, {}
+
+
 def _share(
-    grid: Grid, opt: Optimizer | None
+    grid: Grid, opt: Optimizer | Iterable[Optimizer] | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Source]]]:
-    """Return what this rank gives to a checkpoint: in words, and the tensors themselves."""
+    """Return what this stage gives to a checkpoint: in words, and the tensors themselves."""
     state = ModelState(grid.module, grid.aliases, is_part=grid.is_part)
-    optimizer, moments = (None, {}) if opt is None else OptimizerState(opt, state).describe()
-    tensors = {
-        "weights": state.sources(),
-        "rest": state.rests(),
-        "optimizer": moments,
-        "masks": state.mask_words(),
-    }
-    if not grid.is_first:  # what is not sharded comes from the first replica
-        tensors = {
-            kind: {name: source for name, source in sources.items() if source.place is not None}
-            for kind, sources in tensors.items()
-        }
-    masks = state.masks
+    opts = [] if opt is None else optimizers_of(opt)
+    moments: dict[str, Source] = {}
+    optimizers = [
+        OptimizerState(one, state).describe(f"optimizer {i}/" if i else "", moments)
+        for i, one in enumerate(opts)
+    ]
+    tensors = {"weights": state.sources(), "optimizer": moments, "masks": state.mask_words()}
     share = {
-        "stage": grid.stage,
-        "is_first": grid.is_first,
         "is_compressed": state.is_compressed,
         "has_params": state.has_params,
-        "params": state.params() if grid.is_first else {},
+        "params": state.params(),
         "tied": state.tied,
-        "shared": sorted(set(grid.aliases.values())) if grid.is_first else [],
-        "mask_shapes": {n: list(m.shape) for n, m in masks.items()} if grid.is_first else {},
+        "shared": sorted(set(grid.aliases.values())),
+        "mask_shapes": {name: list(mask.shape) for name, mask in state.masks.items()},
         "tensors": {
-            kind: {name: _placed(source) for name, source in sources.items()}
+            kind: {
+                name: [dtype_name(source.dtype), list(source.shape)]
+                for name, source in sources.items()
+            }
             for kind, sources in tensors.items()
         },
-        "optimizer": optimizer,
+        "optimizers": optimizers,
     }
     return share, tensors
-
-
-def _placed(source: Source) -> list[Any]:
-    """Return type and shape of a whole tensor, and where a rank's part of it begins and ends."""
-    if source.place is None:
-        return [dtype_name(source.dtype), list(source.shape), 0, math.prod(source.shape)]
-    start, size = source.place
-    return [dtype_name(source.dtype), [size], start, start + source.shape[0]]
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:

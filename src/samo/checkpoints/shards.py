@@ -52,22 +52,12 @@ _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES: Final = 2**24
 
 
-class Place(NamedTuple):
-    """Where a rank's part of a vector lies in the whole one."""
-
-    start: int
-    size: int
-    """Entries of the whole vector."""
-
-
 class Source(NamedTuple):
     """A tensor to be written, made when its turn comes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
-    place: Place | None = None
-    """Of a part that a rank holds; None for a whole tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -83,14 +73,14 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
 
-def source_of(name: str, tensor: Tensor, place: Place | None = None) -> Source:
+def source_of(name: str, tensor: Tensor) -> Source:
     """Return a tensor as one to be written.
 
     Raises:
         CheckpointError: It has no values, is no plain dense tensor, or of a type that no file holds.
     """
     check_plain(name, tensor)
-    return Source(tensor.dtype, tuple(tensor.shape), lambda: tensor, place)
+    return Source(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
@@ -100,7 +90,7 @@ def check_plain(name: str, tensor: Tensor) -> None:
     if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided:
         raise CheckpointError(
             f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}; a checkpoint holds plain "
-            "dense tensors"
+            "dense tensors, and torch.distributed.checkpoint sharded ones"
         )
     if tensor.dtype not in _DTYPE_NAMES:
         raise CheckpointError(

@@ -1,28 +1,23 @@
 """What a compressed model will hold, by arithmetic alone: imports no torch.
 
-Bytes for each dense parameter at density f (fraction kept), AdamW, no activations:
+Bytes for each dense parameter at density f (fraction kept), `samo.AdamW`, no activations:
 
-    kind        bfloat16  float16   float32       what it is
-    weights     2         2         4             dense, the model computes with them
-    bitmap      0.129     0.129     0.129         the mask; unpruned tensors have none
-    gradients   2f        2f        4f            compressed; 4f with fp32 accumulation
-    rest        2f        4f        0             remainder (bfloat16) or fp32 master (float16)
-    moments     8f        8f        8f            both of AdamW's, fp32
-    ages        2f        2f        2f            step counts of entries, only with entry_steps=True
+    kind         bfloat16  float32   lean         what it is
+    dense        2         4         2            the dense weight, which the model computes with
+    bitmap       0.129     0.129     0.129        the mask
+    values       4f        4f        2f           the parameter
+    gradients    4f        4f        2f           2f with grad_dtype=torch.bfloat16
+    moments      8f        8f        2f + 0.008   both of AdamW's; lean: 8 bits each, and scales
+    corrections  0         0         f            what rounding to 16 bits leaves over
+    ages         2f        2f        0            only with entry_steps=True
+    buckets      4f        4f        2f           only with DistributedDataParallel: torch's own
 
-and with lean state, 8 bits for each moment and two fp32 scales for 1,024 entries (256 of an unpruned
-tensor):
+An unpruned parameter has f = 1 and no bitmap, and a dense copy only where it is trained in a wider type
+than it is computed with. Lean state has two fp32 scales for 1,024 entries, 256 of an unpruned parameter.
+Optimizers of torch keep moments in the type of the parameter, and no corrections.
 
-    rest        f         4f        0             correction (bfloat16) or fp32 master (float16)
-    moments     2f+0.008  2f+0.008  2f+0.008      0.031 instead of 0.008 for unpruned tensors
-
-Over R replicas (`samo.replicate`) every rank holds all of this. With sharded state a rank holds rest and
-moments of its own part of the kept entries, and the values of that part once more as a vector:
-
-    rest        4f/R      6f/R      4f/R          (values and remainder, or values and master)
-    moments     8f/R      8f/R      8f/R
-
-GB is 10**9 bytes everywhere.
+DistributedDataParallel sends gradients in buckets, one more copy of them all, unless it is told
+``gradient_as_bucket_view=True``. GB is 10**9 bytes everywhere.
 """
 
 from collections.abc import Iterable
@@ -31,16 +26,28 @@ from typing import Final, Literal
 
 __all__ = []
 
-Kind = Literal["weights", "bitmap", "gradients", "rest", "moments", "ages"]
+Kind = Literal[
+    "dense", "bitmap", "values", "gradients", "moments", "corrections", "ages", "buckets"
+]
 
-KINDS: Final[tuple[Kind, ...]] = ("weights", "bitmap", "gradients", "rest", "moments", "ages")
+KINDS: Final[tuple[Kind, ...]] = (
+    "dense",
+    "bitmap",
+    "values",
+    "gradients",
+    "moments",
+    "corrections",
+    "ages",
+    "buckets",
+)
+
+STATE_KINDS: Final[tuple[Kind, ...]] = ("moments", "corrections", "ages")
+"""What the optimizer keeps."""
 
 _BITS_A_PAIR: Final = 64
 _BITS_A_BLOCK: Final = 2048
 
 _SIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-_REST_SIZES: Final = {"bfloat16": 2, "float16": 4, "float32": 0, "float64": 0}
-_LEAN_REST_SIZES: Final = {"bfloat16": 1, "float16": 4, "float32": 0}
 
 _GROUP: Final = 1024
 _UNPRUNED_GROUP: Final = 256
@@ -61,116 +68,107 @@ class TensorSpec:
     numel: int
     """Entries of the dense tensor."""
     kept: int | None
-    """Entries kept by its mask; None for an unpruned tensor, which has no bitmap."""
+    """Entries kept by its mask; None for an unpruned parameter, which has no bitmap."""
     dtype: str = "bfloat16"
-    """Type of the weights: bfloat16, float16, float32 or float64."""
-    grad_dtype: str = "bfloat16"
-    """Type of the compressed gradient."""
+    """Type to compute in: bfloat16, float16, float32 or float64."""
+    value_dtype: str = ""
+    """Type of the values; by default float32, or float64 where that is computed in."""
+    grad_dtype: str = ""
+    """Type of their gradient; by default that of the values."""
     is_trained: bool = True
-    """False for a frozen parameter, which holds its weights and its bitmap and nothing else."""
+    """False for a frozen parameter, which has neither gradient nor state."""
+    moments: int = 2
+    """Vectors that the optimizer keeps: 2 for Adam, 1 for SGD with momentum."""
+    optimizer: Literal["samo", "torch"] = "samo"
+    """Whose: samo.AdamW has fp32 moments whatever the values are, and keeps what rounding leaves over."""
     is_lean: bool = False
     """True for 8-bit optimizer state."""
     has_ages: bool = False
-    """True where the optimizer counts the updates of each kept entry; unpruned tensors have none."""
-    owned: int | None = None
-    """Kept entries whose state this rank holds, where state is sharded and the layout known."""
+    """True where the optimizer counts the updates of each kept entry; unpruned parameters have none."""
 
     def __post_init__(self) -> None:
-        for dtype in (self.dtype, self.grad_dtype):
+        values = self.value_dtype or ("float64" if self.dtype == "float64" else "float32")
+        object.__setattr__(self, "value_dtype", values)
+        object.__setattr__(self, "grad_dtype", self.grad_dtype or values)
+        for dtype in (self.dtype, self.value_dtype, self.grad_dtype):
             if dtype not in _SIZES:
                 raise ValueError(
                     f"dtype must be the name of one of {', '.join(_SIZES)}, got {dtype!r}"
                 )
-        if self.is_lean and self.dtype not in _LEAN_REST_SIZES:
-            raise ValueError(
-                f"lean state is for {', '.join(_LEAN_REST_SIZES)}, got {self.dtype}; use exact state"
-            )
+        if self.is_lean and self.is_trained and self.value_dtype == "float64":
+            raise ValueError("lean state has too few digits for float64 values; use exact state")
 
     @property
     def is_pruned(self) -> bool:
-        """Whether the tensor has a mask."""
+        """Whether the parameter has a mask."""
         return self.kept is not None
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether a dense weight stands beside the values, or they are computed with themselves."""
+        return self.is_pruned or (self.is_trained and self.dtype != self.value_dtype)
 
-def predict(
-    tensor: TensorSpec,
-    *,
-    moments: int = 2,
-    replicas: int = 1,
-    shard: Literal["state"] | None = None,
-) -> dict[Kind, int]:
-    """Return the bytes of one parameter on one rank by kind, with ``moments`` optimizer vectors.
+
+def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]:
+    """Return the bytes of one parameter by kind.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, predict
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000))
-        {'weights': 2000000, 'bitmap': 128912, 'gradients': 200000, 'rest': 200000, 'moments': 800000,
-         'ages': 0}
+        {'dense': 2000000, 'bitmap': 128912, 'values': 400000, 'gradients': 400000, 'moments': 800000,
+         'corrections': 0, 'ages': 0, 'buckets': 0}
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000, is_lean=True))["moments"]
         207816
-        >>> predict(TensorSpec(numel=1_000_000, kept=100_000), replicas=4, shard="state")["moments"]
-        200000
 
     Args:
         tensor: The parameter.
-        moments: Vectors that the optimizer keeps for each entry.
-        replicas: Ranks with a copy of the model.
-        shard: ``"state"`` if each of them holds the state of its own part.
+        has_buckets: Whether DistributedDataParallel holds its gradient once more, in buckets.
     """
-    if replicas < 1:
-        raise ValueError(f"replicas must be 1 or more, got {replicas}")
-    if shard not in (None, "state"):
-        raise ValueError(f"shard must be None or 'state', got {shard!r}")
     kept = tensor.numel if tensor.kept is None else tensor.kept
     trained = kept if tensor.is_trained else 0
-    is_sharded = tensor.owned is not None or (shard == "state" and replicas > 1)
-    owned = trained
-    if is_sharded and tensor.is_trained:
-        owned = -(-kept // replicas) if tensor.owned is None else tensor.owned
-    bitmap = 0
+    size = _SIZES[tensor.dtype]
+    value_size = _SIZES[tensor.value_dtype] if tensor.has_copy else size
+    grad_size = _SIZES[tensor.grad_dtype] if tensor.has_copy else size
+    bitmap = corrections = 0
     if tensor.is_pruned:
         bitmap = 8 * -(-tensor.numel // _BITS_A_PAIR) + 8 * -(-tensor.numel // _BITS_A_BLOCK)
-    moment_bytes = max(4, _SIZES[tensor.dtype]) * owned
-    rest_sizes = _REST_SIZES
-    if tensor.is_lean:
-        # A rank's part is a vector without a mask.
-        entries, is_pruned = (owned, False) if is_sharded else (tensor.numel, tensor.is_pruned)
-        groups = -(-entries // (_GROUP if is_pruned else _UNPRUNED_GROUP))
-        moment_bytes = owned + _SCALE_SIZE * groups if tensor.is_trained else 0
-        rest_sizes = _LEAN_REST_SIZES
+    moment = value_size * trained
+    if tensor.optimizer == "samo":
+        moment = max(4, value_size) * trained
+        if value_size == 2 and tensor.moments:
+            corrections = trained if tensor.is_lean else 2 * trained
+    if tensor.is_lean and tensor.is_trained:
+        groups = -(-tensor.numel // (_GROUP if tensor.is_pruned else _UNPRUNED_GROUP))
+        moment = trained + _SCALE_SIZE * groups
     return {
-        "weights": _SIZES[tensor.dtype] * tensor.numel,
+        "dense": size * tensor.numel if tensor.has_copy else 0,
         "bitmap": bitmap,
-        "gradients": _SIZES[tensor.grad_dtype] * trained,
-        "rest": (rest_sizes[tensor.dtype] + is_sharded * _SIZES[tensor.dtype]) * owned,
-        "moments": moments * moment_bytes,
+        "values": value_size * kept,
+        "gradients": grad_size * trained,
+        "moments": tensor.moments * moment,
+        "corrections": corrections,
         "ages": _AGE_SIZE * trained if tensor.has_ages and tensor.is_pruned else 0,
+        "buckets": value_size * trained if has_buckets else 0,
     }
 
 
-def total(
-    tensors: Iterable[TensorSpec],
-    *,
-    moments: int = 2,
-    replicas: int = 1,
-    shard: Literal["state"] | None = None,
-) -> dict[Kind, int]:
-    """Return the bytes of many parameters on one rank by kind, as `predict` does for one.
+def total(tensors: Iterable[TensorSpec], *, has_buckets: bool = False) -> dict[Kind, int]:
+    """Return the bytes of many parameters by kind, as `predict` does for one.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, total
         >>> sum(total([TensorSpec(numel=2048, kept=205), TensorSpec(numel=64, kept=None)]).values())
-        7716
+        8792
     """
     sums: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
-        for kind, size in predict(tensor, moments=moments, replicas=replicas, shard=shard).items():
+        for kind, size in predict(tensor, has_buckets=has_buckets).items():
             sums[kind] += size
     return sums
 
 
-def dense_bytes(tensor: TensorSpec, *, moments: int = 2) -> int:
-    """Return what dense training holds for a parameter, with ``moments`` optimizer vectors.
+def dense_bytes(tensor: TensorSpec) -> int:
+    """Return what dense training holds for a parameter, with the same number of moments.
 
     16-bit weights with Adam: 20 bytes, weights and gradients in 16 and in 32 bit and two fp32 moments,
     the SAMO paper's baseline. Wider weights: weights, gradients and moments of their own type.
@@ -183,14 +181,15 @@ def dense_bytes(tensor: TensorSpec, *, moments: int = 2) -> int:
     size = _SIZES[tensor.dtype]
     if not tensor.is_trained:
         return size * tensor.numel
+    moments = tensor.moments
     return (12 + 4 * moments if size == 2 else (2 + moments) * size) * tensor.numel
 
 
 def paper_bytes(tensor: TensorSpec) -> int:
     """Return what the SAMO paper's formula gives: 2 + 24 f bytes for each pruned parameter.
 
-    Unpruned tensors are trained densely there. The formula is for 16-bit weights, and is given for
-    those whatever the weights' type here.
+    Unpruned parameters are trained densely there. The formula is for 16-bit weights, and is given for
+    those whatever is computed in here.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, paper_bytes

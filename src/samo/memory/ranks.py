@@ -1,7 +1,6 @@
 """What each rank of a grid will hold, from shapes alone: before a rank is started, or a weight exists."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,10 +8,9 @@ from torch import nn
 
 from samo.arguments import whole_number
 from samo.candidates import prunable
-from samo.compression import batch_norms_of, types_of
-from samo.masks import Masks
+from samo.core.compress import batch_norms_of, types_of
 from samo.memory.predict import Kind, TensorSpec, total
-from samo.parallel.layout import Tensor1D, plan_buckets
+from samo.model_masks import Masks
 from samo.pipeline.layers import LayersLike, take_apart
 from samo.pipeline.setup import cuts_of
 from samo.pipeline.stage import Stage
@@ -25,13 +23,12 @@ def predict_ranks(
     sparsity: float | Masks,
     *,
     pipe: int = 1,
-    data: int = 1,
-    shard: Literal["state"] | None = None,
-    bucket_bytes: float = 5e6,
     dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
+    value_dtype: torch.dtype | None = None,
     state: Literal["exact", "lean"] = "exact",
     moments: int = 2,
+    has_buckets: bool = False,
     cuts: Sequence[tuple[int, int]] | None = None,
     stages_per_rank: int = 1,
     tied: Sequence[tuple[str, ...]] = (),
@@ -39,8 +36,7 @@ def predict_ranks(
     """Return the bytes of model state on a rank of each stage, by kind, as `samo.ledger` will measure them.
 
     The model may be on the meta device, or a list of functions that make layers: nothing is allocated.
-    All replicas of a stage hold the same. With sharded state this is the account of the first one; others
-    own the same number of entries of each bucket, the last one less its padding. Activations are not in it.
+    All replicas of a stage hold the same. Activations are not in it.
 
     Example:
         >>> import torch
@@ -48,24 +44,24 @@ def predict_ranks(
         >>> from samo.models import GPT, GPTConfig
         >>> with torch.device("meta"):
         ...     model = GPT(GPTConfig(num_layers=24, width=2048, num_heads=16))
-        >>> for held in predict_ranks(model, 0.9, pipe=4, data=2, shard="state", dtype=torch.bfloat16):
+        >>> for held in predict_ranks(model, 0.9, pipe=4, dtype=torch.bfloat16):
         ...     print(f"{sum(held.values()) / 1e9:.2f} GB")
-        0.90 GB
-        0.89 GB
-        0.89 GB
-        0.89 GB
+        1.15 GB
+        1.13 GB
+        1.13 GB
+        1.14 GB
 
     Args:
         model: What `samo.Pipeline` takes; for one stage any module.
         sparsity: That of `samo.prune`, tensor by tensor; or masks, by the names of the whole model.
         pipe: Stages, as many as ranks along `pipe`.
-        data: Replicas of each.
-        shard: As for `samo.replicate`, and ``bucket_bytes`` too.
-        bucket_bytes: Size of a bucket, which decides who owns what of sharded state.
-        dtype: As for `samo.compress_`, and ``grad_dtype`` too.
-        grad_dtype: Type of the compressed gradients.
+        dtype: As for `samo.compress_`, and ``grad_dtype`` and ``value_dtype`` too.
+        grad_dtype: Type of the gradients.
+        value_dtype: Type of the values.
         state: As for `samo.AdamW`.
         moments: Vectors that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum.
+        has_buckets: Whether replicas are those of DistributedDataParallel, whose buckets are one more
+            copy of all gradients, without ``gradient_as_bucket_view=True``.
         cuts: As for `samo.Pipeline`, and ``stages_per_rank`` and ``tied`` too.
         stages_per_rank: Pieces of the model on each rank, with the schedule "interleaved".
         tied: Groups of parameter names that are one weight, where the model does not show it.
@@ -94,10 +90,9 @@ def predict_ranks(
     held = []
     for stage in stages:
         kept = _kept(stage, sparsity, groups)
-        specs = _specs(stage, kept, dtype, grad_dtype, is_lean=state == "lean")
-        if shard == "state" and data > 1:
-            specs = _of_first_replica(specs, data, bucket_bytes)
-        held.append(total(specs, moments=moments, replicas=data, shard=shard))
+        types = (dtype, grad_dtype, value_dtype)
+        specs = _specs(stage, kept, types, moments, is_lean=state == "lean")
+        held.append(total(specs, has_buckets=has_buckets))
     return held
 
 
@@ -126,8 +121,8 @@ def _kept(
 def _specs(
     stage: nn.Module,
     kept: dict[str, int | None],
-    dtype: torch.dtype | None,
-    grad_dtype: torch.dtype | None,
+    types: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None],
+    moments: int,
     *,
     is_lean: bool,
 ) -> list[TensorSpec]:
@@ -138,32 +133,21 @@ def _specs(
         param = params[name]
         if not param.is_floating_point():
             continue
-        own = None if id(param) in norms else dtype
-        chosen, gradient = types_of(param.dtype, own, grad_dtype)
+        asked = None if id(param) in norms else types[0]
+        dtype, value_dtype, grad_dtype = (
+            str(chosen).removeprefix("torch.")
+            for chosen in types_of(param.dtype, asked, *types[1:])
+        )
         specs.append(
             TensorSpec(
                 numel=param.numel(),
                 kept=count,
-                dtype=str(chosen).removeprefix("torch."),
-                grad_dtype=str(gradient).removeprefix("torch."),
+                dtype=dtype,
+                value_dtype=value_dtype,
+                grad_dtype=grad_dtype,
                 is_trained=param.requires_grad,
-                is_lean=is_lean and chosen != torch.float64,
+                is_lean=is_lean,
+                moments=moments,
             )
         )
     return specs
-
-
-def _of_first_replica(specs: list[TensorSpec], data: int, bucket_bytes: float) -> list[TensorSpec]:
-    """Return the parameters with the part of their state that the first replica owns."""
-    trained = {str(place): spec for place, spec in enumerate(specs) if spec.is_trained}
-    vectors = []
-    for name, spec in trained.items():
-        size = spec.numel if spec.kept is None else spec.kept
-        item_bytes = getattr(torch, spec.grad_dtype).itemsize
-        vectors.append(Tensor1D(name, size, item_bytes, (spec.dtype, spec.grad_dtype)))
-    owned = {}
-    for plan in plan_buckets(vectors, bucket_bytes=bucket_bytes, num_ranks=data):
-        for index, name in enumerate(plan.names):
-            start, stop = plan.owned(index, 0)
-            owned[name] = stop - start
-    return [replace(spec, owned=owned.get(str(place))) for place, spec in enumerate(specs)]
