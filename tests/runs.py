@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from samo.mask import Mask
-from samo.masks import Masks
 from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes, total
+from samo.model_masks import Masks
 
 SHAPES = {
     "attention.qkv.weight": (384, 128),

@@ -58,11 +58,7 @@ def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(ph
     loss = whole.backward([Batch(inputs, targets)])
     split = pieces.backward([Batch(inputs[:3], targets[:3]), Batch(inputs[3:], targets[3:])])
     torch.testing.assert_close(loss, split)
-    if phase == "samo":
-        pairs = zip(samo.parameters(whole.model), samo.parameters(pieces.model))
-    else:
-        pairs = zip(whole.model.parameters(), pieces.model.parameters())
-    for ours, theirs in pairs:
+    for ours, theirs in zip(whole.model.parameters(), pieces.model.parameters()):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
@@ -73,12 +69,12 @@ def test_pruned_weights_stay_zero_and_kept_ones_move(phase: str) -> None:
     one.step(1e-3)
     masks = samo.prune(one.model, 0.8)
     one.prune(masks, phase)  # type: ignore[arg-type]
-    before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in samo.dense_state_dict(one.model).items()}
     for seed in range(3):
         one.backward([batch(2, seed=seed)])
         one.step(1e-3)
     for name, mask in masks.items():
-        after = one.model.state_dict()[name]
+        after = samo.dense_state_dict(one.model)[name]
         assert not after[~mask.to_bool()].any()
         assert (after != before[name])[mask.to_bool()].float().mean() > 0.9
 
@@ -97,7 +93,7 @@ def test_samo_and_masked_dense_training_agree(density_power: float) -> None:
             one.step(1e-3)
     for name, tensor in learners["masked"].model.state_dict().items():
         torch.testing.assert_close(
-            learners["samo"].model.state_dict()[name], tensor, rtol=1e-4, atol=1e-6
+            samo.dense_state_dict(learners["samo"].model)[name], tensor, rtol=1e-4, atol=1e-6
         )
 
 
@@ -164,8 +160,9 @@ def test_the_account_is_what_was_predicted(phase: str, dtype: torch.dtype) -> No
     one.step(1e-3)
     account = one.account()
     assert account["measured"] == account["predicted"]
+    assert account["measured"]["gradients"] > 0
     assert account["measured_bytes"] == sum(account["measured"].values())
-    assert account["num_params"] == sum(p.numel() for p in one.model.parameters())
+    assert account["num_params"] == one.num_params
     if phase == "samo":
         assert account["measured_bytes"] < account["dense_bytes"]
     assert (account["paper_bytes"] is None) == (phase == "dense")
@@ -179,3 +176,44 @@ def test_the_papers_formula_is_the_same_for_both_ways_to_hold_the_state() -> Non
         accounts[phase] = one.account()
     assert accounts["masked"]["paper_bytes"] == accounts["samo"]["paper_bytes"]
     assert accounts["masked"]["dense_bytes"] == accounts["samo"]["dense_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("state", "fp32_gradients", "types"),
+    [
+        ("exact", False, (torch.float32, torch.bfloat16)),
+        ("exact", True, (torch.float32, torch.float32)),
+        ("lean", False, (torch.bfloat16, torch.bfloat16)),
+    ],
+)
+def test_values_and_gradients_of_a_bfloat16_model_have_the_types_asked_for(
+    state: str, fp32_gradients: bool, types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    optim = OptimConfig(density_power=0.0, state=state)  # type: ignore[arg-type]
+    one = Learner(GPT(SMALL), optim, dtype=torch.bfloat16, fp32_gradients=fp32_gradients)
+    one.prune(samo.prune(one.model, 0.5), "samo")
+    one.backward([batch(2)])
+    for param in one.model.parameters():
+        assert param.grad is not None
+        assert (param.dtype, param.grad.dtype) == types
+
+
+def test_rates_and_decay_follow_what_is_kept() -> None:
+    one = learner(density_power=-1.0, weight_decay=0.1)
+    one.prune(samo.Masks.whole(one.model), "samo")
+    one.backward([batch(2)])
+    one.step(1e-3)
+    assert {group["lr"] for group in one.opt.param_groups} == {1e-3}
+    masks = samo.prune(one.model, 0.75)
+    samo.remap_(one.model, masks, one.opt)
+    one.remapped(masks)
+    one.backward([batch(2)])
+    one.step(1e-3)
+    rates = {id(p): group for group in one.opt.param_groups for p in group["params"]}
+    for name, param in one.model.named_parameters():
+        group = rates[id(param)]
+        density = masks[name].kept / masks[name].numel if name in masks else 1.0
+        assert group["lr"] == pytest.approx(1e-3 / density), name
+        decay = 0.1 if name in masks or param.dim() >= 2 else 0.0
+        assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3 * decay), name
+        assert param in one.opt.state

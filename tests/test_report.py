@@ -18,7 +18,7 @@ from matplotlib.image import imread
 
 import samo
 from samo.mask import Mask
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.report import findings, mask_pictures
 from samo.report.figures import NARROW, WIDE
 from samo.report.mask_pictures import (
@@ -393,7 +393,7 @@ def test_the_papers_parts_are_those_of_its_table(tmp_path: Path) -> None:
     assert run.prune is not None
     kept, unpruned = run.prune.kept, NUM_PARAMS - run.prune.numel
     kinds = findings.paper_kinds(run)
-    assert kinds["weights"] == 2 * NUM_PARAMS
+    assert kinds["dense"] == 2 * NUM_PARAMS
     assert kinds["bitmap"] == 4 * kept
     assert kinds["moments"] == 8 * (kept + unpruned)
 
@@ -409,7 +409,7 @@ def test_a_baseline_whose_parts_are_not_known_is_one_bar(tmp_path: Path) -> None
 
 def test_a_prediction_that_does_not_add_up_is_not_split(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
-    state = {"event": "state", "step": 1, "measured_bytes": 9, "measured": {"weights": 5}}
+    state = {"event": "state", "step": 1, "measured_bytes": 9, "measured": {"dense": 5}}
     write_metrics(folder, [state])
     (bar,) = findings.bars(findings.entries([read_run(folder)]))
     assert (bar.total_bytes, bar.kinds, bar.is_measured) == (9, {}, True)
@@ -642,31 +642,31 @@ def on_ranks(folder: Path, *rank_bytes: int, **ranks: int) -> Path:
 
 def test_ranks_are_named_and_state_is_of_all_stages(tmp_path: Path) -> None:
     run = read_run(
-        on_ranks(tmp_path / "run", 3_000_000, 3_000_000, 2_501_540, 2_501_540, pipe=2, data=2)
+        on_ranks(tmp_path / "run", 3_000_000, 3_000_000, 2_816_112, 2_816_112, pipe=2, data=2)
     )
     assert "on 4 ranks: 2 stages x 2 replicas, pruned to" in findings.summary(
         findings.entries([run])
     )
     assert findings.memory_finding(findings.entries([run])).startswith(
-        "samo holds 5.50 MB in 2 stages together, dense training 13.9 MB"
+        "samo holds 5.82 MB in 2 stages together, dense training 13.9 MB"
     )
     assert findings.held(run) == (
-        "5.50 MB in 2 stages together, 60.4 % less than dense training, largest rank 3.00 MB"
+        "5.82 MB in 2 stages together, 58.1 % less than dense training, largest rank 3.00 MB"
     )
     source = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
     shown = Page(source).text
     assert "samo, 90 % sparse, float32, 4 ranks: 2 stages x 2 replicas, finished" in shown
-    assert "6.34 B/param, largest rank 3.00 MB" in shown
+    assert "6.70 B/param, largest rank 3.00 MB" in shown
     assert "memory in use, first rank" in shown
     assert "model state is that of one replica" in shown
 
 
 def test_replicas_hold_the_state_each(tmp_path: Path) -> None:
-    run = read_run(on_ranks(tmp_path / "run", 5_501_540, 5_501_540, pipe=1, data=2))
-    assert findings.held(run) == "5.50 MB on each rank, 60.4 % less than dense training"
+    run = read_run(on_ranks(tmp_path / "run", 5_816_112, 5_816_112, pipe=1, data=2))
+    assert findings.held(run) == "5.82 MB on each rank, 58.1 % less than dense training"
     assert "2 ranks: 2 replicas" in findings.summary(findings.entries([run]))
 
 
 def test_bytes_of_one_stage_are_divided_by_its_own_parameters(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", changes={"model": {"num_params": 10 * 868_352}})
-    assert findings.bytes_per_param(read_run(run)) == pytest.approx(5_501_540 / 868_352)
+    assert findings.bytes_per_param(read_run(run)) == pytest.approx(5_816_112 / 868_352)

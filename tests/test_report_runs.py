@@ -29,7 +29,7 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     assert (run.prune.step, run.prune.kept, run.prune.numel) == (100, 78_643, 786_432)
     assert run.prune.sparsity == pytest.approx(0.9, abs=1e-6)  # 78,643.2 is rounded
     assert run.state is not None
-    assert run.state.measured_bytes == sum(run.state.measured.values()) == 5_501_540
+    assert run.state.measured_bytes == sum(run.state.measured.values()) == 5_816_112
     assert run.state.dense_bytes == 16 * NUM_PARAMS
     assert [sample.text for sample in run.samples] == ["def f(): ..."]
     assert (run.end, run.resumes, run.broken_lines) == ("done", 0, 0)
@@ -103,13 +103,13 @@ def test_unknown_events_fields_and_shapes_are_passed_over(tmp_path: Path) -> Non
             {"event": "step", "step": 4, "loss": 1.5, "mood": "good"},
             {"event": "step", "loss": 9.0},
             {"event": "prune", "step": 5},
-            {"event": "state", "step": 5, "measured": {"weights": 8, "magic": 1}, "predicted": 3},
+            {"event": "state", "step": 5, "measured": {"dense": 8, "magic": 1}, "predicted": 3},
         ],
     )
     run = read_run(tmp_path)
     assert (list(run.steps.loss), run.mode, run.num_params, run.prune) == ([1.5], "", None, None)
     assert run.state is not None
-    assert (run.state.measured, run.state.predicted) == ({"weights": 8}, {})
+    assert (run.state.measured, run.state.predicted) == ({"dense": 8}, {})
 
 
 def test_a_resumed_run_has_not_ended(tmp_path: Path) -> None:

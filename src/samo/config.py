@@ -160,7 +160,7 @@ class RunConfig:
     dtype: DType | Auto = "auto"
     """Type to compute in; auto: bfloat16 on a GPU that has it, float32 on a CPU."""
     fp32_gradients: bool = False
-    """Add 16-bit gradients up in float32; for many passes a step."""
+    """Keep gradients of bfloat16 in float32, also between ranks; for many passes a step."""
     eval_every: int = 100
     """Steps from one validation to the next."""
     eval_batches: int = 20
@@ -393,8 +393,13 @@ def _check_together(config: TrainConfig) -> None:
         f"state lean is for mode samo, and the mode is {run.mode}; leave one of them out",
     )
     _require(
-        not run.fp32_gradients or run.dtype != "float32",
-        "fp32_gradients has no effect with dtype float32; leave it out",
+        not run.fp32_gradients or run.dtype in ("bfloat16", "auto"),
+        f"fp32_gradients has no effect with dtype {run.dtype}, whose gradients are float32; leave it out",
+    )
+    _require(
+        not run.fp32_gradients or config.optim.state == "exact",
+        "fp32_gradients is for state exact, and state lean keeps values and gradients in 16 bits; leave one "
+        "of them out",
     )
     _require(
         not data.valid or data.valid_fraction == DataConfig().valid_fraction,

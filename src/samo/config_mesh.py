@@ -1,6 +1,6 @@
 """The settings of a run on many ranks. Imports no torch.
 
-[mesh]            samo launch -n 4 train notes.txt --pipe 2 --shard state
+[mesh]            samo launch -n 4 train notes.txt --pipe 2
 pipe = 2          4 ranks: 2 stages, each with 2 replicas
 """
 
@@ -35,8 +35,6 @@ class MeshConfig:
     """Stages that the model is cut into."""
     data: int | Literal["auto"] = "auto"
     """Replicas of each stage, which share every batch; auto: as many as there are ranks for."""
-    shard: Literal["none", "state"] = "none"
-    """State: each replica holds a part of the compressed optimizer state."""
     micro_batches: int | Literal["auto"] = "auto"
     """Parts of a pass that follow each other through the stages; auto: two for each stage."""
     pipe_schedule: Schedule = "message-driven"
@@ -63,22 +61,13 @@ def check_mesh(config: "TrainConfig") -> None:
     Raises:
         ConfigError: One is out of range, would have no effect, or is not for what else is asked.
     """
-    mesh, prune, run = config.mesh, config.prune, config.run
+    mesh = config.mesh
     for name in ("pipe", "data", "micro_batches"):
         value = getattr(mesh, name)
         if not isinstance(value, str) and not 1 <= value < 2**31:
             raise ConfigError(f"{name} must be 1 or more, and less than 2^31, got {value}")
     if not (mesh.timeout_s > 0 and math.isfinite(mesh.timeout_s)):
         raise ConfigError(f"timeout_s must be a number of seconds over 0, got {mesh.timeout_s}")
-    if mesh.shard == "state" and run.mode != "samo":
-        raise ConfigError(
-            f"shard state divides compressed state, and the mode is {run.mode}; leave one of them out"
-        )
-    if mesh.shard == "state" and prune.method in ("gradual", "set", "rigl"):
-        raise ConfigError(
-            f"method {prune.method} changes masks, and with shard state each rank holds a part of the old "
-            "ones; leave shard out, or choose a method that draws masks once"
-        )
     if mesh.pipe == 1:
         for name in ("micro_batches", "pipe_schedule"):
             usual = getattr(MeshConfig(), name)
@@ -104,11 +93,6 @@ def _check_pipe(config: "TrainConfig") -> None:
     if run.mode == "masked":
         raise ConfigError(
             "mode masked is a comparison for one stage; use --pipe 1, or mode samo or dense"
-        )
-    if run.dtype == "float16" and (run.mode == "dense" or prune.dense_steps != 0):
-        raise ConfigError(
-            f"dtype float16 scales the loss of a dense phase by what overflows on one stage, and pipe is "
-            f"{mesh.pipe}; use bfloat16, --dense-steps 0, or --pipe 1"
         )
     if prune.scope != "tensor" and run.mode != "dense" and prune.masks is None:
         raise ConfigError(

@@ -3,8 +3,9 @@
 dense                 bfloat16 model, fp32 master and fp32 gradient, fused AdamW; not pruned
 masked                the same on the pruned weights
 autocast              fp32 model under autocast, fused AdamW; not pruned
-samo                  compressed state, exact
-lean                  compressed state, 8 bits
+samo                  kept values as parameters, samo's AdamW, bfloat16 gradients
+samo-torch            kept values as parameters, torch's fused AdamW, fp32 gradients
+lean                  bfloat16 kept values, 8-bit state
 flashoptim            FlashOptim's AdamW: 24-bit weights, 8-bit moments
 flashoptim-release    the same, each weight updated in backward and its gradient freed
 torchao               its AdamW8bit on bfloat16 weights, with stochastic rounding
@@ -23,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from samo import kernels
-from samo.compression import compress_
-from samo.leaves import parameters
+from samo.core.compress import compress_
+from samo.core.optim import AdamW
 from samo.mask import Mask
-from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
-from samo.optim import AdamW
+from samo.model_masks import Masks
 
 __all__ = []
 
@@ -152,13 +152,13 @@ class Autocast(Contender):
 
 
 class Samo(Contender):
-    """Compressed state."""
+    """Kept values as parameters, with samo's AdamW."""
 
-    options: dict[str, Any] = {}  # noqa: RUF012
+    types: dict[str, Any] = {"grad_dtype": torch.bfloat16}  # noqa: RUF012
 
     def __init__(self, model: nn.Module, masks: Masks) -> None:
         super().__init__(model, masks)
-        self.optimizer = AdamW(parameters(model), **SETTINGS, **self.options)
+        self.optimizer = self._optimizer()
 
     def state_bytes(self) -> int:
         """Take the bytes from the ledger, which measures them."""
@@ -172,14 +172,29 @@ class Samo(Contender):
     def keep_masks(self) -> None:
         """Do nothing: pruned weights stay 0."""
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return AdamW(self.model.parameters(), **SETTINGS)
+
     def _keep(self, masks: Masks) -> None:
-        compress_(self.model, masks)
+        compress_(self.model, masks, **self.types)
+
+
+class SamoTorch(Samo):
+    """Kept values as parameters, with torch's AdamW."""
+
+    types = {}  # noqa: RUF012
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), fused=True, **SETTINGS)
 
 
 class Lean(Samo):
-    """Compressed state of 8 bits."""
+    """bfloat16 values and state of 8 bits."""
 
-    options = {"state": "lean"}  # noqa: RUF012
+    types = {"grad_dtype": torch.bfloat16, "value_dtype": torch.bfloat16}  # noqa: RUF012
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return AdamW(self.model.parameters(), state="lean", **SETTINGS)
 
 
 class FlashOptim(Contender):
@@ -233,6 +248,7 @@ MAKERS: Final[dict[str, Callable[[nn.Module, Masks], Contender]]] = {
     "masked": Masked,
     "autocast": Autocast,
     "samo": Samo,
+    "samo-torch": SamoTorch,
     "lean": Lean,
     "flashoptim": FlashOptim,
     "flashoptim-release": FlashOptimRelease,
@@ -245,6 +261,7 @@ BYTES: Final = {
     "masked": 21,
     "autocast": 18,
     "samo": 6,
+    "samo-torch": 6,
     "lean": 5,
     "flashoptim": 8,
     "flashoptim-release": 6,

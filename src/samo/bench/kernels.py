@@ -8,7 +8,7 @@ bandwidth of a copy that is measured in turns with it.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from samo import bitmap, kernels
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
 from samo.bench.settings import KernelsConfig
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
-from samo.compression import compress_
-from samo.leaves import parameters
+from samo.core.compress import compress_
+from samo.core.optim import AdamW
 from samo.mask import Mask
-from samo.masks import Masks
-from samo.optim import AdamW
+from samo.model_masks import Masks
 from samo.report.amounts import percent
 
 __all__ = []
@@ -29,8 +28,8 @@ __all__ = []
 NOTES: Final = (
     "N bfloat16 weights in one tensor, the fraction f kept at random. Times are medians of runs in turns, "
     "with the cache flushed before each.",
-    "Floor: the bytes that must move (compress and expand 2N + N/8 + 2fN, 2fN more to add or to widen; "
-    "update 2(2N + N/8 + 2fN) + 26fN, lean 12fN instead of 26fN; dense update 40N) at the bandwidth of "
+    "Floor: the bytes that must move (compress 2N + N/8 + 2fN, 2fN more to fp32 and to expand from it; "
+    "update 2N + N/8 + 26fN, lean 12fN instead of 26fN; dense update 40N) at the bandwidth of "
     "the copy.",
     "The dense update is torch's fused AdamW on an fp32 master: widen the gradient, step, round the weight.",
     "Linear: time per weight, over that at the largest size.",
@@ -48,21 +47,19 @@ def floor_bytes(operation: str, numel: int, kept: int) -> int:
     Example:
         >>> from samo.bench.kernels import floor_bytes
         >>> [floor_bytes(name, 800, 80) for name in ("copy", "compress", "update, exact")]
-        [3200, 1860, 5800]
+        [3200, 1860, 3780]
     """
-    # Dense 16-bit values, the mask's bits and 16-bit kept values, each once.
-    once = 2 * numel + numel // 8 + 2 * kept
+    once = 2 * numel + numel // 8  # a dense 16-bit tensor and the mask's bits
     return {
         _COPY: 4 * numel,
-        "compress": once,
-        "compress, add": once + 2 * kept,  # what was there is read as well
-        "compress, to fp32": once + 2 * kept,
-        "expand": once,
-        # Gather the old values, update them, scatter the new ones. Per kept weight the update reads
-        # 2 bytes of gradient, and reads and writes 2 of value, 2 of remainder and 8 of moments.
-        "update, exact": 2 * once + 26 * kept,
-        # Here a byte of correction and two of moments; scales are not counted.
-        "update, lean": 2 * once + 12 * kept,
+        "compress": once + 2 * kept,
+        "compress, to fp32": once + 4 * kept,
+        "expand": once + 4 * kept,
+        # Per kept weight the update reads 2 bytes of gradient, and reads and writes 4 of value and 8
+        # of moments; then the dense copy is written.
+        "update, exact": once + 26 * kept,
+        # Here 2 bytes of value, one of correction and two of moments; scales are not counted.
+        "update, lean": once + 12 * kept,
         # Gradient 2 to 4, then 4 in, master 4 in and out, moments 8 in and out; master 4 to weight 2.
         _DENSE: 40 * numel,
     }[operation]
@@ -149,15 +146,15 @@ class Problem:
         return {
             _COPY: functools.partial(target.copy_, source),
             "compress": lambda: chosen.compress_(source, mask, out_Z),
-            "compress, add": lambda: chosen.compress_(source, mask, out_Z, add=True),
             "compress, to fp32": lambda: chosen.compress_(source, mask, wide_Z),
-            "expand": lambda: chosen.expand_(self.grad_Z, mask, target),
+            "expand": lambda: chosen.expand_(wide_Z, mask, target),
             "update, exact": self._exact,
         }
 
     def lean_update(self) -> Callable[[], object]:
         """Return the update with 8-bit state."""
-        return self._stepper(_OneWeight(_random(self.mask.numel, self.device)), state="lean")
+        model = _OneWeight(_random(self.mask.numel, self.device))
+        return self._stepper(model, value_dtype=torch.bfloat16)
 
     def dense_update(self) -> Callable[[], object]:
         """Return the update of dense mixed precision, from the 16-bit gradient to the 16-bit weight."""
@@ -173,12 +170,16 @@ class Problem:
 
         return step
 
-    def _stepper(self, model: nn.Module, **options: Any) -> Callable[[], object]:
+    def _stepper(
+        self, model: nn.Module, value_dtype: torch.dtype = torch.float32
+    ) -> Callable[[], object]:
         """Compress a model of this one weight and return the step of its optimizer."""
-        compress_(model, Masks({"weight": self.mask}))
-        (leaf,) = parameters(model)
-        leaf.grad = self.grad_Z
-        opt = AdamW([leaf], lr=_LR, **options)
+        bf16 = torch.bfloat16
+        compress_(model, Masks({"weight": self.mask}), grad_dtype=bf16, value_dtype=value_dtype)
+        (values,) = model.parameters()
+        _ = model.weight  # makes the dense copy
+        values.grad = self.grad_Z
+        opt = AdamW([values], lr=_LR, state="lean" if value_dtype == bf16 else "exact")
         self._models.append(model)  # an optimizer does not hold the weights it updates
         return opt.step
 
@@ -262,7 +263,7 @@ def _power(numel: int) -> str:
 
 
 def _order(name: str) -> int:
-    names = (_COPY, "compress", "compress, add", "compress, to fp32", "expand", "update, exact")
+    names = (_COPY, "compress", "compress, to fp32", "expand", "update, exact")
     return [*names, "update, lean", _DENSE].index(name)
 
 

@@ -18,6 +18,7 @@ CONTENDERS: Final = (
     "masked",
     "autocast",
     "samo",
+    "samo-torch",
     "lean",
     "flashoptim",
     "flashoptim-release",
@@ -71,6 +72,8 @@ class StepConfig(BenchConfig):
     """Tokens the model knows."""
     sparsity: float = 0.9
     """Fraction of the weights that is pruned, in every matrix that is pruned by default."""
+    checkpointed: bool = True
+    """Compute the activations of blocks again in backward instead of storing them."""
     only: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Contenders to measure, with commas or spaces between; all if nothing is said."""
 

@@ -91,6 +91,7 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
             "batch_size": batch,
             "context": shape.context,
             "sparsity": config.sparsity,
+            "checkpointed": shape.is_checkpointed,
             "dtype": "bfloat16",
             "order": how,
         }
@@ -267,7 +268,7 @@ def gpt_config(config: StepConfig, device: torch.device) -> GPTConfig:
         num_heads=shape.num_heads,
         context=config.context,
         vocab_size=config.vocab_size,
-        is_checkpointed=True,
+        is_checkpointed=config.checkpointed,
     )
 
 

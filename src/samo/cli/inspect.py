@@ -129,7 +129,7 @@ def _run(path: Path) -> _Found:
 
 def _checkpoint(path: Path, *, verify: bool) -> tuple[_Found, list[Table]]:
     from samo import checkpoints
-    from samo.masks import Masks
+    from samo.model_masks import Masks
 
     manifest = checkpoints.verify(path) if verify else checkpoints.read_manifest(path)
     found = _Found()
@@ -163,7 +163,7 @@ def _check_no_text(path: Path) -> None:
 
 
 def _masks(path: Path) -> tuple[_Found, list[Table]]:
-    from samo.masks import Masks
+    from samo.model_masks import Masks
 
     masks = Masks.load(path)
     found = _Found()

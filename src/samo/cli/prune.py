@@ -11,8 +11,8 @@ from samo.cli import Prune
 from samo.cli.tables import mask_records, mask_table
 from samo.config import resolve_sparsity
 from samo.errors import ConfigError, MaskError
-from samo.masks import Masks
 from samo.model_folders import open_model
+from samo.model_masks import Masks
 from samo.pruning.choosing import prune
 
 __all__ = []

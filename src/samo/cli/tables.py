@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.report.amounts import count, percent, plain
 
 __all__ = []

@@ -85,7 +85,7 @@ def _train(command: Train, config: TrainConfig, console: Console, display: Displ
     name, runs = config.data.train[0].stem, Path("runs")
     before = restarted_folder(command.out, runs, name) if is_restarted() else None
     out = command.out or before or free_folder(runs, name)
-    text = ranks.told("the run folder", json.dumps([str(out), before is not None]))
+    text = ranks.texts("the run folder", json.dumps([str(out), before is not None]))[0]
     chosen, goes_on = json.loads(text)
     if goes_on:
         recorded = RunFolder.find(Path(chosen)).config()

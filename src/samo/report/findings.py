@@ -207,11 +207,11 @@ def dense_kinds(run: Run) -> dict[Kind, int]:
     }
     if run.dtype not in sizes:
         return {}
-    weights, gradients, rest = (size * count for size in sizes[run.dtype])
-    moments = state.dense_bytes - weights - gradients - rest
+    dense, gradients, values = (size * count for size in sizes[run.dtype])
+    moments = state.dense_bytes - dense - gradients - values
     if moments < 0 or moments % (4 * count):
         return {}  # something is frozen: the run knows the sum, not its parts
-    return {"weights": weights, "gradients": gradients, "rest": rest, "moments": moments}
+    return {"dense": dense, "values": values, "gradients": gradients, "moments": moments}
 
 
 def paper_kinds(run: Run) -> dict[Kind, int]:
@@ -225,10 +225,10 @@ def paper_kinds(run: Run) -> dict[Kind, int]:
         return {}
     kept, unpruned = prune.kept, count - prune.numel
     kinds: dict[Kind, int] = {
-        "weights": 2 * count,
+        "dense": 2 * count,
         "bitmap": 4 * kept,
+        "values": 6 * kept + 4 * unpruned,
         "gradients": 6 * (kept + unpruned),
-        "rest": 6 * kept + 4 * unpruned,
         "moments": 8 * (kept + unpruned),
     }
     return kinds if sum(kinds.values()) == state.paper_bytes else {}

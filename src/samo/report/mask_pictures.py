@@ -26,7 +26,7 @@ from samo.report.theme import LIGHT, new_figure, place
 
 if TYPE_CHECKING:
     from samo.mask import Mask
-    from samo.masks import Masks
+    from samo.model_masks import Masks
 
 __all__ = []
 
@@ -88,7 +88,7 @@ def read_masks(run: Path) -> MaskView | str:
     found = [path for path in (run / name for name in _PLACES) if path.exists()]
     if not found:
         return "there is no checkpoint"
-    from samo.masks import Masks
+    from samo.model_masks import Masks
 
     reasons = []
     for path in found:

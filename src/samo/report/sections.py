@@ -299,8 +299,8 @@ def settings(shown: Sequence[Entry]) -> Iterable[str]:
 def method(shown: Sequence[Entry]) -> Iterable[str]:
     """Say how the numbers came about."""
     notes = [
-        "Memory is model state: weights, masks, gradients, remainder or master, and moments, counted by "
-        "the ledger on the tensors that are held. Activations are not counted. MB and GB are 10^6 and "
+        "Memory is model state: dense weights, masks, values, gradients and moments, counted by the "
+        "ledger on the tensors that are held. Activations are not counted. MB and GB are 10^6 and "
         "10^9 bytes.",
         "Dense training is arithmetic: 20 bytes a parameter for 16-bit weights with Adam (weights and "
         "gradients in 16 and in 32 bit, two fp32 moments), 16 bytes for float32.",

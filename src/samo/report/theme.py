@@ -36,12 +36,14 @@ LIGHT: Final = {
     "run3": "#b35c8e",
     "run4": "#c98600",
     "run5": "#3d9fd6",
-    "weights": "#33445c",
+    "dense": "#33445c",
     "bitmap": "#d1495b",
     "gradients": "#62809e",
-    "rest": "#98b0c3",
+    "values": "#98b0c3",
     "moments": "#c3d1dc",
+    "corrections": "#c9b79c",
     "ages": "#8a7fa8",
+    "buckets": "#7fa88a",
     "whole": "#a9adb2",
     "accent": "#2f7fc1",
 }
@@ -57,24 +59,28 @@ DARK: Final = {
     "run3": "#e29cc4",
     "run4": "#f0b840",
     "run5": "#a3d8f7",
-    "weights": "#dbe6f0",
+    "dense": "#dbe6f0",
     "bitmap": "#f06a7c",
     "gradients": "#9db8d1",
-    "rest": "#6b87a2",
+    "values": "#6b87a2",
     "moments": "#465c73",
+    "corrections": "#8c7a5c",
     "ages": "#8f84b5",
+    "buckets": "#84b592",
     "whole": "#6a7077",
     "accent": "#4c9be0",
 }
 
 RUN_COLOURS: Final = 6
 KIND_NAMES: Final[dict[Kind, str]] = {
-    "weights": "weights",
+    "dense": "dense weights",
     "bitmap": "mask",
+    "values": "values",
     "gradients": "gradients",
-    "rest": "remainder or master",
     "moments": "moments",
+    "corrections": "corrections",
     "ages": "ages of entries",
+    "buckets": "buckets of DDP",
 }
 
 _RC: Final[dict[Any, Any]] = {

@@ -153,7 +153,7 @@ class Accounted(Event):
     paper_bytes: int | None
     """What the SAMO paper's formula gives; null without masks."""
     measured: dict[str, int]
-    """Measured bytes by kind: weights, bitmap, gradients, rest (remainder or master), moments."""
+    """Measured bytes by kind: dense (weights), bitmap, values, gradients, moments, corrections, ages."""
     predicted: dict[str, int]
     """Predicted bytes by kind."""
     rank_bytes: list[int]
@@ -168,7 +168,7 @@ class AccountedAgain(Accounted):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged(Event):
-    """What a rank has sent and received since the run was started or resumed; on many ranks only."""
+    """What a rank has sent since the run was started or resumed; on many ranks only."""
 
     rank: int
     """Which one."""
@@ -176,14 +176,10 @@ class Exchanged(Event):
     """Its place on the axis pipe."""
     replica: int
     """Its place on the axis data."""
-    sent: dict[str, int]
-    """Bytes sent by kind: gradients, values, flags, norm, start; activations between stages."""
-    received: dict[str, int]
-    """Bytes received by kind."""
-    in_flight_s: float
-    """Seconds in which at least one reduction was under way."""
-    exposed_s: float
-    """Seconds in which this rank did nothing but wait for one."""
+    gradient_bytes: int
+    """Bytes of gradients that this rank has added up with other replicas, in the type they are sent in."""
+    activation_bytes: int
+    """Bytes sent to neighbouring stages; torch's own schedules do not count them."""
     memory_bytes: int
     """As of a step, of this rank."""
 

@@ -10,25 +10,24 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from samo.compression import compress_
 from samo.config import OptimConfig
+from samo.core.compress import compress_
+from samo.core.groups import param_groups
+from samo.core.optim import AdamW
+from samo.core.ranks import compare_masks
 from samo.data.batches import Batch
 from samo.errors import MaskError, nearest
-from samo.leaves import param_groups
-from samo.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.memory.predict import TensorSpec, paper_bytes
-from samo.optim import AdamW, lr_scale
-from samo.parallel.clipping import clip_grad_norm_
-from samo.parallel.dense import add_up_gradients, broadcast_weights
-from samo.parallel.replicas import Replicas, no_sync, replicate
-from samo.parallel.traffic import KINDS
+from samo.model_masks import Masks
 from samo.pipeline.api import Pipeline
-from samo.scaling import LossScaler
 from samo.training.events import Phase
-from samo.training.ranks import HEARTBEAT_S, Ranks
+from samo.training.ranks import Ranks
 from samo.training.stages import Stages
 
 __all__ = []
@@ -37,16 +36,16 @@ __all__ = []
 class Learner:
     """Learns from batches; knows nothing of steps, files or schedules.
 
-    On many ranks each learns from its part of a batch, and all take the same step.
+    On many ranks each learns from its part of a batch, and all take the same step: stages by their
+    pipeline, replicas of a whole model by torch's DistributedDataParallel.
 
     Args:
         model: The model.
         optim: Settings of the optimizer.
         dtype: Type to compute in.
-        fp32_gradients: Whether 16-bit gradients are added up in float32.
+        fp32_gradients: Whether gradients of a bfloat16 model are kept, and sent, in float32.
         entry_steps: Whether weights may be kept anew: then the updates of each are counted.
         ranks: Who learns together; one process alone if nothing is said.
-        is_sharded: Whether replicas divide compressed state.
         stages: Where ``model`` is one stage of a larger one: all of them.
     """
 
@@ -59,56 +58,49 @@ class Learner:
         fp32_gradients: bool = False,
         entry_steps: bool = False,
         ranks: Ranks | None = None,
-        is_sharded: bool = False,
         stages: Stages | None = None,
     ) -> None:
         self.model = model
         self.stages = stages
         self.ranks = ranks or Ranks()
-        self.replicas: Replicas | None = None
-        self._is_sharded = is_sharded
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
         self.device = next(model.parameters()).device
+        # Dense parameters of the whole model.
+        self.num_params = sum(param.numel() for param in model.parameters())
+        if stages is not None:
+            self.num_params = stages.num_params
         self.dtype, self._optim = dtype, optim
         assert not isinstance(optim.density_power, str), "settings are resolved first"
         self._density_power = optim.density_power
-        self._grad_dtype = torch.float32 if fp32_gradients else None
+        is_narrow = dtype == torch.bfloat16 and not fp32_gradients
+        # Between ranks torch takes gradients of the values' type alone.
+        self._grad_dtype = torch.bfloat16 if is_narrow and self.ranks.size == 1 else None
         self._entry_steps = entry_steps
-        self.dense_skipped = 0
+        self.skipped_before = 0  # skipped steps that this optimizer has not counted
         self._pruned: list[tuple[Tensor, Tensor]] = []  # masked: weights, and where they are 0
         self._lr_scales: dict[int, float] = {}  # masked: of weights, by id
-        self._gradient_bytes = 0  # of the last dense step, measured before they are freed
-        params = list(model.parameters())
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": optim.weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
-            groups, betas=optim.betas, eps=optim.eps, fused=True
+            self._groups(), betas=optim.betas, eps=optim.eps, fused=True
         )
-        self.scaler: LossScaler | torch.amp.GradScaler | None = None
+        self._rates = [group["lr"] for group in self.opt.param_groups]
+        self.scaler: torch.amp.GradScaler | None = None
         if dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        if self.ranks.data is not None:
-            broadcast_weights(self.ranks.data, model)
+        self._replicas: DistributedDataParallel | None = None
+        self._sends_narrow = is_narrow and stages is None
+        self._sent_bytes = 0  # gradients that replicas have added up
+        self._wrap(is_first=True)
 
     @property
     def whole(self) -> nn.Module | Pipeline:
-        """The model, or the pipeline whose stage it is: what checkpoints and clipping are about."""
+        """The model, or the pipeline whose stage it is: what checkpoints are about."""
         return self.model if self.stages is None else self.stages.pipeline
-
-    @property
-    def num_params(self) -> int:
-        """Dense parameters of the whole model."""
-        if self.stages is not None:
-            return self.stages.num_params
-        return sum(param.numel() for param in self.model.parameters())
 
     @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing, because a gradient was not finite; waits for the device."""
-        return self.dense_skipped + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
+        return self.skipped_before + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
 
     def check_names(self, masks: Masks) -> None:
         """Refuse masks of weights that no stage has.
@@ -134,7 +126,8 @@ class Learner:
         Raises:
             MaskError: Another rank has other masks.
         """
-        self._check_masks(masks)
+        if self.ranks.data is not None:
+            compare_masks(masks, self.ranks.data)
         self.masks = masks
         self.phase = phase
         if phase == "masked":
@@ -142,78 +135,99 @@ class Learner:
             self._pruned = [(parameters_of[name], ~mask.to_bool()) for name, mask in masks.items()]
             self._zero_pruned()
             self._lr_scales = {
-                id(parameters_of[name]): lr_scale(mask, self._density_power)
+                id(parameters_of[name]): (mask.kept / mask.numel) ** self._density_power
                 for name, mask in masks.items()
             }
             return
         dense = self.opt
-        compress_(self.model, masks, dtype=self.dtype, grad_dtype=self._grad_dtype)
-        if self.ranks.mesh is not None and self.ranks.num_replicas > 1:
-            self.replicas = replicate(
-                self.model,
-                self.ranks.mesh["data"],
-                shard="state" if self._is_sharded else None,
-                average=False,  # losses are divided by the tokens of all ranks
-                timeout_s=self.ranks.timeout_s,
-                heartbeat_s=HEARTBEAT_S,
-            )
+        dense.zero_grad()
+        is_lean = self._optim.state == "lean" and self.dtype == torch.bfloat16
+        self._replicas = None
+        compress_(
+            self.model,
+            masks,
+            dtype=self.dtype,
+            grad_dtype=self._grad_dtype,
+            value_dtype=torch.bfloat16 if is_lean else None,
+        )
         self.opt = AdamW(
-            param_groups(self.model, self._optim.weight_decay),
+            self._groups(),
             betas=self._optim.betas,
             eps=self._optim.eps,
             state=self._optim.state,
             entry_steps=self._entry_steps,
-            density_power=self._density_power,
         )
         self.opt.carry_over(dense)
-        if isinstance(self.scaler, torch.amp.GradScaler):
-            scale, good_steps = self.scaler.get_scale(), self.scaler._get_growth_tracker()
-            self.scaler = LossScaler(self.model)
-            self.scaler.load_state_dict({"scale": scale, "good_steps": good_steps})
+        self._rates = [group["lr"] for group in self.opt.param_groups]
+        self._wrap()
 
     def backward(self, batches: Iterable[Batch]) -> Tensor:
         """Add up the gradients of some batches and return the loss, both for each real token.
 
         All tokens of a step weigh the same, however they are spread over its batches.
         """
+        self.opt.zero_grad()
         batches = list(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
         losses = []
         for left, batch in zip(reversed(range(len(batches))), batches):
             losses.append(self._pass(batch, num_tokens, is_last=left == 0))
-        if self.phase != "samo" and self.ranks.data is not None:
-            add_up_gradients(self.ranks.data, self.model.parameters())
         return torch.stack(losses).sum()
 
     def _pass(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
         """Compute forward and backward of one batch, and return its part of the loss."""
-        if self.stages is None:
-            with self._adding_up(is_last=is_last):
-                loss = self._loss_sum(batch) / num_tokens
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            return loss.detach()
-        scale: Tensor | float = 1.0
-        if self.scaler is not None:
-            scale = self.scaler.scale(torch.ones((), device=self.device))
-        with self._autocast():
-            return self.stages.backward(batch, num_tokens / scale, is_last=is_last) / scale
+        if self.stages is not None:
+            with self._autocast():
+                return self.stages.backward(batch, num_tokens, self.scaler, is_last=is_last)
+        with self._adding_up(is_last=is_last):
+            loss = self._loss_sum(batch, self._replicas or self.model) / num_tokens
+            # Losses are divided by the tokens of all replicas, whose gradients torch averages.
+            whole = loss if self._replicas is None else loss * self.ranks.num_replicas
+            (whole if self.scaler is None else self.scaler.scale(whole)).backward()
+        return loss.detach()
 
     def whole_loss(self, loss: Tensor) -> float:
         """Return the loss of a whole batch, of which `backward` has returned this rank's part."""
         return float(self.ranks.add_up(loss.double(), "the loss"))
 
     def step(self, lr: float) -> Tensor:
-        """Clip the gradient, update the weights, and return the norm before clipping."""
-        for group in self.opt.param_groups:
-            group["lr"] = lr
-        if self.phase == "samo":
-            norm = clip_grad_norm_(self.whole, self._max_norm)
+        """Clip the gradient, update the weights, and return the norm before clipping.
+
+        Gradients stay until the next pass, so that they can be accounted for.
+        """
+        for group, rate in zip(self.opt.param_groups, self._rates):
+            group["lr"] = lr * rate
+        if self.ranks.num_replicas > 1:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self._sent_bytes += sum(
+                grad.numel() * (2 if self._sends_narrow else grad.itemsize) for grad in gradients
+            )
+        if self.scaler is not None:
+            self.scaler.unscale_(self.opt)
+        for param, pruned in self._pruned:
+            if param.grad is not None:
+                param.grad.masked_fill_(pruned, 0)
+        max_norm = self._optim.clip or float("inf")
+        if self.stages is None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        else:
+            norm = self.stages.pipeline.clip_grad_norm_(max_norm)
+        with self._own_rates():
+            self._update(norm)
+        self._zero_pruned()
+        return norm
+
+    def _update(self, norm: Tensor) -> None:
+        """Take a step of the optimizer, unless the gradient is not finite; samo's finds out by itself."""
+        if self.scaler is not None:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.opt)
+            self.scaler.update()
+            self.skipped_before += self.scaler.get_scale() < before
+        elif self.phase == "samo" or norm.isfinite():
             self.opt.step()
         else:
-            with self._own_rates():
-                norm = self._dense_step()
-        self.opt.zero_grad()
-        return norm
+            self.skipped_before += 1
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -222,7 +236,7 @@ class Learner:
         total, num_tokens = 0.0, 0
         for batch in batches:
             if len(batch.inputs_BT):  # the last batch may be too small for all ranks
-                total += float(self._loss_sum(batch))
+                total += float(self._loss_sum(batch, self.model))
             num_tokens += batch.num_tokens
         self.model.train()
         whole = self.ranks.add_up(
@@ -231,31 +245,24 @@ class Learner:
         return float(whole) / num_tokens
 
     def remapped(self, masks: Masks) -> None:
-        """Learn that the masks of the compressed model have changed, here and on all ranks.
+        """Learn that the masks of the compressed model have changed, here and on all ranks."""
+        before, self.masks = self.masks, masks
+        assert before is not None
+        if all(mask.kept == before[name].kept for name, mask in masks.items()):
+            return
+        groups = self._groups()  # rates follow what is kept
+        self.opt.param_groups.clear()
+        for group in groups:
+            self.opt.add_param_group(group)
+        self._rates = [group["lr"] for group in groups]
+        self._wrap()
 
-        Raises:
-            MaskError: Another rank has other masks.
-        """
-        self.masks = masks
-        if self.replicas is not None:
-            self.replicas.rebuild()
-
-    def traffic(self) -> dict[str, Any] | None:
-        """Return what this rank has sent and received, as `samo.training.events.Exchanged` names it."""
+    def traffic(self) -> dict[str, int] | None:
+        """Return what this rank has sent, as `samo.training.events.Exchanged` names it."""
         if self.ranks.size == 1:
             return None
-        groups = self.ranks.groups
-        if self.replicas is not None:
-            groups.append(self.replicas.team.group)
-        counts = [group.meter.read() for group in groups]
-        both = {kind: sum(getattr(c, kind).sent_bytes for c in counts) for kind in KINDS}
-        sent, received = (0, 0) if self.stages is None else self.stages.pipeline.exchanged_bytes
-        return {
-            "sent": {**both, "activations": sent},
-            "received": {**both, "activations": received},
-            "in_flight_s": sum(count.in_flight_s for count in counts),
-            "exposed_s": sum(count.exposed_s for count in counts),
-        }
+        sent = 0 if self.stages is None else self.stages.pipeline.exchanged_bytes[0]
+        return {"gradient_bytes": self._sent_bytes, "activation_bytes": sent}
 
     def close(self) -> None:
         """End the links between stages; there is nothing more to learn."""
@@ -282,18 +289,17 @@ class Learner:
             }
         params = list(self.model.parameters())
         count = sum(param.numel() for param in params)
-        moments = sum(
-            value.nbytes
-            for state in self.opt.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0
-        )
         measured = {
-            "weights": sum(param.nbytes for param in params),
-            "gradients": self._gradient_bytes,
-            "moments": moments,
+            "dense": sum(param.nbytes for param in params),
+            "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
+            "moments": sum(
+                value.nbytes
+                for state in self.opt.state.values()
+                for value in state.values()
+                if isinstance(value, Tensor) and value.dim() > 0
+            ),
         }
-        predicted = {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count}
+        predicted = {"dense": 4 * count, "gradients": 4 * count, "moments": 8 * count}
         if self.masks is not None:
             measured["bitmap"] = sum(pruned.nbytes for _, pruned in self._pruned)
             predicted["bitmap"] = self.masks.numel  # a byte each, as people do it
@@ -316,14 +322,37 @@ class Learner:
             for n, p in self.model.named_parameters()
         )
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return groups whose rates are what the learning rate of a step is multiplied by."""
+        return param_groups(
+            self.model,
+            lr=1.0,
+            weight_decay=self._optim.weight_decay,
+            density_power=self._density_power,
+        )
+
+    def _wrap(self, *, is_first: bool = False) -> None:
+        """Let replicas add up gradients of the parameters as they are now."""
+        self._replicas = None  # which holds on to the old ones
+        if self.ranks.data is None or self.stages is not None:
+            return
+        self._replicas = DistributedDataParallel(
+            self.model,
+            process_group=self.ranks.data,
+            gradient_as_bucket_view=True,
+            init_sync=is_first,
+        )
+        if self._sends_narrow:
+            self._replicas.register_comm_hook(self.ranks.data, _send_narrow)
+
+    def _loss_sum(self, batch: Batch, model: nn.Module) -> Tensor:
         if self.stages is not None:
             with self._autocast():
                 return self.stages.loss_sum(batch)
         inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
         targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
         with self._autocast():
-            loss: Tensor = self.model(inputs_BT, targets_BT, reduction="sum")
+            loss: Tensor = model(inputs_BT, targets_BT, reduction="sum")
         return loss
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -333,35 +362,9 @@ class Learner:
         is_kept = self.stages is None
         return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_kept)
 
-    def _dense_step(self) -> Tensor:
-        self._gradient_bytes = sum(
-            param.grad.nbytes for param in self.model.parameters() if param.grad is not None
-        )
-        scaler = self.scaler
-        if isinstance(scaler, torch.amp.GradScaler):
-            scaler.unscale_(self.opt)
-        for param, pruned in self._pruned:
-            if param.grad is not None:
-                param.grad.masked_fill_(pruned, 0)
-        if self.stages is None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
-        else:
-            norm = clip_grad_norm_(self.whole, self._max_norm)
-        if isinstance(scaler, torch.amp.GradScaler):
-            before = scaler.get_scale()
-            scaler.step(self.opt)
-            scaler.update()
-            self.dense_skipped += scaler.get_scale() < before
-        elif norm.isfinite():
-            self.opt.step()
-        else:
-            self.dense_skipped += 1
-        self._zero_pruned()
-        return norm
-
     @contextlib.contextmanager
     def _own_rates(self) -> Iterator[None]:
-        """Let masked weights have rates of their own for a step, as `samo.AdamW` gives each weight one."""
+        """Let masked weights have rates of their own for a step, as `samo.param_groups` gives them."""
         if not self._lr_scales:
             yield
             return
@@ -385,25 +388,19 @@ class Learner:
         for param, pruned in self._pruned:
             param.masked_fill_(pruned, 0)
 
-    @property
-    def _max_norm(self) -> float:
-        return self._optim.clip or float("inf")
-
     def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """Keep gradients on their rank until those of the last batch of a step have come."""
-        if self.replicas is None or is_last:
+        if self._replicas is None or is_last:
             return contextlib.nullcontext()
-        return no_sync(self.model)
+        return self._replicas.no_sync()
 
-    def _check_masks(self, masks: Masks) -> None:
-        prints = self.ranks.texts("the fingerprints of the masks", masks.fingerprint())
-        for rank, found in enumerate(prints):
-            first = rank - rank % self.ranks.num_replicas  # of its stage
-            if found != prints[first]:
-                raise MaskError(
-                    f"the masks that rank {rank} has drawn are not those of rank {first}, though their "
-                    "weights should be the same; start again from the last checkpoint"
-                )
+
+def _send_narrow(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Add up gradients in bfloat16: torch's own hook, which it refuses by name without NCCL."""
+    return bf16_compress_hook(group, bucket)
 
 
 def _sum(parts: Iterable[dict[Any, int]]) -> dict[str, int]:

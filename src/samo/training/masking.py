@@ -20,7 +20,7 @@ from samo.dynamic.gradual import GradualPruning
 from samo.dynamic.sparse import DynamicSparse
 from samo.early_bird.bird import EarlyBird
 from samo.errors import CheckpointError, ConfigError
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.pruning.choosing import prune
 from samo.training import events
 from samo.training.learner import Learner

@@ -1,13 +1,14 @@
 """The ranks of a run: who this one is, and what all of them do together.
 
 A run on one process has a `Ranks` too, which does nothing but what it is given. What ranks must agree
-on goes over a group of its own, on the host: texts, errors, signals. Sums of losses and dense gradients
-go over the axis `data`.
+on goes over a group of its own, on the host: texts, errors, signals. Sums of losses go over the axis
+`data`, as gradients do.
 """
 
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from samo.config_mesh import MeshConfig, place
 from samo.errors import ConfigError, PeerError, SamoError, first_words
 from samo.parallel import mesh as meshes
-from samo.parallel.collectives import Group
+from samo.parallel.peers import Peers
 from samo.parallel.watch import Watch, place_in_code
 from samo.training.launches import end_with_launcher
 
@@ -47,8 +48,11 @@ class Ranks:
         self.timeout_s: Final = timeout_s
         self.rank = self.stage = self.replica = 0
         self.size = self.num_stages = self.num_replicas = 1
-        self._all: Group | None = None
-        self._data: Group | None = None
+        self.data: dist.ProcessGroup | None = (
+            None  # the replicas of this stage, if there are several
+        )
+        self._host: dist.ProcessGroup | None = None
+        self._peers: Peers | None = None
         self._has_joined = False
         self._watch: Watch | None = None
         if mesh is None:
@@ -56,12 +60,18 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_stages, self.num_replicas = mesh.size(0), mesh.size(1)
         self.stage, self.replica = divmod(self.rank, self.num_replicas)
+        timeout = timedelta(seconds=timeout_s)
         # On the host whatever the device: nobody waits for a GPU to learn of a signal.
-        host = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._all = Group(host, timeout_s=timeout_s, heartbeat_s=HEARTBEAT_S)
-        if self.num_replicas > 1:
-            self._data = Group(
-                mesh["data"].get_group(), timeout_s=timeout_s, heartbeat_s=HEARTBEAT_S
+        self._host = dist.new_group(backend="gloo", timeout=timeout)
+        key = f"samo/{self._host.group_name}"
+        self._peers = Peers(_get_default_store(), key, self.rank, range(self.size), HEARTBEAT_S)
+        if self.num_replicas > 1:  # those of a mesh wait for half an hour
+            axis = mesh["data"].get_group()
+            self.data = dist.new_group(
+                dist.get_process_group_ranks(axis),
+                timeout=timeout,
+                backend=dist.get_backend(axis),
+                use_local_synchronization=True,
             )
 
     @classmethod
@@ -140,7 +150,7 @@ class Ranks:
 
     def blame(self, error: RuntimeError) -> PeerError | None:
         """Return who is behind an error of a backend, which names nobody; None if all ranks are alive."""
-        found = None if self._all is None else self._all.peers.stopped()
+        found = None if self._peers is None else self._peers.stopped()
         if found is None:
             return None
         said = first_words(error)
@@ -157,8 +167,8 @@ class Ranks:
         blamed = self._blamed()
         if blamed is not None and error.ranks != (blamed,):
             error = PeerError(f"rank {blamed} fell, and because of it: {error}", (blamed,))
-        elif " stopped (" not in str(error) and self._all is not None:
-            found = self._all.peers.stopped()
+        elif " stopped (" not in str(error) and self._peers is not None:
+            found = self._peers.stopped()
             if found is not None and found[0] != error.ranks:
                 error = PeerError(f"{found[1]}, and because of it: {error}", found[0])
         if self.num_stages == 1 or error.stage is not None or not error.ranks:
@@ -221,15 +231,12 @@ class Ranks:
             result = do()
         except SamoError as error:
             failure = error
-        if self._all is not None:
-            said = self._all.exchange("" if failure is None else f"!{failure}", what=what)
-            others = [rank for rank, text in enumerate(said) if text and rank != self.rank]
-            if failure is None and others:
-                raise PeerError(
-                    f"rank {others[0]} stopped: {said[others[0]][1:]}", tuple(others[:1])
-                )
+        said = self.texts(what, "" if failure is None else f"!{failure}")
         if failure is not None:
             raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise PeerError(f"rank {rank} stopped: {text[1:]}", (rank,))
         return result  # type: ignore[return-value]
 
     def first(self, what: str, do: Callable[[], Result]) -> Result | None:
@@ -244,18 +251,18 @@ class Ranks:
     def first_then_others(self, what: str, do: Callable[[], Result]) -> Result:
         """Do something on the first rank, and on the others once it is done."""
         result = self.first(what, do)
-        if self._all is None:
+        if self.size == 1:
             assert result is not None
             return result
         return self.together(what, lambda: do() if result is None else result)
 
-    def told(self, what: str, text: str) -> str:
-        """Return the text of the first rank."""
-        return text if self._all is None else self._all.exchange(text, what=what)[0]
-
     def texts(self, what: str, text: str) -> list[str]:
         """Return the texts of all ranks, in their order."""
-        return [text] if self._all is None else self._all.exchange(text, what=what)
+        texts = [text] * self.size
+        if self._host is not None:
+            with self._waiting(what):
+                dist.all_gather_object(texts, text, group=self._host)
+        return texts
 
     def check_same(self, what: str, values: object) -> None:
         """Refuse ranks that were started differently.
@@ -272,29 +279,30 @@ class Ranks:
 
     def common_signal(self, number: int | None) -> int | None:
         """Return the signal that any rank got: all end after the same step."""
-        if self._all is None:
+        if self._host is None:
             return number
-        highest = torch.tensor([number or 0])
-        self._all.all_reduce(
-            highest, op=dist.ReduceOp.MAX, kind="flags", what="whether the run goes on"
-        ).wait()
+        highest = torch.tensor(number or 0)
+        with self._waiting("whether the run goes on"):
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._host)
         return int(highest) or None
 
     def add_up(self, tensor: Tensor, what: str) -> Tensor:
         """Sum a tensor over the replicas, in place."""
-        if self._data is not None:
-            self._data.all_reduce(tensor, kind="flags", what=what).wait()
+        if self.data is not None:
+            with self._waiting(what):
+                dist.all_reduce(tensor, group=self.data)
         return tensor
 
-    @property
-    def data(self) -> Group | None:
-        """The replicas of this stage; None if there is one."""
-        return self._data
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups whose traffic is this run's own."""
-        return [group for group in (self._all, self._data) if group is not None]
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Turn a failure of a backend into a `PeerError` that names who did not come, and for what."""
+        assert self._peers is not None
+        self._peers.operations.add()
+        begun = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._peers.error(what, time.perf_counter() - begun, error) from error
 
 
 def _watch(store: Any, settings: MeshConfig, num_ranks: int) -> Watch:

@@ -16,8 +16,8 @@ from samo.data.batches import Batch, Batches, validation_batches
 from samo.environment import memory_in_use
 from samo.errors import CheckpointError, RunError, SamoError
 from samo.generation import generate
-from samo.masks import Masks
 from samo.memory.ledger import Ledger
+from samo.model_masks import Masks
 from samo.training import events, snapshot
 from samo.training.accounts import accounted
 from samo.training.events import Event, Listener
@@ -274,7 +274,7 @@ class Run:
             )
 
     def tell_traffic(self) -> None:
-        """Write what this rank has sent and received, if there are others."""
+        """Write what this rank has sent, if there are others."""
         traffic = self.learner.traffic()
         if traffic is not None:
             self.tell(

@@ -13,7 +13,7 @@ from samo.checkpoints.loading import load
 from samo.checkpoints.saving import save
 from samo.errors import CheckpointError
 from samo.mask import Mask
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.shapes import GPTConfig
 from samo.training.events import Phase
 from samo.training.learner import Learner
@@ -39,7 +39,7 @@ class Progress:
     metrics_bytes: int = 0
     phase: Phase = "dense"
     accounted: Phase | None = None
-    dense_skipped: int = 0
+    skipped_steps: int = 0
 
 
 def write(
@@ -57,7 +57,7 @@ def write(
         CheckpointError: It could not be written; what was there before still is.
     """
     progress.phase = learner.phase
-    progress.dense_skipped = learner.dense_skipped
+    progress.skipped_steps = learner.skipped_steps
     extra: dict[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "model": dataclasses.asdict(shape),
@@ -98,7 +98,7 @@ def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
     if progress.phase == "masked":
         learner.prune(_masks_in(extra, learner), "masked")
     masking.load_state_dict(extra)
-    learner.dense_skipped = progress.dense_skipped
+    learner.skipped_before += progress.skipped_steps - learner.skipped_steps
     _set_random_states(extra)
     return progress
 

@@ -49,7 +49,8 @@ class Stages:
         self.names: Final = [name for name, _ in whole.named_parameters()]
         self.num_params: Final = sum(param.numel() for param in whole.parameters())
         self._rows: Final = _rows(config, ranks)
-        self._divisor: Tensor | float = 1.0
+        self._divisor = 1.0
+        self._num_replicas: Final = ranks.num_replicas
         self.pipeline: Final = Pipeline(
             whole,
             self._loss,
@@ -63,10 +64,23 @@ class Stages:
             timeout_s=ranks.timeout_s,
         )
 
-    def backward(self, batch: Batch, divisor: Tensor | float, *, is_last: bool) -> Tensor:
-        """Compute forward and backward of a batch, and return the sum of its losses, divided."""
-        self._divisor = divisor
-        return self.pipeline.step(batch.inputs_BT, target=batch.targets_BT, is_last=is_last)
+    def backward(
+        self,
+        batch: Batch,
+        num_tokens: int,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        is_last: bool,
+    ) -> Tensor:
+        """Compute forward and backward of a batch, and return its part of the loss for each token.
+
+        Losses are divided by the tokens of all replicas, whose gradients the pipeline averages.
+        """
+        self._divisor = num_tokens / self._num_replicas
+        loss = self.pipeline.step(
+            batch.inputs_BT, target=batch.targets_BT, is_last=is_last, scaler=scaler
+        )
+        return loss / self._num_replicas
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch, which may have fewer rows than others."""

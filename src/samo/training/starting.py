@@ -38,7 +38,6 @@ CHANGEABLE: Final = frozenset(
         "data.valid",
         "mesh.pipe",
         "mesh.data",
-        "mesh.shard",
         "mesh.micro_batches",
         "mesh.pipe_schedule",
         "mesh.timeout_s",
@@ -131,7 +130,6 @@ def new_learner(
         fp32_gradients=config.run.fp32_gradients,
         entry_steps=config.prune.method in MOVING,
         ranks=ranks,
-        is_sharded=config.mesh.shard == "state",
         stages=stages,
     )
 
