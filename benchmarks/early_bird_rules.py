@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from samo.data.library import write_library_text
 from samo.early_bird.settling import Distance, Settling
-from samo.masks import Masks
+from samo.model_masks import Masks
 from samo.models import GPT
 from samo.pruning.choosing import prune
 from samo.shapes import SHAPES, GPTConfig

@@ -40,7 +40,8 @@ def validation_loss(
     torch.manual_seed(seed)
     model = GPT(GPTConfig(num_layers=2, width=96, num_heads=4, vocab_size=256, context=LENGTH))
     masks = samo.prune(model, 0.9, method="random")
-    samo.compress_(model, masks, dtype=torch.bfloat16)
+    values = torch.bfloat16 if state == "lean" else torch.float32
+    samo.compress_(model, masks, dtype=torch.bfloat16, value_dtype=values)
     groups = samo.param_groups(model, weight_decay=0.1)
     opt = samo.AdamW(groups, lr=LR, betas=(0.9, beta2), state=state)
     generator = torch.Generator().manual_seed(seed)
@@ -50,7 +51,7 @@ def validation_loss(
         tokens = draw(data[:cut], generator)
         opt.zero_grad()
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-        torch.nn.utils.clip_grad_norm_(samo.parameters(model), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():

@@ -30,7 +30,7 @@ def main() -> None:
 
     # 1. A short dense phase, with torch's own optimizer. A trained model would do as well.
     dense_opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train("dense ", model, list(model.parameters()), dense_opt, train_text, steps=100)
+    train("dense ", model, dense_opt, train_text, steps=100)
     print(f"dense   validation loss {validate(model, valid_text):.3f}")
     del dense_opt  # and with it the state of the weights that are pruned now
 
@@ -38,29 +38,27 @@ def main() -> None:
     masks = samo.prune(model, sparsity=0.9)
     print(masks)
 
-    # 3. Set the others to 0 for good. From here on gradients and moments exist for kept weights only.
+    # 3. From here on the parameters are the kept values; gradients and moments exist for those only.
     samo.compress_(model, masks)
     print(f"pruned  validation loss {validate(model, valid_text):.3f}")
 
-    # 4. Train on. The loop is the same; optimizer and clipping get the compressed leaves.
-    opt = samo.AdamW(samo.param_groups(model, weight_decay=0.1), lr=2e-3)
-    train("pruned", model, list(samo.parameters(model)), opt, train_text, steps=300)
+    # 4. Train on, with the same loop.
+    opt = samo.AdamW(samo.param_groups(model, lr=2e-3, weight_decay=0.1))
+    train("pruned", model, opt, train_text, steps=300)
     print(f"pruned  validation loss {validate(model, valid_text):.3f}")
 
     # 5. The account of every byte of model state, measured on the tensors that are there.
     print(samo.ledger(model, opt))
 
 
-def train(
-    title: str, model: GPT, parameters: list[Tensor], opt: Optimizer, text: Tensor, steps: int
-) -> None:
+def train(title: str, model: GPT, opt: Optimizer, text: Tensor, steps: int) -> None:
     """Run an ordinary training loop: forward, backward, clip, step."""
     schedule = CosineAnnealingLR(opt, steps)
     losses = []
     for step in range(1, steps + 1):
         loss = model(*draw_batch(text))
         loss.backward()
-        clip_grad_norm_(parameters, 1.0)
+        clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad()
         schedule.step()

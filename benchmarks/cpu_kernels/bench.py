@@ -19,7 +19,8 @@ from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose
 from samo.mask import Mask
 
 DENSITY = 0.1
-SETTINGS = AdamWSettings(1e-3, 0.9, 0.999, 1e-8, 0.1)
+LR, WEIGHT_DECAY = 1e-3, 0.1
+SETTINGS = AdamWSettings(0.9, 0.999, 1e-8)
 
 
 class Problem:
@@ -29,9 +30,9 @@ class Problem:
         keep = torch.rand(numel) < DENSITY
         self.mask = Mask.from_bool(keep)
         self.index = keep.nonzero().squeeze(1)
-        self.dense = torch.randn(numel) * keep
         self.source = torch.randn(numel)
         kept = self.mask.kept
+        self.values, self.dense = torch.randn(kept), torch.zeros(numel)
         self.out, self.grad = torch.empty(kept), torch.randn(kept)
         self.exp_avg, self.exp_avg_sq = torch.zeros(kept), torch.zeros(kept)
 
@@ -39,7 +40,18 @@ class Problem:
 def with_kernels(kernels: Kernels, problem: Problem) -> dict[str, Callable[[], object]]:
     """Return the three operations of an implementation of samo."""
     p = problem
-    update = AdamWUpdate(p.dense, p.mask, None, p.grad, p.exp_avg, p.exp_avg_sq, torch.zeros(()))
+    update = AdamWUpdate(
+        p.values,
+        None,
+        p.grad,
+        p.exp_avg,
+        p.exp_avg_sq,
+        torch.zeros(()),
+        LR,
+        WEIGHT_DECAY,
+        p.dense,
+        p.mask,
+    )
     return {
         "compress": lambda: kernels.compress_(p.source, p.mask, p.out),
         "expand": lambda: kernels.expand_(p.grad, p.mask, p.source),
@@ -58,14 +70,15 @@ def index_expand(values: Tensor, index: Tensor, dense: Tensor) -> None:
 
 
 def index_adamw(
-    dense: Tensor, index: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
+    values: Tensor, dense: Tensor, index: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
 ) -> None:
-    """Gather, update and scatter by index."""
-    lr, beta1, beta2, eps, weight_decay = SETTINGS
+    """Update, and scatter by index."""
+    beta1, beta2, eps = SETTINGS
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     change = exp_avg / (exp_avg_sq.sqrt() / 0.3 + eps)  # as if after some 100 steps
-    dense.index_copy_(0, index, dense[index] * (1 - lr * weight_decay) - change * lr)
+    values.mul_(1 - LR * WEIGHT_DECAY).sub_(change, alpha=LR)
+    dense.index_copy_(0, index, values)
 
 
 def with_index(problem: Problem, *, is_compiled: bool) -> dict[str, Callable[[], object]]:
@@ -81,7 +94,7 @@ def with_index(problem: Problem, *, is_compiled: bool) -> dict[str, Callable[[],
     return {
         "compress": lambda: compress(p.source, p.index, p.out),
         "expand": lambda: expand(p.grad, p.index, p.source),
-        "adamw": lambda: adamw(p.dense, p.index, p.grad, p.exp_avg, p.exp_avg_sq),
+        "adamw": lambda: adamw(p.values, p.dense, p.index, p.grad, p.exp_avg, p.exp_avg_sq),
     }
 
 

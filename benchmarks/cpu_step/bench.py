@@ -96,7 +96,7 @@ class Samo(Contender):
 
     def __init__(self, model: GPT, masks: samo.Masks) -> None:
         self.model = samo.compress_(model, masks)
-        self.optimizer = samo.AdamW(samo.parameters(model), lr=LR)
+        self.optimizer = samo.AdamW(model.parameters(), lr=LR)
 
     def state_bytes(self) -> int:
         account = samo.ledger(self.model, self.optimizer)

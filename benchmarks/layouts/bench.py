@@ -18,15 +18,7 @@ from samo.environment import hardware
 
 __all__ = ["main"]
 
-LAYOUTS: Final[tuple[tuple[int, int, str], ...]] = (
-    (1, 1, "none"),
-    (1, 2, "none"),
-    (1, 4, "none"),
-    (1, 4, "state"),
-    (2, 1, "none"),
-    (2, 2, "none"),
-    (2, 2, "state"),
-)
+LAYOUTS: Final[tuple[tuple[int, int], ...]] = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 MODELS: Final = {
     "cuda": "--num-layers 8 --width 512 --num-heads 8 --context 256 --batch-size 16 --lr 1e-3".split(),  # noqa: SIM905
     "cpu": "--num-layers 4 --width 256 --num-heads 4 --context 128 --batch-size 8 --lr 1e-3".split(),  # noqa: SIM905
@@ -68,26 +60,26 @@ def main() -> None:
                 apart = [abs(a - b) / b for a, b in zip(row["losses"], first["losses"])]
                 row["largest_difference"] = max(apart)
             rows += mine
-    show(rows, ["dtype", "layout", "shard", "last_loss", "valid_loss", "largest_difference"])  # fmt: skip
+    show(rows, ["dtype", "layout", "last_loss", "valid_loss", "largest_difference"])  # fmt: skip
     device = hardware(torch.device(options.device))["device_name"]
     write_rows(options.out, [row | {"device_name": device} for row in rows])
 
 
 def _train(
-    texts: tuple[Path, Path], out: Path, layout: tuple[int, int, str], settings: list[str]
+    texts: tuple[Path, Path], out: Path, layout: tuple[int, int], settings: list[str]
 ) -> None:
-    pipe, data, shard = layout
+    pipe, data = layout
     command = [sys.executable, "-m", "samo", "launch", "-n", str(pipe * data), "train", str(texts[0])]  # fmt: skip
-    command += ["--valid", str(texts[1]), "--out", str(out), "--pipe", str(pipe), "--shard", shard]
+    command += ["--valid", str(texts[1]), "--out", str(out), "--pipe", str(pipe)]
     command += ["--log-every", "1", "--dense-steps", "2", "--sample-tokens", "0", *settings]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")  # fmt: skip
 
 
-def _row(out: Path, dtype: str, layout: tuple[int, int, str]) -> Row:
+def _row(out: Path, dtype: str, layout: tuple[int, int]) -> Row:
     """Return what a run wrote: losses of rank 0, and what every rank held and sent."""
-    pipe, data, shard = layout
+    pipe, data = layout
     files = [out / "metrics.jsonl", *sorted(out.glob("metrics.rank*.jsonl"))]
     events: list[list[dict[str, Any]]] = [
         [json.loads(line) for line in file.read_text().splitlines()] for file in files
@@ -97,7 +89,6 @@ def _row(out: Path, dtype: str, layout: tuple[int, int, str]) -> Row:
     return {
         "dtype": dtype,
         "layout": f"{pipe}x{data}",
-        "shard": shard,
         "losses": [event["loss"] for event in steps],
         "last_loss": steps[-1]["loss"],
         "valid_loss": [e["valid_loss"] for e in events[0] if e["event"] == "eval"][-1],

@@ -127,11 +127,14 @@ class Run:
 
     def compress(self, masks: samo.Masks, *, entry_steps: bool = False) -> None:
         """Prune the model and go on with compressed state: bfloat16 weights, moments carried over."""
-        samo.compress_(self.model, masks, dtype=torch.bfloat16)
-        groups = samo.param_groups(self.model, WEIGHT_DECAY)
-        opt = samo.AdamW(
-            groups, betas=BETAS, entry_steps=entry_steps, density_power=self.settings.density_power
+        samo.compress_(self.model, masks, dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
+        power = self.settings.density_power
+        groups = samo.param_groups(
+            self.model, lr=1.0, weight_decay=WEIGHT_DECAY, density_power=power
         )
+        for group in groups:
+            group["lr_scale"] = group.pop("lr")
+        opt = samo.AdamW(groups, betas=BETAS, entry_steps=entry_steps)
         opt.carry_over(self.opt)
         self.opt, self.masks = opt, masks
 
@@ -158,11 +161,10 @@ class Run:
 
     def _take_step(self, lr: float) -> None:
         for group in self.opt.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         loss = self._loss(self._train, self._starts_SB[self.step], "mean")
         loss.backward()
-        params = self.model.parameters() if self.masks is None else samo.parameters(self.model)
-        nn.utils.clip_grad_norm_(params, CLIP)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.opt.step()
         self.step += 1
         if (
@@ -188,7 +190,11 @@ def matching_shape(shape: GPTConfig) -> GPTConfig:
         pruned = GPT(shape)
     names = set(samo.prunable(pruned))
     specs = [
-        TensorSpec(numel=p.numel(), kept=p.numel() - round(0.9 * p.numel()) if n in names else None)
+        TensorSpec(
+            numel=p.numel(),
+            kept=p.numel() - round(0.9 * p.numel()) if n in names else None,
+            grad_dtype="bfloat16",
+        )
         for n, p in pruned.named_parameters()
     ]
     wanted = sum(total(specs).values())

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import samo
 from benchmarks.quality import runs, vgg_page
@@ -98,7 +98,6 @@ class Run:
         self.epoch = 0
         self.curve: list[list[float]] = []  # epochs, accuracy in percent
         self._has_l1 = has_l1
-        self._kept: dict[str, Tensor] = {}
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def train_epoch(self) -> None:
@@ -126,13 +125,7 @@ class Run:
         """Prune the channels, and go on with gradients and momentum of what is kept, from 0."""
         samo.compress_(self.model, masks)
         self.masks = masks
-        # Places, not booleans: to pick by those, the host would wait for the GPU at every step.
-        self._kept = {
-            norm: masks[f"{norm}.weight"].to_bool().nonzero().flatten()
-            for norm in self.norms
-            if f"{norm}.weight" in masks
-        }
-        self.opt = self._new_optimizer(samo.parameters(self.model))
+        self.opt = self._new_optimizer(self.model.parameters())
 
     @torch.no_grad()
     def accuracy(self) -> float:
@@ -151,15 +144,10 @@ class Run:
     @torch.no_grad()
     def _add_l1_(self) -> None:
         """Add the sub-gradient of the penalty to each scale: the whole one, or what is kept of it."""
-        leaves = None if self.masks is None else dict(samo.named_parameters(self.model))
         for name in self.norms:
             scale = self.model.get_parameter(f"{name}.weight")
-            leaf = scale if leaves is None else leaves[f"{name}.weight"]
-            signs = scale.detach().sign()
-            if name in self._kept:
-                signs = signs[self._kept[name]]
-            assert leaf.grad is not None
-            leaf.grad.add_(signs, alpha=L1)
+            assert scale.grad is not None
+            scale.grad.add_(scale.detach().sign(), alpha=L1)
 
 
 def train(job: runs.Job, settings: Settings, data: Path, device: str) -> runs.Row:
@@ -199,7 +187,7 @@ def train(job: runs.Job, settings: Settings, data: Path, device: str) -> runs.Ro
         "curve": run.curve,
         "num_params": num_params,
         "pruned_params": sum(mask.numel - mask.kept for mask in masks.values()),
-        "num_channels": sum(run.model.get_parameter(f"{n}.weight").numel() for n in run.norms),
+        "num_channels": sum(run.model.get_submodule(n).num_features for n in run.norms),
         "pruned_channels": sum(mask.numel - mask.kept for mask in channels),
         "fewest_channels": min((mask.kept for mask in channels), default=None),
         "drawn_epoch": drawn,

@@ -1,1 +1,0 @@
-"""Data-parallel training on a few ranks of one machine."""
