@@ -71,8 +71,15 @@ def test_masks_with_a_structure_are_refused() -> None:
 
     layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)
     model = nn.Sequential(*layers)
-    nn.init.uniform_(model[1].weight)
-    ticket = samo.EarlyBird(model, 0.5, score="batchnorm").draw_now()
+    kept = torch.arange(16) < 7
+    ticket = samo.Masks(
+        {
+            "0.weight": samo.Mask.from_bool(kept.view(16, 1, 1, 1).expand(model[0].weight.shape)),
+            "1.weight": samo.Mask.from_bool(kept),
+            "1.bias": samo.Mask.from_bool(kept),
+            "3.weight": samo.Mask.from_bool(kept.view(1, 16, 1, 1).expand(model[3].weight.shape)),
+        }
+    )
     samo.compress_(model, ticket)
     opt = samo.AdamW(model.parameters())
     with pytest.raises(samo.MaskError, match=r"'1.weight' keeps 7 of 16 channels, and entries"):

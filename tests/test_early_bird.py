@@ -441,11 +441,9 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
         ({"limit": True}, "limit must be a whole number of 1 or more, got True"),
         ({"threshold": 1.5}, "threshold must be at least 0 and less than 1, got 1.5"),
         ({"distance": "l2"}, "distance='l2' is unknown; it is one of kept, hamming"),
-        ({"score": "l2"}, "score='l2' is unknown; it is one of magnitude, batchnorm"),
         ({"scope": "row"}, "scope='row' is unknown; it is one of tensor, global, erk"),
         ({"skip": ["x.*"]}, r"skip pattern 'x\.\*' matches no parameter"),
         ({"history": True, "device": "cuda"}, "history holds all masks on the CPU, and device is 'cu"),
-        ({"pairs": {}}, "pairs are for score='batchnorm', and the score is 'magnitude'"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_meant_are_refused(how: Any, message: str) -> None:

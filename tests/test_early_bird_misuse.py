@@ -16,29 +16,14 @@ def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8))
 
 
-@pytest.mark.parametrize("score", ["magnitude", "batchnorm"])
-def test_a_compressed_model_is_refused(score: Any) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    nn.init.uniform_(model[1].weight)
-    bird = samo.EarlyBird(model, 0.5, score=score)
+def test_a_compressed_model_is_refused() -> None:
+    model = layer()
+    bird = samo.EarlyBird(model, 0.5)
     assert bird.observe() is None
     samo.compress_(model, samo.prune(model, 0.5))
     with pytest.raises(samo.CompressionError, match=r"samo.GradualPruning or samo.DynamicSparse"):
-        samo.EarlyBird(model, 0.5, score=score)
+        samo.EarlyBird(model, 0.5)
     with pytest.raises(samo.CompressionError, match=r"masks stay as they are, and would settle"):
-        bird.observe()
-
-
-def test_channels_are_not_pruned_by_a_sparsity_of_0() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-    with pytest.raises(ValueError, match=r"sparsity is 0, but it is the fraction .* more than 0"):
-        samo.EarlyBird(model, 0, score="batchnorm")
-
-
-def test_scales_without_values_are_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to("meta")
-    bird = samo.EarlyBird(model, 0.5, score="batchnorm")
-    with pytest.raises(ValueError, match=r"'1.weight' has no values \(device 'meta'\) to compare"):
         bird.observe()
 
 

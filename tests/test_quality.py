@@ -20,6 +20,7 @@ from benchmarks.quality.gpt_run import (
     matching_shape,
 )
 from benchmarks.quality.text import Text, even, find_text, order, windows
+from benchmarks.quality.tickets import ChannelTickets
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
@@ -376,14 +377,12 @@ def test_the_penalty_reaches_kept_scales_alone(tmp_path: Path) -> None:
     signs, added = [], []
     for is_pruned in (False, True):
         run = vgg.Run(sizes, found, 0, CPU, has_l1=True)
-        bird = samo.EarlyBird(run.model, 0.5, score="batchnorm")
         with torch.no_grad():
             for name in run.norms:
                 scale = run.model.get_parameter(f"{name}.weight")
                 scale.copy_(torch.linspace(-1.0, 2.0, len(scale)))
-        masks = bird.draw_now()
         if is_pruned:
-            run.compress(masks)
+            run.compress(ChannelTickets(run.model, 0.5).draw_now())
         (1e-3 * run.model(images.centred(found.train[:8])).square().mean()).backward()
         parameters = dict(run.model.named_parameters())
         before = {name: parameters[f"{name}.weight"].grad.clone() for name in run.norms}
@@ -401,15 +400,15 @@ def test_training_from_a_ticket_is_masked_dense_training(tmp_path: Path) -> None
     found = images.read_images(write_images(tmp_path), CPU)
     sizes = vgg.Settings(width=4, epochs=4, batch=8, images=40, lr=0.05)
     ours, dense = (vgg.Run(sizes, found, 0, CPU, has_l1=True) for _ in range(2))
-    bird = samo.EarlyBird(ours.model, 0.3, score="batchnorm")
     with torch.no_grad():
         for run in (ours, dense):
             for name in run.norms:
                 scale = run.model.get_parameter(f"{name}.weight")
                 scale.copy_(torch.linspace(0.3, 0.7, len(scale)))
-    masks = {name: mask.to_bool() for name, mask in bird.draw_now().items()}
+    ticket = ChannelTickets(ours.model, 0.3).draw_now()
+    masks = {name: mask.to_bool() for name, mask in ticket.items()}
     first = {name: p.detach().clone() for name, p in ours.model.named_parameters()}
-    ours.compress(bird.draw_now())
+    ours.compress(ticket)
     for name, kept in masks.items():
         parameter = dense.model.get_parameter(name)
         parameter.data *= kept

@@ -50,9 +50,12 @@ LAYERS: Final = (
         "samo.pruning.neighbours",
         "samo.pruning.choosing",
     },
-    {"samo.early_bird", "samo.early_bird.channels", "samo.early_bird.channel_graph"},
-    {"samo.early_bird.settling", "samo.early_bird.settings", "samo.early_bird.inputs"},
-    {"samo.early_bird.saved"},
+    {
+        "samo.early_bird",
+        "samo.early_bird.settling",
+        "samo.early_bird.settings",
+        "samo.early_bird.saved",
+    },
     {
         "samo.kernels",
         "samo.kernels.rounding",

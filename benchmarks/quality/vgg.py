@@ -24,6 +24,7 @@ from torch import nn
 import samo
 from benchmarks.quality import runs, vgg_page
 from benchmarks.quality.images import Images, augmented, centred, read_images
+from benchmarks.quality.tickets import ChannelTickets
 from samo.errors import MaskError, SamoError
 
 __all__ = ["CONTENDERS", "Run", "Settings", "main", "train", "vgg"]
@@ -160,25 +161,22 @@ def train(job: runs.Job, settings: Settings, data: Path, device: str) -> runs.Ro
     begun = time.perf_counter()
     drawn, ticket, failure = None, "", None
     if sparsity is not None:
-        spared = [f"{norm}.weight" for norm in run.norms[len(run.norms) - settings.spared :]]
-        bird = samo.EarlyBird(
-            run.model, sparsity, score="batchnorm", distance="hamming", skip=spared
-        )
+        spared = run.norms[len(run.norms) - settings.spared :]
+        tickets = ChannelTickets(run.model, sparsity, spared=spared)
         while run.epoch < settings.epochs:
             try:
-                if bird.observe(run.epoch):
+                if masks := tickets.observe():
+                    drawn, ticket, failure = run.epoch, tickets.reason, None
+                    run.compress(masks)
                     break
-                failure = f"no ticket in {settings.epochs} epochs: {bird.reason}"
+                failure = f"no ticket in {settings.epochs} epochs: {tickets.reason}"
             except MaskError as error:  # settled, but a layer would lose all: look again later
                 failure = f"no ticket in {settings.epochs} epochs: {error}"
             run.train_epoch()
-        if bird.masks is not None:
-            drawn, ticket, failure = run.epoch, bird.reason, None
-            run.compress(bird.masks)
     while run.epoch < settings.epochs and failure is None:
         run.train_epoch()
-    masks = {} if run.masks is None else dict(run.masks)
-    channels = [masks[f"{norm}.weight"] for norm in run.norms if f"{norm}.weight" in masks]
+    pruned = {} if run.masks is None else dict(run.masks)
+    channels = [pruned[f"{norm}.weight"] for norm in run.norms if f"{norm}.weight" in pruned]
     return {
         "contender": name,
         "title": title,
@@ -186,7 +184,7 @@ def train(job: runs.Job, settings: Settings, data: Path, device: str) -> runs.Ro
         "accuracy": None if failure else run.curve[-1][1],
         "curve": run.curve,
         "num_params": num_params,
-        "pruned_params": sum(mask.numel - mask.kept for mask in masks.values()),
+        "pruned_params": sum(mask.numel - mask.kept for mask in pruned.values()),
         "num_channels": sum(run.model.get_submodule(n).num_features for n in run.norms),
         "pruned_channels": sum(mask.numel - mask.kept for mask in channels),
         "fewest_channels": min((mask.kept for mask in channels), default=None),

@@ -9,13 +9,13 @@ from torch import nn
 from samo import bitmap
 from samo.core.compress import named_weights
 from samo.core.weight import Weight
-from samo.early_bird.channels import BATCH_NORMS
 from samo.errors import MaskError
 from samo.layouts import layouts
 from samo.mask import Mask
 
 __all__ = []
 
+_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _GROUPS: Final = (2, 4, 8, 16, 32)
 _LEAST_GROUPS: Final = 64
 """By chance one group of a random mask has the count of the next at most half the time."""
@@ -29,7 +29,7 @@ def check_free(model: nn.Module, weights: Mapping[str, Weight]) -> None:
     """
     for name, scale in named_weights(model):
         module = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, BATCH_NORMS) and scale.mask is not None and scale.mask.sparsity:
+        if isinstance(module, _BATCH_NORMS) and scale.mask is not None and scale.mask.sparsity:
             raise MaskError(
                 f"'{name}' keeps {scale.mask.kept:,} of {scale.mask.numel:,} channels, and entries "
                 "that grow in a pruned channel would never get a gradient; use masks without channels, "

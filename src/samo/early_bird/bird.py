@@ -7,14 +7,10 @@ import torch
 from torch import nn
 
 from samo.arguments import check_model, whole_number
-from samo.candidates import matching
 from samo.core.compress import named_weights
-from samo.early_bird import channels
-from samo.early_bird.channel_graph import find_channels
-from samo.early_bird.inputs import LinearInputs
 from samo.early_bird.saved import KEY, check_saved
-from samo.early_bird.settings import Score, check_settings
-from samo.early_bird.settling import Distance, Settling, describe
+from samo.early_bird.settings import check_settings
+from samo.early_bird.settling import Distance, Settling
 from samo.errors import CompressionError, TicketError
 from samo.mask import Mask
 from samo.model_masks import Masks
@@ -46,8 +42,7 @@ class EarlyBird:
 
     Args:
         model: The model under training, itself and not a wrapper such as DDP: masks are named as here.
-        sparsity: Fraction to prune; of the channels with ``score="batchnorm"``, which takes along more
-            of the weights: a channel's outputs and inputs, about 0.75 of them at 0.5.
+        sparsity: Fraction to prune.
         every: Take masks at every ``every``-th call of `observe`, the first included. Masks a step or two
             apart are within any threshold though they move steadily: a call after each step wants 5 or
             more, a call after each epoch 1.
@@ -56,18 +51,11 @@ class EarlyBird:
         distance: ``"kept"`` is the share of the kept weights not in common, over all tensors together. It
             means the same at any sparsity. ``"hamming"``, as published, is the share of all weights on
             which masks differ; at sparsity 0.9 it is at most 0.2, and 0.18 for random masks.
-        score: ``"magnitude"`` takes masks as `samo.prune` does. ``"batchnorm"``, as published, prunes
-            channels by the scales of BatchNorm layers: one threshold for all, the score at place
-            ``int(n * sparsity)``, and only larger ones are kept. See docs/early-bird.md for which
-            weights a channel takes along.
         scope: As in `samo.prune`.
         pattern: As in `samo.prune`.
-        skip: As in `samo.prune`. With ``score="batchnorm"``, the scale of a BatchNorm leaves its channels
-            out, and another weight is left whole.
+        skip: As in `samo.prune`.
         rules: As in `samo.prune`.
         seed: As in `samo.prune`.
-        pairs: For ``score="batchnorm"`` and models that ``torch.fx`` cannot trace: name of each BatchNorm
-            to the name of the layer before it.
         limit: Observations after which `observe` raises if masks have not settled.
         device: Where masks are held until they are drawn, such as ``"cpu"``: an eighth of a byte for
             each weight and place of the queue. None leaves them on the devices of the weights.
@@ -75,8 +63,7 @@ class EarlyBird:
 
     Raises:
         TypeError: ``model`` is no module, or a setting of another kind.
-        ValueError: A setting is out of range or contradicts another; or with ``score="batchnorm"`` there
-            is no BatchNorm, or it is not clear which layer one belongs to.
+        ValueError: A setting is out of range or contradicts another.
         CompressionError: The model is compressed, so that its masks are settled already.
     """
 
@@ -89,13 +76,11 @@ class EarlyBird:
         queue: int = 5,
         threshold: float = 0.1,
         distance: Distance = "kept",
-        score: Score = "magnitude",
         scope: Scope = "tensor",
         pattern: str | None = None,
         skip: Iterable[str] = (),
         rules: Mapping[str, float] | None = None,
         seed: int = 0,
-        pairs: Mapping[str, str] | None = None,
         limit: int | None = None,
         device: torch.device | str | None = None,
         history: bool = False,
@@ -105,32 +90,22 @@ class EarlyBird:
         _check_dense(model)
         self._settings: Final[dict[str, Any]] = {
             **{"sparsity": sparsity, "every": every, "queue": queue, "threshold": threshold},
-            **{"distance": distance, "score": score, "scope": scope, "pattern": pattern},
-            **{"skip": skip, "rules": dict(rules or {}), "seed": seed, "history": history},
-            **{"limit": limit},
+            **{"distance": distance, "scope": scope, "pattern": pattern, "skip": skip},
+            **{"rules": dict(rules or {}), "seed": seed, "history": history, "limit": limit},
         }
         self.model: Final = model
         self._device: Final = device if device is not None or not history else "cpu"
         self._calls = 0
         self._drawn: Masks | None = None
         self._how = ""
-        self._norms: Mapping[str, nn.Module] = {}
-        self._inputs: LinearInputs | None = None
-        check_settings(self._settings, self._device, pairs)
+        check_settings(self._settings, self._device)
         self._settling: Final = Settling(queue, threshold, distance, keeps_all=history)
         self._steps: list[int] = []
-        if score == "batchnorm":
-            known = dict(model.named_parameters())
-            self._skipped = matching(skip, known, "skip")
-            self._norms = channels.batch_norms(model, self._skipped)
-            self._channels = find_channels(model, list(self._norms), pairs)
-            self._inputs = LinearInputs(model, self._channels if pairs is None else [])
-        else:
-            settings = {key: value for key, value in self._prune_settings.items() if key != "seed"}
-            if not decide(model, **settings):
-                raise ValueError(
-                    "sparsity 0 prunes nothing, so there is nothing to watch; choose one such as 0.9"
-                )
+        settings = {key: value for key, value in self._prune_settings.items() if key != "seed"}
+        if not decide(model, **settings):
+            raise ValueError(
+                "sparsity 0 prunes nothing, so there is nothing to watch; choose one such as 0.9"
+            )
 
     def observe(self, step: int | None = None) -> Masks | None:
         """Look at the model, and return its masks if they have settled.
@@ -170,9 +145,7 @@ class EarlyBird:
         if not has_settled:
             self._check_limit()
             return None
-        distances = describe(self._settling.recent)
-        how = f"distances {distances}, threshold {self._settling.threshold}"
-        return self._draw(masks, f"settled at observation {len(self._steps):,}: {how}")
+        return self._draw(masks, self._settling.verdict)
 
     def draw_now(self) -> Masks:
         """Return the masks of the model as it is now, whether they have settled or not.
@@ -192,7 +165,7 @@ class EarlyBird:
             MaskError: Nothing of a tensor would be kept.
         """
         if self._drawn is None:
-            how = f"drawn on demand after {_count(len(self._steps))}: {self._state()}"
+            how = f"drawn on demand after {_count(len(self._steps))}: {self._settling.state}"
             return self._draw(self._take(), how)
         return self._drawn
 
@@ -204,7 +177,7 @@ class EarlyBird:
     @property
     def reason(self) -> str:
         """Why the ticket was drawn, or why it is not yet: a sentence for the log."""
-        return self._how or f"not settled after {_count(len(self._steps))}: {self._state()}"
+        return self._how or f"not settled after {_count(len(self._steps))}: {self._settling.state}"
 
     @property
     def steps(self) -> list[int]:
@@ -233,31 +206,6 @@ class EarlyBird:
             True
         """
         return self._settling.matrix()
-
-    def add_l1_(self, strength: float = 1e-4) -> None:
-        """Add the sub-gradient of an L1 penalty, ``strength * sign(gamma)``, to each scale it watches.
-
-        Those that ``skip`` leaves out are not pruned, and get none. As published, it makes the scales of channels that matter little small. Call it after
-        ``backward()`` and before the optimizer's ``step()``.
-
-        Example:
-            >>> import torch, samo
-            >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
-            >>> model = torch.nn.Sequential(*layers)
-            >>> bird = samo.EarlyBird(model, sparsity=0.5, score="batchnorm")
-            >>> model(torch.randn(2, 3, 8, 8)).sum().backward()
-            >>> bird.add_l1_()
-
-        Raises:
-            ValueError: The score is not ``"batchnorm"``.
-            RuntimeError: A scale has no gradient.
-        """
-        if not self._norms:
-            raise ValueError(
-                "add_l1_ makes BatchNorm scales small, and score='magnitude' does not look at them; use "
-                "score='batchnorm', or leave it out"
-            )
-        channels.add_l1_(self._norms, strength)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything observed so far: plain values under one key, and a tensor for each mask.
@@ -335,18 +283,10 @@ class EarlyBird:
         return {name: self._settings[name] for name in names}
 
     def _take(self) -> Masks:
-        """Return the masks that are compared: of weights, or of channels."""
         _check_dense(self.model)
-        if self._norms:
-            return channels.channel_masks(self._norms, self._settings["sparsity"])
         return prune(self.model, **self._prune_settings)
 
     def _draw(self, masks: Masks, how: str) -> Masks:
-        if self._norms:
-            if self._inputs is not None:
-                self._inputs.check()
-            masks = channels.weight_masks(self.model, self._channels, masks, self._skipped)
-            self._inputs = None  # which takes its hooks with it
         self._drawn, self._how = masks, how
         self._settling.drop_masks()
         return masks
@@ -360,22 +300,11 @@ class EarlyBird:
         """Return masks where the queue is held."""
         return masks if self._device is None else masks.to(self._device)
 
-    def _state(self) -> str:
-        settling = self._settling
-        held, recent = min(len(self._steps), settling.queue), settling.recent
-        if held < settling.queue:
-            known = f", distances {describe(recent)}" if recent else ""
-            return f"the queue holds {held} of {settling.queue} masks{known}"
-        return (
-            f"distances {describe(recent)} to the {settling.queue - 1} masks before, threshold "
-            f"{settling.threshold}"
-        )
-
     def _check_limit(self) -> None:
         limit = self._settings["limit"]
         if limit is not None and len(self._steps) >= limit:
             raise TicketError(
-                f"no ticket after {_count(len(self._steps))}, the limit: {self._state()}; take the masks "
+                f"no ticket after {_count(len(self._steps))}, the limit: {self._settling.state}; take the masks "
                 "as they are with draw_now(), or give it more time, a larger threshold or a smaller "
                 "learning rate"
             )

@@ -1,7 +1,7 @@
 """Which settings of `samo.EarlyBird` can be meant, and which contradict each other."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -10,22 +10,16 @@ from samo.early_bird.settling import Distance
 
 __all__ = []
 
-Score = Literal["magnitude", "batchnorm"]
 
-
-def check_settings(
-    settings: Mapping[str, Any], device: torch.device | str | None, pairs: Mapping[str, str] | None
-) -> None:
+def check_settings(settings: Mapping[str, Any], device: torch.device | str | None) -> None:
     """Refuse what cannot be meant; what `samo.prune` checks is left to it.
 
     Raises:
         ValueError: A setting is out of range, or contradicts another.
     """
-    for name, kinds in (("distance", Distance), ("score", Score)):
-        if settings[name] not in get_args(kinds):
-            raise ValueError(
-                f"{name}={settings[name]!r} is unknown; it is one of {', '.join(get_args(kinds))}"
-            )
+    distance, known = settings["distance"], get_args(Distance)
+    if distance not in known:
+        raise ValueError(f"distance={distance!r} is unknown; it is one of {', '.join(known)}")
     for name, least in (("every", 1), ("queue", 2), ("limit", 1)):
         if name != "limit" or settings[name] is not None:
             whole_number(name, settings[name], least)
@@ -43,24 +37,4 @@ def check_settings(
     if settings["history"] and device is not None and torch.device(device).type != "cpu":
         raise ValueError(
             f"history holds all masks on the CPU, and device is '{device}'; leave one of them out"
-        )
-    if settings["score"] == "magnitude":
-        if pairs is not None:
-            raise ValueError("pairs are for score='batchnorm', and the score is 'magnitude'")
-        return
-    unused = [
-        name
-        for name, default in (("scope", "tensor"), ("pattern", None), ("rules", {}), ("seed", 0))
-        if settings[name] != default
-    ]
-    if unused:
-        raise ValueError(
-            f"score='batchnorm' prunes channels over the whole model, and {', '.join(unused)} would "
-            "have no effect; leave it out"
-        )
-    sparsity = settings["sparsity"]
-    if not isinstance(sparsity, int | float) or not 0 < sparsity < 1:
-        raise ValueError(
-            f"sparsity is {sparsity!r}, but it is the fraction of channels to prune: more than 0 and "
-            "less than 1"
         )

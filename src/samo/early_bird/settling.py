@@ -59,6 +59,22 @@ class Settling:
         """Whether the queue is full and the newest mask within the threshold of every other."""
         return len(self.recent) == self.queue - 1 and max(self.recent) <= self.threshold
 
+    @property
+    def verdict(self) -> str:
+        """Why the newest mask is drawn, for masks that have settled."""
+        how = f"distances {_describe(self.recent)}, threshold {self.threshold}"
+        return f"settled at observation {len(self.rows):,}: {how}"
+
+    @property
+    def state(self) -> str:
+        """How far masks are from settling."""
+        held, recent = min(len(self.rows), self.queue), self.recent
+        if held < self.queue:
+            known = f", distances {_describe(recent)}" if recent else ""
+            return f"the queue holds {held} of {self.queue} masks{known}"
+        others = f"the {self.queue - 1} masks before"
+        return f"distances {_describe(recent)} to {others}, threshold {self.threshold}"
+
     def drop_masks(self) -> None:
         """Forget the masks, unless all are to be kept; distances stay."""
         if not self.keeps_all:
@@ -75,6 +91,5 @@ class Settling:
         return square
 
 
-def describe(distances: Sequence[float]) -> str:
-    """Return distances in words."""
+def _describe(distances: Sequence[float]) -> str:
     return ", ".join(f"{distance:.3f}" for distance in distances)
