@@ -71,8 +71,7 @@ def write_run(
         lines.append({"event": "end", "step": steps, "reason": end})
     write_metrics(folder, lines)
     if masks is not None:
-        (folder / "checkpoints").mkdir(exist_ok=True)
-        masks.save(folder / "checkpoints" / "last")
+        masks.save(folder / "masks.safetensors")
     return folder
 
 

@@ -187,7 +187,7 @@ def test_the_loss_scale_goes_on_over_the_prune() -> None:
     one.backward([batch(2)])
     one.step(1e-3)
     one.scaler.update(512.0)
-    one.prune(samo.prune(one.model, 0.5), "samo")
+    one.prune(samo.prune(one.model, 0.5))
     assert one.scaler.get_scale() == 512.0
     assert one.scaler.state_dict()["_growth_tracker"] == 1
 

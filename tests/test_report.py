@@ -511,27 +511,14 @@ def test_pictures_are_of_different_kinds_in_the_order_of_the_model(tmp_path: Pat
 
 def test_masks_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", masks=fake_masks(num_layers=1))
-    (run / "checkpoints" / "last").write_bytes(b"no masks")
+    (run / "masks.safetensors").write_bytes(b"no masks")
     text = Page(report(run)).text
     assert "Masks not shown notes: " in text
     assert "is not a mask file" in text
 
 
-def test_a_pruned_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
-    assert "notes: there is no checkpoint" in Page(report(write_run(tmp_path / "run"))).text
-
-
-def test_the_best_checkpoint_stands_in_for_the_last(tmp_path: Path) -> None:
-    run = write_run(tmp_path, masks=fake_masks(num_layers=1))
-    (run / "checkpoints" / "last").rename(run / "checkpoints" / "best")
-    assert not isinstance(read_masks(run), str)
-
-
-def test_masks_beside_a_dense_checkpoint_are_found(tmp_path: Path) -> None:
-    run = write_run(tmp_path, masks=fake_masks(num_layers=1))
-    (run / "checkpoints" / "last").rename(run / "masks.safetensors")
-    (run / "checkpoints" / "last").mkdir()
-    assert not isinstance(read_masks(run), str)
+def test_a_pruned_run_without_masks_says_so(tmp_path: Path) -> None:
+    assert "notes: there is no masks.safetensors" in Page(report(write_run(tmp_path / "run"))).text
 
 
 @pytest.mark.slow
