@@ -71,8 +71,7 @@ def write_run(
         lines.append({"event": "end", "step": steps, "reason": end})
     write_metrics(folder, lines)
     if masks is not None:
-        (folder / "checkpoints").mkdir(exist_ok=True)
-        masks.save(folder / "checkpoints" / "last")
+        masks.save(folder / "masks.safetensors")
     return folder
 
 
@@ -112,12 +111,11 @@ def mean_loss(step: int, prune_at: int, mode: str) -> float:
     fall = 1.5 + 4.0 / (1 + step / 12) ** 0.6
     if step <= prune_at:
         return fall
-    late = 0.02 if mode == "masked" else 0.0
-    return fall + 0.08 + late + 0.6 * math.exp(-(step - prune_at) / (0.15 * prune_at))
+    return fall + 0.08 + 0.6 * math.exp(-(step - prune_at) / (0.15 * prune_at))
 
 
 def step_line(step: int, phase: str, loss: float | None, chance: random.Random) -> dict[str, Any]:
-    rate = {"dense": 16_900.0, "samo": 16_800.0, "masked": 15_700.0}[phase] * chance.gauss(1, 0.02)
+    rate = {"dense": 16_900.0, "samo": 16_800.0}[phase] * chance.gauss(1, 0.02)
     return {
         "event": "step",
         "step": step,

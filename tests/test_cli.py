@@ -329,13 +329,12 @@ def test_the_demo_tells_the_whole_story(
     shown = capsys.readouterr().out
     for part in (
         "saved against dense",
-        "same masks, dense state",
         "dense, not pruned",
         "The model that samo trained writes:",
         "runs/demo/report.html",
     ):
         assert part in shown
-    for mode in ("samo", "masked", "dense"):
+    for mode in ("samo", "dense"):
         assert Path("runs/demo", mode, "checkpoints/last/manifest.json").exists()
 
 

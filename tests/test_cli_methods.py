@@ -137,10 +137,7 @@ def test_moving_masks_are_trained_reported_and_looked_into(
             ["--threshold", "0.2"],
             "threshold is a setting of method early-bird, and with method mag",
         ),
-        (
-            ["--method", "rigl", "--mode", "masked"],
-            "changes masks on compressed state, and the mode",
-        ),
+        (["--method", "rigl", "--mode", "dense"], "mode dense prunes nothing, and method would"),
         (
             [*BIRD, "--mask-every", "3"],
             "so none can settle before step 6, and the dense phase ends",

@@ -31,7 +31,7 @@ def test_pruned_weights_that_start_anew_learn_faster() -> None:
     def power(**sections: object) -> object:
         return resolve(config(**sections)).optim.density_power
 
-    assert power() == power(run=RunConfig(mode="masked")) == -1
+    assert power() == -1
     assert power(optim=OptimConfig(lr=0.1)) == -1
     assert power(model=ModelConfig(init=Path("runs/dense/checkpoints/best"))) == 0
     assert power(run=RunConfig(mode="dense")) == 0
@@ -126,7 +126,7 @@ BAD = [
     (config(prune=PruneConfig(pattern="2:4", scope="erk")), "pattern 2:4 gives every matrix the same sparsity, and scope erk"),
     (config(prune=PruneConfig(sparsity=0.0)), "sparsity 0 prunes nothing"),
     (config(run=RunConfig(dtype="float32", fp32_gradients=True)), "fp32_gradients has no effect with dtype float32"),
-    (config(run=RunConfig(mode="masked"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is masked"),
+    (config(run=RunConfig(mode="dense"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is dense"),
     (config(prune=PruneConfig(threshold=0.2)), "threshold is a setting of method early-bird, and with method magnitude it would"),
     (config(prune=PruneConfig(method="rigl", queue=3)), "queue is a setting of method early-bird, and with method rigl it"),
     (config(prune=PruneConfig(method="random", mask_every=5)), "mask_every is a setting of method early-bird, gradual, set or rigl, and"),
@@ -138,7 +138,7 @@ BAD = [
     (config(prune=PruneConfig(method="early-bird", threshold=1.0)), "threshold must be at least 0 and less than 1, got 1.0; 0.1 means"),
     (config(prune=PruneConfig(method="early-bird", mask_every=101)), "none can settle before step 505, and the dense phase ends at step 500; raise"),
     (config(prune=PruneConfig(method="early-bird", dense_steps=0)), "the dense phase ends at step 0; raise --dense-steps or --steps, or lower --mask-every, --queue"),
-    (config(run=RunConfig(mode="masked"), prune=PruneConfig(method="rigl")), "method rigl changes masks on compressed state, and the mode is masked; choose mode samo"),
+    (config(run=RunConfig(mode="dense"), prune=PruneConfig(method="rigl")), "mode dense prunes nothing, and method would have no effect"),
     (config(prune=PruneConfig(method="rigl", mask_every=100, mask_stop=100)), "moves masks every 100 steps after the dense phase, which ends at step 0, and no more from mask_stop 100 on"),
     (config(prune=PruneConfig(method="gradual", mask_stop=200)), "mask_stop 200 is not after the dense phase, which ends at step 200"),
     (config(prune=PruneConfig(method="set", pattern="2:4")), "method set would not keep to pattern 2:4 when it changes masks"),

@@ -23,7 +23,7 @@ def test_settings_survive_json() -> None:
         model=ModelConfig(shape="mini", init=Path("c")),
         prune=PruneConfig(skip=("x.*",), rules={"y": 0.5}),
         optim=OptimConfig(lr=0.1, betas=(0.8, 0.9)),
-        run=RunConfig(mode="masked", dtype="bfloat16"),
+        run=RunConfig(mode="samo", dtype="bfloat16"),
     )
     assert from_dict(json.loads(json.dumps(to_dict(config))), source="a copy") == config
 
@@ -76,7 +76,7 @@ def test_the_word_bytes_is_no_path(tmp_path: Path) -> None:
         ("[run]\nsteps = '3'", "'run.steps' takes a whole number, got '3'"),
         ("[run]\nsteps = 3.5", "'run.steps' takes a whole number, got 3.5"),
         ("[run]\nsteps = true", "'run.steps' takes a whole number, got True"),
-        ("[run]\nmode = 'sparse'", "'run.mode' takes one of 'samo', 'masked', 'dense', got 'sparse'"),
+        ("[run]\nmode = 'sparse'", "'run.mode' takes one of 'samo', 'dense', got 'sparse'"),
         ("[optim]\nbetas = [0.9]", r"'optim.betas' takes a list of numbers, got \[0.9\]"),
         ("[optim]\nlr = 'fast'", "'optim.lr' takes a number or 'auto', got 'fast'"),
         ("[data]\ntrain = 3", "'data.train' takes a list of paths, got 3"),

@@ -1,4 +1,4 @@
-"""A learner: all tokens weigh the same, and the three phases do what they say."""
+"""A learner: all tokens weigh the same, and both phases do what they say."""
 
 from typing import Any
 
@@ -46,12 +46,12 @@ def test_the_loss_is_the_mean_over_all_real_tokens_of_a_step() -> None:
     assert abs(float(mean_of_means - expected)) > 1e-3
 
 
-@pytest.mark.parametrize("phase", ["dense", "masked", "samo"])
+@pytest.mark.parametrize("phase", ["dense", "samo"])
 def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(phase: str) -> None:
     whole, pieces = learner(), learner()
     for one in (whole, pieces):
         if phase != "dense":
-            one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
+            one.prune(samo.prune(one.model, 0.8))
     inputs, targets, _ = batch(4, real=16)
     targets = targets.clone()
     targets[3, 3:] = IGNORE
@@ -62,13 +62,12 @@ def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(ph
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("phase", ["masked", "samo"])
-def test_pruned_weights_stay_zero_and_kept_ones_move(phase: str) -> None:
+def test_pruned_weights_stay_zero_and_kept_ones_move() -> None:
     one = learner()
     one.backward([batch(2)])
     one.step(1e-3)
     masks = samo.prune(one.model, 0.8)
-    one.prune(masks, phase)  # type: ignore[arg-type]
+    one.prune(masks)
     before = {name: tensor.clone() for name, tensor in samo.dense_state_dict(one.model).items()}
     for seed in range(3):
         one.backward([batch(2, seed=seed)])
@@ -79,30 +78,12 @@ def test_pruned_weights_stay_zero_and_kept_ones_move(phase: str) -> None:
         assert (after != before[name])[mask.to_bool()].float().mean() > 0.9
 
 
-@pytest.mark.parametrize("density_power", [0.0, -1.0])
-def test_samo_and_masked_dense_training_agree(density_power: float) -> None:
-    """The same masks and moments, fp32: what remains is the order in which the norm is summed."""
-    learners = {phase: learner(density_power=density_power) for phase in ("masked", "samo")}
-    for phase, one in learners.items():
-        for seed in range(4):
-            one.backward([batch(4, seed=seed)])
-            one.step(1e-3)
-        one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
-        for seed in range(4, 12):
-            one.backward([batch(4, seed=seed)])
-            one.step(1e-3)
-    for name, tensor in learners["masked"].model.state_dict().items():
-        torch.testing.assert_close(
-            samo.dense_state_dict(learners["samo"].model)[name], tensor, rtol=1e-4, atol=1e-6
-        )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("phase", ["dense", "masked", "samo"])
+@pytest.mark.parametrize("phase", ["dense", "samo"])
 def test_every_type_learns_in_every_phase(dtype: torch.dtype, phase: str) -> None:
     one = learner(dtype)
     if phase != "dense":
-        one.prune(samo.prune(one.model, 0.5), phase)  # type: ignore[arg-type]
+        one.prune(samo.prune(one.model, 0.5))
     losses = []
     for _ in range(12):
         losses.append(float(one.backward([batch(4)])))
@@ -115,7 +96,7 @@ def test_every_type_learns_in_every_phase(dtype: torch.dtype, phase: str) -> Non
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(phase: str) -> None:
     one = learner()
     if phase != "dense":
-        one.prune(samo.prune(one.model, 0.5), phase)  # type: ignore[arg-type]
+        one.prune(samo.prune(one.model, 0.5))
     one.backward([batch(2)])
     one.step(1e-3)
     before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
@@ -136,7 +117,7 @@ def test_clipping_bounds_the_update_and_the_norm_is_told_before_it(phase: str) -
     for clip in (0.0, 0.01):
         one = learner(clip=clip)
         if phase != "dense":
-            one.prune(samo.prune(one.model, 0.5), phase)  # type: ignore[arg-type]
+            one.prune(samo.prune(one.model, 0.5))
         one.backward([batch(2)])
         norms[clip] = float(one.step(1e-3))
     assert norms[0.0] == norms[0.01] > 0.1
@@ -150,12 +131,12 @@ def test_evaluation_weighs_tokens_alike_and_leaves_no_gradient() -> None:
     assert one.model.training
 
 
-@pytest.mark.parametrize("phase", ["dense", "masked", "samo"])
+@pytest.mark.parametrize("phase", ["dense", "samo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_account_is_what_was_predicted(phase: str, dtype: torch.dtype) -> None:
     one = learner(dtype)
     if phase != "dense":
-        one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
+        one.prune(samo.prune(one.model, 0.8))
     one.backward([batch(2)])
     one.step(1e-3)
     account = one.account()
@@ -166,16 +147,6 @@ def test_the_account_is_what_was_predicted(phase: str, dtype: torch.dtype) -> No
     if phase == "samo":
         assert account["measured_bytes"] < account["dense_bytes"]
     assert (account["paper_bytes"] is None) == (phase == "dense")
-
-
-def test_the_papers_formula_is_the_same_for_both_ways_to_hold_the_state() -> None:
-    accounts = {}
-    for phase in ("masked", "samo"):
-        one = learner()
-        one.prune(samo.prune(one.model, 0.8), phase)  # type: ignore[arg-type]
-        accounts[phase] = one.account()
-    assert accounts["masked"]["paper_bytes"] == accounts["samo"]["paper_bytes"]
-    assert accounts["masked"]["dense_bytes"] == accounts["samo"]["dense_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +162,7 @@ def test_values_and_gradients_of_a_bfloat16_model_have_the_types_asked_for(
 ) -> None:
     optim = OptimConfig(density_power=0.0, state=state)  # type: ignore[arg-type]
     one = Learner(GPT(SMALL), optim, dtype=torch.bfloat16, fp32_gradients=fp32_gradients)
-    one.prune(samo.prune(one.model, 0.5), "samo")
+    one.prune(samo.prune(one.model, 0.5))
     one.backward([batch(2)])
     for param in one.model.parameters():
         assert param.grad is not None
@@ -200,7 +171,7 @@ def test_values_and_gradients_of_a_bfloat16_model_have_the_types_asked_for(
 
 def test_rates_and_decay_follow_what_is_kept() -> None:
     one = learner(density_power=-1.0, weight_decay=0.1)
-    one.prune(samo.Masks.whole(one.model), "samo")
+    one.prune(samo.Masks.whole(one.model))
     one.backward([batch(2)])
     one.step(1e-3)
     assert {group["lr"] for group in one.opt.param_groups} == {1e-3}

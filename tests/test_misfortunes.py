@@ -24,7 +24,7 @@ from samo.training.loop import resume, train
 from samo.training.metrics import Board, MetricsFile
 from tests.test_cli import SMALL, here
 from tests.test_learner import batch, learner
-from tests.test_training import Watcher, assert_same_run, lines, samo_config, small, text
+from tests.test_training import Watcher, lines, samo_config, small, text
 
 __all__ = ["here", "text"]
 
@@ -127,16 +127,6 @@ def test_a_resumed_run_does_not_need_what_it_started_from(tmp_path: Path, text: 
     assert resume(tmp_path / "second").step == 8
 
 
-def test_a_masked_run_has_its_masks_in_its_checkpoint(tmp_path: Path, text: Path) -> None:
-    config = small(text, mode="masked")
-    train(config, tmp_path / "whole")
-    stop = Watcher(5, lambda: signal.raise_signal(signal.SIGTERM))
-    train(config, tmp_path / "run", listeners=[stop])
-    (tmp_path / "run" / "masks.safetensors").unlink()
-    resume(tmp_path / "run")
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
-
-
 def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path, text: Path) -> None:
     run = tmp_path / "run"
     train(small(text), run)
@@ -197,7 +187,7 @@ def test_the_loss_scale_goes_on_over_the_prune() -> None:
     one.backward([batch(2)])
     one.step(1e-3)
     one.scaler.update(512.0)
-    one.prune(samo.prune(one.model, 0.5), "samo")
+    one.prune(samo.prune(one.model, 0.5))
     assert one.scaler.get_scale() == 512.0
     assert one.scaler.state_dict()["_growth_tracker"] == 1
 

@@ -78,13 +78,13 @@ def report(*runs: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A samo run, a masked one with the same masks and a shorter dense one, and their report."""
+    """A samo run, another with the same masks and a shorter dense one, and their report."""
     base = tmp_path_factory.mktemp("runs")
     masks = fake_masks()
     write_run(base / "samo", name="compressed", masks=masks, sample=SAMPLE)
-    write_run(base / "masked", name="masked", mode="masked", masks=masks, seed=1)
+    write_run(base / "again", name="again", masks=masks, seed=1)
     write_run(base / "dense", name="dense", mode="dense", steps=200, end="interrupted")
-    write_report([base / name for name in ("samo", "masked", "dense")], base / "three.html")
+    write_report([base / name for name in ("samo", "again", "dense")], base / "three.html")
     return base
 
 
@@ -96,14 +96,14 @@ def source(folder: Path) -> str:
 def test_the_page_has_its_sections_in_order(source: str) -> None:
     text = Page(source).text
     wanted = [
-        "compressed, masked and dense",
+        "compressed, again and dense",
         "3 runs of a model with 868,352 parameters, 200 to 300 steps.",
         "validation loss",
         "nats per token",
-        "samo holds",
+        "compressed holds",
         "medians of the last phase",
         "Sparsity runs from",
-        "Masks of compressed and masked: where the kept weights are",
+        "Masks of compressed and again: where the kept weights are",
         "The runs side by side",
         "What the model writes",
         "Settings and hardware",
@@ -179,7 +179,12 @@ def test_the_sample_is_shown_letter_by_letter(source: str) -> None:
 
 
 def test_the_prediction_and_the_measured_bar_are_both_there(source: str) -> None:
-    for label in ("dense training", "SAMO paper (formula)", "samo, predicted", "samo, measured"):
+    for label in (
+        "dense training",
+        "SAMO paper (formula)",
+        "compressed, predicted",
+        "compressed, measured",
+    ):
         assert source.count(f">{label}</text>") == 2, label  # wide and narrow
 
 
@@ -202,7 +207,7 @@ def test_the_picture_is_drawn_at_twice_its_size(folder: Path) -> None:
 
 
 def test_equal_runs_give_equal_files(folder: Path, source: str) -> None:
-    write_report([folder / name for name in ("samo", "masked", "dense")], folder / "again.html")
+    write_report([folder / name for name in ("samo", "again", "dense")], folder / "again.html")
     assert (folder / "again.html").read_text(encoding="utf-8") == source
     assert (folder / "again.png").read_bytes() == (folder / "three.png").read_bytes()
 
@@ -210,7 +215,7 @@ def test_equal_runs_give_equal_files(folder: Path, source: str) -> None:
 def test_settings_of_matplotlib_neither_matter_nor_change(folder: Path, source: str) -> None:
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.grid": True}):
         before = settings()
-        write_report([folder / name for name in ("samo", "masked", "dense")], folder / "rc.html")
+        write_report([folder / name for name in ("samo", "again", "dense")], folder / "rc.html")
         assert settings() == before
     assert (folder / "rc.html").read_text(encoding="utf-8") == source
 
@@ -506,27 +511,14 @@ def test_pictures_are_of_different_kinds_in_the_order_of_the_model(tmp_path: Pat
 
 def test_masks_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", masks=fake_masks(num_layers=1))
-    (run / "checkpoints" / "last").write_bytes(b"no masks")
+    (run / "masks.safetensors").write_bytes(b"no masks")
     text = Page(report(run)).text
     assert "Masks not shown notes: " in text
     assert "is not a mask file" in text
 
 
-def test_a_pruned_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
-    assert "notes: there is no checkpoint" in Page(report(write_run(tmp_path / "run"))).text
-
-
-def test_the_best_checkpoint_stands_in_for_the_last(tmp_path: Path) -> None:
-    run = write_run(tmp_path, masks=fake_masks(num_layers=1))
-    (run / "checkpoints" / "last").rename(run / "checkpoints" / "best")
-    assert not isinstance(read_masks(run), str)
-
-
-def test_masks_beside_a_dense_checkpoint_are_found(tmp_path: Path) -> None:
-    run = write_run(tmp_path, masks=fake_masks(num_layers=1))
-    (run / "checkpoints" / "last").rename(run / "masks.safetensors")
-    (run / "checkpoints" / "last").mkdir()
-    assert not isinstance(read_masks(run), str)
+def test_a_pruned_run_without_masks_says_so(tmp_path: Path) -> None:
+    assert "notes: there is no masks.safetensors" in Page(report(write_run(tmp_path / "run"))).text
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     name = "a-name-without-any-place-to-break-it-" * 4
     runs = [
         write_run(base / "a", name=name, steps=150, masks=fake_masks(), sample="x" * 500),
-        write_run(base / "b", mode="masked", steps=150, masks=fake_masks(num_layers=9)),
+        write_run(base / "b", steps=150, masks=fake_masks(num_layers=9)),
         write_run(base / "c", mode="dense", steps=150),
     ]
     add_lines(runs[0], [*observed(9), *changed((110, 120), (50_000, 40_000))])

@@ -269,10 +269,10 @@ def page_of(tmp_path: Path, *runs: Path) -> Page:
 
 
 def test_the_page_shows_ticket_and_changes(tmp_path: Path, gradual: Path, moving: Path) -> None:
-    samo, masked = (ticket_run(tmp_path / name) for name in ("samo", "masked"))
-    page = page_of(tmp_path, samo, masked, gradual, moving)
+    samo, lean = (ticket_run(tmp_path / name) for name in ("samo", "lean"))
+    page = page_of(tmp_path, samo, lean, gradual, moving)
     assert page.text.count("The ticket was drawn at step 100") == 1  # both saw the same
-    assert "Early-Bird ticket of notes (samo) and notes (masked)" in page.text
+    assert "Early-Bird ticket of notes (samo) and notes (lean)" in page.text
     assert page.text.count("Changing masks") == 2
     labels = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
     assert len(labels) == len([label for label in labels if label]) == 2 * 6
@@ -286,7 +286,7 @@ def test_figures_say_whether_all_is_pruned_at_once(
     assert "from here on" not in page_of(tmp_path, moving, gradual).text  # the first is not gradual
 
 
-def test_a_run_of_an_older_samo_has_none_of_it(tmp_path: Path) -> None:
+def test_a_run_whose_masks_were_drawn_once_has_none_of_it(tmp_path: Path) -> None:
     page = page_of(tmp_path, write_run(tmp_path / "run"))
     assert "Early-Bird" not in page.text
     assert "Changing masks" not in page.text

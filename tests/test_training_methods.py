@@ -1,6 +1,5 @@
 """Methods of pruning in whole runs: tickets that settle or not, masks that change, exact resumes."""
 
-import json
 import multiprocessing
 import random
 import signal
@@ -124,13 +123,6 @@ def test_the_ticket_is_what_a_bird_of_the_library_draws(tmp_path: Path, text: Pa
     assert drawn[-1] == masks_file(tmp_path / "run")
     (pruned,) = lines(tmp_path / "run", "prune")
     assert pruned["distances"] == bird.distances[-1]
-
-
-def test_early_bird_draws_the_same_masks_for_dense_state(tmp_path: Path, text: Path) -> None:
-    for mode in ("samo", "masked"):
-        train(config_of(text, "settled", mode=mode), tmp_path / mode)
-    assert masks_file(tmp_path / "samo") == masks_file(tmp_path / "masked")
-    assert lines(tmp_path / "samo", "observe") == lines(tmp_path / "masked", "observe")
 
 
 # Masks that change
@@ -332,20 +324,6 @@ def test_a_last_checkpoint_that_is_damaged_is_not_taken_for_none(
     (run / "checkpoints" / "last" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="is not a checkpoint: there is no"):
         resume(run)
-
-
-def test_a_run_of_an_older_samo_goes_on(tmp_path: Path, text: Path) -> None:
-    """Its record has no settings of methods."""
-    train(small(text), tmp_path / "whole")
-    run = tmp_path / "old"
-    stop = Watcher(5, lambda: signal.raise_signal(signal.SIGTERM))
-    train(small(text), run, listeners=[stop])
-    record = json.loads((run / "run.json").read_text())
-    for name in ("mask_every", "mask_stop", "queue", "threshold", "distance", "history", "drop"):
-        del record["config"]["prune"][name]
-    (run / "run.json").write_text(json.dumps(record))
-    assert resume(run, config=samo_config(run)).step == 8
-    assert_same_run(tmp_path / "whole", run)
 
 
 def train_or_resume(text: Path, run: Path, name: str) -> None:

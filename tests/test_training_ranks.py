@@ -256,7 +256,7 @@ def course(
     for step in range(6):
         before = None if learner._replicas is None else weakref.ref(learner._replicas)
         if step == 2:
-            learner.prune(samo.prune(learner.model, 0.5), "samo")
+            learner.prune(samo.prune(learner.model, 0.5))
         elif step == 4:
             masks = samo.prune(learner.model, 0.75)
             samo.remap_(learner.model, masks, learner.opt)
@@ -365,12 +365,6 @@ def test_what_does_not_go_together_is_refused_at_the_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_mode_masked_is_refused_with_several_stages(tmp_path: Path, text: Path) -> None:
-    config = small(text, {"pipe": 2})
-    with pytest.raises(ConfigError, match="mode masked is a comparison for one stage"):
-        train(replace(config, run=replace(config.run, mode="masked")), tmp_path / "run")
-
-
 # Parts --------------------------------------------------------------------------------------------
 
 
@@ -401,7 +395,7 @@ def a_learner(ranks: Ranks | None = None) -> Learner:
 def prune_differently(rank: int, num_ranks: int) -> str:
     learner = a_learner(Ranks.join(MeshConfig(timeout_s=20.0), "cpu"))
     try:
-        learner.prune(samo.prune(learner.model, 0.5, method="random", seed=rank), "masked")
+        learner.prune(samo.prune(learner.model, 0.5, method="random", seed=rank))
     except MaskError as error:
         return str(error)
     return ""

@@ -31,7 +31,7 @@ DEFAULT_SPARSITY: Final = 0.9
 Auto = Literal["auto"]
 OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
 DType = Literal["float32", "bfloat16", "float16"]
-Mode = Literal["samo", "masked", "dense"]
+Mode = Literal["samo", "dense"]
 Number = TypeVar("Number", int, float)
 
 
@@ -146,7 +146,7 @@ class RunConfig:
     """The run itself."""
 
     mode: Mode = "samo"
-    """Compressed state; for comparison, the same masks on dense state (masked), or no pruning (dense)."""
+    """Compressed state; for comparison, dense training without pruning."""
     steps: int = 1000
     """Optimizer steps."""
     batch_size: int = 16
@@ -348,12 +348,12 @@ def _check_together(config: TrainConfig) -> None:
         _require(
             not changed and dense_steps == 0,
             f"mode dense prunes nothing, and {', '.join(changed) or 'dense_steps'} would have no "
-            "effect; leave it out, or choose mode samo or masked",
+            "effect; leave it out, or choose mode samo",
         )
         _require(
             config.optim.density_power == 0,
             f"mode dense prunes nothing, and density_power {config.optim.density_power} would have no effect; "
-            "leave it out, or choose mode samo or masked",
+            "leave it out, or choose mode samo",
         )
     if prune.masks is not None:
         defaults = PruneConfig(sparsity=DEFAULT_SPARSITY)

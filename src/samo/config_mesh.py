@@ -90,10 +90,6 @@ def _check_pipe(config: "TrainConfig") -> None:
             f"a model of {num_layers} blocks has {num_layers + 2} layers with embeddings and head, too few "
             f"for {pieces} pieces; lower --pipe"
         )
-    if run.mode == "masked":
-        raise ConfigError(
-            "mode masked is a comparison for one stage; use --pipe 1, or mode samo or dense"
-        )
     if prune.scope != "tensor" and run.mode != "dense" and prune.masks is None:
         raise ConfigError(
             f"scope {prune.scope} compares the weights of all stages, which lie on different ranks with "

@@ -141,7 +141,7 @@ def check_method(
     if method == "early-bird":
         _check_early_bird(prune, every, dense, warmup_steps)
     else:
-        _check_changing(prune, dense, mode=mode, steps=steps, state=state)
+        _check_changing(prune, dense, steps=steps, state=state)
 
 
 def _check_early_bird(prune: "PruneConfig", every: int, dense: int, warmup_steps: int) -> None:
@@ -162,15 +162,10 @@ def _check_early_bird(prune: "PruneConfig", every: int, dense: int, warmup_steps
         )
 
 
-def _check_changing(prune: "PruneConfig", dense: int, *, mode: str, steps: int, state: str) -> None:
+def _check_changing(prune: "PruneConfig", dense: int, *, steps: int, state: str) -> None:
     method, stop, every = prune.method, prune.mask_stop, prune.mask_every
     assert not isinstance(stop, str)
     assert not isinstance(every, str)
-    if mode != "samo":
-        raise ConfigError(
-            f"method {method} changes masks on compressed state, and the mode is {mode}; choose mode samo, "
-            "or a method that draws masks once: magnitude, random or early-bird"
-        )
     if not dense < stop < 2**63:
         raise ConfigError(
             f"mask_stop {stop:,} is not after the dense phase, which ends at step {dense:,}; masks change "

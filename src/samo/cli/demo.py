@@ -1,7 +1,7 @@
 """``samo demo``: the whole story on a laptop, on text that every machine has.
 
-Three runs on the source code of Python's standard library, alike up to the moment of pruning: with
-samo, with the same masks on dense state, and dense throughout. What is shown is measured in those runs.
+Two runs on the source code of Python's standard library, alike up to the moment of pruning: with samo,
+and dense throughout. What is shown is measured in those runs.
 """
 
 import time
@@ -34,15 +34,11 @@ __all__ = []
 
 STEPS: Final = 600
 DENSE_STEPS: Final = 200
-TITLES: Final[dict[Mode, str]] = {
-    "samo": "samo",
-    "masked": "same masks, dense state",
-    "dense": "dense, not pruned",
-}
+TITLES: Final[dict[Mode, str]] = {"samo": "samo", "dense": "dense, not pruned"}
 
 
 def run(command: Demo) -> int:
-    """Train three times, compare, and say where to go from here."""
+    """Train twice, compare, and say where to go from here."""
     console = Console()
     out = command.out or free_folder(Path("runs"), "demo")
     check_free(out)
@@ -50,7 +46,7 @@ def run(command: Demo) -> int:
     console.print(
         f"A GPT of 0.9 million parameters learns the source code of Python's standard library: "
         f"{DENSE_STEPS} steps dense, then 90 % of its weights are pruned, then {STEPS - DENSE_STEPS} "
-        "more. Twice again for comparison: with the same masks on dense state, and without pruning.\n",
+        "more. Then once again without pruning, for comparison.\n",
         highlight=False,
     )
     began = time.monotonic()

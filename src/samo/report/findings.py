@@ -111,7 +111,7 @@ def bytes_per_param(run: Run) -> float | None:
 
 
 def accounted_params(run: Run) -> int | None:
-    """Return the dense parameters that the account is about: an older samo's is of the first stage."""
+    """Return the dense parameters that the account is about: a tied weight counts on each of its stages."""
     count = run.state.num_params if run.state is not None else None
     return count or run.num_params
 

@@ -40,7 +40,7 @@ class Prune:
     evals_before: int
     """How many evaluations came before it; the next ones are of pruned weights."""
     reason: str
-    """Why then; empty in the runs of an older samo."""
+    """Why then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

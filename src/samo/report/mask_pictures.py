@@ -35,8 +35,6 @@ MOST_BARS: Final = 24
 ZOOM: Final = 64
 """Bits of a zoom, each way."""
 
-_PLACES: Final = ("checkpoints/last", "checkpoints/best", "masks.safetensors")
-"""Where a run has masks; a checkpoint that was saved dense has none."""
 _PICTURES: Final = 4
 _BLOCK: Final = 8
 """Smallest side of a block of the density map: averages over fewer than 64 weights are noise."""
@@ -85,18 +83,15 @@ class MaskView:
 
 def read_masks(run: Path) -> MaskView | str:
     """Read the masks of a run; a string says why there are none to show."""
-    found = [path for path in (run / name for name in _PLACES) if path.exists()]
-    if not found:
-        return "there is no checkpoint"
+    path = run / "masks.safetensors"
+    if not path.exists():
+        return "there is no masks.safetensors"
     from samo.model_masks import Masks
 
-    reasons = []
-    for path in found:
-        try:
-            return _view(Masks.load(path))
-        except (SamoError, OSError) as error:
-            reasons.append(str(error))
-    return reasons[0]
+    try:
+        return _view(Masks.load(path))
+    except (SamoError, OSError) as error:
+        return str(error)
 
 
 def _view(masks: "Masks") -> MaskView:

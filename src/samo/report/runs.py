@@ -35,16 +35,13 @@ class Steps:
 
     step: "array[float]" = field(default_factory=_column)
     loss: "array[float]" = field(default_factory=_column)
-    lr: "array[float]" = field(default_factory=_column)
-    grad_norm: "array[float]" = field(default_factory=_column)
     tokens: "array[float]" = field(default_factory=_column)
     tokens_per_s: "array[float]" = field(default_factory=_column)
     step_ms: "array[float]" = field(default_factory=_column)
     memory_bytes: "array[float]" = field(default_factory=_column)
-    skipped_steps: "array[float]" = field(default_factory=_column)
     elapsed_s: "array[float]" = field(default_factory=_column)
     phases: list[tuple[int, str]] = field(default_factory=list)
-    """Row at which a phase starts, and its name: dense, samo or masked."""
+    """Row at which a phase starts, and its name: dense or samo."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -64,8 +61,6 @@ class Eval:
     step: int
     loss: float
     perplexity: float
-    tokens: float
-    elapsed_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +76,7 @@ class State:
     measured: Mapping[Kind, int]
     predicted: Mapping[Kind, int]
     rank_bytes: Sequence[int]
-    """Measured bytes of every rank; empty in the runs of an older samo."""
+    """Measured bytes of every rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,13 +118,12 @@ class Run:
     samples: Sequence[Sample]
     end: str | None
     """Why it ended: done, interrupted or failed; None while it runs, or if it was killed."""
-    resumes: int
     broken_lines: int
     """Lines of ``metrics.jsonl`` that could not be read; a killed run leaves one."""
 
     @property
     def mode(self) -> str:
-        """How it trained: samo, masked or dense; empty if the run does not say."""
+        """How it trained: samo or dense; empty if the run does not say."""
         section = self.config.get("run")
         return text(section.get("mode")) if isinstance(section, dict) else ""
 
@@ -204,7 +198,7 @@ def read_run(path: str | Path) -> Run:
     state: State | None = None
     checkpoint_bytes: int | None = None
     end: str | None = None
-    last_step = resumes = broken_lines = 0
+    last_step = broken_lines = 0
     columns = [(name, getattr(steps, name)) for name in Steps.__slots__ if name != "phases"]
     for record in _records(path / "metrics.jsonl"):
         if record is None:
@@ -236,7 +230,7 @@ def read_run(path: str | Path) -> Run:
         elif event == "end":
             end = text(record.get("reason")) or None
         elif event == "resume":
-            resumes, end = resumes + 1, None  # it goes on: what ended was the part before
+            end = None  # it goes on: what ended was the part before
     return Run(
         path=path,
         name=text(about.get("name")) or path.resolve().name,
@@ -258,7 +252,6 @@ def read_run(path: str | Path) -> Run:
         checkpoint_bytes=checkpoint_bytes,
         samples=samples,
         end=end,
-        resumes=resumes,
         broken_lines=broken_lines,
     )
 
@@ -330,8 +323,6 @@ def _eval(step: int, record: Mapping[str, object]) -> Eval:
         step=step,
         loss=number(record.get("valid_loss")),
         perplexity=number(record.get("perplexity")),
-        tokens=number(record.get("tokens")),
-        elapsed_s=number(record.get("elapsed_s")),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 __all__ = []
 
-Phase = Literal["dense", "masked", "samo"]
+Phase = Literal["dense", "samo"]
 DrawReason = Literal["dense_steps", "masks", "settled", "limit"]
 
 
@@ -53,7 +53,7 @@ class Stepped(Event):
     """An optimizer step, every ``log_every`` of them and at the last."""
 
     phase: Phase
-    """How the step was taken: dense, masked (dense state) or samo (compressed state)."""
+    """How the step was taken: dense, or samo (compressed state)."""
     loss: float
     """Training loss of this step: nats for each token."""
     lr: float

@@ -13,7 +13,6 @@ report.html         the report, as ``samo report`` makes it
 
 import json
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -157,12 +156,7 @@ class RunFolder:
 
     def config(self) -> TrainConfig:
         """Return the resolved settings that run.json records."""
-        recorded = self.read_run().get("config")
-        config = from_dict(recorded, source=f"'{self.run_file}'")
-        assert recorded is not None
-        if "density_power" not in recorded.get("optim", {}):  # from before there was one
-            config = replace(config, optim=replace(config.optim, density_power=0.0))
-        return config
+        return from_dict(self.read_run().get("config"), source=f"'{self.run_file}'")
 
 
 def check_free(path: Path) -> None:

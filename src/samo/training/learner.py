@@ -1,12 +1,11 @@
-"""A model with its optimizer, in one of three phases: dense, then masked or samo.
+"""A model with its optimizer, in one of two phases.
 
-dense    fp32 weights, torch's AdamW, autocast for 16-bit types
-masked   the same, with pruned weights set back to 0 after every step; for comparisons
-samo     compressed state, weights in the type of the computation
+dense   fp32 weights, torch's AdamW, autocast for 16-bit types
+samo    compressed state, weights in the type of the computation
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from samo.core.ranks import compare_masks
 from samo.data.batches import Batch
 from samo.errors import MaskError, nearest
 from samo.memory.ledger import Ledger, ledger
-from samo.memory.predict import TensorSpec, paper_bytes
 from samo.model_masks import Masks
 from samo.pipeline.api import Pipeline
 from samo.training.events import Phase
@@ -78,8 +76,6 @@ class Learner:
         self._grad_dtype = torch.bfloat16 if is_narrow and self.ranks.size == 1 else None
         self._entry_steps = entry_steps
         self.skipped_before = 0  # skipped steps that this optimizer has not counted
-        self._pruned: list[tuple[Tensor, Tensor]] = []  # masked: weights, and where they are 0
-        self._lr_scales: dict[int, float] = {}  # masked: of weights, by id
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
             self._groups(), betas=optim.betas, eps=optim.eps, fused=True
         )
@@ -120,7 +116,7 @@ class Learner:
         """Return those of a whole model's masks that are about this rank's stage."""
         return masks if self.stages is None else self.stages.pipeline.masks(masks)
 
-    def prune(self, masks: Masks, phase: Phase) -> None:
+    def prune(self, masks: Masks) -> None:
         """Leave the dense phase: from here on pruned weights are 0, and the moments go on.
 
         Raises:
@@ -129,16 +125,7 @@ class Learner:
         if self.ranks.data is not None:
             compare_masks(masks, self.ranks.data)
         self.masks = masks
-        self.phase = phase
-        if phase == "masked":
-            parameters_of = masks.parameters_of(self.model)
-            self._pruned = [(parameters_of[name], ~mask.to_bool()) for name, mask in masks.items()]
-            self._zero_pruned()
-            self._lr_scales = {
-                id(parameters_of[name]): (mask.kept / mask.numel) ** self._density_power
-                for name, mask in masks.items()
-            }
-            return
+        self.phase = "samo"
         dense = self.opt
         dense.zero_grad()
         is_lean = self._optim.state == "lean" and self.dtype == torch.bfloat16
@@ -204,17 +191,12 @@ class Learner:
             )
         if self.scaler is not None:
             self.scaler.unscale_(self.opt)
-        for param, pruned in self._pruned:
-            if param.grad is not None:
-                param.grad.masked_fill_(pruned, 0)
         max_norm = self._optim.clip or float("inf")
         if self.stages is None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         else:
             norm = self.stages.pipeline.clip_grad_norm_(max_norm)
-        with self._own_rates():
-            self._update(norm)
-        self._zero_pruned()
+        self._update(norm)
         return norm
 
     def _update(self, norm: Tensor) -> None:
@@ -300,27 +282,15 @@ class Learner:
             ),
         }
         predicted = {"dense": 4 * count, "gradients": 4 * count, "moments": 8 * count}
-        if self.masks is not None:
-            measured["bitmap"] = sum(pruned.nbytes for _, pruned in self._pruned)
-            predicted["bitmap"] = self.masks.numel  # a byte each, as people do it
         return {
             "num_params": count,
             "measured_bytes": sum(measured.values()),
             "predicted_bytes": sum(predicted.values()),
             "dense_bytes": 16 * count,  # itself: fp32 throughout, whatever it computes in
-            "paper_bytes": None if self.masks is None else self._paper_bytes(),
+            "paper_bytes": None,
             "measured": measured,
             "predicted": predicted,
         }
-
-    def _paper_bytes(self) -> int:
-        assert self.masks is not None
-        return sum(
-            paper_bytes(
-                TensorSpec(numel=p.numel(), kept=self.masks[n].kept if n in self.masks else None)
-            )
-            for n, p in self.model.named_parameters()
-        )
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return groups whose rates are what the learning rate of a step is multiplied by."""
@@ -361,32 +331,6 @@ class Learner:
         # Of stages this is around a whole batch: copies of weights are not to be kept for as long.
         is_kept = self.stages is None
         return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_kept)
-
-    @contextlib.contextmanager
-    def _own_rates(self) -> Iterator[None]:
-        """Let masked weights have rates of their own for a step, as `samo.param_groups` gives them."""
-        if not self._lr_scales:
-            yield
-            return
-        usual = self.opt.param_groups
-        groups: dict[tuple[int, float], dict[str, Any]] = {}
-        for index, group in enumerate(usual):
-            for param in group["params"]:
-                scale = self._lr_scales.get(id(param), 1.0)
-                # The rate times the decay stays as it is.
-                own = {"lr": group["lr"] * scale, "weight_decay": group["weight_decay"] / scale}
-                of_scale = groups.setdefault((index, scale), {**group, **own, "params": []})
-                of_scale["params"].append(param)
-        self.opt.param_groups = list(groups.values())
-        try:
-            yield
-        finally:
-            self.opt.param_groups = usual
-
-    @torch.no_grad()
-    def _zero_pruned(self) -> None:
-        for param, pruned in self._pruned:
-            param.masked_fill_(pruned, 0)
 
     def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """Keep gradients on their rank until those of the last batch of a step have come."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from samo import checkpoints
-from samo.config import TrainConfig, resolve
+from samo.config import TrainConfig
 from samo.config_files import to_dict
 from samo.config_mesh import check_batch, in_any_grid
 from samo.errors import ConfigError, DataError
@@ -112,7 +112,7 @@ def resume(
     """
     folder = RunFolder.find(path)
     checkpoint = folder.last if folder.path == path else path
-    recorded = resolve(folder.config())  # an older samo did not know all settings
+    recorded = folder.config()
     if config is None:
         config = in_any_grid(recorded)
     check_changes(recorded, config, is_resolved=False)  # before they contradict what was recorded

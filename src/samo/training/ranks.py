@@ -131,12 +131,6 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def name(self) -> str:
-        """This rank as messages call it."""
-        stage = f" (stage {self.stage} of {self.num_stages})" if self.num_stages > 1 else ""
-        return f"rank {self.rank}{stage}"
-
-    @property
     def part(self) -> tuple[int, int]:
         """Which part of every batch is this rank's, and of how many."""
         return self.replica, self.num_replicas

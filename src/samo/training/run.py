@@ -173,7 +173,7 @@ class Run:
             self.evaluate()  # what pruning costs shows only beside what was there before
         masks, pruned = self.masking.draw(self.at.step)
         self.save_masks(masks)
-        self.learner.prune(masks, self.config.run.mode)
+        self.learner.prune(masks)
         self.masking.follow()
         self.tell(pruned)
         self.at.best_loss = None  # what was dense does not count against what is pruned

@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from samo.checkpoints import verify
 from samo.checkpoints.loading import load
 from samo.checkpoints.saving import save
 from samo.errors import CheckpointError
-from samo.mask import Mask
 from samo.model_masks import Masks
 from samo.shapes import GPTConfig
 from samo.training.events import Phase
@@ -20,9 +19,6 @@ from samo.training.learner import Learner
 from samo.training.masking import Masking
 
 __all__ = []
-
-_MASK: Final = "mask of "
-"""Before the name of a weight: its mask, in the checkpoint of a run on dense state."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -65,8 +61,6 @@ def write(
         **_random_states(learner.device),
         **masking.state_dict(),
     }
-    if learner.phase == "masked" and learner.masks is not None:
-        extra |= {f"{_MASK}{name}": mask.words for name, mask in learner.masks.items()}
     save(
         path,
         learner.whole,
@@ -86,7 +80,7 @@ def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
     """
     progress, masks = learner.ranks.together("the checkpoint", lambda: _read(path))
     if masks is not None:
-        learner.prune(learner.own_masks(masks).to(learner.device), "samo")
+        learner.prune(learner.own_masks(masks).to(learner.device))
     extra = load(
         path,
         learner.whole,
@@ -95,8 +89,6 @@ def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
         mesh=learner.ranks.mesh,
         timeout_s=learner.ranks.timeout_s,
     )
-    if progress.phase == "masked":
-        learner.prune(_masks_in(extra, learner), "masked")
     masking.load_state_dict(extra)
     learner.skipped_before += progress.skipped_steps - learner.skipped_steps
     _set_random_states(extra)
@@ -122,24 +114,12 @@ def _progress(path: Path, found: Any) -> Progress:
         kinds = typing.get_args(hints[name]) or (hints[name],)
         fits = value in kinds or type(value) in kinds  # a phase is one of the words themselves
         if name in ("phase", "accounted"):
-            fits = value in ("dense", "masked", "samo") or (name == "accounted" and value is None)
+            fits = value in ("dense", "samo") or (name == "accounted" and value is None)
         if not fits or (isinstance(value, int) and not 0 <= value < 2**63):
             raise CheckpointError(
                 f"'{path}' is damaged: its {name} is {str(value)[:40]!r}; take another checkpoint"
             )
     return Progress(**known)
-
-
-def _masks_in(extra: dict[str, Any], learner: Learner) -> Masks:
-    """Read the masks of a run on dense state, whose model has none of its own."""
-    shapes = {name: param.shape for name, param in learner.model.named_parameters()}
-    return Masks(
-        {
-            name.removeprefix(_MASK): Mask(shapes[name.removeprefix(_MASK)], words)
-            for name, words in extra.items()
-            if name.startswith(_MASK)
-        }
-    ).to(learner.device)
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:
