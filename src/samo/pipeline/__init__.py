@@ -1,9 +1,8 @@
 """Pipelines over the axis `pipe`: a rank holds some layers and computes whatever message comes first.
 
 - engine, timeline: decide and record; no torch, no I/O
-- simulator: a network with seeded delays in virtual time; picture: timelines to look at
 - wire, transport: what is sent, and what a network has to offer
-- memory, gloo, nccl: networks
+- gloo, nccl: networks
 - layers, costs, partition: what a model is cut into, and where
 - stage, filling: the layers of a rank, and how they come to their values
 - batches, tied: micro-batches and their weights in the loss; weights that two stages use
