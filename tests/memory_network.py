@@ -63,7 +63,7 @@ class MemoryTransport:
         words, body = self._encoders[stage].encode(packet)
         decoder = target._decoders[self.stage]
         header = decoder.header(words)
-        form = decoder.form(header, body) if packet.kind in DATA_KINDS else ()
+        form = decoder.form(body) if packet.kind in DATA_KINDS else ()
         tensors = tuple(tensor.detach().clone() for tensor in packet.tensors)
         arrived = decoder.packet(header, body, tensors, form)
         due = self.network.due((self.stage, stage), self._last.get(stage, 0.0))

@@ -20,7 +20,8 @@ ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
-    {"samo.errors", "samo.shapes", "samo.pruning.densities", "samo.models", "samo.generation"},
+    {"samo.errors", "samo.durable", "samo.shapes", "samo.pruning.densities"},
+    {"samo.models", "samo.generation"},
     {"samo.config_mesh", "samo.config_methods", "samo.config", "samo.config_files"},
     {
         "samo.data",
@@ -32,7 +33,6 @@ LAYERS: Final = (
         "samo.data.batches",
         "samo.data.library",
     },
-    {"samo.durable"},
     {
         "samo.checkpoints",
         "samo.checkpoints.values",
@@ -88,12 +88,7 @@ LAYERS: Final = (
     },
     {"samo.early_bird.bird"},
     {"samo.dynamic", "samo.dynamic.schedules", "samo.dynamic.choices", "samo.dynamic.members"},
-    {
-        "samo.dynamic.growth",
-        "samo.dynamic.patterns",
-        "samo.dynamic.rates",
-        "samo.dynamic.states",
-    },
+    {"samo.dynamic.growth", "samo.dynamic.rates"},
     {"samo.dynamic.gradual", "samo.dynamic.sparse"},
     {
         "samo.pipeline",
