@@ -14,10 +14,9 @@ from torch import nn
 import samo
 from samo import models
 from samo.pipeline.batches import cut, weights
-from samo.pipeline.costs import parameter_costs
 from samo.pipeline.filling import build_stage
 from samo.pipeline.layers import take_apart
-from samo.pipeline.partition import partition
+from samo.pipeline.partition import parameter_costs, partition
 from tests.pipeline_cases import tiny_gpt, tiny_hf, tokens
 
 CPU = torch.device("cpu")

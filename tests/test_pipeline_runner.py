@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import samo
-from samo.pipeline.ends import as_tuple
-from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.runner import Batch, Runner, as_tuple
 from samo.pipeline.transport import Arrival
 from samo.pipeline.wire import Packet
 from tests.memory_network import MemoryNetwork, MemoryTransport
