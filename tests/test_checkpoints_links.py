@@ -94,7 +94,7 @@ def test_a_tensor_of_another_size_is_refused() -> None:
 def test_a_failure_is_told_and_raised(
     failure: BaseException, kind: type[Exception], message: str
 ) -> None:
-    links: Any = Script({"end": gathering._told(failure)})
+    links: Any = Script({"share": None, "failure": gathering._told(failure)})
     with pytest.raises(kind, match=message):
         gathering.agree(links, None, "it")
     assert links.sent[0]["end"]["kind"] == kind.__name__
@@ -103,7 +103,7 @@ def test_a_failure_is_told_and_raised(
 
 
 def test_a_failure_of_our_own_comes_first() -> None:
-    links: Any = Script({"end": gathering._told(KeyError("theirs"))})
+    links: Any = Script({"share": None, "failure": gathering._told(KeyError("theirs"))})
     with pytest.raises(ValueError, match="ours"):
         gathering.agree(links, ValueError("ours"), "it")
 

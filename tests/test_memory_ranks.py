@@ -1,4 +1,4 @@
-"""What each rank holds: as predicted, and never another stage's weights, not even while it is built."""
+"""What each rank holds: as its ledger says, and never another stage's weights, not even while it is built."""
 
 import gc
 import time
@@ -12,11 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import samo
-from samo.memory.ranks import predict_ranks
 from samo.models import GPT, GPTConfig, draw_weights
 from samo.pipeline.layers import take_apart
 from samo.pipeline.setup import cuts_of
-from tests.meters import LiveBytes, SmallResNet, live_storages, small_gpt
+from tests.meters import LiveBytes, live_storages
 from tests.pipeline_cases import next_token_loss
 from tests.ranks import run_ranks
 
@@ -27,77 +26,6 @@ TIMEOUT = 20
 def on_meta(config: GPTConfig = CONFIG) -> GPT:
     with torch.device("meta"):
         return GPT(config)
-
-
-# By arithmetic, against the ledger of one process
-
-
-TYPES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "fp16": {"dtype": torch.float16},
-    "bf16": {"dtype": torch.bfloat16},
-    "bf16 gradients": {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16},
-    "bf16 values": {"dtype": torch.bfloat16, "value_dtype": torch.bfloat16},
-}
-
-
-@pytest.mark.parametrize("state", ["exact", "lean"])
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize(
-    "make", [small_gpt, lambda: small_gpt(is_tied=True), SmallResNet], ids=["gpt", "tied", "resnet"]
-)
-def test_the_prediction_is_that_of_the_ledger(
-    make: Callable[[], nn.Module], types: str, state: Any
-) -> None:
-    model, settings = make(), TYPES[types]
-    next(model.parameters()).requires_grad_(False)
-    masks = samo.prune(model, 0.9)
-    found = [predict_ranks(model, given, state=state, **settings) for given in (0.9, masks)]
-    samo.compress_(model, masks, **settings)
-    account = samo.ledger(model, samo.AdamW(model.parameters(), state=state))
-    told = {
-        kind: size + account.unpruned.predicted[kind]
-        for kind, size in account.pruned.predicted.items()
-    }
-    assert found == [[told], [told]]
-
-
-def test_buckets_of_ddp_are_one_more_copy_of_the_gradients() -> None:
-    plain, wrapped = (predict_ranks(small_gpt(), 0.9, has_buckets=has)[0] for has in (False, True))
-    assert wrapped == {**plain, "buckets": plain["gradients"]}
-
-
-def test_a_weight_that_is_tied_by_name_counts_once_on_a_stage_and_once_on_each() -> None:
-    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
-    tied = [("0.weight", "1.weight", "3.weight")]
-    one = sum(predict_ranks(layers[:1], 0.9)[0].values())
-    sizes = [sum(held.values()) for held in predict_ranks(layers, 0.9, pipe=2, tied=tied)]
-    assert sizes == [one, 2 * one]
-    whole = nn.Sequential(*layers)
-    assert sum(predict_ranks(whole, 0.9, tied=tied)[0].values()) == 2 * one
-    masks = samo.Masks({"0.weight": samo.prune(whole, 0.5)["0.weight"]})
-    first, last = predict_ranks(layers, masks, pipe=2, tied=tied)
-    assert first["gradients"] == 4 * 2048
-    assert last["gradients"] == 4 * (2048 + 4096)
-
-
-def test_nothing_pruned_has_no_bitmaps() -> None:
-    assert predict_ranks(nn.Linear(8, 8), 0.0)[0]["bitmap"] == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pipe": 0}, "pipe must be a whole number of 1 or more, got 0"),
-        ({"stages_per_rank": 0}, "stages_per_rank must be a whole number of 1 or more, got 0"),
-        ({"sparsity": 1.0}, r"sparsity must be at least 0 and less than 1, got 1\.0"),
-        ({"state": "thin"}, "state must be 'exact' or 'lean', got 'thin'"),
-        ({"pipe": 9}, "6 layers cannot be cut into 9 stages"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        predict_ranks(on_meta(), settings.pop("sparsity", 0.9), **settings)
 
 
 # Measured on ranks
@@ -116,7 +44,7 @@ def types_for(state: str) -> dict[str, Any]:
     return {"dtype": torch.bfloat16, "value_dtype": values}
 
 
-def hold(rank: int, num_ranks: int) -> list[dict[str, Any]]:
+def hold(rank: int, num_ranks: int) -> list[dict[str, int]]:
     """Train one step and return what this rank holds, by the ledger and by a walk over all tensors."""
     found = []
     gc.collect()
@@ -144,11 +72,10 @@ def hold(rank: int, num_ranks: int) -> list[dict[str, Any]]:
                 break
             time.sleep(0.05)
         pipeline.close()
-        shares = (account.pruned, account.unpruned)
         found.append(
             {
-                "stage": mesh["pipe"].get_local_rank(),
-                "measured": {k: sum(s.measured[k] for s in shares) for k in shares[0].measured},
+                "measured": account.measured_bytes,
+                "predicted": account.predicted_bytes,
                 "walk": walk,
             }
         )
@@ -158,25 +85,12 @@ def hold(rank: int, num_ranks: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", CASES)
-def test_every_rank_holds_what_was_predicted_before_it_started(num_ranks: int) -> None:
-    everyones = run_ranks(num_ranks, hold)
-    for number, (pipe, state, schedule) in enumerate(CASES[num_ranks]):
-        told = predict_ranks(
-            on_meta(),
-            0.9,
-            pipe=pipe,
-            state="lean" if state == "lean" else "exact",
-            moments=1 if state == "sgd" else 2,
-            stages_per_rank=2 if schedule == "interleaved" else 1,
-            **types_for(state),
-        )
-        assert len(told) == pipe
-        for rank, found in enumerate(everyones):
+def test_every_rank_holds_what_its_ledger_says(num_ranks: int) -> None:
+    for rank, found in enumerate(run_ranks(num_ranks, hold)):
+        for (pipe, state, schedule), held in zip(CASES[num_ranks], found):
             case = f"{pipe}x{num_ranks // pipe} {state} {schedule} rank {rank}"
-            held = found[number]
-            expected = told[held["stage"]]
-            assert held["measured"] == expected, case
-            assert held["walk"] == pytest.approx(sum(expected.values()), rel=0.01), case
+            assert held["measured"] == held["predicted"] > 0, case
+            assert held["walk"] == pytest.approx(held["measured"], rel=0.01), case
 
 
 # While a stage is built

@@ -277,11 +277,6 @@ def check_tied(everyones: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (
-            {"schedule": "zero-bubble"},
-            "splits the backward pass and writes weight gradients without",
-        ),
-        ({"schedule": "ScheduleZBVZeroBubble"}, "splits the backward pass"),
         ({"schedule": "1f1c"}, "schedule must be one of .* got '1f1c' .did you mean '1f1b'"),
         ({"micro_batches": 0}, "micro_batches must be a whole number, 1 or more, got 0"),
         ({"schedule": "gpipe", "in_flight": 2}, "in_flight=2 has no effect on schedule 'gpipe'"),

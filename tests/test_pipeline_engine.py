@@ -4,11 +4,11 @@ import json
 import random
 
 import pytest
+from benchmarks.pipeline.simulator import FixedOrder, Schedule, simulate, uniform_delays
 from hypothesis import given, settings, strategies as st
 
 import samo
 from samo.pipeline.engine import Action, Engine, Message, in_flight_limits
-from samo.pipeline.simulator import FixedOrder, Schedule, simulate, uniform_delays
 from samo.pipeline.timeline import Event, Pass, Timeline
 
 

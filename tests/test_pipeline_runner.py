@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import samo
-from samo.pipeline.ends import as_tuple
-from samo.pipeline.memory import MemoryNetwork, MemoryTransport
-from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.runner import Batch, Runner, as_tuple
 from samo.pipeline.transport import Arrival
 from samo.pipeline.wire import Packet
+from tests.memory_network import MemoryNetwork, MemoryTransport
 
 
 def test_an_output_that_is_no_tensor_is_refused() -> None:

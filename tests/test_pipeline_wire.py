@@ -44,14 +44,6 @@ def test_a_packet_comes_out_of_a_buffer_as_it_went_in(data: st.DataObject) -> No
         assert all(torch.equal(a, b) for a, b in zip(got.tensors, tensors, strict=True))
 
 
-def test_a_form_is_sent_once_and_a_smaller_one_again() -> None:
-    encoder, decoder = Encoder(0), Decoder(0)
-    for rows, is_new in [(4, True), (4, False), (3, True), (4, False), (3, False)]:
-        packet = Packet("activation", 0, 0, (torch.ones(rows, 2),), (True,))
-        assert bool(encoder.body(packet)) == is_new
-        assert through_a_buffer(encoder, decoder, packet).tensors[0].shape == (rows, 2)
-
-
 def test_a_reason_travels_whole() -> None:
     packet = Packet("abort", 1, origin=2, reason="ValueError: größer als 3")
     assert through_a_buffer(Encoder(0), Decoder(0), packet) == packet
@@ -63,8 +55,8 @@ def words_of(**changes: int) -> list[int]:
     from samo.pipeline import wire
 
     words, _ = Encoder(1).encode(Packet("probe", 0))
-    names = ["magic", "kind", "step", "sequence", "micro_batch", "form", "body", "origin"]
-    names += ["is_training", "stage"]
+    names = ["magic", "kind", "step", "sequence", "micro_batch", "body", "origin", "is_training"]
+    names += ["stage"]
     for name, value in changes.items():
         words[names.index(name)] = value
     return [*words[:-1], wire._checksum(words[:-1])]
@@ -88,20 +80,17 @@ def test_a_header_that_is_nonsense_names_its_sender(words: list[int], text: str)
 
 
 @pytest.mark.parametrize(
-    ("form", "body", "text"),
+    ("body", "text"),
     [
-        (0, [], "tensors of form 0 of 0 known ones"),
-        (3, [0], "form 3, where 0 was next"),
-        (0, [1, 99, 0, 0], "a form with type 99"),
-        (0, [1, 0, 0, 1, -4], r"and shape \(-4,\)"),
-        (0, [2, 0, 0, 0], "a form that breaks off after 1 tensors"),
+        ([], "a form that breaks off after 0 tensors"),
+        ([1, 99, 0, 0], "a form with type 99"),
+        ([1, 0, 0, 1, -4], r"and shape \(-4,\)"),
+        ([2, 0, 0, 0], "a form that breaks off after 1 tensors"),
     ],
 )
-def test_a_form_that_is_nonsense_names_its_sender(form: int, body: list[int], text: str) -> None:
-    decoder = Decoder(1)
-    header = decoder.header(words_of(kind=0, form=form, body=len(body)))
+def test_a_form_that_is_nonsense_names_its_sender(body: list[int], text: str) -> None:
     with pytest.raises(samo.PeerError, match=text):
-        decoder.form(header, body)
+        Decoder(1).form(body)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
 
 LAYERS: Final = (
-    {"samo.errors", "samo.shapes", "samo.pruning.densities", "samo.models", "samo.generation"},
+    {"samo.errors", "samo.durable", "samo.shapes", "samo.pruning.densities"},
+    {"samo.models", "samo.generation"},
     {"samo.config_mesh", "samo.config_methods", "samo.config", "samo.config_files"},
     {
         "samo.data",
@@ -32,7 +33,6 @@ LAYERS: Final = (
         "samo.data.batches",
         "samo.data.library",
     },
-    {"samo.durable"},
     {
         "samo.checkpoints",
         "samo.checkpoints.values",
@@ -91,25 +91,22 @@ LAYERS: Final = (
     },
     {"samo.early_bird.bird"},
     {"samo.dynamic", "samo.dynamic.schedules", "samo.dynamic.choices", "samo.dynamic.members"},
-    {
-        "samo.dynamic.growth",
-        "samo.dynamic.patterns",
-        "samo.dynamic.rates",
-        "samo.dynamic.states",
-    },
+    {"samo.dynamic.growth", "samo.dynamic.rates"},
     {"samo.dynamic.gradual", "samo.dynamic.sparse"},
     {
         "samo.pipeline",
         "samo.pipeline.engine",
         "samo.pipeline.timeline",
-        "samo.pipeline.simulator",
-        "samo.pipeline.partition",
         "samo.pipeline.batches",
     },
     {"samo.pipeline.wire", "samo.pipeline.transport"},
-    {"samo.pipeline.memory", "samo.pipeline.gloo", "samo.pipeline.nccl"},
-    {"samo.pipeline.stage", "samo.pipeline.layers", "samo.pipeline.filling", "samo.pipeline.costs"},
-    {"samo.pipeline.ends"},
+    {"samo.pipeline.gloo", "samo.pipeline.nccl"},
+    {
+        "samo.pipeline.stage",
+        "samo.pipeline.layers",
+        "samo.pipeline.filling",
+        "samo.pipeline.partition",
+    },
     {
         "samo.pipeline.runner",
         "samo.pipeline.schedules",
@@ -130,18 +127,13 @@ LAYERS: Final = (
         "samo.checkpoints.saving",
         "samo.checkpoints.loading",
     },
-    {"samo.memory", "samo.memory.predict", "samo.memory.ledger", "samo.memory.ranks"},
+    {"samo.memory", "samo.memory.predict", "samo.memory.ledger"},
     {"samo.report", "samo.report.amounts", "samo.report.curves", "samo.report.fields"},
     {"samo.report.mask_events", "samo.report.runs"},
     {"samo.report.grid", "samo.report.theme"},
     {"samo.report.findings"},
     {"samo.report.css", "samo.report.figures", "samo.report.mask_course"},
-    {
-        "samo.report.mask_pictures",
-        "samo.report.mask_figures",
-        "samo.report.poster",
-        "samo.pipeline.picture",
-    },
+    {"samo.report.mask_pictures", "samo.report.mask_figures", "samo.report.poster"},
     {"samo.report.parts"},
     {"samo.report.sections", "samo.report.mask_sections"},
     {"samo.report.page"},
@@ -276,8 +268,7 @@ def test_dir_lists_the_public_names() -> None:
         "samo.memory.predict",
         "samo.durable",
         "samo.checkpoints",
-        "samo.pipeline.simulator",
-        "samo.pipeline.partition",
+        "samo.pipeline.engine",
     ],
 )
 def test_counting_bytes_loads_nothing_heavy(module: str) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.measure import Row, arguments, show, write_rows
-from samo.pipeline.picture import draw
-from samo.pipeline.simulator import Duration, simulate
+from benchmarks.pipeline.picture import draw
+from benchmarks.pipeline.simulator import Duration, simulate
 from samo.pipeline.timeline import Pass
 
 __all__ = ["main"]

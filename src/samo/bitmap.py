@@ -78,11 +78,6 @@ def popcount(words: Tensor) -> Tensor:
     return (x + (x >> 16)) & 0x3F
 
 
-def count(words: Tensor) -> int:
-    """Count all set bits."""
-    return count_common(words, words)
-
-
 def count_common(a: Tensor, b: Tensor) -> int:
     """Count the bits that are set in both of two bitmaps of one size, on one device."""
     step = _CHUNK_BLOCKS * BLOCK_WORDS

@@ -4,8 +4,8 @@
               leader -> other       a tensor that it wants             } for each one,
               other  -> leader      its bytes, or why there are none   } as files are written
               leader -> others      the end, good or bad
-    load      others -> leader      whether all checks passed
-              leader -> others      whether they did everywhere
+    load      others -> leader      whether all checks passed, as an empty share
+              leader -> others      the end: whether they did everywhere
 
 Nobody is left waiting: whatever fails on a rank, all of them learn why and raise.
 """
@@ -32,6 +32,7 @@ def lead(
     links: Links,
     describe: Callable[[], Mapping[str, Any]],
     write: Callable[[dict[int, Mapping[str, Any]]], None],
+    what: str,
 ) -> None:
     """Hear the shares of all stages, write, and tell everyone how it ended.
 
@@ -43,7 +44,7 @@ def lead(
         try:
             shares = {links.rank: describe()}
         finally:  # also if this rank has none: the others are sending
-            answers = {rank: links.recv_json(rank, "its share") for rank in links.others}
+            answers = {rank: links.recv_json(rank, what) for rank in links.others}
         for rank, answer in answers.items():
             if answer.get("failure") is not None:
                 _raise(rank, answer["failure"])
@@ -106,30 +107,18 @@ def agree(links: Links | None, failure: BaseException | None, what: str) -> None
         CheckpointError: Another rank failed.
         PeerError: Another rank is gone or silent.
     """
-    if links is None:
+
+    def describe() -> dict[str, Any]:
         if failure is not None:
             raise failure
-        return
-    if links.is_leader:
-        try:
-            answers = {rank: links.recv_json(rank, what) for rank in links.others}
-        except PeerError as error:
-            _end(links, failure or error)
-            raise failure or error from None
-        bad = [(rank, answer["end"]) for rank, answer in answers.items() if answer["end"]]
-        if failure is None and bad:
-            try:
-                _raise(*bad[0])
-            except (CheckpointError, PeerError) as error:
-                failure = error
-        _end(links, failure)
+        return {}
+
+    if links is None:
+        describe()
+    elif links.is_leader:
+        lead(links, describe, lambda shares: None, what)
     else:
-        links.send_json(links.ranks[0], {"end": _told(failure)})
-        verdict = links.recv_json(links.ranks[0], what)
-        if failure is None and verdict["end"] is not None:
-            _raise(verdict["from"], verdict["end"])
-    if failure is not None:
-        raise failure
+        follow(links, lambda: (describe(), {}), what)
 
 
 def _fetch(links: Links, rank: int, kind: str, name: str, room: Tensor) -> None:

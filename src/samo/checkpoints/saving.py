@@ -128,7 +128,7 @@ def save(
     if links is None:
         write({0: describe()})
     else:
-        lead(links, describe, write)
+        lead(links, describe, write, "its share")
     _warn_of_extra_state(grid.module)  # at last: where warnings are errors, other ranks would wait
 
 

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from samo import durable
 from samo.errors import DataError
 
 __all__ = ["write_library_text"]
@@ -62,11 +63,4 @@ def _read(path: Path) -> bytes:
 def _write(path: Path, data: bytes) -> None:
     if path.is_file() and path.read_bytes() == data:
         return  # tokens made from it stay valid
-    # Aside and renamed: another run may have the old file mapped, and must not see it shrink.
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        aside.write_bytes(data)
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    durable.write_bytes(path, data)  # another run may have the old file mapped: it must not shrink

@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 from samo.arguments import check_model, finite_number, optimizers_of, whole_number
 from samo.core.remap import remap_
 from samo.core.weight import Weight
-from samo.dynamic import states
 from samo.dynamic.choices import prune_to
 from samo.dynamic.members import check_moving, finite_values, moving_weights, with_others
-from samo.dynamic.schedules import cubic_sparsity, is_pruning_step
+from samo.dynamic.schedules import cubic_sparsity, is_pruning_step, pack, unpack
 from samo.errors import MaskError
 from samo.mask import Mask
 from samo.model_masks import Masks
@@ -162,7 +161,7 @@ class GradualPruning:
             >>> state["steps"], state["settings"]["stop"]
             (0, 9)
         """
-        return states.pack(self._steps, self._seed, self._settings)
+        return pack(self._steps, self._seed, self._settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state.
@@ -178,7 +177,7 @@ class GradualPruning:
         Raises:
             ValueError: It is no such state, or of other settings.
         """
-        self._steps, self._seed = states.unpack("GradualPruning", state, self._seed, self._settings)
+        self._steps, self._seed = unpack("GradualPruning", state, self._seed, self._settings)
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -1,19 +1,31 @@
-"""The weights of a model whose masks change: matrices with a mask that are being trained."""
+"""The weights of a model whose masks change: matrices with a mask that are being trained.
 
+Masks with a structure, n:m and channels, are refused where entries would move alone and dissolve it.
+"""
+
+import math
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samo import bitmap
 from samo.candidates import matrices
 from samo.core.compress import masks, named_weights
 from samo.core.weight import Weight
 from samo.errors import CompressionError, MaskError
+from samo.layouts import layouts
 from samo.mask import Mask
 from samo.model_masks import Masks
 
 __all__ = []
+
+_BATCH_NORMS: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_GROUPS: Final = (2, 4, 8, 16, 32)
+_LEAST_GROUPS: Final = 64
+"""By chance one group of a random mask has the count of the next at most half the time."""
 
 
 def moving_weights(model: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Weight]:
@@ -78,3 +90,51 @@ def finite_values(name: str, weight: Weight) -> Tensor:
             "magnitude to compare; go back to a checkpoint from before that"
         )
     return values
+
+
+def check_free(model: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Refuse masks of which it can be told that they have a structure.
+
+    Raises:
+        MaskError: A weight keeps n of every m neighbours, or the channels of a BatchNorm are pruned.
+    """
+    for name, scale in named_weights(model):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, _BATCH_NORMS) and scale.mask is not None and scale.mask.sparsity:
+            raise MaskError(
+                f"'{name}' keeps {scale.mask.kept:,} of {scale.mask.numel:,} channels, and entries "
+                "that grow in a pruned channel would never get a gradient; use masks without channels, "
+                "such as those of samo.prune"
+            )
+    found = layouts(model)
+    for name, weight in weights.items():
+        layout = found.get(name)
+        if layout is None or layout.input_dim is None or weight.mask is None:
+            continue
+        pattern = pattern_of(weight.mask, layout.input_dim)
+        if pattern is not None:
+            raise MaskError(
+                f"the mask of '{name}' has the pattern {pattern}, which entries that move one by one would "
+                "dissolve; keep it as it is, or prune without a pattern"
+            )
+
+
+def pattern_of(mask: Mask, input_dim: int) -> str | None:
+    """Return ``"n:m"`` if the first entries of a mask, 2**20 at most or a few rows, keep to it.
+
+    Example:
+        >>> import torch
+        >>> pattern_of(Mask.from_bool(torch.tensor([True, False] * 128).view(2, 128)), 1)
+        '1:2'
+    """
+    inputs, after = mask.shape[input_dim], math.prod(mask.shape[input_dim + 1 :])
+    for group in _GROUPS:
+        unit = group * after
+        if inputs % group or not unit or mask.numel < _LEAST_GROUPS * group:
+            continue
+        stop = min(mask.numel, max(unit, 2**20 // unit * unit))
+        counts = bitmap.unpack(mask.words, 0, stop).view(-1, group, after).sum(1)
+        kept = int(counts.view(-1)[0])
+        if 0 < kept < group and bool((counts == kept).all()):
+            return f"{kept}:{group}"
+    return None

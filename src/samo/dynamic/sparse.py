@@ -13,13 +13,17 @@ from samo.arguments import check_model, finite_number, optimizers_of, whole_numb
 from samo.core.ranks import group_of
 from samo.core.remap import remap_
 from samo.core.weight import Weight
-from samo.dynamic import states
 from samo.dynamic.choices import grow_random, prune_to
 from samo.dynamic.growth import Growth
-from samo.dynamic.members import check_moving, finite_values, moving_weights, with_others
-from samo.dynamic.patterns import check_free
+from samo.dynamic.members import (
+    check_free,
+    check_moving,
+    finite_values,
+    moving_weights,
+    with_others,
+)
 from samo.dynamic.rates import RateFactor
-from samo.dynamic.schedules import cosine_fraction, is_replacing_step, warmup_factor
+from samo.dynamic.schedules import cosine_fraction, is_replacing_step, pack, unpack, warmup_factor
 from samo.errors import CompressionError, MaskError
 from samo.mask import Mask
 from samo.model_masks import Masks
@@ -222,7 +226,7 @@ class DynamicSparse:
             >>> state["steps"], state["seed"], state["settings"]["every"]
             (0, 3, 10)
         """
-        return states.pack(self._steps, self._seed, self._settings)
+        return pack(self._steps, self._seed, self._settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state.
@@ -238,7 +242,7 @@ class DynamicSparse:
         Raises:
             ValueError: It is no such state, or of other settings.
         """
-        self._steps, self._seed = states.unpack("DynamicSparse", state, self._seed, self._settings)
+        self._steps, self._seed = unpack("DynamicSparse", state, self._seed, self._settings)
         self._prepare()
 
     def detach(self) -> None:

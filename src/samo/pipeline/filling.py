@@ -90,20 +90,14 @@ def _filled(
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)  # so that what nobody fills is found
+        # Before a model's own way too, which may not look after norms.
+        for part in module.modules():
+            reset: Any = getattr(part, "reset_parameters", None)
+            if callable(reset):
+                reset()
         if init is not None:
-            for part in module.modules():
-                _reset(part)  # norms: not every model's own way looks after them
             init(module)
-        else:
-            for part in module.modules():
-                _reset(part)
     return module
-
-
-def _reset(module: nn.Module) -> None:
-    reset: Any = getattr(module, "reset_parameters", None)
-    if callable(reset):
-        reset()
 
 
 def _load(stage: nn.Module, weights: Source, tied: Iterable[tuple[str, ...]]) -> None:

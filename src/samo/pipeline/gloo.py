@@ -26,9 +26,9 @@ from samo.pipeline.wire import (
     Encoder,
     Form,
     Packet,
+    body_of,
     pack,
     places,
-    room_for,
     unpack,
 )
 
@@ -160,10 +160,10 @@ class GlooTransport:
         """Begin to send; return what must be kept until it is gone."""
         sent: list[Sent] = []
         form = packet.form if self.is_inline else ()
-        needed = places(form, len(link.encoder.body(packet)))[1]
+        needed = places(form, len(body_of(packet)))[1]
         if needed > link.room:
-            sent.append(self._send(link, Packet("grow", packet.step, room_for(needed)), None))
-            link.room = room_for(needed)
+            sent.append(self._send(link, Packet("grow", packet.step, needed), None))
+            link.room = needed
         sent.append(self._send(link, packet, ready))
         return sent
 

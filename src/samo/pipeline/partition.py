@@ -1,44 +1,58 @@
-"""Which layers a stage gets: the contiguous cut whose slowest stage is fastest, under a memory cap."""
+"""Which layers a stage gets: the contiguous cut whose slowest stage is fastest, and what layers cost."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-__all__ = ["partition"]
+from torch import nn
+
+from samo.pipeline.layers import Layers
+
+__all__ = ["parameter_costs", "partition"]
 
 
-def partition(
-    costs: Sequence[float],
-    num_stages: int,
-    *,
-    memory: Sequence[float] | None = None,
-    activations: Sequence[float] | None = None,
-    in_flight: Sequence[int] | None = None,
-    cap: float | None = None,
-) -> list[tuple[int, int]]:
+def parameter_costs(layers: Layers) -> list[float]:
+    """Return a model of each layer's time: the weights that are multiplied with, and 1 % of the rest.
+
+    Example:
+        >>> import torch
+        >>> from samo.pipeline.partition import parameter_costs
+        >>> from samo.pipeline.layers import take_apart
+        >>> parameter_costs(take_apart(torch.nn.Sequential(torch.nn.Linear(10, 5, bias=False))))
+        [50.0]
+    """
+    costs = []
+    for unit in layers.units:
+        cost = 0.0
+        for module in unit.modules.values():
+            for part in module.modules():
+                is_looked_up = isinstance(part, nn.Embedding)
+                for param in part.parameters(recurse=False):
+                    is_factor = param.dim() >= 2 and not is_looked_up
+                    cost += param.numel() * (1.0 if is_factor else 0.01)
+        costs.append(cost)
+    return costs
+
+
+def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
     """Cut a row of layers into stages, each with one layer or more; exact, by dynamic programming.
 
-    Of all cuts that fit, one whose slowest stage is fastest; among those, one with the smallest sum of
+    Of all cuts, one whose slowest stage is fastest; among those, one with the smallest sum of
     squared costs, so that the others are even.
 
     Example:
         >>> from samo.pipeline.partition import partition
         >>> partition([1, 1, 1, 5], 2)
         [(0, 3), (3, 4)]
-        >>> partition([1, 1, 1, 1, 1], 2, memory=[9, 1, 1, 1, 1], cap=10)
-        [(0, 2), (2, 5)]
 
     Args:
         costs: Time of each layer, in any unit.
         num_stages: Number of stages.
-        memory: Bytes of each layer's state.
-        activations: Bytes each layer keeps for a micro-batch in flight.
-        in_flight: Micro-batches in flight on each stage; 1 where not given.
-        cap: Bytes a stage may hold.
 
     Returns:
         First layer and the one after the last, for each stage.
 
     Raises:
-        ValueError: There are fewer layers than stages, or nothing fits under the cap.
+        ValueError: There are fewer layers than stages, or a cost is negative.
     """
     count = len(costs)
     if num_stages < 1 or count < num_stages:
@@ -48,16 +62,7 @@ def partition(
         )
     if any(cost < 0 for cost in costs):
         raise ValueError(f"costs must be 0 or more, got {list(costs)}")
-    state = _sums(memory if memory is not None else [0.0] * count)
-    kept = _sums(activations if activations is not None else [0.0] * count)
-    if not len(state) == len(kept) == count + 1:
-        raise ValueError(f"costs, memory and activations must be of one length, got {count} costs")
-    flights = list(in_flight) if in_flight is not None else [1] * num_stages
-    cost = _sums(costs)
-
-    def bytes_of(stage: int, start: int, stop: int) -> float:
-        return state[stop] - state[start] + flights[stage] * (kept[stop] - kept[start])
-
+    cost = [0.0, *accumulate(costs)]
     # best[stop]: slowest stage, sum of squares and cuts of the first layers on the stages so far
     best: list[tuple[float, float, list[int]] | None] = [(0.0, 0.0, [])] + [None] * count
     for stage in range(num_stages):
@@ -65,26 +70,12 @@ def partition(
         for stop in range(stage + 1, count - (num_stages - stage - 1) + 1):
             for start in range(stage, stop):
                 before = best[start]
-                if before is None or (cap is not None and bytes_of(stage, start, stop) > cap):
+                if before is None:
                     continue
                 own = cost[stop] - cost[start]
                 found = (max(before[0], own), before[1] + own * own, [*before[2], start])
                 if new[stop] is None or found[:2] < new[stop][:2]:  # type: ignore[index]
                     new[stop] = found
         best = new
-    if best[count] is None:
-        largest = max(bytes_of(0, i, i + 1) for i in range(count))
-        raise ValueError(
-            f"no cut of {count} layers into {num_stages} stages holds {cap:,.0f} bytes a stage or less "
-            f"(largest layer: {largest:,.0f}, all together: {bytes_of(0, 0, count):,.0f}); use more "
-            "stages or a lower in_flight, or raise the cap"
-        )
     starts = best[count][2]  # type: ignore[index]
     return list(zip(starts, [*starts[1:], count]))
-
-
-def _sums(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums

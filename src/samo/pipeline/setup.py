@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from samo.pipeline.costs import parameter_costs
 from samo.pipeline.gloo import GlooTransport
 from samo.pipeline.layers import Layers
-from samo.pipeline.memory import MemoryNetwork
 from samo.pipeline.nccl import NcclTransport
-from samo.pipeline.partition import partition
+from samo.pipeline.partition import parameter_costs, partition
 from samo.pipeline.stage import Chunk, Stage
 from samo.pipeline.tied import Tie
-from samo.pipeline.transport import Transport
+from samo.pipeline.transport import Alone, Transport
 
 __all__ = []
 
@@ -118,6 +116,6 @@ def transport_of(
 ) -> Transport:
     """Return the links of this rank to its neighbours."""
     if group is None:
-        return MemoryNetwork(1).transport(0)
+        return Alone()
     is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
     return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout_s=timeout_s)

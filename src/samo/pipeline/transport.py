@@ -1,5 +1,6 @@
 """What a pipeline needs of a network, whichever it is."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,7 +8,7 @@ from typing import Protocol
 from samo.errors import PeerError, first_words
 from samo.pipeline.wire import Packet
 
-__all__ = ["Arrival", "Transport"]
+__all__ = ["Alone", "Arrival", "Transport"]
 
 
 def not_come(error: RuntimeError) -> PeerError:
@@ -53,3 +54,30 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Stop receiving; the transport is not used again."""
+
+
+class Alone:
+    """The transport of a pipeline of one stage, which has no neighbours."""
+
+    stage = 0
+    num_stages = 1
+    ranks: Sequence[int] = (0,)
+
+    def begin(self) -> None:
+        """Nobody sends."""
+
+    def send(self, stage: int, packet: Packet) -> None:
+        """Refuse: there is nobody to send to."""
+        raise AssertionError(f"{packet.kind} to stage {stage} of a pipeline of one stage")
+
+    def receive(self, timeout_s: float) -> Arrival | None:
+        """Wait in vain."""
+        time.sleep(timeout_s)
+        return None
+
+    def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
+        """Nothing was sent."""
+        return None
+
+    def close(self) -> None:
+        """Nothing was opened."""

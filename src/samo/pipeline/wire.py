@@ -1,8 +1,7 @@
 """What travels over a link: packets, and the numbers that stand before their tensors.
 
-A packet is a header of fixed size, sometimes a body of a known number of words, then its tensors. The
-header says which tensors come by the number of their *form*: types and shapes. A form is sent once,
-in the body of the first packet that has it, so a smaller last micro-batch costs one body and no more.
+A packet is a header of fixed size, a body of a known number of words, then its tensors. The body says
+which tensors come, by their *form*: types and shapes; that of an "abort" says why.
 `pack` puts all of it into one buffer, so that a packet is one message. A receiver waits with room for
 the largest packet so far; "grow" comes before a larger one. Order alone tells packets apart: no tags are
 needed, which NCCL does not have.
@@ -10,7 +9,7 @@ needed, which NCCL does not have.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
@@ -25,9 +24,9 @@ __all__ = [
     "Header",
     "Packet",
     "PacketKind",
+    "body_of",
     "pack",
     "places",
-    "room_for",
     "unpack",
 ]
 
@@ -50,7 +49,7 @@ _DTYPES: Final = (
     torch.complex64,
     torch.complex128,
 )
-HEADER_WORDS: Final = 11
+HEADER_WORDS: Final = 10
 _ALIGNMENT: Final = 64
 
 TensorForm = tuple[torch.dtype, bool, tuple[int, ...]]
@@ -103,7 +102,6 @@ class Header:
     step: int
     sequence: int
     micro_batch: int
-    form: int
     body_words: int
     origin: int
     is_training: bool
@@ -111,38 +109,27 @@ class Header:
 
 @dataclass
 class Encoder:
-    """The sending end of a directed link: numbers packets and forms.
+    """The sending end of a directed link: numbers packets.
 
     Example:
         >>> from samo.pipeline.wire import Encoder, Packet
         >>> words, body = Encoder(0).encode(Packet("probe", step=0))
         >>> len(words), body
-        (11, [])
+        (10, [])
     """
 
     stage: int
     sequence: int = 0
-    forms: dict[Form, int] = field(default_factory=dict)
-
-    def body(self, packet: Packet) -> list[int]:
-        """Return the words that follow the header: a form that is new, or a reason."""
-        if packet.kind in DATA_KINDS:
-            return [] if packet.form in self.forms else _form_words(packet.form)
-        return _text_words(packet.reason[:2000])
 
     def encode(self, packet: Packet) -> tuple[list[int], list[int]]:
         """Return the words of the header and of the body, and count the packet as sent."""
-        body = self.body(packet)
-        form = 0
-        if packet.kind in DATA_KINDS:
-            form = self.forms.setdefault(packet.form, len(self.forms))
+        body = body_of(packet)
         words = [
             _MAGIC,
             _KINDS.index(packet.kind),
             packet.step,
             self.sequence,
             packet.micro_batch,
-            form,
             len(body),
             packet.origin,
             int(packet.is_training),
@@ -168,7 +155,6 @@ class Decoder:
 
     stage: int
     sequence: int = 0
-    forms: list[Form] = field(default_factory=list)
 
     def header(self, words: Sequence[int]) -> Header:
         """Read a header.
@@ -178,7 +164,7 @@ class Decoder:
         """
         if len(words) != HEADER_WORDS or words[0] != _MAGIC or words[-1] != _checksum(words[:-1]):
             raise self.nonsense(f"a header that is none: {list(words)}")
-        _, kind, step, sequence, micro_batch, form, body_words, origin, trains, stage = words[:-1]
+        _, kind, step, sequence, micro_batch, body_words, origin, trains, stage = words[:-1]
         if not 0 <= kind < len(_KINDS) or not 0 <= body_words <= _MAX_WORDS:
             raise self.nonsense(f"a header with kind {kind} and {body_words} words")
         if stage != self.stage:
@@ -186,23 +172,7 @@ class Decoder:
         if sequence != self.sequence:
             raise self.nonsense(f"message {sequence}, where message {self.sequence} was due")
         self.sequence += 1
-        return Header(
-            _KINDS[kind], step, sequence, micro_batch, form, body_words, origin, bool(trains)
-        )
-
-    def form(self, header: Header, body: Sequence[int]) -> Form:
-        """Return types and shapes of the tensors that follow.
-
-        Raises:
-            PeerError: The form is unknown, or the body is not one.
-        """
-        if body:
-            if header.form != len(self.forms):
-                raise self.nonsense(f"form {header.form}, where {len(self.forms)} was next")
-            self.forms.append(self._read_form(body))
-        if not 0 <= header.form < len(self.forms):
-            raise self.nonsense(f"tensors of form {header.form} of {len(self.forms)} known ones")
-        return self.forms[header.form]
+        return Header(_KINDS[kind], step, sequence, micro_batch, body_words, origin, bool(trains))
 
     def packet(
         self, header: Header, body: Sequence[int], tensors: tuple[Tensor, ...], form: Form
@@ -221,7 +191,12 @@ class Decoder:
             header.is_training,
         )
 
-    def _read_form(self, body: Sequence[int]) -> Form:
+    def form(self, body: Sequence[int]) -> Form:
+        """Return types and shapes of the tensors that follow.
+
+        Raises:
+            PeerError: The body is none of a form.
+        """
         numbers = iter(body)
         found: list[TensorForm] = []
         try:
@@ -261,11 +236,6 @@ def places(form: Form, body_words: int) -> tuple[list[int], int]:
     return starts, place
 
 
-def room_for(num_bytes: int) -> int:
-    """Return what to make room for: as many bytes and a form before them."""
-    return num_bytes + _aligned(8 * 64)
-
-
 def pack(words: list[int], body: list[int], tensors: Sequence[Tensor], buffer: Tensor) -> None:
     """Write header, body and tensors into a buffer of `places`; copies from a GPU are not waited for."""
     numbers = [*words, *body]
@@ -287,7 +257,7 @@ def unpack(decoder: "Decoder", buffer: Tensor, *, has_tensors: bool) -> tuple[Pa
     if end > buffer.numel():
         raise decoder.nonsense(f"a body of {header.body_words} words in {buffer.numel()} bytes")
     body = buffer[8 * HEADER_WORDS : end].view(torch.int64).tolist()
-    form = decoder.form(header, body) if header.kind in DATA_KINDS else ()
+    form = decoder.form(body) if header.kind in DATA_KINDS else ()
     tensors: list[Tensor] = []
     starts, needed = places(form, header.body_words)
     if has_tensors and form:
@@ -302,6 +272,12 @@ def unpack(decoder: "Decoder", buffer: Tensor, *, has_tensors: bool) -> tuple[Pa
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def body_of(packet: Packet) -> list[int]:
+    """Return the words that follow the header: the form of the tensors, or a reason."""
+    is_data = packet.kind in DATA_KINDS
+    return _form_words(packet.form) if is_data else _text_words(packet.reason[:2000])
 
 
 def _form_words(form: Form) -> list[int]:

@@ -11,9 +11,8 @@ from samo.config_mesh import micro_batches
 from samo.data.batches import IGNORE, Batch, part_of
 from samo.models import GPT, draw_weights
 from samo.pipeline.api import Pipeline
-from samo.pipeline.costs import parameter_costs
 from samo.pipeline.layers import take_apart
-from samo.pipeline.partition import partition
+from samo.pipeline.partition import parameter_costs, partition
 from samo.training.ranks import Ranks
 
 __all__ = []

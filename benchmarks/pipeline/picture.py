@@ -17,8 +17,8 @@ def draw(timelines: Mapping[str, Timeline]) -> bytes:
     """Return a PNG of timelines under each other, on one scale of time.
 
     Example:
-        >>> from samo.pipeline.picture import draw
-        >>> from samo.pipeline.simulator import simulate
+        >>> from benchmarks.pipeline.picture import draw
+        >>> from benchmarks.pipeline.simulator import simulate
         >>> draw({"message-driven": simulate(2, 4)})[1:4]
         b'PNG'
 

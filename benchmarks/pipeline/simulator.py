@@ -35,7 +35,7 @@ class FixedOrder:
     """A stage that computes in an order fixed beforehand, and waits if the next message is late.
 
     Example:
-        >>> from samo.pipeline.simulator import FixedOrder
+        >>> from benchmarks.pipeline.simulator import FixedOrder
         >>> FixedOrder("1f1b", stage=0, num_stages=2, num_micro_batches=3).order
         ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
@@ -77,7 +77,7 @@ def uniform_delays(seed: int, low: float, high: float, *, per_link: float = 0.0)
     """Return delays drawn for each message, around a mean drawn for each link.
 
     Example:
-        >>> from samo.pipeline.simulator import uniform_delays
+        >>> from benchmarks.pipeline.simulator import uniform_delays
         >>> delay = uniform_delays(0, 1.0, 2.0)
         >>> 1.0 <= delay(0, 1) <= 2.0
         True
@@ -106,7 +106,7 @@ def simulate(
     """Compute one batch in virtual time.
 
     Example:
-        >>> from samo.pipeline.simulator import simulate
+        >>> from benchmarks.pipeline.simulator import simulate
         >>> print(simulate(3, 4).text(width=36))
         stage 0  001122........----33----..----..----
         stage 1  ..001122..----..----33----..----....

@@ -1,4 +1,4 @@
-"""A network between threads of one process, with seeded delays; for tests and examples."""
+"""A network between threads of one process, with seeded delays."""
 
 import queue
 import random
@@ -10,22 +10,12 @@ from typing import Final
 from samo.pipeline.transport import Arrival
 from samo.pipeline.wire import DATA_KINDS, Decoder, Encoder, Packet
 
-__all__ = ["MemoryNetwork", "MemoryTransport"]
-
 
 class MemoryNetwork:
     """The links between all stages; give each thread the transport of its stage.
 
     Every packet goes through the encoding of a real network. It is handed over after a delay drawn
     for it, but never before one that was sent earlier over the same link.
-
-    Example:
-        >>> from samo.pipeline.memory import MemoryNetwork
-        >>> from samo.pipeline.wire import Packet
-        >>> network = MemoryNetwork(2, seed=0, max_delay=0.001)
-        >>> network.transport(0).send(1, Packet("probe", step=0))
-        >>> network.transport(1).receive(1.0).packet.kind
-        'probe'
     """
 
     def __init__(self, num_stages: int, *, seed: int = 0, max_delay: float = 0.0) -> None:
@@ -73,7 +63,7 @@ class MemoryTransport:
         words, body = self._encoders[stage].encode(packet)
         decoder = target._decoders[self.stage]
         header = decoder.header(words)
-        form = decoder.form(header, body) if packet.kind in DATA_KINDS else ()
+        form = decoder.form(body) if packet.kind in DATA_KINDS else ()
         tensors = tuple(tensor.detach().clone() for tensor in packet.tensors)
         arrived = decoder.packet(header, body, tensors, form)
         due = self.network.due((self.stage, stage), self._last.get(stage, 0.0))
