@@ -141,10 +141,9 @@ class AdamW(Optimizer):
 
         Example:
             >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
-            >>> opt = samo.AdamW(model[1].parameters(), lr=1e-3)
-            >>> opt.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
+            >>> first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            >>> opt = samo.AdamW(first.parameters(), lr=1e-3)
+            >>> opt.add_param_group({"params": second.parameters(), "lr": 1e-4})
             >>> [group["lr"] for group in opt.param_groups]
             [0.001, 0.0001]
         """
@@ -162,27 +161,18 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters from their gradients.
+        """Update the parameters from their gradients; return what ``closure`` does.
 
         Example:
             >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
-            >>> opt = samo.AdamW(model.parameters(), lr=0.1)
-            >>> def closure():
-            ...     opt.zero_grad()
-            ...     loss = model(torch.ones(1, 8)).square().sum()
-            ...     loss.backward()
-            ...     return loss
-            >>> before = opt.step(closure)
-            >>> bool(model(torch.ones(1, 8)).square().sum() < before)
-            True
+            >>> weight = torch.nn.Parameter(torch.ones(3))
+            >>> weight.sum().backward()
+            >>> samo.AdamW([weight], lr=0.1, weight_decay=0).step()
+            >>> weight.data
+            tensor([0.9000, 0.9000, 0.9000])
 
         Args:
             closure: Computes loss and gradients once more and returns the loss.
-
-        Returns:
-            What the closure returned, or None.
 
         Raises:
             CompressionError: It is called while a CUDA graph is captured.
@@ -272,9 +262,7 @@ class AdamW(Optimizer):
 
         Example:
             >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-            >>> model = samo.compress_(model, samo.prune(model, 0.5))
-            >>> opt = samo.AdamW(model.parameters())
+            >>> opt = samo.AdamW(torch.nn.Linear(8, 8).parameters())
             >>> opt.load_state_dict(opt.state_dict())
 
         Raises:
