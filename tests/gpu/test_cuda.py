@@ -326,6 +326,22 @@ def test_a_compressed_model_moves_to_the_device_with_all_its_state() -> None:
     assert losses[-1] < losses[0]
 
 
+def test_dense_weights_of_the_host_are_taken_on_the_device() -> None:
+    dense = nn.Sequential(nn.Linear(64, 64))
+    model = copy.deepcopy(dense).cuda()
+    samo.compress_(model, samo.prune(model, 0.5))
+    kept = model[0].weight != 0
+    for take in (
+        lambda: model.load_state_dict(dense.state_dict()),
+        lambda: setattr(model[0].weight, "data", dense[0].weight.data),
+    ):
+        with torch.no_grad():
+            model[0].weight.zero_()
+        with pytest.warns(UserWarning, match="pruned entries of '0.weight'"):
+            take()
+        assert torch.equal(model[0].weight, dense[0].weight.cuda() * kept)
+
+
 def test_a_torch_optimizer_works_on_the_device() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
     losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), 20)

@@ -20,7 +20,7 @@ from samo.core.modules import (
     weights_in,
 )
 from samo.core.ranks import check_masks_of_ranks
-from samo.core.weight import Weight, weight_of
+from samo.core.weight import Types, Weight, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.mask import Mask
 from samo.model_masks import Masks
@@ -86,44 +86,32 @@ def compress_(
         CompressionError: The model is compressed already, or a module's class cannot be exchanged.
     """
     _check_arguments(model, weights, dtype, grad_dtype, value_dtype, kernels)
-    mask_of = _masks_by_parameter(model, masks)
     with torch.inference_mode(False), torch.no_grad():
-        plans = _plan(model, mask_of, dtype, grad_dtype, value_dtype)
-        owners = {
+        plans = _plan(model, masks, dtype, grad_dtype, value_dtype)
+        _check_scripted(model, plans)
+        owned = {
             module: {
                 name: id(param)
                 for name, param in module._parameters.items()
-                if param is not None and id(param) in plans
+                if param is not None and id(param) in plans and plans[id(param)].is_compressed
             }
             for module in model.modules()
         }
-        _check_scripted(model, plans)
-        for module, owned in owners.items():
-            if owned or module is model:
-                check_class(module, tuple(owned))
+        changed = {module: own for module, own in owned.items() if own or module is model}
+        for module, own in changed.items():
+            check_class(module, tuple(own))
         # From here on nothing is refused.
-        made = {
-            key: Weight(
-                plan.name,
-                plan.param,
-                None if plan.mask is None else plan.mask.to(plan.param.device),
-                dtype=plan.dtype,
-                value_dtype=plan.value_dtype,
-                grad_dtype=plan.grad_dtype,
-                path=kernels,
-            )
-            for key, plan in plans.items()
-            if plan.is_compressed
-        }
-        cast = [plan for plan in plans.values() if not plan.is_compressed]
-        model.__dict__[_CAST] = {plan.name: plan.param.dtype for plan in cast}
-        for plan in cast:
-            plan.param.grad = None
-            plan.param.data = plan.param.data.to(plan.dtype)
-        for module, owned in owners.items():
-            own = {name: made[key] for name, key in owned.items() if key in made}
-            if own or module is model:
-                set_weights(module, own)
+        model.__dict__[_CAST] = cast = {}
+        made = {}
+        for key, (name, param, mask, types) in plans.items():
+            if plans[key].is_compressed:
+                made[key] = Weight(name, param, mask and mask.to(param.device), types, kernels)
+            else:
+                cast[name] = param.dtype
+                param.grad = None
+                param.data = param.data.to(types.dtype)
+        for module, own in changed.items():
+            set_weights(module, {name: made[key] for name, key in own.items()})
     model.register_forward_pre_hook(check_masks_of_ranks)
     return model
 
@@ -242,12 +230,9 @@ def named_weights(
 def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of a weight as a new dense tensor, in the type that its parameter had."""
     weight.sync_written()
-    dense = weight.layout.expand(weight.values.detach(), dtype or weight.dense_dtype)
-    if weight.strides is None or dense.stride() == weight.strides:
-        return dense
-    return torch.empty_strided(
-        dense.shape, weight.strides, dtype=dense.dtype, device=dense.device
-    ).copy_(dense)
+    dense = weight.new_dense(dtype or weight.dense_dtype)
+    weight.layout.kernels.expand_(weight.values.detach(), weight.mask, dense)
+    return dense
 
 
 # What can be refused ---------------------------------------------------------------------------------
@@ -259,15 +244,13 @@ class _Plan(NamedTuple):
     name: str
     param: nn.Parameter
     mask: Mask | None
-    dtype: torch.dtype
-    value_dtype: torch.dtype
-    grad_dtype: torch.dtype
+    types: Types
 
     @property
     def is_compressed(self) -> bool:
         """Whether it gets values of its own, or is only cast."""
-        is_narrow = self.dtype != self.value_dtype and self.param.requires_grad
-        return self.mask is not None or is_narrow
+        is_narrow = self.types.dtype != self.types.value_dtype
+        return self.mask is not None or (is_narrow and self.param.requires_grad)
 
 
 def _check_arguments(
@@ -308,26 +291,34 @@ def _check_arguments(
         )
 
 
-def _masks_by_parameter(model: nn.Module, masks: Masks) -> dict[int, Mask]:
+def masks_by_parameter(model: nn.Module, masks: Masks) -> dict[int, tuple[str, Mask]]:
+    """Return the masks, with a name for each, by the ids of the parameters that they are for.
+
+    Raises:
+        TypeError: They are something else.
+        MaskError: They do not fit the model, or one keeps nothing.
+    """
     if not isinstance(masks, Masks):
         raise TypeError(
             f"masks must be samo.Masks, got {type(masks).__name__}; build them with "
-            "samo.prune(model, sparsity) or samo.Masks.from_zeros(model)"
+            "samo.prune(model, sparsity), or from samo.Mask objects with samo.Masks({name: mask})"
         )
-    if torch_prune.is_pruned(model):
-        raise MaskError(
-            "the model still carries masks of torch.nn.utils.prune, which multiply in every forward "
-            "pass; call torch.nn.utils.prune.remove(module, name) for each pruned parameter first"
-        )
-    by_parameter: dict[int, tuple[str, Mask]] = {}
-    for name, param in masks.parameters_of(model).items():
-        other, mask = by_parameter.setdefault(id(param), (name, masks[name]))
-        if mask != masks[name]:
+    masks.parameters_of(model)  # looks for names and shapes
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[int, tuple[str, Mask]] = {}
+    for name, mask in masks.items():
+        if mask.kept == 0:
+            raise MaskError(
+                f"the mask of '{name}' keeps none of its {mask.numel:,} weights, so it could never be "
+                "trained; keep one at least"
+            )
+        other, same = found.setdefault(id(parameters[name]), (name, mask))
+        if same != mask:
             raise MaskError(
                 f"'{other}' and '{name}' are one tied parameter but have different masks; "
                 "give a mask to one of the names"
             )
-    return {key: mask for key, (_, mask) in by_parameter.items()}
+    return found
 
 
 def batch_norms_of(model: nn.Module) -> set[int]:
@@ -338,15 +329,6 @@ def batch_norms_of(model: nn.Module) -> set[int]:
         if isinstance(module, nn.modules.batchnorm._NormBase)
         for param in module.parameters(recurse=False)
     }
-
-
-class Types(NamedTuple):
-    """The types of one parameter of a compressed model."""
-
-    dtype: torch.dtype
-    """That of the dense weight."""
-    value_dtype: torch.dtype
-    grad_dtype: torch.dtype
 
 
 def types_of(
@@ -365,34 +347,37 @@ def types_of(
 
 def _plan(
     model: nn.Module,
-    mask_of: dict[int, Mask],
+    masks: Masks,
     dtype: torch.dtype | None,
     grad_dtype: torch.dtype | None,
     value_dtype: torch.dtype | None,
 ) -> dict[int, _Plan]:
     """Decide what becomes of each parameter that is not left alone."""
-    batch_norms = batch_norms_of(model)
-    _check_tensors(model)
-    plans: dict[int, _Plan] = {}
-    for name, param in model.named_parameters():
-        if weight_of(param) is not None:
-            raise CompressionError(
-                f"parameter '{name}' belongs to another compressed model; build the two models from "
-                "parameters of their own"
-            )
-        if nn.parameter.is_lazy(param) or param.is_meta:
+    if torch_prune.is_pruned(model):
+        raise MaskError(
+            "the model still carries masks of torch.nn.utils.prune, which multiply in every forward "
+            "pass; call torch.nn.utils.prune.remove(module, name) for each pruned parameter first"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
-                f"parameter '{name}' has no values yet; run a batch through the model, or load its "
-                "weights, before compress_"
+                f"embedding '{path}' has max_norm={module.max_norm}, which rewrites weights in every "
+                "forward pass; set max_norm=None"
             )
+    mask_of = masks_by_parameter(model, masks)
+    batch_norms = batch_norms_of(model)
+    plans: dict[int, _Plan] = {}
+    seen: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        _check_parameter(name, param, seen)
+        _, mask = mask_of.get(id(param), (name, None))
         if not param.is_floating_point():
-            if id(param) in mask_of or param.requires_grad:
+            if mask is not None or param.requires_grad:
                 raise ValueError(
                     f"parameter '{name}' is {_name(param.dtype)}; only floating-point weights can "
                     "be compressed"
                 )
             continue
-        mask = mask_of.get(id(param))
         asked = None if id(param) in batch_norms else dtype
         types = types_of(param.dtype, asked, grad_dtype, value_dtype)
         if types.dtype not in _DTYPES:
@@ -400,11 +385,13 @@ def _plan(
                 f"parameter '{name}' is {_name(types.dtype)}; pass dtype=torch.bfloat16 to compress_"
             )
         if mask is not None:
-            _check_values(name, param, mask, types.dtype)
-        is_plain = types.dtype == types.value_dtype or not param.requires_grad
-        if mask is not None or not is_plain or types.dtype != param.dtype:
-            plans[id(param)] = _Plan(name, param, mask, *types)
-    if value_dtype == torch.bfloat16 and not any(p.dtype == value_dtype for p in plans.values()):
+            _check_values(name, param, types.dtype)
+        plan = _Plan(name, param, mask, types)
+        if plan.is_compressed or types.dtype != param.dtype:
+            plans[id(param)] = plan
+    if value_dtype == torch.bfloat16 and not any(
+        plan.types.dtype == value_dtype for plan in plans.values()
+    ):
         raise ValueError(
             "value_dtype=torch.bfloat16 is for models that compute in bfloat16, and this one does not; "
             "pass dtype=torch.bfloat16 too, or leave value_dtype out"
@@ -412,63 +399,56 @@ def _plan(
     return plans
 
 
-def _check_tensors(model: nn.Module) -> None:
-    """Refuse parameters whose memory is not their own."""
-    seen: dict[int, str] = {}
-    for name, param in model.named_parameters():
-        if nn.parameter.is_lazy(param) or param.is_meta:
-            continue  # refused with a message of its own
-        if hasattr(param, "__tensor_flatten__"):
-            raise ValueError(
-                f"parameter '{name}' is a {type(param).__name__}, not a plain tensor; compress the "
-                "model before it is sharded or quantized"
-            )
-        if param.is_inference():
-            raise ValueError(
-                f"parameter '{name}' was made under torch.inference_mode and cannot be trained; build "
-                "the model outside of it"
-            )
-        address = param.untyped_storage().data_ptr()
-        other = seen.setdefault(address, name) if param.numel() else name
-        if other != name or torch._debug_has_internal_overlap(param) == 1:
-            with_whom = (
-                f"shares its memory with '{other}'" if other != name else "repeats its entries"
-            )
-            raise ValueError(
-                f"parameter '{name}' is a view that {with_whom}, so one update would change both; "
-                "give it a tensor of its own: "
-                "module.weight = torch.nn.Parameter(module.weight.detach().clone())"
-            )
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise ValueError(
-                f"embedding '{path}' has max_norm={module.max_norm}, which rewrites weights in every "
-                "forward pass; set max_norm=None"
-            )
+def _check_parameter(name: str, param: nn.Parameter, seen: dict[int, str]) -> None:
+    """Refuse a parameter whose memory is not its own; ``seen`` has names by addresses."""
+    if weight_of(param) is not None:
+        raise CompressionError(
+            f"parameter '{name}' belongs to another compressed model; build the two models from "
+            "parameters of their own"
+        )
+    if nn.parameter.is_lazy(param) or param.is_meta:
+        raise ValueError(
+            f"parameter '{name}' has no values yet; run a batch through the model, or load its "
+            "weights, before compress_"
+        )
+    if hasattr(param, "__tensor_flatten__"):
+        raise ValueError(
+            f"parameter '{name}' is a {type(param).__name__}, not a plain tensor; compress the "
+            "model before it is sharded or quantized"
+        )
+    if param.is_inference():
+        raise ValueError(
+            f"parameter '{name}' was made under torch.inference_mode and cannot be trained; build "
+            "the model outside of it"
+        )
+    other = seen.setdefault(param.untyped_storage().data_ptr(), name) if param.numel() else name
+    if other != name or torch._debug_has_internal_overlap(param) == 1:
+        what = f"shares its memory with '{other}'" if other != name else "repeats its entries"
+        raise ValueError(
+            f"parameter '{name}' is a view that {what}, so one update would change both; give it a "
+            "tensor of its own: module.weight = torch.nn.Parameter(module.weight.detach().clone())"
+        )
 
 
 def _check_scripted(model: nn.Module, plans: dict[int, _Plan]) -> None:
     """Refuse parameters of scripted modules, which take no other ones and say nothing."""
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            for plan in plans.values():
-                if plan.name.startswith(f"{path}."):
-                    raise CompressionError(
-                        f"parameter '{plan.name}' belongs to a scripted module, whose parameters cannot "
-                        "be exchanged; compress the model before it is scripted, traced or wrapped"
-                    )
+    scripted = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    )
+    for plan in plans.values():
+        if plan.name.startswith(scripted):
+            raise CompressionError(
+                f"parameter '{plan.name}' belongs to a scripted module, whose parameters cannot be "
+                "exchanged; compress the model before it is scripted, traced or wrapped"
+            )
 
 
-def _check_values(name: str, param: nn.Parameter, mask: Mask, dtype: torch.dtype) -> None:
-    values = param.detach()
-    if mask.kept == 0:
-        raise MaskError(
-            f"the mask of '{name}' keeps none of its {mask.numel:,} weights, so it could never be "
-            "trained; leave its name out of the masks"
-        )
-    largest = values.abs().amax() if values.numel() else torch.zeros(())
+def _check_values(name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
+    largest = param.detach().abs().amax()
     if not bool(largest <= torch.finfo(dtype).max):
-        bad = int((~values.isfinite()).sum())
+        bad = int((~param.isfinite()).sum())
         what = f"{bad:,} weights that are NaN or infinite" if bad else f"a weight of {largest:.3g}"
         raise ValueError(
             f"parameter '{name}' has {what}, which {_name(dtype)} cannot hold; load a sound "

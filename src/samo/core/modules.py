@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samo.core.dense import DenseWeight
-from samo.core.weight import Weight, one_warning
+from samo.core.weight import WRITTEN, Weight, warn_of_pruned
 from samo.errors import CompressionError
 from samo.mask import Mask
 
@@ -82,11 +82,9 @@ class CompressedModule(nn.Module):
 
         def apply(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            return (
-                tensor.to(moved.device)
-                if id(tensor) in own and moved.dtype != tensor.dtype
-                else moved
-            )
+            if id(tensor) in own and moved.dtype != tensor.dtype:
+                return tensor.to(moved.device)
+            return moved
 
         for weight in weights.values():
             weight.release()
@@ -122,8 +120,9 @@ class CompressedModule(nn.Module):
             if not isinstance(given, Tensor) or weight.mask is None:
                 continue
             if given.shape == weight.shape and (bitmap is None or given.dim() != 1):
-                weight._check_pruned(given)
-                state_dict[key] = weight.layout.compress(given.to(weight.device), given.dtype)
+                given = given.to(weight.device)
+                weight.check_pruned(given)
+                state_dict[key] = weight.layout.compress(given, given.dtype)
             elif bitmap is None and strict:
                 missing_keys.append(key + BITMAP)
             elif bitmap is not None and (wrong := compare(bitmap, weight.mask)):
@@ -142,8 +141,17 @@ class CompressedModule(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load as ever; what a dense state dict holds in pruned entries is told once for all of it."""
-        with one_warning():
-            return super().load_state_dict(state_dict, strict, assign)
+        written: dict[str, int] = {}
+        token = WRITTEN.set(written)
+        try:
+            result = super().load_state_dict(state_dict, strict, assign)
+        finally:
+            WRITTEN.reset(token)
+        if written:
+            first, *others = written
+            more = f" and {len(others):,} other weights" if others else ""
+            warn_of_pruned(f"'{first}'{more}", sum(written.values()), 2)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         for weight in weights_in(self).values():
@@ -212,9 +220,7 @@ def _property(name: str) -> property:
             ) from None
 
     def set_(self: nn.Module, value: Any) -> None:
-        if name in weights_in(
-            self
-        ):  # weight_norm and its like take the parameter out of _parameters
+        if name in weights_in(self):  # weight_norm takes the parameter out of _parameters
             raise CompressionError(
                 f"'{weights_in(self)[name].name}' is compressed, and another tensor in its place would be "
                 "trained without its mask; put weight_norm or spectral_norm on before compress_, or call "

@@ -69,12 +69,12 @@ class AdamW(Optimizer):
             ``ZeroRedundancyOptimizer``. Replicas of DistributedDataParallel need none: they have the
             same gradients.
         kernels: ``"auto"`` takes the fastest for the parameters' device, ``"reference"`` plain torch.
-        fused: Taken for compatibility; the step is always fused.
+        fused: Taken for compatibility, as ``foreach`` is; the step is always fused.
         foreach: As ``fused``.
-        amsgrad: Must be False: there is no third moment.
-        maximize: Must be False: negate the loss.
-        capturable: Must be False: addresses of gradients are sent from the host in each step.
-        differentiable: Must be False.
+        amsgrad: Must be False, as ``maximize``, ``capturable`` and ``differentiable``.
+        maximize: As ``amsgrad``.
+        capturable: As ``amsgrad``.
+        differentiable: As ``amsgrad``.
 
     Raises:
         ValueError: A setting is out of range or not supported, or a parameter has a type that is not.
@@ -112,13 +112,28 @@ class AdamW(Optimizer):
             )
         if kernels not in _kernels.PATHS:
             raise ValueError(f"kernels must be one of {_kernels.PATHS}, got {kernels!r}")
-        _refuse(amsgrad=amsgrad, maximize=maximize)
-        _refuse(capturable=capturable, differentiable=differentiable)
+        for name, is_on, reason in (
+            ("amsgrad", amsgrad, "it would need a third moment"),
+            ("maximize", maximize, "negate the loss instead"),
+            ("capturable", capturable, "addresses of gradients are sent from the host"),
+            ("differentiable", differentiable, "kernels write in place"),
+        ):
+            if is_on:
+                raise ValueError(
+                    f"samo.AdamW has no {name}=True ({reason}); torch.optim.AdamW has, and takes "
+                    "model.parameters() as well"
+                )
         self.group = group
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
-        defaults["weight_decay"] = weight_decay
-        # In the groups, as torch's own settings are: copies of an optimizer have nothing else.
-        defaults |= {"lean": state == "lean", "entry_steps": entry_steps, "kernels": kernels}
+        # All of it in the groups, as torch's own settings are: copies of an optimizer have nothing else.
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "lean": state == "lean",
+            "entry_steps": entry_steps,
+            "kernels": kernels,
+        }
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -126,10 +141,9 @@ class AdamW(Optimizer):
 
         Example:
             >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
-            >>> opt = samo.AdamW(model[1].parameters(), lr=1e-3)
-            >>> opt.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
+            >>> first, second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+            >>> opt = samo.AdamW(first.parameters(), lr=1e-3)
+            >>> opt.add_param_group({"params": second.parameters(), "lr": 1e-4})
             >>> [group["lr"] for group in opt.param_groups]
             [0.001, 0.0001]
         """
@@ -147,27 +161,18 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters from their gradients.
+        """Update the parameters from their gradients; return what ``closure`` does.
 
         Example:
             >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-            >>> model = samo.compress_(model, samo.prune(model, sparsity=0.5))
-            >>> opt = samo.AdamW(model.parameters(), lr=0.1)
-            >>> def closure():
-            ...     opt.zero_grad()
-            ...     loss = model(torch.ones(1, 8)).square().sum()
-            ...     loss.backward()
-            ...     return loss
-            >>> before = opt.step(closure)
-            >>> bool(model(torch.ones(1, 8)).square().sum() < before)
-            True
+            >>> weight = torch.nn.Parameter(torch.ones(3))
+            >>> weight.sum().backward()
+            >>> samo.AdamW([weight], lr=0.1, weight_decay=0).step()
+            >>> weight.data
+            tensor([0.9000, 0.9000, 0.9000])
 
         Args:
             closure: Computes loss and gradients once more and returns the loss.
-
-        Returns:
-            What the closure returned, or None.
 
         Raises:
             CompressionError: It is called while a CUDA graph is captured.
@@ -190,24 +195,24 @@ class AdamW(Optimizer):
                     weight = weight_of(param)
                     batch = batches.get((*key, param.device))
                     if batch is None:
-                        batch = batches[*key, param.device] = _Batch(group)
+                        batch = batches[*key, param.device] = _Batch(group, param.device)
                     batch.add(param, weight, group, self._state_of(param, weight, group))
         if not batches and self.group is None:
             return loss
         skip = self._find_nonfinite(list(batches.values()))
         # A CPU's result is here already; another device's is used there, without waiting for it.
-        if skip is not None and skip.device.type == "cpu" and bool(skip):
-            return loss
-        for batch in batches.values():
-            batch.update(None if skip is None or skip.device.type == "cpu" else skip)
+        if skip.device.type != "cpu":
+            for batch in batches.values():
+                batch.update(skip)
+        elif not bool(skip):
+            for batch in batches.values():
+                batch.update(None)
         return loss
 
-    def _find_nonfinite(self, batches: list["_Batch"]) -> Tensor | None:
+    def _find_nonfinite(self, batches: list["_Batch"]) -> Tensor:
         """Return whether any gradient is not finite, count it, and warn where that goes on."""
         flags = [batch.kernels.find_nonfinite(batch.gradients) for batch in batches]
-        if not flags:
-            flags = [torch.zeros((), dtype=torch.bool)]
-        flag = flags[0]
+        flag = flags[0] if flags else torch.zeros((), dtype=torch.bool)
         for other in flags[1:]:
             flag = flag | other.to(flag.device)
         if self.group is not None:
@@ -246,9 +251,10 @@ class AdamW(Optimizer):
             _check_type(param, group, _name(param))
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for key, (dtype, shape) in _layout(param, weight, group).items():
-                state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
-                if shape == param.shape and not param.is_contiguous():
+                if shape == param.shape:  # and of its strides
                     state[key] = torch.zeros_like(param, dtype=dtype)
+                else:
+                    state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -256,9 +262,7 @@ class AdamW(Optimizer):
 
         Example:
             >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-            >>> model = samo.compress_(model, samo.prune(model, 0.5))
-            >>> opt = samo.AdamW(model.parameters())
+            >>> opt = samo.AdamW(torch.nn.Linear(8, 8).parameters())
             >>> opt.load_state_dict(opt.state_dict())
 
         Raises:
@@ -313,15 +317,14 @@ class AdamW(Optimizer):
         Raises:
             ValueError: It keeps other state than Adam's.
         """
-        kinds = {"step", "exp_avg", "exp_avg_sq"}
         groups = {param: group for group in self.param_groups for param in group["params"]}
         found: list[tuple[Tensor, Weight | None, dict[str, Any]]] = []
         for old, state in dense.state.items():
             weight = weight_from(old)
             param = old if weight is None else weight.values
-            if not any(param is own for own in groups):
+            if param not in groups:
                 continue
-            if set(state) != kinds:
+            if set(state) != {"step", "exp_avg", "exp_avg_sq"}:
                 raise ValueError(
                     f"carry_over takes the state of Adam or AdamW, but for {_name(param)} "
                     f"{type(dense).__name__} keeps {', '.join(sorted(state)) or 'nothing'}; leave it "
@@ -335,22 +338,18 @@ class AdamW(Optimizer):
             moments = []
             for key in ("exp_avg", "exp_avg_sq"):
                 moment = given[key].to(param.device, master_dtype(param.dtype))
-                moments.append(
-                    moment if weight is None else weight.layout.compress(moment, moment.dtype)
-                )
+                if weight is not None:
+                    moment = weight.layout.compress(moment, moment.dtype)
+                moments.append(torch.empty_like(param, dtype=moment.dtype).copy_(moment))
             if group["lean"]:
                 mask = None if weight is None else weight.mask
                 # Groups of entries are neighbours in memory.
-                first, second = (
-                    _flat(torch.empty_like(param, dtype=moment.dtype).copy_(moment))
-                    for moment in moments
-                )
+                first, second = map(_flat, moments)
                 codes = quantise_weight(first, second, _numel(param, weight), mask)
                 for key, code in zip(_layout(param, weight, group), codes):
                     _flat(state[key]).copy_(code)
-                continue
-            for key, moment in zip(("exp_avg", "exp_avg_sq"), moments):
-                state[key].copy_(moment)
+            else:
+                state["exp_avg"], state["exp_avg_sq"] = moments
             if _AGE in state:
                 state[_AGE] = ages_at(state["step"], param.numel())
 
@@ -358,23 +357,15 @@ class AdamW(Optimizer):
 class _Batch:
     """Parameters that are updated together."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
+    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
         self.settings = AdamWSettings(group["betas"][0], group["betas"][1], group["eps"])
-        self.path: _kernels.Path = group["kernels"]
-        self.is_lean = group["lean"]
+        self.device, self.path, self.is_lean = device, group["kernels"], group["lean"]
+        self.kernels = _kernels.choose(device, self.path)
         self.params: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self.weights: list[Weight] = []
         self.updates: list[AdamWUpdate] = []
         self.states: list[dict[str, Any]] = []
-
-    @property
-    def device(self) -> torch.device:
-        return self.params[0].device
-
-    @property
-    def kernels(self) -> _kernels.Kernels:
-        return _kernels.choose(self.device, self.path)
 
     def add(
         self, param: Tensor, weight: Weight | None, group: dict[str, Any], state: dict[str, Any]
@@ -496,21 +487,6 @@ def _name(param: Tensor) -> str:
     return f"a parameter of {tuple(param.shape)}" if weight is None else f"'{weight.name}'"
 
 
-def _refuse(**settings: bool) -> None:
-    reasons = {
-        "amsgrad": "it would need a third moment",
-        "maximize": "negate the loss instead",
-        "capturable": "addresses of gradients are sent from the host in each step",
-        "differentiable": "kernels write in place",
-    }
-    for name, value in settings.items():
-        if value:
-            raise ValueError(
-                f"samo.AdamW has no {name}=True ({reasons[name]}); torch.optim.AdamW has, and takes "
-                "model.parameters() as well"
-            )
-
-
 def _check_type(param: Tensor, group: dict[str, Any], name: str) -> None:
     if param.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         raise ValueError(
@@ -525,12 +501,10 @@ def _check_type(param: Tensor, group: dict[str, Any], name: str) -> None:
 
 
 def _check_settings(group: dict[str, Any]) -> None:
-    lr, betas = group["lr"], group["betas"]
-    if not isinstance(lr, Tensor) and not lr >= 0:
-        raise ValueError(f"lr must be 0 or more, got {lr}")
+    betas = group["betas"]
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    if not group["eps"] >= 0:
-        raise ValueError(f"eps must be 0 or more, got {group['eps']}")
-    if not group["weight_decay"] >= 0:
-        raise ValueError(f"weight_decay must be 0 or more, got {group['weight_decay']}")
+    for name in ("lr", "eps", "weight_decay"):
+        value = group[name]
+        if not isinstance(value, Tensor) and not value >= 0:
+            raise ValueError(f"{name} must be 0 or more, got {value}")

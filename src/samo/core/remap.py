@@ -11,7 +11,7 @@ until the last weight is done: if one fails (memory runs out), the same exchange
 way round puts back those that came before it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samo.arguments import optimizers_of
-from samo.core.compress import named_weights
+from samo.core.compress import masks_by_parameter, named_weights
 from samo.core.ranks import outdate_replicas
 from samo.core.transfer import move
 from samo.core.weight import STEPPED, Weight
@@ -112,7 +112,7 @@ def remap_(
         inner = getattr(one, "optim", None)  # where ZeroRedundancyOptimizer keeps the state
         if isinstance(inner, Optimizer):
             passed.append(inner)
-    plans = _plan(model, masks, passed, _fill(fill))
+    plans = _plan(model, masks, passed, fill)
     done: list[tuple[_Plan, Mask, _Vectors]] = []
     try:
         for plan in plans:
@@ -184,34 +184,18 @@ def _vectors_of(state: dict[str, Any]) -> _Vectors:
 # What can be refused ---------------------------------------------------------------------------------
 
 
-def _fill(fill: object) -> dict[str, Tensor]:
-    if fill is None:
-        return {}
-    if not isinstance(fill, Mapping):
-        raise TypeError(
-            f"fill must map names to vectors of values, got {type(fill).__name__}; give "
-            "fill={name: tensor}"
-        )
-    for name, values in fill.items():
-        if not isinstance(values, Tensor):
-            raise TypeError(
-                f"fill has a {type(values).__name__} for '{name}'; give a 1-D tensor, as "
-                "torch.tensor(values)"
-            )
-    return dict(fill)
-
-
 def _plan(
-    model: nn.Module, masks: Masks, optimizers: list[Optimizer], fill: dict[str, Tensor]
+    model: nn.Module,
+    masks: Masks,
+    optimizers: list[Optimizer],
+    fill: Mapping[str, Tensor] | None,
 ) -> list[_Plan]:
     """Find everything that could be wrong, before anything is changed."""
+    found = _masks_by_weight(model, masks)
+    fill = {} if fill is None else fill
+    _check_fill(fill, found)
     plans = []
-    for name, (weight, mask) in _masks_by_weight(model, masks, fill).items():
-        if mask.kept == 0:
-            raise MaskError(
-                f"the mask of '{name}' keeps none of its {mask.numel:,} weights, so it could never be "
-                "trained; keep one at least"
-            )
+    for name, (weight, mask) in found.items():
         weight.sync_written()
         mask, values = mask.to(weight.device), fill.get(name)
         if weight.mask == mask:
@@ -226,30 +210,23 @@ def _plan(
         for opt in holding:
             _check_state(name, weight, opt)
         states = [opt.state[weight.values] for opt in holding]
-        added = {} if values is None else _added(name, weight, mask, values, states)
-        added.update(_initial_state(weight, mask, holding))
+        assert weight.mask is not None
+        count = mask.kept - mask.common(weight.mask)
+        added = {} if values is None else _added(name, weight, count, values, states)
+        added.update(_initial_state(weight, count, holding))
         plans.append(_Plan(weight, mask, added, states))
     return plans
 
 
-def _masks_by_weight(
-    model: nn.Module, masks: Masks, fill: dict[str, Tensor]
-) -> dict[str, tuple[Weight, Mask]]:
-    if not isinstance(masks, Masks):
-        raise TypeError(
-            f"masks must be samo.Masks, got {type(masks).__name__}; build them with "
-            "samo.prune(model, sparsity), or from samo.Mask objects with samo.Masks({name: mask})"
-        )
+def _masks_by_weight(model: nn.Module, masks: Masks) -> dict[str, tuple[Weight, Mask]]:
     weights = dict(named_weights(model, remove_duplicate=False))
-    if not weights:
+    if isinstance(masks, Masks) and not weights:
         raise CompressionError(
             "the model is not compressed; call samo.compress_(model, masks) first"
         )
-    masks.parameters_of(model)
     held = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, tuple[Weight, Mask]] = {}
-    seen: dict[int, str] = {}
-    for name, mask in masks.items():
+    for name, mask in masks_by_parameter(model, masks).values():
         weight = weights.get(name)
         if weight is None or weight.mask is None:
             raise MaskError(
@@ -261,25 +238,13 @@ def _masks_by_weight(
                 f"'{name}' is sharded over ranks by its old mask, and a rank cannot move what others "
                 "hold; change masks before the model is sharded"
             )
-        other = seen.setdefault(id(weight), name)
-        if masks[other] != mask:
-            raise MaskError(
-                f"'{other}' and '{name}' are one tied parameter but have different masks; "
-                "give a mask to one of the names"
-            )
-        if other == name:
-            found[name] = (weight, mask)
+        found[name] = (weight, mask)
+    given = [weight for weight, _ in found.values()]
     for name, weight in weights.items():
-        if weight.mask is not None and id(weight) not in seen:
+        if weight.mask is not None and weight not in given:
             raise MaskError(
                 f"the masks leave out '{name}', which is pruned; give its mask too, the old one or, to "
                 "keep all of its weights, one that keeps everything"
-            )
-    for name in fill:
-        if name not in found:
-            raise ValueError(
-                f"fill has values for '{name}'{nearest(name, found)}, which has no new mask; fill takes "
-                "the names of the masks"
             )
     return found
 
@@ -309,11 +274,29 @@ def _check_state(name: str, weight: Weight, opt: Optimizer) -> None:
             )
 
 
+def _check_fill(fill: object, found: Collection[str]) -> None:
+    if not isinstance(fill, Mapping):
+        raise TypeError(
+            f"fill must map names to vectors of values, got {type(fill).__name__}; give "
+            "fill={name: tensor}"
+        )
+    for name, values in fill.items():
+        if not isinstance(values, Tensor):
+            raise TypeError(
+                f"fill has a {type(values).__name__} for '{name}'; give a 1-D tensor, as "
+                "torch.tensor(values)"
+            )
+        if name not in found:
+            raise ValueError(
+                f"fill has values for '{name}'{nearest(name, found)}, which has no new mask; fill takes "
+                "the names of the masks"
+            )
+
+
 def _added(
-    name: str, weight: Weight, mask: Mask, values: Tensor, states: list[dict[str, Any]]
+    name: str, weight: Weight, count: int, values: Tensor, states: list[dict[str, Any]]
 ) -> _Vectors:
     """Return the vectors of the entries kept anew, in the types that they are stored in."""
-    count = _num_added(weight, mask)
     if values.shape != (count,) or not values.is_floating_point():
         raise ValueError(
             f"fill has {values.dtype} of shape {tuple(values.shape)} for '{name}', whose new mask keeps "
@@ -334,12 +317,7 @@ def _added(
     return added
 
 
-def _num_added(weight: Weight, mask: Mask) -> int:
-    assert weight.mask is not None
-    return mask.kept - mask.common(weight.mask)
-
-
-def _initial_state(weight: Weight, mask: Mask, holding: list[Optimizer]) -> _Vectors:
+def _initial_state(weight: Weight, count: int, holding: list[Optimizer]) -> _Vectors:
     """Return what optimizers begin with for the entries kept anew, where that is not 0."""
     found: _Vectors = {}
     for index, opt in enumerate(holding):
@@ -349,5 +327,5 @@ def _initial_state(weight: Weight, mask: Mask, holding: list[Optimizer]) -> _Vec
                 continue
             (group,) = (g for g in opt.param_groups if any(p is weight.values for p in g["params"]))
             value = float(group.get(setting, opt.defaults[setting]))
-            found[f"{index}/{key}"] = vector.new_full((_num_added(weight, mask),), value)
+            found[f"{index}/{key}"] = vector.new_full((count,), value)
     return found

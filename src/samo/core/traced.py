@@ -23,30 +23,30 @@ def expand_traced(values: Tensor, weight: Weight) -> Tensor:
     """Return the dense weight of ``values`` in a traced region."""
     dense = weight.dense
     if dense is None or torch.compiler.is_exporting():
-        return _expand_from(values, weight)
+        words, offsets, _, shape = _parts(weight)
+        if words is None:
+            return values.to(weight.dtype)
+        return expand(values, words, offsets, shape, weight.dtype)
     if not values.requires_grad or not torch.is_grad_enabled():
         return dense
-    mask, dtype = weight.mask, weight.layout.grad_dtype
-    if mask is None:
-        return _Cast.apply(values, dense, dtype)  # type: ignore[no-untyped-call]
-    shape = list(weight.shape)
-    return _Expand.apply(values, dense, mask.words, mask.offsets, mask.kept, shape, dtype)  # type: ignore[no-untyped-call]
+    return _Resident.apply(values, dense, *_parts(weight), weight.layout.grad_dtype)  # type: ignore[no-untyped-call]
 
 
-def _expand_from(values: Tensor, weight: Weight) -> Tensor:
-    if weight.mask is None:
-        return values.to(weight.dtype)
-    mask = weight.mask
-    return expand(values, mask.words, mask.offsets, list(weight.shape), weight.dtype)
+def _parts(weight: Weight) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
+    """Return a mask in parts that can be seen; with None for its bits if nothing is pruned."""
+    mask, shape = weight.mask, list(weight.shape)
+    return (None, None, 0, shape) if mask is None else (mask.words, mask.offsets, mask.kept, shape)
 
 
-class _Expand(torch.autograd.Function):
+class _Resident(torch.autograd.Function):
+    """values -> the resident dense weight, as `samo.core.dense.Expand`."""
+
     @staticmethod
     def forward(
         values: Tensor,
         dense: Tensor,
-        words: Tensor,
-        offsets: Tensor,
+        words: Tensor | None,
+        offsets: Tensor | None,
         kept: int,
         shape: list[int],
         dtype: torch.dtype,
@@ -61,22 +61,11 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         words, offsets = ctx.saved_tensors
-        values = compress(grad, words, offsets, ctx.kept, ctx.shape, ctx.dtype)
-        return values, None, None, None, None, None, None
-
-
-class _Cast(torch.autograd.Function):
-    @staticmethod
-    def forward(values: Tensor, dense: Tensor, dtype: torch.dtype) -> Tensor:
-        return dense.view_as(dense)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.dtype = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.to(ctx.dtype), None, None
+        if words is None:
+            grad = grad.to(ctx.dtype)
+        else:
+            grad = compress(grad, words, offsets, ctx.kept, ctx.shape, ctx.dtype)
+        return grad, *[None] * 6
 
 
 @torch.library.custom_op("samo::compress", mutates_args=())

@@ -4,13 +4,13 @@ Tensors are walked in pieces of 2**20 entries. Where the entries of a piece lie 
 the first of them (the masks' running counts), so that nothing waits for a device in between.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from samo import bitmap
+from samo.kernels.reference import kept_pieces
 from samo.mask import Mask
 
 __all__ = []
@@ -36,17 +36,17 @@ def move(
     common = old & new
     moved = {name: vector.new_zeros(new.kept) for name, vector in vectors.items()}
     dropped = {name: vector.new_empty(old.kept - common.kept) for name, vector in vectors.items()}
-    spans = zip(_spans(old), _spans(new), _spans(common))
     gone = fresh = 0
-    for (start, stop, old_at, num_old), (_, _, new_at, num_new), (_, _, _, num_common) in spans:
-        old_bits = bitmap.unpack(old.words, start, stop)
-        new_bits = bitmap.unpack(new.words, start, stop)
-        old_place = old_bits.cumsum(0).add_(old_at - 1)
-        new_place = new_bits.cumsum(0).add_(new_at - 1)
-        stays = _places(old_bits & new_bits, num_common)
+    for (_, old_bits, olds), (_, new_bits, news), (_, both, commons) in zip(
+        kept_pieces(old), kept_pieces(new), kept_pieces(common)
+    ):
+        old_place = old_bits.cumsum(0).add_(olds.start - 1)
+        new_place = new_bits.cumsum(0).add_(news.start - 1)
+        num_common = _length(commons)
+        stays = _places(both, num_common)
         source, target = old_place[stays], new_place[stays]
-        leaves = old_place[_places(old_bits & ~new_bits, num_old - num_common)]
-        comes = new_place[_places(new_bits & ~old_bits, num_new - num_common)]
+        leaves = old_place[_places(old_bits & ~both, _length(olds) - num_common)]
+        comes = new_place[_places(new_bits & ~both, _length(news) - num_common)]
         leaving = slice(gone, gone + leaves.numel())
         coming = slice(fresh, fresh + comes.numel())
         gone, fresh = leaving.stop, coming.stop
@@ -71,31 +71,16 @@ def narrow(mask: Mask, words: Tensor) -> Mask:
         words: Packed bits, one for each kept entry.
     """
     made = torch.empty_like(mask.words)
-    for start, stop, at, count in _spans(mask):
-        bits = bitmap.unpack(mask.words, start, stop)
-        first = at // bitmap.WORD_BITS * bitmap.WORD_BITS
-        stay = bitmap.unpack(words, first, at + count)[at - first :]
-        bits[_places(bits, count)] = stay
-        bitmap.pack(bits, made, start)
+    for piece, bits, kept in kept_pieces(mask):
+        first = kept.start // bitmap.WORD_BITS * bitmap.WORD_BITS
+        stay = bitmap.unpack(words, first, kept.stop)[kept.start - first :]
+        bits[_places(bits, _length(kept))] = stay
+        bitmap.pack(bits, made, piece.start)
     return Mask(mask.shape, made)
 
 
-class _Span(NamedTuple):
-    start: int
-    stop: int
-    at: int
-    """Place of its first kept entry in compressed vectors."""
-    kept: int
-    """How many kept entries it has."""
-
-
-def _spans(mask: Mask) -> Iterator[_Span]:
-    """Cut a mask into pieces, with one copy to the host for all of them."""
-    ranges = list(bitmap.chunks(mask.numel))
-    first_blocks = [start // bitmap.BLOCK_BITS for start, _ in ranges]
-    begins = [*mask.offsets[first_blocks].tolist(), mask.kept]
-    for (start, stop), begin, end in zip(ranges, begins, begins[1:]):
-        yield _Span(start, stop, begin, end - begin)
+def _length(span: slice) -> int:
+    return int(span.stop - span.start)
 
 
 def _places(bits: Tensor, count: int) -> Tensor:

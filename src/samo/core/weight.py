@@ -11,13 +11,12 @@ counters. Writes through ``.data`` of the *values* raise none: after a step of a
 its parameters are made anew, whatever the counters say.
 """
 
-import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +41,15 @@ _FIRST: Final = 2**63 - 1
 """Number of a node that runs as soon as its gradient is there, as torch's own of a parameter does."""
 
 
+class Types(NamedTuple):
+    """The types of one compressed parameter."""
+
+    dtype: torch.dtype
+    """That of the dense weight."""
+    value_dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+
 class Weight:
     """The values of one parameter, where they lie, and the dense weight that is computed with.
 
@@ -50,9 +58,7 @@ class Weight:
         param: The dense parameter that it was.
         mask: Which entries are kept; None for an unpruned parameter that is computed with in a
             narrower type.
-        dtype: Type of the dense weight.
-        value_dtype: Type of the values.
-        grad_dtype: Type of their gradient.
+        types: Types of the dense weight, the values and their gradient.
         path: Which kernels are used.
     """
 
@@ -71,26 +77,21 @@ class Weight:
         name: str,
         param: nn.Parameter,
         mask: Mask | None,
-        *,
-        dtype: torch.dtype,
-        value_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
+        types: Types,
         path: _kernels.Path,
     ) -> None:
         self.name: Final = name
         self.path: Final = path
-        self.dtype = dtype
+        self.dtype = types.dtype
         self.dense_dtype = param.dtype  # what decompress_ gives back
         self.attributes: Final = dict(param.__dict__)  # what people hung on the parameter
-        self.strides = param.stride() if is_dense(param) else None
-        self.layout = Layout(param.shape, mask, grad_dtype, _kernels.choose(param.device, path), [])
-        source = param.detach()
+        self.strides = torch.empty_like(param, device="meta").stride()  # channels_last stays that
+        kernels = _kernels.choose(param.device, path)
+        self.layout = Layout(param.shape, mask, types.grad_dtype, kernels, [])
         if mask is None:
-            values = source.to(value_dtype, copy=True)
+            values = param.detach().to(types.value_dtype, copy=True)
         else:
-            kept = torch.empty(mask.kept, dtype=source.dtype, device=source.device)
-            self.layout.kernels.compress_(source, mask, kept)
-            values = kept.to(value_dtype)
+            values = self.layout.compress(param.detach(), types.value_dtype)
         self.bind(nn.Parameter(values, requires_grad=param.requires_grad))
         self.values.__dict__.update(self.attributes)
         _ORIGINS[param] = weakref.ref(self)
@@ -125,7 +126,7 @@ class Weight:
             from samo.core.traced import expand_traced
 
             return expand_traced(values, self)
-        if (
+        if (  # `sync` asks the same; here each call counts, in every forward pass
             values._version != self._version
             or values.data_ptr() != self._address
             or self.dense is None
@@ -175,16 +176,24 @@ class Weight:
             is_moved = (
                 self.values._version != self._version or self.values.data_ptr() != self._address
             )
-            if self.dense is not None and self.dense._version != self._dense_version:
+            if self._is_written():
                 if is_moved:
                     raise CompressionError(
                         f"'{self.name}' was written in two ways since it was last used: through "
                         "module.weight and through its values in model.parameters(); read "
                         "module.weight between the two, or keep to one of them"
                     )
-                self._adopt(self.dense)
+                self._adopt()
             elif is_moved or self.dense is None:
                 self._refresh()
+
+    def sync_written(self) -> None:
+        """Let the values follow a write to ``module.weight`` before they are looked at."""
+        if self._is_written():
+            self.sync()
+
+    def _is_written(self) -> bool:
+        return self.dense is not None and self.dense._version != self._dense_version
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -207,8 +216,9 @@ class Weight:
                 "change a shape, call samo.decompress_(model) first and compress_ afterwards"
             )
         with _LOCK:
-            self._check_pruned(dense)
-            self.values.copy_(self.layout.compress(dense.to(self.device), self.values.dtype))
+            dense = dense.to(self.device)
+            self.check_pruned(dense)
+            self.values.copy_(self.layout.compress(dense, self.values.dtype))
             self._refresh()
 
     def note(self) -> None:
@@ -219,7 +229,7 @@ class Weight:
 
     def _refresh(self) -> None:
         if self.dense is None:
-            self.dense = self._new_dense()
+            self.dense = self.new_dense(self.dtype)
             self._plain = as_dense_weight(self.dense.detach(), self)
             self._tracked = None
         if not self.dense.is_meta:
@@ -227,27 +237,31 @@ class Weight:
         torch.autograd.graph.increment_version(self.dense)
         self.note()
 
-    def _adopt(self, dense: Tensor) -> None:
+    def _adopt(self) -> None:
         """Follow a write to the dense weight; entries that it left alone keep all their digits."""
-        self._check_pruned(dense)
-        new = self.layout.compress(dense, self.values.dtype)
+        assert self.dense is not None
+        self.check_pruned(self.dense)
+        new = self.layout.compress(self.dense, self.values.dtype)
         old = self.values.to(self.dtype).to(self.values.dtype)
         self.values.copy_(torch.where(new == old, self.values, new))
         self._tracked = None  # an operation in place gave it another history
         self._refresh()
 
-    def _check_pruned(self, dense: Tensor) -> None:
+    def check_pruned(self, dense: Tensor) -> None:
+        """Warn if a dense tensor has entries other than 0 where nothing is kept."""
         if self.mask is None:
             return
         kept = self.layout.compress(dense, dense.dtype)
         written = int(dense.count_nonzero()) - int(kept.count_nonzero())
-        if written:
-            warn_of_pruned(f"'{self.name}'", written)
+        gathered = WRITTEN.get()
+        if written and gathered is not None:
+            gathered[self.name] = written
+        elif written:
+            warn_of_pruned(f"'{self.name}'", written, 5)
 
-    def _new_dense(self) -> Tensor:
-        if self.strides is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+    def new_dense(self, dtype: torch.dtype) -> Tensor:
+        """Return a dense tensor to be filled, laid out as the parameter was."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=self.device)
 
     # Identity -----------------------------------------------------------------------------------
 
@@ -304,17 +318,8 @@ class Weight:
             self.layout = self.layout._replace(mask=mask, kernels=kernels)
         self.bind(self.values)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Weight":
-        self.sync_written()
-        new = object.__new__(Weight)
-        memo[id(self)] = new
-        new.__dict__.update(vars(self))
-        new.layout = self.layout._replace(watchers=[])
-        new.bind(copy.deepcopy(self.values, memo))
-        new.values.__dict__.update(self.attributes)
-        return new
-
     def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and deepcopy take along: the rest is made anew."""
         self.sync_written()
         kept = ("name", "path", "dtype", "dense_dtype", "attributes", "strides", "values")
         state = {key: vars(self)[key] for key in kept}
@@ -326,12 +331,8 @@ class Weight:
         vars(self).update(state)
         kernels = _kernels.choose(self.values.device, self.path)
         self.layout = Layout(torch.Size(shape), mask, grad_dtype, kernels, [])
+        self.values.__dict__.update(self.attributes)  # which a deep copy of a parameter lacks
         self.bind(self.values)
-
-    def sync_written(self) -> None:
-        """Let the values follow a write to ``module.weight`` before they are looked at."""
-        if self.dense is not None and self.dense._version != self._dense_version:
-            self.sync()
 
 
 class _OldMask:
@@ -348,44 +349,17 @@ class _OldMask:
         )
 
 
-_WRITTEN: Final = threading.local()
-"""What was written to pruned entries, by name, while `one_warning` gathers it."""
+WRITTEN: Final[ContextVar[dict[str, int] | None]] = ContextVar("written", default=None)
+"""What was written to pruned entries, by name, while a state dict is loaded."""
 
 
-def warn_of_pruned(name: str, written: int, *, stacklevel: int = 6) -> None:
-    """Say that entries other than 0 were written where nothing is kept, now or at the end of a load."""
-    gathered: dict[str, int] | None = getattr(_WRITTEN, "gathered", None)
-    if gathered is not None:
-        gathered[name] = written
-        return
+def warn_of_pruned(name: str, written: int, stacklevel: int) -> None:
+    """Say that entries other than 0 were written where nothing is kept."""
     warnings.warn(
         f"{written:,} values other than 0 were written to pruned entries of {name} and are set back to "
         "0: the mask stays as it is. To train them, give it another one with samo.remap_",
-        stacklevel=stacklevel,
+        stacklevel=stacklevel + 1,
     )
-
-
-@contextmanager
-def one_warning() -> Iterator[None]:
-    """Gather what `warn_of_pruned` is told, and say it once."""
-    if getattr(_WRITTEN, "gathered", None) is not None:
-        yield
-        return
-    gathered: dict[str, int] = {}
-    _WRITTEN.gathered = gathered
-    try:
-        yield
-    finally:
-        _WRITTEN.gathered = None
-    if gathered:
-        first, *others = gathered
-        more = f" and {len(others):,} other weights" if others else ""
-        warn_of_pruned(first + more, sum(gathered.values()), stacklevel=5)
-
-
-def is_dense(param: Tensor) -> bool:
-    """Return whether a tensor's strides leave no holes, as channels_last ones do."""
-    return torch.empty_like(param, device="meta").stride() == param.stride()
 
 
 # From a tensor to its weight -------------------------------------------------------------------------
@@ -422,6 +396,27 @@ STEPPED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 """Optimizers that have made a step: their state has to follow when masks change."""
 
 
+@torch.compiler.disable
+def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
+    """Refuse an optimizer whose parameters or state are not those of its weights any more."""
+    if _ORIGINS:
+        for group in opt.param_groups:
+            for param in group["params"]:
+                weight = weight_from(param) if param.grad is None else None
+                if weight is not None:
+                    raise CompressionError(
+                        f"this {type(opt).__name__} was built before compress_ and holds the dense "
+                        f"parameter that '{weight.name}' was, which nothing computes with any more; "
+                        "build it anew on model.parameters()"
+                    )
+    if opt not in STEPPED:
+        _check_lengths(opt)
+        STEPPED.add(opt)
+    if not hasattr(opt, "refreshes_dense_weights"):
+        for weight in weights_among(opt):
+            weight.sync_written()
+
+
 def _check_lengths(opt: Optimizer) -> None:
     """Refuse state that was loaded before `samo.remap_` and did not follow: torch writes past its end."""
     for weight in weights_among(opt):
@@ -435,44 +430,13 @@ def _check_lengths(opt: Optimizer) -> None:
                 )
 
 
-def _refuse_origins(opt: Optimizer) -> None:
-    """Refuse an optimizer that was built before `compress_`: it would train the other parameters alone.
-
-    Raises:
-        CompressionError: It holds a dense parameter that is values now.
-    """
-    for group in opt.param_groups:
-        for param in group["params"]:
-            weight = weight_from(param) if param.grad is None else None
-            if weight is not None:
-                raise CompressionError(
-                    f"this {type(opt).__name__} was built before compress_ and holds the dense parameter "
-                    f"that '{weight.name}' was, which nothing computes with any more; build it anew on "
-                    "model.parameters()"
-                )
-
-
-@torch.compiler.disable
-def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
-    if _ORIGINS:
-        _refuse_origins(opt)
-    if opt not in STEPPED:
-        _check_lengths(opt)
-        STEPPED.add(opt)
-    if getattr(opt, "refreshes_dense_weights", False):
-        return  # it looks for itself
-    for weight in weights_among(opt):
-        weight.sync_written()
-
-
 @torch.compiler.disable
 def _after_step(opt: Optimizer, args: object, kwargs: object) -> None:
     """Make dense weights anew: not every optimizer raises versions (ZeroRedundancyOptimizer)."""
-    if getattr(opt, "refreshes_dense_weights", False):
-        return
-    for weight in weights_among(opt):
-        if weight.dense is not None:
-            weight.refresh()
+    if not hasattr(opt, "refreshes_dense_weights"):
+        for weight in weights_among(opt):
+            if weight.dense is not None:
+                weight.refresh()
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -21,7 +21,8 @@ from torch import Tensor
 from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, loops, reference
 from samo.kernels.corrections import count_step
-from samo.kernels.sizes import check_pair, mask_of_copy, set_apart
+from samo.kernels.rounding import master_dtype, rest_dtype
+from samo.kernels.sizes import check_pair, has_plain_tensors, mask_of_copy, set_apart
 from samo.mask import Mask
 
 if numba.config.DISABLE_JIT:
@@ -212,34 +213,13 @@ def _row(update: AdamWUpdate, age: tuple[Tensor, Tensor] | None) -> tuple[int, .
 
 def is_plain(update: AdamWUpdate) -> bool:
     """Return whether addresses and sizes say all about a parameter's tensors, and the loops know them."""
-    param, rest, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask = update
-    kept = param.numel()
-    moment = torch.float64 if param.dtype == torch.float64 else torch.float32
+    dtype, rest = update.param.dtype, update.rest
     return (
-        param.dtype in _PARAM_TYPES
-        and grad.dtype in _SEEN_AS
-        and exp_avg.dtype == exp_avg_sq.dtype == moment
-        and (rest is None) == (param.dtype != torch.bfloat16)
-        and (rest is None or (rest.dtype == torch.int16 and _is_vector(rest, kept)))
-        and param.is_contiguous()
-        and _is_vector(grad, kept)
-        and _is_vector(exp_avg, kept)
-        and _is_vector(exp_avg_sq, kept)
-        and step.numel() == 1
-        and (mask is None or mask.kept == kept)
-        and (
-            dense is None
-            or (dense.dtype in _SEEN_AS and _is_vector(dense, kept if mask is None else mask.numel))
-        )
+        dtype != torch.float16
+        and update.exp_avg.dtype == update.exp_avg_sq.dtype == master_dtype(dtype)
+        and (None if rest is None else rest.dtype) == rest_dtype(dtype)
+        and has_plain_tensors(update, _SEEN_AS)
     )
-
-
-_PARAM_TYPES: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
-
-
-def _is_vector(tensor: Tensor, size: int) -> bool:
-    """Return whether an address says all about a tensor of so many entries."""
-    return tensor.numel() == size and tensor.is_contiguous()
 
 
 def _num_threads(blocks: int) -> int:

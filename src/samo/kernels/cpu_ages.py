@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samo.kernels import AdamWSettings, AgedUpdate, ages
 from samo.kernels.cpu import is_plain, update_rows
-from samo.kernels.sizes import set_apart
+from samo.kernels.sizes import is_vector, set_apart
 
 __all__ = ["adamw_aged_"]
 
@@ -40,6 +40,5 @@ def _is_plain(aged: AgedUpdate) -> bool:
     return (
         is_plain(update)
         and age_Z.dtype == torch.int16
-        and age_Z.numel() == update.param.numel()
-        and age_Z.is_contiguous()
+        and is_vector(age_Z, update.param.numel(), update.param.device)
     )

@@ -7,9 +7,9 @@ All parameters of an AdamW step go into a few launches: ``tables.py``.
 What the kernels do not cover (float64 updates, parameters with strides) falls back to ``reference``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from samo import bitmap
-from samo.kernels import AdamWSettings, AdamWUpdate, reference, triton_kernels, triton_parts
+from samo.kernels import (
+    AdamWSettings,
+    AdamWUpdate,
+    AgedUpdate,
+    LeanUpdate,
+    reference,
+    triton_kernels,
+    triton_parts,
+)
 from samo.kernels.rounding import rest_dtype
-from samo.kernels.sizes import check_pair, check_update, mask_of_copy, set_apart
+from samo.kernels.sizes import check_pair, check_update, has_plain_tensors, mask_of_copy, set_apart
 from samo.kernels.tables import (
     Launch,
     are_aligned,
@@ -60,6 +68,8 @@ class Ages(NamedTuple):
     """The inverse of the first bias correction, and the root of the second one, by age."""
     oldest: int
 
+
+Extended = TypeVar("Extended", AgedUpdate, LeanUpdate)
 
 _FEW: Final = 0.2
 """Density up to which a search for each kept entry is cheaper than a count for each entry."""
@@ -145,6 +155,25 @@ def _sort_out(updates: Sequence[AdamWUpdate]) -> _Order:
     return _Order([index for index, _ in others], strided, launches)
 
 
+def do_in_launches(
+    updates: Sequence[Extended],
+    is_plain: Callable[[Extended], bool],
+    launch: Callable[[list[Extended]], None],
+    by_reference: Callable[[list[Extended]], None],
+    skip: Tensor | None,
+) -> None:
+    """Do updates with more state than `adamw_` knows: in a launch for each type of rate, if they are plain."""
+    strided = [one.update for one in updates if has_strided_copy(one.update)]
+    if strided:
+        updates = [one._replace(update=without_strided_copy(one.update)) for one in updates]
+    plain, others = set_apart(updates, is_plain)
+    by_reference(others)
+    for together in by_rate(plain, lambda one: one.update):
+        launch(together)
+    for update in strided:
+        refresh(update, skip)
+
+
 def has_strided_copy(update: AdamWUpdate) -> bool:
     return update.dense is not None and not update.dense.is_contiguous()
 
@@ -213,7 +242,7 @@ def compress_config(kept: int, numel: int) -> Config:
     """
     if kept > _FEW * numel:
         return Config("entry", bitmap.BLOCK_WORDS, 2)
-    return Config("slot", _slots(kept, numel), 1)
+    return Config("slot", slots(bitmap.BLOCK_BITS * kept / max(numel, 1), deviations=3), 1)
 
 
 def launch_compress(config: Config, dense: Tensor, mask: Mask, out: Tensor) -> None:
@@ -456,7 +485,7 @@ def num_items(numel: int, is_whole: bool) -> int:
 
 
 def _num_parts(numel: int) -> int:
-    return -(-numel // (PART * ITEM_PARTS))
+    return cdiv(numel, PART * ITEM_PARTS)
 
 
 def is_plain(update: AdamWUpdate) -> bool:
@@ -465,39 +494,8 @@ def is_plain(update: AdamWUpdate) -> bool:
     return (
         exp_avg.dtype == exp_avg_sq.dtype == torch.float32
         and (None if rest is None else rest.dtype) == rest_dtype(update.param.dtype)
-        and has_plain_tensors(update)
+        and has_plain_tensors(update, KINDS)
     )
-
-
-def has_plain_tensors(update: AdamWUpdate) -> bool:
-    """Return the same of all but the types of moments and rest."""
-    param, rest, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask = update
-    kept, device = param.numel(), param.device
-    return (
-        param.dtype in KINDS
-        and grad.dtype in KINDS
-        and step.dtype == torch.float32
-        and step.numel() == 1
-        and step.device == device
-        and param.is_contiguous()
-        and is_vector(grad, kept, device)
-        and is_vector(exp_avg, kept, device)
-        and is_vector(exp_avg_sq, kept, device)
-        and (rest is None or is_vector(rest, kept, device))
-        and (mask is None or (mask.kept == kept and mask.words.device == device))
-        and (
-            dense is None
-            or (
-                dense.dtype in KINDS
-                and is_vector(dense, kept if mask is None else mask.numel, device)
-            )
-        )
-    )
-
-
-def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
-    """Return whether an address says all about a tensor of so many entries."""
-    return tensor.numel() == size and tensor.is_contiguous() and tensor.device == device
 
 
 def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
@@ -505,10 +503,9 @@ def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or (source in KINDS and target in KINDS)
 
 
-def _slots(kept: int, numel: int) -> int:
-    """Return how many slots nearly every block fills: a power of 2 from 32 to 256."""
-    mean = bitmap.BLOCK_BITS * kept / max(numel, 1)
-    likely = int(mean + 3 * mean**0.5)  # three standard deviations over the mean
+def slots(mean: float, deviations: int) -> int:
+    """Return the slots that nearly every block fills, if ``mean`` is usual: a power of 2, 32 to 256."""
+    likely = int(mean + deviations * mean**0.5)
     return min(256, max(32, 1 << (max(likely, 1) - 1).bit_length()))
 
 

@@ -11,18 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, ages
-from samo.kernels.cuda import (
-    Ages,
-    has_strided_copy,
-    is_plain,
-    is_vector,
-    launch_adamw,
-    refresh,
-    without_strided_copy,
-)
-from samo.kernels.sizes import set_apart
-from samo.kernels.tables import by_rate, rows, where_of
+from samo.kernels import AdamWSettings, AgedUpdate, ages
+from samo.kernels.cuda import Ages, do_in_launches, is_plain, launch_adamw
+from samo.kernels.sizes import is_vector
+from samo.kernels.tables import rows, where_of
 
 __all__ = ["adamw_aged_"]
 
@@ -31,27 +23,17 @@ def adamw_aged_(
     updates: Sequence[AgedUpdate], settings: AdamWSettings, skip: Tensor | None
 ) -> None:
     """Do one AdamW step: one launch for the step counts, one for each kind of parameter."""
-    strided = [update for update, _ in updates if has_strided_copy(update)]
-    if strided:
-        updates = [AgedUpdate(without_strided_copy(update), age_Z) for update, age_Z in updates]
-    plain, others = set_apart(updates, _is_plain)
-    ages.adamw_aged_(others, settings, skip)
-    for together in by_rate(plain, _update_of):
+
+    def launch(together: list[AgedUpdate]) -> None:
         device = together[0].age_Z.device
         table = rows(where_of(device), tuple([(age_Z.data_ptr(),) for _, age_Z in together]))
-        by_age = _corrections(settings.beta1, settings.beta2, device)
-        launch_adamw(
-            [update for update, _ in together],
-            settings,
-            skip,
-            ages=Ages(table, *by_age, ages.OLDEST),
-        )
-    for update in strided:
-        refresh(update, skip)
+        by_age = Ages(table, *_corrections(settings.beta1, settings.beta2, device), ages.OLDEST)
+        launch_adamw([update for update, _ in together], settings, skip, ages=by_age)
 
+    def by_reference(others: list[AgedUpdate]) -> None:
+        ages.adamw_aged_(others, settings, skip)
 
-def _update_of(aged: AgedUpdate) -> AdamWUpdate:
-    return aged.update
+    do_in_launches(updates, _is_plain, launch, by_reference, skip)
 
 
 @lru_cache(maxsize=8)

@@ -17,20 +17,16 @@ from samo.kernels.cuda import (
     ITEM_PARTS,
     PART,
     count_steps,
+    do_in_launches,
     expand_copies,
-    has_plain_tensors,
-    has_strided_copy,
-    is_vector,
     num_items,
     prepare_copies,
-    refresh,
-    without_strided_copy,
+    slots as slots_of,
 )
 from samo.kernels.rounding import rest_dtype
-from samo.kernels.sizes import mask_of_copy, set_apart
+from samo.kernels.sizes import has_plain_tensors, is_vector, mask_of_copy
 from samo.kernels.tables import (
     are_aligned,
-    by_rate,
     device_of,
     plan,
     rows,
@@ -50,19 +46,14 @@ def adamw_lean_(
     updates: Sequence[LeanUpdate], settings: AdamWSettings, skip: Tensor | None
 ) -> None:
     """Do one AdamW step: one launch for the step counts, one for each kind of parameter."""
-    strided = [update for update, _, _ in updates if has_strided_copy(update)]
-    if strided:
-        updates = [LeanUpdate(without_strided_copy(update), *scales) for update, *scales in updates]
-    plain, others = set_apart(updates, _is_plain)
-    lean.adamw_lean_(others, settings, skip)
-    for together in by_rate(plain, _update_of):
+
+    def launch(together: list[LeanUpdate]) -> None:
         launch_adamw_lean(together, settings, skip)
-    for update in strided:
-        refresh(update, skip)
 
+    def by_reference(others: list[LeanUpdate]) -> None:
+        lean.adamw_lean_(others, settings, skip)
 
-def _update_of(lean_update: LeanUpdate) -> AdamWUpdate:
-    return lean_update.update
+    do_in_launches(updates, _is_plain, launch, by_reference, skip)
 
 
 def _mask_of(update: AdamWUpdate) -> Mask | None:
@@ -125,11 +116,10 @@ def launch_adamw_lean(
 
 
 def num_slots(updates: Sequence[LeanUpdate]) -> int:
-    """Return how many slots nearly every group fills: a power of 2 from 32 to 256."""
+    """Return how many slots nearly every group of some pruned weights fills."""
     masks = [update.mask for update, _, _ in updates if update.mask is not None]
     mean = lean.GROUP * sum(mask.kept for mask in masks) / sum(mask.numel for mask in masks)
-    likely = int(mean + 2 * mean**0.5)  # two standard deviations over the mean
-    return min(256, max(32, 1 << (max(likely, 1) - 1).bit_length()))
+    return slots_of(mean, deviations=2)
 
 
 def _is_plain(lean_update: LeanUpdate) -> bool:
@@ -144,7 +134,7 @@ def _is_plain(lean_update: LeanUpdate) -> bool:
         and exp_avg_scale.dtype == exp_avg_sq_scale.dtype == torch.float32
         and is_vector(exp_avg_scale, groups, device)
         and is_vector(exp_avg_sq_scale, groups, device)
-        and has_plain_tensors(update)
+        and has_plain_tensors(update, KINDS)
     )
 
 

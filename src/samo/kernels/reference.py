@@ -146,11 +146,16 @@ def adamw_values(
 
 def pieces(numel: int, mask: Mask | None) -> Iterator[tuple[slice, Tensor | None, slice]]:
     """Yield pieces of a dense tensor, their kept bits, and where those lie in compressed vectors."""
-    spans = list(bitmap.chunks(numel))
-    if mask is None:
-        for start, stop in spans:
-            yield slice(start, stop), None, slice(start, stop)
+    if mask is not None:
+        yield from kept_pieces(mask)
         return
+    for start, stop in bitmap.chunks(numel):
+        yield slice(start, stop), None, slice(start, stop)
+
+
+def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
+    """Yield pieces of a mask's tensor, their kept bits, and where those lie in compressed vectors."""
+    spans = list(bitmap.chunks(mask.numel))
     first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
     # One copy to the host for all pieces, not one for each.
     begins = [*mask.offsets[first_blocks].tolist(), mask.kept]

@@ -1,8 +1,9 @@
 """Whether tensors that go together have sizes that do: what the kernels rely on, and never look at."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from samo.kernels import AdamWUpdate
@@ -52,6 +53,40 @@ def check_update(update: AdamWUpdate, **others: tuple[Tensor, int]) -> None:
         raise ValueError(
             f"a parameter of {kept:,} entries has the wrong size of {', '.join(wrong)}"
         )
+
+
+def has_plain_tensors(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:
+    """Return whether addresses and sizes say all about an update's tensors, in types that are known.
+
+    Moments and rest may have any type.
+    """
+    param, rest, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask = update
+    kept, device = param.numel(), param.device
+    return (
+        param.dtype in types
+        and grad.dtype in types
+        and step.dtype == torch.float32
+        and step.numel() == 1
+        and step.device == device
+        and param.is_contiguous()
+        and is_vector(grad, kept, device)
+        and is_vector(exp_avg, kept, device)
+        and is_vector(exp_avg_sq, kept, device)
+        and (rest is None or is_vector(rest, kept, device))
+        and (mask is None or (mask.kept == kept and mask.words.device == device))
+        and (
+            dense is None
+            or (
+                dense.dtype in types
+                and is_vector(dense, kept if mask is None else mask.numel, device)
+            )
+        )
+    )
+
+
+def is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
+    """Return whether an address says all about a tensor of so many entries."""
+    return tensor.numel() == size and tensor.is_contiguous() and tensor.device == device
 
 
 def set_apart(updates: Iterable[T], is_plain: Callable[[T], bool]) -> tuple[list[T], list[T]]:
