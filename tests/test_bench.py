@@ -77,13 +77,13 @@ def test_without_a_folder_the_result_gets_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["bench", "sparse-vs-dense", "--quick", "--device", "cpu", "--repeats", "1"]
+    arguments = ["bench", "kernels", "--quick", "--device", "cpu", "--repeats", "1"]
     assert main(arguments) == 0
     assert main(arguments) == 0
     first, second = sorted(
         (tmp_path / "benchmarks" / "results").iterdir(), key=lambda p: len(p.name)
     )
-    assert first.name.startswith("sparse-vs-dense-")
+    assert first.name.startswith("kernels-")
     assert second.name == f"{first.name}-2"
 
 
@@ -93,7 +93,6 @@ def test_without_a_folder_the_result_gets_a_name(
         ("kernels --repeats 0", "repeats must be 1 or more"),
         ("kernels --densities 2", "densities must lie between 0 and 1"),
         ("step --only smao", "did you mean 'samo'"),
-        ("sparse-vs-dense --sizes 100", "multiples of 64"),
     ],
 )
 def test_wrong_settings_are_wrong_usage(

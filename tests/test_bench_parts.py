@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks import sparse_vs_dense
 from torch import Tensor, nn
 
 import samo
-from samo.bench import contenders, kernels, rows, sparse_vs_dense, step, timing
+from samo.bench import contenders, kernels, rows, step, timing
 from samo.bench.contenders import (
     MAKERS,
     Autocast,
@@ -32,7 +33,6 @@ from samo.bench.settings import (
     CONTENDERS,
     BenchConfig,
     KernelsConfig,
-    SparseVsDenseConfig,
     StepConfig,
     check,
     command_line,
@@ -62,9 +62,7 @@ SMALL = GPTConfig(
         (StepConfig(context=0), "context must be 1 or more"),
         (StepConfig(sparsity=1.0), "sparsity must lie between 0 and 1, got 1.0"),
         (StepConfig(only=("samo,flashoptm",)), "'flashoptm' is no contender .did you mean 'flash"),
-        (SparseVsDenseConfig(sizes=(100,)), r"sizes must be multiples of 64, .*got \(100,\)"),
-        (SparseVsDenseConfig(tokens=()), "tokens must be multiples of 64"),
-        (SparseVsDenseConfig(sparsity=0.0), "sparsity must lie between 0 and 1, got 0.0"),
+        (StepConfig(sparsity=0.0), "sparsity must lie between 0 and 1, got 0.0"),
     ],
 )
 def test_settings_out_of_range_are_refused(config: BenchConfig, message: str) -> None:
@@ -72,7 +70,7 @@ def test_settings_out_of_range_are_refused(config: BenchConfig, message: str) ->
         check(config)
 
 
-@pytest.mark.parametrize("config", [KernelsConfig(), StepConfig(), SparseVsDenseConfig()])
+@pytest.mark.parametrize("config", [KernelsConfig(), StepConfig()])
 def test_the_default_settings_are_accepted(config: BenchConfig) -> None:
     check(config)
 
@@ -466,8 +464,7 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda: torch.zeros(x_TD.shape[0], weight.shape[0])
 
     monkeypatch.setitem(sparse_vs_dense.MAKERS, "csr", wrong)
-    config = SparseVsDenseConfig(quick=True)
-    found = sparse_vs_dense.measure(config, CPU, lambda _: None, lambda _: None)
+    found = sparse_vs_dense.measure((64, 128), (64,), 0.9, CPU, 2, lambda _: None)
     reasons = {row.failure for row in found if row.name == "csr"}
     assert reasons == {"wrong result in torch.bfloat16: it is off by 1"}
 

@@ -41,7 +41,7 @@ from samo.training.starting import CHANGEABLE
 ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"
 COMMANDS: Final = ("demo", "train", "launch", "prune", "inspect", "report", "bench")
-QUESTIONS: Final = ("kernels", "step", "sparse-vs-dense")
+QUESTIONS: Final = ("kernels", "step")
 GPT2_VOCABULARY: Final = 50_257
 PAGES: Final = sorted([ROOT / "README.md", ROOT / "screenshots" / "README.md", *DOCS.rglob("*.md")])
 

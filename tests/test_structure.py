@@ -149,7 +149,7 @@ LAYERS: Final = (
     {"samo.training.run"},
     {"samo.training.loop"},
     {"samo.bench", "samo.bench.settings", "samo.bench.timing", "samo.bench.rows"},
-    {"samo.bench.kernels", "samo.bench.sparse_vs_dense", "samo.bench.figures"},
+    {"samo.bench.kernels", "samo.bench.figures"},
     {"samo.bench.contenders"},
     {"samo.bench.step"},
     {"samo.cli", "samo.cli.display", "samo.cli.tables"},

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from samo.bench.rows import Row, digits
-from samo.report.amounts import count, percent
+from samo.report.amounts import percent
 from samo.report.theme import LIGHT, drawing, new_figure, place, run_colour, run_dashes, to_png
 
 __all__ = []
@@ -44,29 +44,6 @@ def kernels_figure(rows: Sequence[Row]) -> Figure | None:
             for row in measured
         },
         is_log=False,
-    )
-
-
-def sparse_vs_dense_figure(rows: Sequence[Row]) -> Figure | None:
-    """Draw the time of each library over that of the dense product, over the size of the weight."""
-    measured = [row for row in rows if row.median is not None]
-    if all(row.name == "dense" for row in measured):
-        return None
-    panels = []
-    for tokens in sorted({row.parameters["tokens"] for row in measured}):
-        lines = []
-        for name in dict.fromkeys(row.name for row in measured if row.name != "dense"):
-            found = [r for r in measured if (r.name, r.parameters["tokens"]) == (name, tokens)]
-            if found:
-                x = [row.parameters["size"] for row in found]
-                lines.append((name, x, [row.figures["against_dense"] for row in found]))
-        panels.append((f"{count(tokens)} tokens", lines))
-    return _lines(
-        panels,
-        title="Time of a product over that of the dense one",
-        axis="rows of the square weight",
-        names={row.parameters["size"]: str(row.parameters["size"]) for row in measured},
-        is_log=True,
     )
 
 

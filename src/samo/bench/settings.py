@@ -11,7 +11,7 @@ from samo.config import Auto, OptionalPath
 from samo.errors import ConfigError, nearest
 from samo.shapes import ShapeName
 
-__all__ = ["BenchConfig", "KernelsConfig", "SparseVsDenseConfig", "StepConfig"]
+__all__ = ["BenchConfig", "KernelsConfig", "StepConfig"]
 
 CONTENDERS: Final = (
     "dense",
@@ -78,26 +78,6 @@ class StepConfig(BenchConfig):
     """Contenders to measure, with commas or spaces between; all if nothing is said."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SparseVsDenseConfig(BenchConfig):
-    """Time matrix products with a pruned matrix: sparse libraries against dense cuBLAS."""
-
-    sizes: Annotated[tuple[int, ...], arg(metavar="SIZE ...")] = (
-        128,
-        256,
-        512,
-        1024,
-        2048,
-        4096,
-        8192,
-    )
-    """Rows of the square weight."""
-    tokens: Annotated[tuple[int, ...], arg(metavar="COUNT ...")] = (576, 4096)
-    """Tokens it is multiplied with; 576 is the batch of the SAMO paper's figure 1."""
-    sparsity: float = 0.9
-    """Fraction of the weight that is pruned."""
-
-
 class Question(NamedTuple):
     """A subcommand: what it is called, and the module with its ``measure``."""
 
@@ -108,7 +88,6 @@ class Question(NamedTuple):
 QUESTIONS: Final[dict[type[BenchConfig], Question]] = {
     KernelsConfig: Question("kernels", "samo.bench.kernels"),
     StepConfig: Question("step", "samo.bench.step"),
-    SparseVsDenseConfig: Question("sparse-vs-dense", "samo.bench.sparse_vs_dense"),
 }
 
 
@@ -141,14 +120,6 @@ def check(config: BenchConfig) -> None:
             value = getattr(config, name)
             _require(value >= 1, f"{name} must be 1 or more, got {value}")
         contenders(config)
-    if isinstance(config, SparseVsDenseConfig):
-        for name in ("sizes", "tokens"):
-            values = getattr(config, name)
-            _require(
-                bool(values) and all(value >= 1 and value % 64 == 0 for value in values),
-                f"{name} must be multiples of 64, for blocks of 64 x 64, got {values}",
-            )
-    if isinstance(config, StepConfig | SparseVsDenseConfig):
         _require(
             0 < config.sparsity < 1,
             f"sparsity must lie between 0 and 1, got {config.sparsity}; 0.9 prunes 90 %",

@@ -28,7 +28,7 @@ from tyro.constructors import (
 )
 
 from samo import __version__
-from samo.bench.settings import KernelsConfig, SparseVsDenseConfig, StepConfig
+from samo.bench.settings import KernelsConfig, StepConfig
 from samo.config import Auto, OptionalPath, TrainConfig
 from samo.config_files import read_toml
 from samo.config_mesh import in_any_grid, with_stages
@@ -124,9 +124,7 @@ class Bench:
     """Measure speed and memory on this machine: of the kernels, of a training step, of sparse products."""
 
     question: (
-        Annotated[KernelsConfig, subcommand("kernels")]
-        | Annotated[StepConfig, subcommand("step")]
-        | Annotated[SparseVsDenseConfig, subcommand("sparse-vs-dense")]
+        Annotated[KernelsConfig, subcommand("kernels")] | Annotated[StepConfig, subcommand("step")]
     )
 
 

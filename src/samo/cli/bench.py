@@ -24,7 +24,6 @@ _WIDTH: Final = 120
 _FIGURES: Final[dict[str, Callable[[Sequence[Row]], figures.Figure | None]]] = {
     "kernels": figures.kernels_figure,
     "step": figures.step_figure,
-    "sparse-vs-dense": figures.sparse_vs_dense_figure,
 }
 
 

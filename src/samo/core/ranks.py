@@ -1,5 +1,6 @@
 """Masks on several ranks: replicas must have the same ones, and a step is skipped by all or none."""
 
+import hashlib
 import weakref
 from collections.abc import Iterable
 from typing import Any, Final
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.errors import CompressionError, MaskError
-from samo.model_masks import Masks
 
 __all__ = []
 
@@ -64,20 +64,32 @@ def outdate_replicas(params: Iterable[Tensor]) -> None:
         _SEEN[replicas] = False
 
 
-def compare_masks(masks: Masks, group: dist.ProcessGroup | None) -> None:
+def compare_masks(masks: Any, group: dist.ProcessGroup | None) -> None:
     """Refuse masks that are not the same on all ranks of a group, all of which call this.
 
     Raises:
         MaskError: They differ.
     """
-    own = {name: mask.fingerprint() for name, mask in masks.items()}
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    for rank, other in enumerate(found):
-        for name in sorted(own.keys() | other.keys()):
-            if own.get(name) != other.get(name):
-                raise MaskError(
-                    f"the mask of '{name}' is not the same on rank {dist.get_rank(group)} and on rank "
-                    f"{rank} of the replicas; draw masks on one rank and broadcast them, or prune with one "
-                    "seed"
-                )
+    names = sorted(masks)
+    digests = [hashlib.sha256(masks[name].fingerprint().encode()).digest()[:8] for name in names]
+    device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
+    own = torch.frombuffer(bytearray(b"".join(digests) or b"\0" * 8), dtype=torch.int64).to(device)
+    lengths = _gather(torch.tensor([own.numel()], device=device), group)
+    if len({int(length) for length in lengths}) > 1:
+        raise MaskError(
+            f"ranks have masks for {sorted({int(length) for length in lengths})} weights; compress the "
+            "model with the same masks on all of them"
+        )
+    for rank, other in enumerate(_gather(own, group)):
+        if not torch.equal(own, other):
+            name = names[int((own != other).nonzero()[0])]
+            raise MaskError(
+                f"the mask of '{name}' is not the same on rank {dist.get_rank(group)} and on rank {rank} "
+                "of the replicas; draw masks on one rank and broadcast them, or prune with one seed"
+            )
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, tensor, group=group)
+    return found

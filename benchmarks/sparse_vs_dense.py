@@ -7,17 +7,20 @@ csr        the same weight, compressed rows (cuSPARSE)
 2:4        half of the weight, two of every four: what NVIDIA's tensor cores skip; no other sparsity
 bsr 32     as many weights in whole blocks of 32 x 32
 bsr 64     the same with blocks of 64 x 64
+
+    python -m benchmarks.sparse_vs_dense --out FOLDER
 """
 
+import argparse
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import SparseVsDenseConfig
+from samo.bench.rows import Results, Row, Save, Table, between, digits, markdown, reason
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.report.amounts import count, percent
 
@@ -31,6 +34,10 @@ NOTES: Final = (
     "the library can, else float16 or float32.",
 )
 
+SIZES: Final = (128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS: Final = (576, 4096)
+"""576 is the batch of the SAMO paper's figure 1."""
+
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_ERROR: Final = 0.02
 """Of a right product in 16 bits, against the norm; a wrong one is off by 1."""
@@ -39,17 +46,20 @@ Product = Callable[[], Tensor]
 Maker = Callable[[Tensor, Tensor], Product]
 
 
-def measure(config: SparseVsDenseConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
-    """Time every library at every size."""
-    sizes, tokens = config.sizes, config.tokens
-    repeats = config.repeats
-    if config.quick:
-        sizes, tokens, repeats = (64, 128), (64,), min(repeats, 2)
+def measure(
+    sizes: Sequence[int],
+    tokens: Sequence[int],
+    sparsity: float,
+    device: torch.device,
+    repeats: int,
+    save: Save,
+) -> list[Row]:
+    """Time every library at every size; sizes and tokens are multiples of 64, for the blocks."""
     rows: list[Row] = []
     for number in tokens:
         for size in sizes:
-            say(f"{count(size)} x {count(size)} weights, {count(number)} tokens")
-            rows += _measure_one(size, number, config.sparsity, device, repeats)
+            print(f"{count(size)} x {count(size)} weights, {count(number)} tokens")
+            rows += _measure_one(size, number, sparsity, device, repeats)
             save(rows)
             free(device)
     return rows
@@ -93,7 +103,7 @@ def patterns(size: int, sparsity: float, device: torch.device) -> dict[str, Tens
 
     Example:
         >>> import torch
-        >>> from samo.bench.sparse_vs_dense import patterns
+        >>> from benchmarks.sparse_vs_dense import patterns
         >>> found = patterns(256, 0.9, torch.device("cpu"))
         >>> [round(float((weight == 0).float().mean()), 1) for weight in found.values()]
         [0.9, 0.9, 0.5, 0.9, 0.9]
@@ -207,3 +217,29 @@ def tabulate(rows: Sequence[Row]) -> Table:
             if row.median is not None
         ],
     )
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for rows and table")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, only to see that it runs")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--sparsity", type=float, default=0.9)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results = Results(
+        options.out,
+        name="sparse-vs-dense",
+        command="python -m benchmarks.sparse_vs_dense",
+        device=device,
+        tabulate=tabulate,
+        notes=NOTES,
+    )
+    sizes, tokens = ((64, 128), (64,)) if options.toy else (SIZES, TOKENS)
+    rows = measure(sizes, tokens, options.sparsity, device, options.repeats, results.save)
+    print(markdown(tabulate(rows)))
+
+
+if __name__ == "__main__":
+    main()
