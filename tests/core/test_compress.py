@@ -337,3 +337,28 @@ def test_a_weight_reads_attributes_that_its_forward_pass_needs() -> None:
     model[1].weight.width_mult = 2.0
     samo.compress_(model, samo.prune(model, 0.5))
     step(model, torch.optim.SGD(model.parameters(), lr=0.1), X)
+
+
+def test_the_masks_of_a_state_dict_compress_another_model() -> None:
+    saved, other = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8))
+    samo.compress_(saved, samo.prune(saved, 0.5))
+    state = saved.state_dict()
+    samo.compress_(other, samo.masks(other, state))
+    other.load_state_dict(state)
+    assert torch.equal(other[0].weight, saved[0].weight)
+    state["0.weight_bitmap"][0] ^= 1
+    with pytest.raises(samo.MaskError, match=r"'0.weight' is damaged"):
+        samo.masks(other, state)
+    with pytest.raises(samo.MaskError, match="does not fit the model"):
+        samo.masks(nn.Sequential(nn.Linear(4, 4)), state)
+
+
+@pytest.mark.parametrize("make", [samo.AdamW, torch.optim.SGD])
+def test_an_optimizer_from_before_decompress_is_refused(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = make(model.parameters(), lr=0.1)
+    samo.decompress_(model)
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(samo.CompressionError, match="built before decompress_"):
+        opt.step()

@@ -3,8 +3,8 @@
 Everything that could be wrong is looked for first, so that a refusal leaves the model as it was.
 """
 
-from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from samo.core.modules import (
     CompressedModule,
     check_class,
     clear_weights,
+    from_bytes,
     set_weights,
     weights_in,
 )
 from samo.core.ranks import check_masks_of_ranks
 from samo.core.weight import Types, Weight, weight_of
 from samo.errors import CompressionError, MaskError
+from samo.layouts import dense_parameters
 from samo.mask import Mask
 from samo.model_masks import Masks
 
@@ -151,6 +153,7 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
                 )
                 param.__dict__.update(weight.attributes)
                 made[id(weight)] = param
+                weight.retire()
             module._parameters[name] = made[id(weight)]
         if isinstance(module, CompressedModule):
             clear_weights(module)
@@ -197,8 +200,8 @@ def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> d
     return state
 
 
-def masks(model: nn.Module) -> Masks:
-    """Return the masks of a compressed model.
+def masks(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> Masks:
+    """Return the masks of a compressed model, or those that a state dict was saved with.
 
     Example:
         >>> import torch, samo
@@ -206,7 +209,25 @@ def masks(model: nn.Module) -> Masks:
         >>> _ = samo.compress_(model, samo.prune(model, sparsity=0.9))
         >>> samo.masks(model)
         Masks(1 tensors, 10 of 100 weights kept, sparsity 0.900)
+        >>> saved = model.state_dict()
+        >>> other = torch.nn.Sequential(torch.nn.Linear(10, 10))
+        >>> _ = samo.compress_(other, samo.masks(other, saved))
+        >>> other.load_state_dict(saved)
+        <All keys matched successfully>
+
+    Args:
+        model: A compressed model; with a state dict also the dense one that is to be compressed.
+        state_dict: What ``state_dict()`` of a compressed model gave.
+
+    Raises:
+        MaskError: The state dict has a bitmap that is damaged or does not fit the model.
     """
+    if state_dict is not None:
+        shapes = {name: param.shape for name, param in dense_parameters(model).items()}
+        names = [name for name in shapes if name + BITMAP in state_dict]
+        return Masks(
+            {name: from_bytes(name, state_dict[name + BITMAP], shapes[name]) for name in names}
+        )
     found = {name: weight.mask for name, weight in named_weights(model)}
     return Masks({name: mask for name, mask in found.items() if mask is not None})
 

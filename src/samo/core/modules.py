@@ -5,7 +5,7 @@ equal. It has the original's name, and pickles as the original with its compress
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samo.core.dense import DenseWeight
 from samo.core.weight import WRITTEN, Weight, warn_of_pruned
-from samo.errors import CompressionError
+from samo.errors import CompressionError, MaskError
 from samo.mask import Mask
 
 __all__ = []
@@ -127,8 +127,7 @@ class CompressedModule(nn.Module):
                 missing_keys.append(key + BITMAP)
             elif bitmap is not None and (wrong := compare(bitmap, weight.mask)):
                 error_msgs.append(f"'{key}' {wrong}")
-                del state_dict[key]
-                missing_keys.append(key)
+                state_dict[key] = weight.values.detach()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -244,6 +243,24 @@ def to_bytes(mask: Mask) -> Tensor:
     return torch.cat([mask.words.view(torch.uint8), digest.to(mask.words.device)])
 
 
+def from_bytes(name: str, saved: Any, shape: Iterable[int]) -> Mask:
+    """Return the mask that `to_bytes` wrote.
+
+    Raises:
+        MaskError: It is damaged, or of another shape.
+    """
+    try:
+        bits, digest = saved[:-_DIGEST_BYTES], saved[-_DIGEST_BYTES:].cpu()
+        mask = Mask(shape, bits.clone().view(torch.int32))
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise MaskError(f"the bitmap of '{name}' does not fit the model: {error}") from error
+    if bytes(digest.tolist()).hex() != mask.fingerprint():
+        raise MaskError(
+            f"the bitmap of '{name}' is damaged: its bits do not match their fingerprint"
+        )
+    return mask
+
+
 def compare(saved: Any, mask: Mask) -> str:
     """Return what is wrong with a saved mask, beside the one that a weight has; nothing if they agree."""
     own = to_bytes(mask)
@@ -252,13 +269,13 @@ def compare(saved: Any, mask: Mask) -> str:
     saved = saved.to(own.device)
     if torch.equal(saved, own):
         return ""
-    bits, digest = saved[:-_DIGEST_BYTES], saved[-_DIGEST_BYTES:].cpu()
-    actual = Mask(mask.shape, bits.clone().view(torch.int32)).fingerprint()
-    if bytes(digest.tolist()).hex() != actual:
+    try:
+        from_bytes("", saved, mask.shape)
+    except MaskError:
         return "comes with a damaged bitmap: its bits do not match their fingerprint"
     return (
-        "was saved with another mask; load it into a model that is compressed with that one, or "
-        "give this model the saved mask first, with samo.remap_"
+        "was saved with another mask, which samo.masks(model, state_dict) has; compress the model with "
+        "that one, or give it to samo.remap_ first"
     )
 
 

@@ -302,6 +302,10 @@ class Weight:
                 self.dense, self._plain = dense, plain
                 self.note()
 
+    def retire(self) -> None:
+        """Note that nothing computes with the values any more, so that no optimizer goes on with them."""
+        _RETIRED[self.values] = self.name
+
     def release(self) -> None:
         """Let go of the values until `follow`: torch swaps only tensors that nothing refers to."""
         self.sync_written()
@@ -370,6 +374,9 @@ _WEIGHTS: Final = WeakTensorKeyDictionary()
 _ORIGINS: Final = WeakTensorKeyDictionary()
 """From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
 
+_RETIRED: Final = WeakTensorKeyDictionary()
+"""From values that `decompress_` has replaced to the name of their weight."""
+
 
 def weight_of(param: Tensor) -> Weight | None:
     """Return the weight whose values ``param`` is, if it is such a parameter."""
@@ -399,10 +406,18 @@ STEPPED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 @torch.compiler.disable
 def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
     """Refuse an optimizer whose parameters or state are not those of its weights any more."""
-    if _ORIGINS:
+    if _ORIGINS or _RETIRED:
         for group in opt.param_groups:
             for param in group["params"]:
-                weight = weight_from(param) if param.grad is None else None
+                if param.grad is not None:
+                    continue
+                if param in _RETIRED:
+                    raise CompressionError(
+                        f"this {type(opt).__name__} was built before decompress_ and holds the values "
+                        f"that '{_RETIRED[param]}' had, which nothing computes with any more; build it "
+                        "anew on model.parameters()"
+                    )
+                weight = weight_from(param)
                 if weight is not None:
                     raise CompressionError(
                         f"this {type(opt).__name__} was built before compress_ and holds the dense "
