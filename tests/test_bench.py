@@ -77,13 +77,13 @@ def test_without_a_folder_the_result_gets_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["bench", "kernels", "--quick", "--device", "cpu", "--repeats", "1"]
+    arguments = ["bench", "step", "--quick", "--device", "cpu", "--only", "dense"]
     assert main(arguments) == 0
     assert main(arguments) == 0
     first, second = sorted(
         (tmp_path / "benchmarks" / "results").iterdir(), key=lambda p: len(p.name)
     )
-    assert first.name.startswith("kernels-")
+    assert first.name.startswith("step-")
     assert second.name == f"{first.name}-2"
 
 

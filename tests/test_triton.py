@@ -37,8 +37,15 @@ def _on_the_device() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["80 --once", "90"])
-@pytest.mark.parametrize("kernels", ["compile_kernels", "compile_lean_kernels"])
+@pytest.mark.parametrize(
+    ("kernels", "arguments"),
+    [
+        ("compile_kernels", "80 --once"),
+        ("compile_kernels", "90"),
+        ("compile_lean_kernels", "80 --once"),
+        ("compile_lean_kernels", "90 --once"),
+    ],
+)
 def test_every_kernel_compiles_without_a_gpu(kernels: str, arguments: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", f"tests.{kernels}", *arguments.split()]
