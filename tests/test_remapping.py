@@ -499,5 +499,9 @@ def test_a_wrapper_that_shares_the_state_of_an_optimizer_stands_for_it() -> None
         state = property(lambda self: self.inner.state)  # type: ignore[assignment]
         param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
 
-    samo.remap_(model, random_masks(1, (0.2, 0.2)), Wrapper())
+    masks = random_masks(1, (0.2, 0.2))
+    samo.remap_(model, masks, Wrapper())
     opt.step()
+    for name, mask in masks.items():
+        values = model.get_parameter(name)
+        assert values.numel() == opt.state[values]["momentum_buffer"].numel() == mask.kept

@@ -298,7 +298,10 @@ def test_a_model_is_compressed_in_inference_mode_and_trained_outside() -> None:
         model = mlp()
     samo.compress_(model, samo.prune(model, 0.5))
     with torch.inference_mode(False):
+        before = [param.detach().clone() for param in model.parameters()]
         step(model, torch.optim.SGD(model.parameters(), lr=0.1), X.clone())
+        for old, param in zip(before, model.parameters()):
+            assert not torch.equal(old, param)
 
 
 def test_threads_that_read_a_stale_weight_all_get_the_new_one() -> None:
