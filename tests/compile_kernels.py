@@ -108,7 +108,7 @@ def scalars_variant(has_skip: bool, rate: Any, has_rates: bool, has_decays: bool
 def mask_variants() -> Iterator[Variant]:
     moves = [(dtype, dtype) for dtype in NAMES]
     for source, target in dict.fromkeys([*moves, *product(KINDS, KINDS)]):
-        common = {"pairs": "*i64", "words": "*i32", "offsets": "*i64"}
+        common = {"words": "*i32", "offsets": "*i64", "after": "*" + NAMES[source]}
         common |= {"num_pairs": "i64", "numel": "i64", "num_words": "i32"}
         types = common | {"dense": "*" + NAMES[source], "out": "*" + NAMES[target]}
         yield tk.compress_by_slot_kernel, types, {"SLOTS": 256}, 1

@@ -75,10 +75,13 @@ LAYERS: Final = (
         "samo.kernels.lean_numbers",
         "samo.kernels.lean_kernels",
         "samo.kernels.cuda_lean",
+        "samo.kernels.operators",
     },
     {
         "samo.core",
         "samo.core.dense",
+        "samo.core.products",
+        "samo.core.streamed",
         "samo.core.traced",
         "samo.core.weight",
         "samo.core.modules",

@@ -39,7 +39,7 @@ class Mask:
             the last weight.
     """
 
-    __slots__ = ("_fingerprint", "kept", "numel", "offsets", "shape", "words")
+    __slots__ = ("_fingerprint", "_firsts", "kept", "numel", "offsets", "shape", "words")
 
     def __init__(self, shape: Iterable[int], words: Tensor) -> None:
         self.shape: Final = tuple(shape)
@@ -62,6 +62,7 @@ class Mask:
         self.words: Final = words.clone(memory_format=torch.contiguous_format)
         self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
         self._fingerprint: str | None = None
+        self._firsts: list[int] | None = None
 
     @classmethod
     def from_parts(cls, shape: Iterable[int], words: Tensor, offsets: Tensor, kept: int) -> "Mask":
@@ -77,7 +78,7 @@ class Mask:
         mask.shape = tuple(shape)  # type: ignore[misc]
         mask.numel = math.prod(mask.shape)  # type: ignore[misc]
         mask.words, mask.offsets, mask.kept = words, offsets, kept  # type: ignore[misc]
-        mask._fingerprint = None
+        mask._fingerprint = mask._firsts = None
         return mask
 
     @classmethod
@@ -149,6 +150,30 @@ class Mask:
         """
         words = self.words.to(device)
         return self if words is self.words else Mask(self.shape, words)
+
+    def part(self, index: int) -> "tuple[int, Mask] | None":
+        """Return the mask of one entry along the first dimension, and how many are kept before it.
+
+        None if its bits do not begin and end with blocks: they cannot be looked at alone then.
+
+        Example:
+            >>> import torch, samo
+            >>> keep = torch.zeros(3, 32, 64, dtype=torch.bool)
+            >>> keep[:, :, 0] = True
+            >>> samo.Mask.from_bool(keep).part(2)
+            (64, Mask(32x64, 32 of 2,048 kept, sparsity 0.984))
+        """
+        count = self.shape[0] if len(self.shape) > 1 else 0
+        size = self.numel // count if count else 0
+        if not size or size % bitmap.BLOCK_BITS or not -count <= index < count:
+            return None
+        index, blocks = index % count, size // bitmap.BLOCK_BITS
+        if self._firsts is None:
+            self._firsts = [*self.offsets[::blocks].tolist(), self.kept]
+        first, last = self._firsts[index : index + 2]
+        words = self.words[index * blocks * bitmap.BLOCK_WORDS :][: blocks * bitmap.BLOCK_WORDS]
+        offsets = self.offsets[index * blocks :][:blocks] - first
+        return first, Mask.from_parts(self.shape[1:], words, offsets, last - first)
 
     def zero_(self, dense: Tensor) -> Tensor:
         """Set the pruned entries of ``dense`` to exactly 0, in place.

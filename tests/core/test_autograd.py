@@ -459,22 +459,21 @@ def test_gradients_are_the_dense_ones_at_the_kept_places(is_tied: bool, style: s
 
 
 @ignores_dynamo
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
-@pytest.mark.parametrize(("scope", "graphs"), [("tensor", 1), ("global", 3)])
-def test_equal_blocks_are_compiled_once_for_each_number_of_kept_weights(
-    scope: Any, graphs: int
-) -> None:
-    """torch takes the length of a parameter as fixed, and compiles 8 versions at most: docs/limits.md."""
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("scope", ["tensor", "global"])
+def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: Any) -> None:
     torch._dynamo.reset()
-    model = small_gpt(num_layers=3)
-    samo.compress_(model, samo.prune(model, sparsity=0.5, scope=scope))
+    model = small_gpt(num_layers=4)
+    samo.compress_(model, samo.prune(model, sparsity=0.5, scope=scope), weights=weights)
     batch = tokens()
     model(batch, batch).backward()
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
     model(batch, batch).backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    samo.remap_(model, samo.prune(model, sparsity=0.7))
+    model(batch, batch).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @ignores_dynamo

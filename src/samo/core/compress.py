@@ -40,7 +40,7 @@ def compress_(
     masks: Masks,
     *,
     dtype: torch.dtype | None = None,
-    weights: Literal["resident"] = "resident",
+    weights: Literal["resident", "streamed"] | int = "resident",
     grad_dtype: torch.dtype | None = None,
     value_dtype: torch.dtype | None = None,
     kernels: _kernels.Path = "auto",
@@ -71,7 +71,10 @@ def compress_(
             float64. By default each weight keeps its own. Buffers, and the scale and shift of batch
             norms, which torch computes beside fp32 statistics, keep theirs; so do frozen parameters
             without a mask, which are cast.
-        weights: ``"resident"`` keeps the dense weights between uses.
+        weights: ``"resident"`` keeps the dense weights between uses. ``"streamed"`` makes each one where it
+            is used, and once more in backward: no dense weight is held, for some percent of the time of
+            a step. A number is a budget: so many bytes of dense weights are resident, the rest is
+            streamed. Results are the same.
         grad_dtype: Type of the gradients. By default that of the values, which every optimizer takes;
             ``torch.bfloat16`` saves two bytes for each and is for `samo.AdamW`.
         value_dtype: Type of the values. By default float32, and float64 for float64 models;
@@ -100,6 +103,7 @@ def compress_(
             for module in model.modules()
         }
         changed = {module: own for module, own in owned.items() if own or module is model}
+        residents = _residents(plans, changed, weights)
         for module, own in changed.items():
             check_class(module, tuple(own))
         # From here on nothing is refused.
@@ -107,7 +111,14 @@ def compress_(
         made = {}
         for key, (name, param, mask, types) in plans.items():
             if plans[key].is_compressed:
-                made[key] = Weight(name, param, mask and mask.to(param.device), types, kernels)
+                made[key] = Weight(
+                    name,
+                    param,
+                    mask and mask.to(param.device),
+                    types,
+                    kernels,
+                    is_resident=key in residents,
+                )
             else:
                 cast[name] = param.dtype
                 param.grad = None
@@ -251,7 +262,7 @@ def named_weights(
 def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of a weight as a new dense tensor, in the type that its parameter had."""
     weight.sync_written()
-    dense = weight.new_dense(dtype or weight.dense_dtype)
+    dense = weight.layout.new_dense(dtype or weight.dense_dtype, weight.device)
     weight.layout.kernels.expand_(weight.values.detach(), weight.mask, dense)
     return dense
 
@@ -276,7 +287,7 @@ class _Plan(NamedTuple):
 
 def _check_arguments(
     model: nn.Module,
-    weights: str,
+    weights: str | int,
     dtype: torch.dtype | None,
     grad_dtype: torch.dtype | None,
     value_dtype: torch.dtype | None,
@@ -294,8 +305,13 @@ def _check_arguments(
             f"the model is compressed already (its parameter '{found[0]}' is); to give it other masks, "
             "call samo.remap_(model, masks, opt)"
         )
-    if weights != "resident":
-        raise ValueError(f"weights must be 'resident', got {weights!r}")
+    if isinstance(weights, bool) or not (
+        weights in ("resident", "streamed") or (isinstance(weights, int) and weights >= 0)
+    ):
+        raise ValueError(
+            "weights must be 'resident', 'streamed', or the bytes of dense weights that may be resident, "
+            f"got {weights!r}"
+        )
     if kernels not in _kernels.PATHS:
         raise ValueError(f"kernels must be one of {_kernels.PATHS}, got {kernels!r}")
     if dtype is not None and dtype not in _DTYPES:
@@ -310,6 +326,39 @@ def _check_arguments(
             f"value_dtype must be bfloat16 or float32, got {value_dtype}; bfloat16 is for "
             "samo.AdamW(state='lean')"
         )
+
+
+def _residents(
+    plans: dict[int, _Plan], owned: dict[nn.Module, dict[str, int]], weights: str | int
+) -> set[int]:
+    """Return which parameters have a dense weight that is kept between uses."""
+    sizes = {
+        key: plan.param.numel() * plan.types.dtype.itemsize
+        for key, plan in plans.items()
+        if plan.is_compressed
+    }
+    if weights == "resident":
+        return set(sizes)
+    # The 16-bit copies of biases and norms are next to nothing, and casting them is not.
+    found = {key for key in sizes if plans[key].mask is None and plans[key].param.dim() < 2}
+    if not isinstance(weights, int):
+        return found
+    # First what is not used in a product of ours, and whose dense weight would be held for backward;
+    # then small ones, where streaming costs most time for each byte.
+    ours = {
+        key
+        for module, own in owned.items()
+        for key in own.values()
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        or plans[key].param.dim() == 3
+        or type(module).__name__ == "Conv1D"
+    }
+    left = weights - sum(sizes[key] for key in found)
+    for key in sorted(sizes.keys() - found, key=lambda key: (key in ours, sizes[key])):
+        if sizes[key] <= left:
+            found.add(key)
+            left -= sizes[key]
+    return found
 
 
 def masks_by_parameter(model: nn.Module, masks: Masks) -> dict[int, tuple[str, Mask]]:

@@ -1,9 +1,10 @@
-"""The dense weight of a compressed parameter: what ``module.weight`` gives, and its backward pass.
+"""From values to a dense weight and back: `Layout`, and the two autograd functions on it.
 
-The tensor is made once and handed out at every read, so that it behaves as a parameter would: hooks
-stay on it, and ``module.weight is module.weight``. It shares its memory and its version with the
-resident copy, so a write to it is seen (`samo.core.weight`) and a backward pass over overwritten values
-is refused by autograd. Its node in the graph saves no tensors and serves any number of backward passes.
+The dense weight of a *resident* weight is made once and handed out at every read, so that it behaves as
+a parameter would: hooks stay on it, and ``module.weight is module.weight``. It shares its memory and its
+version with the resident copy, so a write to it is seen (`samo.core.weight`) and a backward pass over
+overwritten values is refused by autograd. Its node in the graph saves no tensors and serves any number
+of backward passes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ __all__ = []
 
 
 class Layout(NamedTuple):
-    """What the way from a dense gradient to the values needs; without a reference to the weight."""
+    """All that leads from values to a dense tensor and back; without a reference to the weight."""
 
     shape: torch.Size
+    strides: tuple[int, ...]
+    """Of the dense weight: channels_last stays that."""
     mask: Mask | None
     grad_dtype: torch.dtype
     kernels: Kernels
@@ -42,34 +45,49 @@ class Layout(NamedTuple):
         self.kernels.compress_(dense, self.mask, values)
         return values
 
+    def compress_grad(self, grad: Tensor, kept: int) -> Tensor:
+        """Return the gradient of the values for that of the dense weight."""
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
+        for watcher in self.watchers:
+            watcher(grad)
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            return Compress.apply(grad, self)  # type: ignore[no-untyped-call]
+        return self.compress(grad, self.grad_dtype)
+
     def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a new dense tensor with zeros where nothing is kept."""
         if self.mask is None:
             return values.to(dtype, copy=True)
-        dense = torch.empty(self.shape, dtype=dtype, device=values.device)
+        dense = self.new_dense(dtype, values.device)
         self.kernels.expand_(values, self.mask, dense)
         return dense
 
+    def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor) -> Tensor:
+        """Expand in a backward pass."""
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            return Expand.apply(values, None, self, dtype)  # type: ignore[no-untyped-call]
+        return self.expand(values, dtype)
+
+    def new_dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a dense tensor to be filled, laid out as the parameter was."""
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
+
 
 class Expand(torch.autograd.Function):
-    """values -> the resident dense weight; backward compresses."""
+    """values -> a dense weight: the resident one, or if that is None a new one; backward compresses."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, dense: Tensor, layout: Layout) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, dense: Tensor | None, layout: Layout, dtype: torch.dtype
+    ) -> Tensor:
         # Not save_for_backward: the node serves many backward passes, and each would free it.
-        ctx.layout = layout
-        return dense.detach()
+        ctx.layout, ctx.kept = layout, values.shape[0]
+        return layout.expand(values, dtype) if dense is None else dense.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        layout: Layout = ctx.layout
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
-        for watcher in layout.watchers:
-            watcher(grad)
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            return Compress.apply(grad, layout), None, None  # type: ignore[no-untyped-call]
-        return layout.compress(grad, layout.grad_dtype), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.layout.compress_grad(grad, ctx.kept), None, None, None
 
 
 class Compress(torch.autograd.Function):

@@ -61,7 +61,7 @@ class CompressedModule(nn.Module):
         elif value.shape == weight.values.shape or hasattr(value, "__tensor_flatten__"):
             self._parameters[name] = value
             if type(value) is nn.Parameter:
-                weight.bind(value)
+                weight.take_over(value)
         else:
             weight.write(value.detach())
             weight.values.requires_grad_(value.requires_grad)
@@ -135,7 +135,7 @@ class CompressedModule(nn.Module):
             values = self._parameters.get(name)
             if values is not None and values is not weight.values:  # assign=True
                 weight.bind(values)
-            elif weight.dense is not None:
+            else:
                 weight.refresh()  # for compiled code, which does not ask whether it is stale
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -1,118 +1,53 @@
-"""Reading a weight inside `torch.compile` and `torch.export`: the same, in operators they can see.
+"""`TracedLayout`: the way from values to a dense tensor and back inside `torch.compile` and `torch.export`."""
 
-The copy is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that before.
-"""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samo import kernels
-from samo.mask import Mask
+from samo.core.dense import Layout
+from samo.kernels.operators import compress, expand
 
-if TYPE_CHECKING:
-    from samo.core.weight import Weight
-
-__all__ = []
+__all__ = ["TracedLayout", "traced"]
 
 
-def expand_traced(values: Tensor, weight: Weight) -> Tensor:
-    """Return the dense weight of ``values`` in a traced region."""
-    dense = weight.dense
-    if dense is None or torch.compiler.is_exporting():
-        words, offsets, _, shape = _parts(weight)
-        if words is None:
-            return values.to(weight.dtype)
-        return expand(values, words, offsets, shape, weight.dtype)
-    if not values.requires_grad or not torch.is_grad_enabled():
-        return dense
-    return _Resident.apply(values, dense, *_parts(weight), weight.layout.grad_dtype)  # type: ignore[no-untyped-call]
+class TracedLayout(NamedTuple):
+    """What `samo.core.dense.Layout` does, in operators that a compiler sees.
+
+    Nothing here may look at the number of values: blocks of a model that differ in nothing else are then
+    compiled once.
+    """
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    words: Tensor | None
+    """The bits of the mask; None where nothing is pruned."""
+    offsets: Tensor | None
+    grad_dtype: torch.dtype
+
+    def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the dense tensor of ``values``."""
+        return self.expand_again(values, dtype, None)
+
+    def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor | None) -> Tensor:
+        """Expand in a backward pass, once its gradient is there: see `samo.kernels.operators.expand`."""
+        if self.words is None or self.offsets is None:
+            return values.to(dtype)
+        dense = expand(values, self.words, self.offsets, list(self.shape), dtype, grad)
+        if dense.stride() == self.strides:
+            return dense
+        strided = torch.empty_strided(self.shape, self.strides, dtype=dtype, device=dense.device)
+        return strided.copy_(dense)
+
+    def compress_grad(self, grad: Tensor, kept: int) -> Tensor:
+        """Return the gradient of the values for that of the dense weight."""
+        if self.words is None or self.offsets is None:
+            return grad.to(self.grad_dtype)
+        return compress(grad, self.words, self.offsets, kept, self.grad_dtype)
 
 
-def _parts(weight: Weight) -> tuple[Tensor | None, Tensor | None, int, list[int]]:
-    """Return a mask in parts that can be seen; with None for its bits if nothing is pruned."""
-    mask, shape = weight.mask, list(weight.shape)
-    return (None, None, 0, shape) if mask is None else (mask.words, mask.offsets, mask.kept, shape)
-
-
-class _Resident(torch.autograd.Function):
-    """values -> the resident dense weight, as `samo.core.dense.Expand`."""
-
-    @staticmethod
-    def forward(
-        values: Tensor,
-        dense: Tensor,
-        words: Tensor | None,
-        offsets: Tensor | None,
-        kept: int,
-        shape: list[int],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        return dense.view_as(dense)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        _, _, words, offsets, ctx.kept, ctx.shape, ctx.dtype = inputs
-        ctx.save_for_backward(words, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        words, offsets = ctx.saved_tensors
-        if words is None:
-            grad = grad.to(ctx.dtype)
-        else:
-            grad = compress(grad, words, offsets, ctx.kept, ctx.shape, ctx.dtype)
-        return grad, *[None] * 6
-
-
-@torch.library.custom_op("samo::compress", mutates_args=())
-def compress(
-    dense: Tensor, words: Tensor, offsets: Tensor, kept: int, shape: list[int], dtype: torch.dtype
-) -> Tensor:
-    """Return the kept entries of a dense tensor."""
-    values = torch.empty(kept, dtype=dtype, device=dense.device)
-    mask = Mask.from_parts(shape, words, offsets, kept)
-    kernels.choose(dense.device).compress_(dense, mask, values)
-    return values
-
-
-@compress.register_fake
-def _(
-    dense: Tensor, words: Tensor, offsets: Tensor, kept: int, shape: list[int], dtype: torch.dtype
-) -> Tensor:
-    return dense.new_empty(kept, dtype=dtype)
-
-
-@torch.library.custom_op("samo::expand", mutates_args=())
-def expand(
-    values: Tensor, words: Tensor, offsets: Tensor, shape: list[int], dtype: torch.dtype
-) -> Tensor:
-    """Return the dense tensor of kept entries, 0 elsewhere."""
-    dense = torch.empty(shape, dtype=dtype, device=values.device)
-    mask = Mask.from_parts(shape, words, offsets, values.numel())
-    kernels.choose(values.device).expand_(values, mask, dense)
-    return dense
-
-
-@expand.register_fake
-def _(
-    values: Tensor, words: Tensor, offsets: Tensor, shape: list[int], dtype: torch.dtype
-) -> Tensor:
-    return values.new_empty(shape, dtype=dtype)
-
-
-def _keep_mask(ctx: Any, inputs: Any, output: Tensor) -> None:
-    values, words, offsets, ctx.shape, _ = inputs
-    ctx.save_for_backward(words, offsets)
-    ctx.kept, ctx.dtype = values.numel(), values.dtype
-
-
-def _compress_grad(ctx: Any, grad: Tensor) -> Any:
-    words, offsets = ctx.saved_tensors
-    return compress(grad, words, offsets, ctx.kept, ctx.shape, ctx.dtype), None, None, None, None
-
-
-expand.register_autograd(_compress_grad, setup_context=_keep_mask)
+def traced(layout: Layout) -> TracedLayout:
+    """Return a layout for compiled code."""
+    mask = layout.mask
+    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
+    return TracedLayout(layout.shape, layout.strides, words, offsets, layout.grad_dtype)

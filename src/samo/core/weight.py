@@ -1,6 +1,8 @@
 """`Weight`: what belongs to one compressed parameter of a model.
 
-The values are the parameter; the dense weight is a copy of them in the compute type, kept between uses:
+The values are the parameter. The dense weight of a *streamed* one is made where it is used
+(`samo.core.streamed`); that of a *resident* one is a copy of the values in the compute type, kept between
+uses:
 
     values   1-D, fp32      in module._parameters, in the optimizer, in state_dict()
     dense    own shape      what module.weight shows; zeros where pruned
@@ -29,6 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samo import kernels as _kernels
 from samo.core.dense import DenseWeight, Expand, Layout, as_dense_weight, expand_by_index
+from samo.core.streamed import Expansion, StreamedWeight
 from samo.errors import CompressionError
 from samo.mask import Mask
 
@@ -36,6 +39,12 @@ __all__ = []
 
 _LOCK: Final = threading.Lock()
 """One thread at a time makes a dense copy anew: another one may be computing with it."""
+
+# torch.compile takes the length of a parameter as fixed, and would compile equal blocks with unequal masks
+# once for each. These are the names that it has for values; other parameters stay as they are.
+torch.compiler.config.dynamic_sources = ",".join(
+    filter(None, [torch.compiler.config.dynamic_sources, r".*'_samo_weights'.*\.values"])
+)
 
 _FIRST: Final = 2**63 - 1
 """Number of a node that runs as soon as its gradient is there, as torch's own of a parameter does."""
@@ -60,11 +69,14 @@ class Weight:
             narrower type.
         types: Types of the dense weight, the values and their gradient.
         path: Which kernels are used.
+        is_resident: Whether the dense weight is kept between uses.
     """
 
     values: nn.Parameter
     dense: Tensor | None
-    """The copy; None until it is first read."""
+    """The copy; None until it is first read, and of a streamed weight."""
+    _streamed: StreamedWeight | None
+    """What is handed out of a streamed weight."""
     _plain: DenseWeight | None
     """The copy as it is handed out without gradients, and with them."""
     _tracked: DenseWeight | None
@@ -79,15 +91,18 @@ class Weight:
         mask: Mask | None,
         types: Types,
         path: _kernels.Path,
+        *,
+        is_resident: bool = True,
     ) -> None:
         self.name: Final = name
         self.path: Final = path
+        self.is_resident = is_resident
         self.dtype = types.dtype
         self.dense_dtype = param.dtype  # what decompress_ gives back
         self.attributes: Final = dict(param.__dict__)  # what people hung on the parameter
-        self.strides = torch.empty_like(param, device="meta").stride()  # channels_last stays that
+        strides = torch.empty_like(param, device="meta").stride()
         kernels = _kernels.choose(param.device, path)
-        self.layout = Layout(param.shape, mask, types.grad_dtype, kernels, [])
+        self.layout = Layout(param.shape, strides, mask, types.grad_dtype, kernels, [])
         if mask is None:
             values = param.detach().to(types.value_dtype, copy=True)
         else:
@@ -120,12 +135,14 @@ class Weight:
 
     def read(self, values: Any) -> Any:
         """Return the dense weight for what stands in ``module._parameters``: its values, or others."""
-        if values is not self.values:
+        if self.values is not values:
             return self._read_others(values)
         if torch.compiler.is_compiling():
-            from samo.core.traced import expand_traced
+            from samo.core.traced import traced  # registers operators, which takes time
 
-            return expand_traced(values, self)
+            return self._read_traced(traced(self.layout))
+        if not self.is_resident:
+            return self._read_streamed()
         if (  # `sync` asks the same; here each call counts, in every forward pass
             values._version != self._version
             or values.data_ptr() != self._address
@@ -137,12 +154,39 @@ class Weight:
             return self._plain
         if self._tracked is None:
             assert self.dense is not None
-            tracked = Expand.apply(values, self.dense, self.layout)  # type: ignore[no-untyped-call]
+            tracked = Expand.apply(values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
             # The engine takes nodes made last first, and this one serves for many passes: left alone,
             # it would wait for the end of each, and all dense gradients with it.
             tracked.grad_fn._set_sequence_nr(_FIRST)
             self._tracked = as_dense_weight(tracked, self)
         return self._tracked
+
+    def _read_streamed(self) -> Tensor:
+        """Return the weight as a tensor without memory; whole parameters as they are, if of the right type."""
+        if self.mask is None and self.values.dtype == self.dtype:
+            return self.values
+        if self._streamed is None or self._streamed._param is not self.values:
+            self._streamed = StreamedWeight(
+                self.values, self.layout, self.dtype, False, weakref.ref(self)
+            )
+            self._streamed.__dict__.update(self.attributes)
+        return self._streamed
+
+    def _read_traced(self, layout: Any) -> Any:
+        """Return the dense weight inside `torch.compile` and `torch.export`, or what stands for it.
+
+        The copy is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that.
+        """
+        values, dense = self.values, self.dense
+        if self.layout.watchers:
+            torch._dynamo.graph_break()  # they are called in eager passes
+        if self.mask is None and values.dtype == self.dtype:
+            return values
+        if dense is not None and not torch.compiler.is_exporting():
+            if not values.requires_grad or not torch.is_grad_enabled():
+                return dense
+            return Expand.apply(values, dense, layout, self.dtype)  # type: ignore[no-untyped-call]
+        return Expansion(values, layout, self.dtype)
 
     def _read_others(self, values: Any) -> Any:
         """Expand values that are not the weight's own, as `torch.func.functional_call` brings."""
@@ -198,9 +242,10 @@ class Weight:
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make the dense weight anew, whatever the version counters say."""
-        with _LOCK:
-            self._refresh()
+        """Make a resident dense weight anew, whatever the version counters say."""
+        if self.dense is not None:
+            with _LOCK:
+                self._refresh()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -219,7 +264,8 @@ class Weight:
             dense = dense.to(self.device)
             self.check_pruned(dense)
             self.values.copy_(self.layout.compress(dense, self.values.dtype))
-            self._refresh()
+            if self.is_resident:
+                self._refresh()
 
     def note(self) -> None:
         """Note that values and dense weight agree."""
@@ -229,7 +275,7 @@ class Weight:
 
     def _refresh(self) -> None:
         if self.dense is None:
-            self.dense = self.new_dense(self.dtype)
+            self.dense = self.layout.new_dense(self.dtype, self.device)
             self._plain = as_dense_weight(self.dense.detach(), self)
             self._tracked = None
         if not self.dense.is_meta:
@@ -240,12 +286,22 @@ class Weight:
     def _adopt(self) -> None:
         """Follow a write to the dense weight; entries that it left alone keep all their digits."""
         assert self.dense is not None
-        self.check_pruned(self.dense)
-        new = self.layout.compress(self.dense, self.values.dtype)
-        old = self.values.to(self.dtype).to(self.values.dtype)
-        self.values.copy_(torch.where(new == old, self.values, new))
+        self._take(self.dense)
         self._tracked = None  # an operation in place gave it another history
         self._refresh()
+
+    def _take(self, dense: Tensor) -> None:
+        self.check_pruned(dense)
+        new = self.layout.compress(dense, self.values.dtype)
+        old = self.values.to(dense.dtype).to(self.values.dtype)
+        self.values.copy_(torch.where(new == old, self.values, new))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take_written(self, dense: Tensor) -> None:
+        """Take up what was written to an expansion of a streamed weight."""
+        with _LOCK:
+            self._take(dense)
 
     def check_pruned(self, dense: Tensor) -> None:
         """Warn if a dense tensor has entries other than 0 where nothing is kept."""
@@ -259,10 +315,6 @@ class Weight:
         elif written:
             warn_of_pruned(f"'{self.name}'", written, 5)
 
-    def new_dense(self, dtype: torch.dtype) -> Tensor:
-        """Return a dense tensor to be filled, laid out as the parameter was."""
-        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=self.device)
-
     # Identity -----------------------------------------------------------------------------------
 
     def bind(self, values: nn.Parameter) -> None:
@@ -270,10 +322,32 @@ class Weight:
         self.values = values
         if values.grad_dtype != self.layout.grad_dtype:
             values.grad_dtype = self.layout.grad_dtype
-        self.dense = self._plain = self._tracked = None
+        self.dense = self._plain = self._tracked = self._streamed = None
         self._version = self._dense_version = -1
         self._address = 0
         _WEIGHTS[values] = weakref.ref(self)
+
+    def take_over(self, values: nn.Parameter) -> None:
+        """Compute with the parameter that somebody else puts in the place of ours, as FSDP2 does.
+
+        Its owner writes to it unseen, so a resident copy would go stale: the weight is streamed from
+        now on. The owner also says which type to compute in, and which type gradients have.
+        """
+        if values is self.values:
+            return
+        self.is_resident = False
+        if values.dtype != self.values.dtype:
+            self.dtype = values.dtype
+        self.layout = self.layout._replace(grad_dtype=values.dtype)
+        self._place(values.device)
+        self.bind(values)
+
+    def _place(self, device: torch.device) -> None:
+        """Bring the mask to the device of the values."""
+        if device.type != "meta":
+            mask = None if self.mask is None else self.mask.to(device)
+            kernels = _kernels.choose(device, self.path)
+            self.layout = self.layout._replace(mask=mask, kernels=kernels)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -310,31 +384,28 @@ class Weight:
         """Let go of the values until `follow`: torch swaps only tensors that nothing refers to."""
         self.sync_written()
         _WEIGHTS.pop(self.values, None)
-        self.dense = self._plain = self._tracked = None
+        self.dense = self._plain = self._tracked = self._streamed = None
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Follow what ``Module._apply`` has done to the values: another device, another compute type."""
         dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         self.dtype = dtype if dtype.is_floating_point else self.dtype
-        if not self.values.is_meta:
-            mask = None if self.mask is None else self.mask.to(self.device)
-            kernels = _kernels.choose(self.device, self.path)
-            self.layout = self.layout._replace(mask=mask, kernels=kernels)
+        self._place(self.device)
         self.bind(self.values)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy take along: the rest is made anew."""
         self.sync_written()
-        kept = ("name", "path", "dtype", "dense_dtype", "attributes", "strides", "values")
+        kept = ("name", "path", "is_resident", "dtype", "dense_dtype", "attributes", "values")
         state = {key: vars(self)[key] for key in kept}
-        mask, shape, grad_dtype = self.mask, self.shape, self.layout.grad_dtype
-        return {**state, "mask": mask, "shape": tuple(shape), "grad_dtype": grad_dtype}
+        shape, strides, mask, grad_dtype, *_ = self.layout
+        return {**state, "layout": (tuple(shape), strides, mask, grad_dtype)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        mask, shape, grad_dtype = (state.pop(key) for key in ("mask", "shape", "grad_dtype"))
+        shape, strides, mask, grad_dtype = state.pop("layout")
         vars(self).update(state)
         kernels = _kernels.choose(self.values.device, self.path)
-        self.layout = Layout(torch.Size(shape), mask, grad_dtype, kernels, [])
+        self.layout = Layout(torch.Size(shape), strides, mask, grad_dtype, kernels, [])
         self.values.__dict__.update(self.attributes)  # which a deep copy of a parameter lacks
         self.bind(self.values)
 
@@ -450,8 +521,7 @@ def _after_step(opt: Optimizer, args: object, kwargs: object) -> None:
     """Make dense weights anew: not every optimizer raises versions (ZeroRedundancyOptimizer)."""
     if not hasattr(opt, "refreshes_dense_weights"):
         for weight in weights_among(opt):
-            if weight.dense is not None:
-                weight.refresh()
+            weight.refresh()
 
 
 register_optimizer_step_pre_hook(_before_step)

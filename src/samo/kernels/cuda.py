@@ -252,13 +252,12 @@ def launch_compress(config: Config, dense: Tensor, mask: Mask, out: Tensor) -> N
     source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out)
     with device_of(dense):
         if config.way == "slot":
-            pairs = mask.words.view(torch.int64)
             triton_kernels.compress_by_slot_kernel[(mask.offsets.numel(),)](
                 source,
-                pairs,
+                mask.words,
                 mask.offsets,
                 target,
-                pairs.numel(),
+                mask.words.numel() // 2,
                 SLOTS=config.size,
                 num_warps=config.num_warps,
             )
@@ -281,11 +280,13 @@ def launch_expand(values: Tensor, mask: Mask, dense: Tensor) -> None:
         return
     if not _is_covered(values.dtype, dense.dtype):
         values = values.detach().to(dense.dtype)
+    source = _raw(values if values.is_contiguous() else values.contiguous())
     with device_of(dense):
         triton_kernels.expand_kernel[(mask.offsets.numel(),)](
-            _raw(values if values.is_contiguous() else values.contiguous()),
+            source,
             mask.words,
             mask.offsets,
+            source,
             _raw(dense),
             mask.numel,
             mask.words.numel(),

@@ -42,9 +42,10 @@ __all__ = []
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def compress_by_slot_kernel(dense, pairs, offsets, out, num_pairs, SLOTS: tl.constexpr):
+def compress_by_slot_kernel(dense, words, offsets, out, num_pairs, SLOTS: tl.constexpr):
     """Gather the kept entries of a block. Example: [5, 6, 7, 8] with bits 1, 0, 0, 1 gives [5, 8]."""
     block = tl.program_id(0).to(tl.int64)
+    pairs = words.to(tl.pointer_type(tl.int64))
     low, high, ends, count, begin = read_block(pairs, offsets, block, num_pairs)
     first = 0
     while first < count:  # not range(): numpy no longer lets the interpreter take a tensor there
@@ -68,10 +69,10 @@ def compress_by_entry_kernel(dense, words, offsets, out, numel, num_words, WORDS
 
 
 @triton.jit
-def expand_kernel(values, words, offsets, dense, numel, num_words, WORDS: tl.constexpr):
+def expand_kernel(values, words, offsets, after, dense, numel, num_words, WORDS: tl.constexpr):
     """Write values to the kept entries of some blocks, and 0 to the others.
 
-    Example: [5, 8] with bits 1, 0, 0, 1 gives [5, 0, 0, 8].
+    Example: [5, 8] with bits 1, 0, 0, 1 gives [5, 0, 0, 8]. ``after`` is not read: see ``operators.py``.
     """
     index = tl.program_id(0).to(tl.int64)
     is_kept, ranks = ranks_of(words, index * WORDS, num_words, WORDS)

@@ -319,6 +319,7 @@ class _Row:
             dtype=_name(param.dtype if weight is None else weight.dtype),
             value_dtype=_name(param.dtype),
             grad_dtype=_name(param.dtype if weight is None else weight.layout.grad_dtype),
+            is_resident=weight is None or weight.is_resident,
             is_trained=param.requires_grad,
             moments=0,
         )

@@ -3,7 +3,7 @@
 Bytes for each dense parameter at density f (fraction kept), `samo.AdamW`, no activations:
 
     kind         bfloat16  float32   lean         what it is
-    dense        2         4         2            the dense weight, which the model computes with
+    dense        2         4         2            the dense weight; 0 where it is streamed
     bitmap       0.129     0.129     0.129        the mask
     values       4f        4f        2f           the parameter
     gradients    4f        4f        2f           2f with grad_dtype=torch.bfloat16
@@ -75,6 +75,8 @@ class TensorSpec:
     """Type of the values; by default float32, or float64 where that is computed in."""
     grad_dtype: str = ""
     """Type of their gradient; by default that of the values."""
+    is_resident: bool = True
+    """False where the dense weight is streamed, and not kept between uses."""
     is_trained: bool = True
     """False for a frozen parameter, which has neither gradient nor state."""
     moments: int = 2
@@ -141,7 +143,7 @@ def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]
         groups = -(-tensor.numel // (_GROUP if tensor.is_pruned else _UNPRUNED_GROUP))
         moment = trained + _SCALE_SIZE * groups
     return {
-        "dense": size * tensor.numel if tensor.has_copy else 0,
+        "dense": size * tensor.numel if tensor.has_copy and tensor.is_resident else 0,
         "bitmap": bitmap,
         "values": value_size * kept,
         "gradients": grad_size * trained,

@@ -1,0 +1,177 @@
+"""The product of a streamed weight: an autograd function that holds no dense weight for backward.
+
+It saves its input and the values. Backward expands them again, and compresses the gradient of the weight
+as soon as it is there, so that at most one dense weight and one dense gradient exist at a time. Each kind
+of product is computed by the torch operations, forward and backward, that autograd would use itself: the
+results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samo.core.dense import Layout
+
+__all__ = []
+
+
+class Operation(Protocol):
+    """What is computed from an input and a weight."""
+
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        """Return the product."""
+
+    def grad_weight(
+        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias, of those that are needed."""
+
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
+        """Return the gradient of the input."""
+
+
+class Product(torch.autograd.Function):
+    """``operation(x, expand(values), bias)``, in the type of ``x``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        ends: Tensor | None,
+        layout: Layout,
+        operation: Operation,
+    ) -> Tensor:
+        ctx.save_for_backward(values, x, ends)
+        ctx.layout, ctx.operation = layout, operation
+        return operation.forward(x, layout.expand(values, x.dtype), bias, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        values, x, ends = ctx.saved_tensors
+        layout, operation = ctx.layout, ctx.operation
+        needs_values, needs_x, needs_bias = ctx.needs_input_grad[:3]
+        grad_values = grad_x = grad_bias = None
+        if needs_values or needs_bias:
+            needs = [needs_values, needs_bias]
+            dense, grad_bias = operation.grad_weight(grad, x, ends, layout.shape, needs)
+            if needs_values:
+                grad_values = layout.compress_grad(dense, values.shape[0])
+            del dense  # before the weight is expanded
+        if needs_x:
+            weight = layout.expand_again(values, x.dtype, grad)
+            grad_x = operation.grad_input(grad, x, weight, ends)
+        return grad_values, grad_x, grad_bias, None, None, None
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """``x @ weight``, or ``x @ weight.T`` as a linear layer has it; 2-D weights."""
+
+    is_transposed: bool
+    is_linear: bool
+    """Which of torch's functions: F.linear, or else addmm and matmul."""
+
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        """Return the product."""
+        if self.is_linear:
+            return F.linear(x, dense if self.is_transposed else dense.t(), bias)
+        factor = dense.t() if self.is_transposed else dense
+        return torch.matmul(x, factor) if bias is None else torch.addmm(bias, x, factor)
+
+    def grad_weight(
+        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias."""
+        grad = grad.reshape(-1, grad.shape[-1])
+        dense = bias = None
+        if needs[0]:
+            x = x.reshape(-1, x.shape[-1])
+            dense = grad.t().mm(x) if self.is_transposed else x.t().mm(grad)
+        if needs[1]:
+            bias = grad.sum(0)
+        return dense, bias
+
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
+        """Return the gradient of the input."""
+        factor = dense if self.is_transposed else dense.t()
+        if x.dim() == 2 and x.stride() == (
+            1,
+            x.shape[0],
+        ):  # then torch gives a gradient of its strides
+            return factor.t().mm(grad.t()).t()
+        return grad.reshape(-1, grad.shape[-1]).mm(factor).view(x.shape)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution over any number of dimensions."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        """Return the product."""
+        zeros = [0] * len(self.stride)
+        return torch.convolution(
+            x, dense, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups
+        )
+
+    def grad_weight(
+        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias."""
+        nothing = grad.new_empty(1).expand(shape)  # its entries do not matter
+        found = self._backward(grad, x, nothing, [False, *needs])
+        return found[1], found[2]
+
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
+        """Return the gradient of the input."""
+        return self._backward(grad, x, dense, [True, False, False])[0]
+
+    def _backward(self, grad: Tensor, x: Tensor, dense: Tensor, needs: list[bool]) -> Any:
+        return torch.ops.aten.convolution_backward(
+            grad,
+            x,
+            dense,
+            [dense.shape[0]],
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.stride),
+            self.groups,
+            needs,
+        )
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """Rows of ``x`` up to each of ``ends`` by a weight of their own: a mixture of experts."""
+
+    is_transposed: bool
+
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+        """Return the product."""
+        factor = dense.transpose(-2, -1) if self.is_transposed else dense
+        return F.grouped_mm(x, factor, offs=ends)
+
+    def grad_weight(
+        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradient of the weight."""
+        left, right = (grad, x) if self.is_transposed else (x, grad)
+        return F.grouped_mm(left.t(), right, offs=ends), None
+
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
+        """Return the gradient of the input."""
+        factor = dense if self.is_transposed else dense.transpose(-2, -1)
+        return F.grouped_mm(grad, factor, offs=ends)
