@@ -42,10 +42,10 @@ from samo.kernels.triton_parts import (
 
 __all__ = []
 
-UNPRUNED_GROUP: Final = tl.constexpr(lean.UNPRUNED_GROUP)
-GROUP_PAIRS: Final = tl.constexpr(lean.GROUP // 64)
-BLOCK_GROUPS: Final = tl.constexpr(bitmap.BLOCK_BITS // lean.GROUP)
-LARGEST_ROOT: Final = tl.constexpr(lean.LARGEST_ROOT)
+UNPRUNED_GROUP = tl.constexpr(lean.UNPRUNED_GROUP)
+GROUP_PAIRS = tl.constexpr(lean.GROUP // 64)
+BLOCK_GROUPS = tl.constexpr(bitmap.BLOCK_BITS // lean.GROUP)
+LARGEST_ROOT = tl.constexpr(lean.LARGEST_ROOT)
 
 REST_KINDS: Final = {
     torch.bfloat16: tl.int8,
@@ -54,9 +54,9 @@ REST_KINDS: Final = {
 }
 """How the kernels see the rest beside a parameter of a type."""
 
-EXP_AVG_SCALE: Final = tl.constexpr(0)
-EXP_AVG_SQ_SCALE: Final = tl.constexpr(1)
-SCALE_COLUMNS: Final = tl.constexpr(2)
+EXP_AVG_SCALE = tl.constexpr(0)
+EXP_AVG_SQ_SCALE = tl.constexpr(1)
+SCALE_COLUMNS = tl.constexpr(2)
 """Columns of a parameter's row in the table of scales."""
 
 

@@ -1,6 +1,5 @@
 """Numbers of 8-bit state in Triton: codes and fp32, dither, scales. ``lean.py`` has the same in torch."""
 
-from typing import Final
 
 import triton
 import triton.language as tl
@@ -9,7 +8,7 @@ from samo.kernels import lean
 
 __all__ = []
 
-SMALLEST: Final = tl.constexpr(lean.SMALLEST)
+SMALLEST = tl.constexpr(lean.SMALLEST)
 
 
 @triton.jit

@@ -26,11 +26,12 @@ from samo import bitmap
 
 __all__ = []
 
-IS_INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Constants of kernels have no annotations: Inductor copies them into files that do not import `Final`.
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-BLOCK_BITS: Final = tl.constexpr(bitmap.BLOCK_BITS)
-BLOCK_WORDS: Final = tl.constexpr(bitmap.BLOCK_WORDS)
-BLOCK_PAIRS: Final = tl.constexpr(bitmap.BLOCK_WORDS // 2)
+BLOCK_BITS = tl.constexpr(bitmap.BLOCK_BITS)
+BLOCK_WORDS = tl.constexpr(bitmap.BLOCK_WORDS)
+BLOCK_PAIRS = tl.constexpr(bitmap.BLOCK_WORDS // 2)
 
 KINDS: Final = {
     torch.bfloat16: tl.int16,
@@ -43,28 +44,28 @@ INTS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Integers by their bytes."""
 
 # Columns of a parameter's row in the table of an AdamW step, all int64.
-PARAM: Final = tl.constexpr(0)
-REST: Final = tl.constexpr(1)
-GRAD: Final = tl.constexpr(2)
-EXP_AVG: Final = tl.constexpr(3)
-EXP_AVG_SQ: Final = tl.constexpr(4)
-DENSE: Final = tl.constexpr(5)
-PAIRS: Final = tl.constexpr(6)
-OFFSETS: Final = tl.constexpr(7)
-STEP: Final = tl.constexpr(8)
-RATE: Final = tl.constexpr(9)
-SIZE: Final = tl.constexpr(10)
-FIRST: Final = tl.constexpr(11)
-COLUMNS: Final = tl.constexpr(12)
+PARAM = tl.constexpr(0)
+REST = tl.constexpr(1)
+GRAD = tl.constexpr(2)
+EXP_AVG = tl.constexpr(3)
+EXP_AVG_SQ = tl.constexpr(4)
+DENSE = tl.constexpr(5)
+PAIRS = tl.constexpr(6)
+OFFSETS = tl.constexpr(7)
+STEP = tl.constexpr(8)
+RATE = tl.constexpr(9)
+SIZE = tl.constexpr(10)
+FIRST = tl.constexpr(11)
+COLUMNS = tl.constexpr(12)
 """Addresses, then pairs of words (or entries, without a mask), entries of the weight, its first item."""
 
-EXPAND_COLUMNS: Final = tl.constexpr(7)
+EXPAND_COLUMNS = tl.constexpr(7)
 """Columns of a weight whose copy is made anew: values, copy, words, offsets, sizes, its first item."""
 
-SCALARS: Final = tl.constexpr(4)
+SCALARS = tl.constexpr(4)
 """What a step gives each parameter, in fp64: minus the step size, the denominator, the decay, the rate."""
 
-STEP_BITS: Final = tl.constexpr(25)
+STEP_BITS = tl.constexpr(25)
 """A float32 count stops at 2**24."""
 
 
