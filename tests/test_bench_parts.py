@@ -22,6 +22,7 @@ from samo.bench.contenders import (
     Autocast,
     Contender,
     Dense,
+    Lean,
     Masked,
     Samo,
     UnavailableError,
@@ -36,6 +37,7 @@ from samo.bench.settings import (
     StepConfig,
     check,
     command_line,
+    contenders as choose,
 )
 from samo.bench.step import Contest, model_flops, new_model
 from samo.errors import ConfigError, RunError
@@ -63,6 +65,10 @@ SMALL = GPTConfig(
         (StepConfig(sparsity=1.0), "sparsity must lie between 0 and 1, got 1.0"),
         (StepConfig(only=("samo,flashoptm",)), "'flashoptm' is no contender .did you mean 'flash"),
         (StepConfig(sparsity=0.0), "sparsity must lie between 0 and 1, got 0.0"),
+        (
+            StepConfig(budgets=(0.5, 1.0)),
+            "budgets must lie between 0 and 1, got 1.0; 0.5 keeps half",
+        ),
     ],
 )
 def test_settings_out_of_range_are_refused(config: BenchConfig, message: str) -> None:
@@ -84,6 +90,27 @@ def test_the_command_line_says_what_is_not_as_usual() -> None:
 
 def test_every_contender_can_be_made_and_has_its_bytes() -> None:
     assert tuple(MAKERS) == CONTENDERS == tuple(contenders.BYTES)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "weights"),
+    [
+        ("streamed", Samo, "streamed"),
+        ("streamed-lean", Lean, "streamed"),
+        ("budget-12.5%", Samo, 0.125),
+        ("budget-75%-lean", Lean, 0.75),
+    ],
+)
+def test_a_name_says_what_is_streamed(name: str, cls: type[Samo], weights: str | float) -> None:
+    made = contenders.maker(name)
+    assert isinstance(made, functools.partial)
+    assert (made.func, made.keywords) == (cls, {"weights": weights})
+
+
+def test_budgets_stand_behind_the_contenders_of_samo() -> None:
+    chosen = choose(StepConfig(only=("flashoptim", "lean"), budgets=(0.25, 0.5)))
+    budgets = ("budget-25%", "budget-50%", "budget-25%-lean", "budget-50%-lean")
+    assert chosen == ("lean", *budgets, "flashoptim")
 
 
 # The clock
@@ -247,6 +274,19 @@ def test_samo_holds_what_its_ledger_says() -> None:
     assert account is not None
     assert account.measured_bytes == account.predicted_bytes
     assert contender.state_bytes() == account.measured_bytes + account.other_bytes
+
+
+@pytest.mark.parametrize("maker", [Samo, Lean])
+def test_a_budget_is_a_fraction_of_the_bytes_of_dense_weights(
+    maker: type[Samo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    account = built(maker).account()
+    assert account is not None
+    held = account.pruned.predicted["dense"] + account.unpruned.predicted["dense"]
+    monkeypatch.setattr(contenders, "compress_", lambda *_, weights, **__: given.append(weights))
+    built(functools.partial(maker, weights=0.5))
+    assert given == [held // 2]
 
 
 @pytest.mark.parametrize("maker", [Masked, Samo])

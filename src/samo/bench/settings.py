@@ -20,12 +20,17 @@ CONTENDERS: Final = (
     "samo",
     "samo-torch",
     "lean",
+    "streamed",
+    "streamed-lean",
     "flashoptim",
     "flashoptim-release",
     "torchao",
     "bitsandbytes",
 )
 """Ways to train that ``samo bench step`` compares; ``contenders.py`` says what each is."""
+
+_PEERS: Final = CONTENDERS.index("flashoptim")
+"""Where budgets stand: behind samo's own contenders."""
 
 _SIZES: Final = (10, 34)
 
@@ -76,6 +81,9 @@ class StepConfig(BenchConfig):
     """Compute the activations of blocks again in backward instead of storing them."""
     only: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Contenders to measure, with commas or spaces between; all if nothing is said."""
+    budgets: Annotated[tuple[float, ...], arg(metavar="FRACTION ...")] = ()
+    """Measure samo with these fractions of the dense weights resident and the rest streamed as well; each
+    with exact and with lean state."""
 
 
 class Question(NamedTuple):
@@ -124,15 +132,21 @@ def check(config: BenchConfig) -> None:
             0 < config.sparsity < 1,
             f"sparsity must lie between 0 and 1, got {config.sparsity}; 0.9 prunes 90 %",
         )
+        for share in config.budgets:
+            _require(
+                0 < share < 1,
+                f"budgets must lie between 0 and 1, got {share}; 0.5 keeps half of the dense weights "
+                "resident, 'streamed' none and 'samo' all",
+            )
 
 
 def contenders(config: StepConfig) -> tuple[str, ...]:
-    """Return the names that ``--only`` chooses, in the order in which they are shown.
+    """Return the names that ``--only`` and ``--budgets`` choose, in the order in which they are shown.
 
     Example:
         >>> from samo.bench.settings import StepConfig, contenders
-        >>> contenders(StepConfig(only=("samo,dense",)))
-        ('dense', 'samo')
+        >>> contenders(StepConfig(only=("samo,dense",), budgets=(0.5,)))
+        ('dense', 'samo', 'budget-50%', 'budget-50%-lean')
 
     Raises:
         ConfigError: A name is unknown.
@@ -143,7 +157,11 @@ def contenders(config: StepConfig) -> tuple[str, ...]:
             name in CONTENDERS,
             f"'{name}' is no contender{nearest(name, CONTENDERS)}; there are {', '.join(CONTENDERS)}",
         )
-    return tuple(name for name in CONTENDERS if not wanted or name in wanted)
+    budgets = [
+        f"budget-{100 * share:g}%{lean}" for lean in ("", "-lean") for share in config.budgets
+    ]
+    order = [*CONTENDERS[:_PEERS], *budgets, *CONTENDERS[_PEERS:]]
+    return tuple(name for name in order if not wanted or name in wanted or name in budgets)
 
 
 def command_line(config: BenchConfig) -> str:

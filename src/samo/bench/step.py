@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from samo.bench.contenders import BYTES, MAKERS, Contender
+from samo.bench.contenders import Contender, bytes_a_parameter, maker
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
 from samo.bench.settings import StepConfig, contenders
 from samo.bench.timing import Clock, free, spread
@@ -175,7 +175,7 @@ class Contest:
     def _warmed_up(self, name: str) -> Contender:
         record = self.records[name]
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
-        contender = MAKERS[name](model, masks)
+        contender = maker(name)(model, masks)
         for step in range(_WARM_UP):
             contender.gradients(self._inputs, self._targets)
             if step == _WARM_UP - 1:
@@ -389,7 +389,8 @@ def _fits(names: Sequence[str], num_params: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True  # models that a CPU trains in a reasonable time are small
     memory = hardware(device)["memory_bytes"]
-    return sum(BYTES[name] for name in names) * num_params <= (1 - _ROOM) * memory
+    held = sum(bytes_a_parameter(name) for name in names)
+    return held * num_params <= (1 - _ROOM) * memory
 
 
 def _portions(repeats: int, rounds: int) -> list[int]:
