@@ -6,6 +6,7 @@ import math
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from benchmarks import sparse_vs_dense
 from torch import Tensor, nn
 
 import samo
-from samo.bench import contenders, kernels, rows, step, timing
+from samo.bench import compiling, contenders, kernels, rows, step, timing
 from samo.bench.contenders import (
     MAKERS,
     Autocast,
@@ -33,6 +34,7 @@ from samo.bench.rows import Results, Row, Table
 from samo.bench.settings import (
     CONTENDERS,
     BenchConfig,
+    Compile,
     KernelsConfig,
     StepConfig,
     check,
@@ -69,6 +71,7 @@ SMALL = GPTConfig(
             StepConfig(budgets=(0.5, 1.0)),
             "budgets must lie between 0 and 1, got 1.0; 0.5 keeps half",
         ),
+        (StepConfig(rounds=0), "rounds must be 1 or more, got 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(config: BenchConfig, message: str) -> None:
@@ -492,8 +495,70 @@ def test_one_at_a_time_every_contender_gets_all_its_steps(
     config = StepConfig(quick=True, only=("samo",))
     found = step.measure(config, CPU, lambda made: saved.append(len(made)), lambda _: None)
     assert [row.repeats for row in found] == [2]
-    assert found[0].parameters["order"] == "in 3 rounds, one at a time in memory"
-    assert len(saved) == 3
+    assert found[0].parameters["order"] == "one at a time in memory, 3 rounds"
+    assert len(saved) == 2  # a step in each of two rounds, and none is left for the third
+
+
+def test_rounds_are_compared_within_each(contest: Contest) -> None:
+    contest.records["masked"] = step.Record(
+        step_ms=[1, 10, 100], round_ms=[1, 10, 100], update_ms=[1], losses=[1], peak_bytes=50
+    )
+    contest.records["samo"] = step.Record(
+        step_ms=[2, 30, 300], round_ms=[2, 30, 300], update_ms=[1], losses=[1], peak_bytes=10
+    )
+    found = step._row("samo", contest, {}, 32, 1e9).figures
+    assert (found["over_masked"], found["peak_over_masked"]) == (3.0, 0.2)
+    del contest.records["masked"]
+    found = step._row("samo", contest, {}, 32, 1e9).figures
+    assert (found["over_masked"], found["peak_over_masked"]) == (None, None)
+
+
+def test_contenders_beside_each_other_are_built_anew_in_every_round(contest: Contest) -> None:
+    for steps in (2, 1):
+        contest.together(["masked", "samo"], steps)
+    for record in contest.records.values():
+        assert len(record.step_ms) == 3
+        assert record.round_ms[1] == pytest.approx(record.step_ms[2], rel=1e-4)  # five digits
+        assert record.warm_up_s > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("none", []),
+        ("blocks", [("_Block", {"fullgraph": True})] * 2),
+        ("blocks-graphs", [("_Block", {"fullgraph": True, "mode": "reduce-overhead"})] * 2),
+        ("model", [("GPT", {"fullgraph": True})]),
+        ("graphs", [("GPT", {"fullgraph": True, "mode": "reduce-overhead"})]),
+    ],
+)
+def test_a_model_is_compiled_as_it_is_asked_for(
+    how: Compile, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: found.append((type(self).__name__, options))
+    )
+    compiling.compile_(new_model(replace(SMALL, num_layers=2), CPU), how)
+    assert found == expected
+
+
+def test_what_is_compiled_is_forgotten_between_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(compiling.torch.compiler, "reset", lambda: heard.append("reset"))
+    monkeypatch.setattr(
+        compiling.torch.compiler, "cudagraph_mark_step_begin", lambda: heard.append("begin")
+    )
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: heard.append("compile"))
+    monkeypatch.setattr(step, "_QUICK", SMALL)
+    config = StepConfig(quick=True, only=("masked", "samo"), compile="graphs", repeats=1)
+    found = step.measure(config, CPU, lambda _: None, lambda _: None)
+    # Each: five steps to warm up, one that is timed, one in a row.
+    assert heard == ["reset", "compile", *["begin"] * 7, "reset"] * 2
+    assert [row.parameters["order"] for row in found] == ["one at a time in memory"] * 2
+    for row in found:
+        assert (row.figures["compilations"], row.figures["cudagraph_skips"]) == (0, 0)
+        assert (row.figures["trained_steps"], len(row.figures["round_ms"])) == (6, 1)
 
 
 # Products

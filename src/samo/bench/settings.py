@@ -32,6 +32,9 @@ CONTENDERS: Final = (
 _PEERS: Final = CONTENDERS.index("flashoptim")
 """Where budgets stand: behind samo's own contenders."""
 
+Compile = Literal["none", "blocks", "blocks-graphs", "model", "graphs"]
+"""What of a model is compiled; ``compiling.py`` says more."""
+
 _SIZES: Final = (10, 34)
 
 
@@ -66,7 +69,7 @@ class StepConfig(BenchConfig):
     """Time training steps of a pruned GPT, with samo and with what people would use instead."""
 
     repeats: int = 12
-    """Steps of each contender that are timed; each has three more to warm up."""
+    """Steps of each contender that are timed; each has some more to warm up."""
     shape: ShapeName | Auto = "auto"
     """Shape of the GPT by name; auto: gpt3-2.7b on a GPU of 100 GB or more, a smaller one elsewhere."""
     batch_size: int = 8
@@ -84,6 +87,11 @@ class StepConfig(BenchConfig):
     budgets: Annotated[tuple[float, ...], arg(metavar="FRACTION ...")] = ()
     """Measure samo with these fractions of the dense weights resident and the rest streamed as well; each
     with exact and with lean state."""
+    compile: Compile = "none"
+    """Compile each block of every contender's model, or the whole; with graphs: replay CUDA graphs."""
+    rounds: int | Auto = "auto"
+    """How often contenders are built anew, to share the repeats and to be compared within each round;
+    auto: 1, or 3 where they do not fit into memory together and are not compiled."""
 
 
 class Question(NamedTuple):
@@ -124,9 +132,9 @@ def check(config: BenchConfig) -> None:
             )
         _require(bool(config.densities), "no densities to measure; leave them out for 0.1 and 0.2")
     if isinstance(config, StepConfig):
-        for name in ("batch_size", "context", "vocab_size"):
+        for name in ("batch_size", "context", "vocab_size", "rounds"):
             value = getattr(config, name)
-            _require(value >= 1, f"{name} must be 1 or more, got {value}")
+            _require(value == "auto" or value >= 1, f"{name} must be 1 or more, got {value}")
         contenders(config)
         _require(
             0 < config.sparsity < 1,
