@@ -89,6 +89,7 @@ def test_the_command_line_says_what_is_not_as_usual() -> None:
     assert (
         command_line(config) == "samo bench kernels --out 'a b' --repeats 9 --sizes 20 22 --large"
     )
+    assert command_line(StepConfig(checkpointed=False)) == "samo bench step --no-checkpointed"
 
 
 def test_every_contender_can_be_made_and_has_its_bytes() -> None:

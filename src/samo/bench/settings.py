@@ -185,7 +185,8 @@ def command_line(config: BenchConfig) -> str:
         value = getattr(config, entry.name)
         if entry.default is not MISSING and value == entry.default:
             continue
-        words.append(f"--{entry.name.replace('_', '-')}")
+        name = entry.name.replace("_", "-")
+        words.append(f"--no-{name}" if value is False else f"--{name}")
         if isinstance(value, tuple):
             words += map(str, value)
         elif not isinstance(value, bool):
