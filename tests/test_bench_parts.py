@@ -6,6 +6,7 @@ import math
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ from benchmarks import sparse_vs_dense
 from torch import Tensor, nn
 
 import samo
-from samo.bench import contenders, kernels, rows, step, timing
+from samo.bench import compiling, contenders, kernels, rows, step, timing
 from samo.bench.contenders import (
     MAKERS,
     Autocast,
     Contender,
     Dense,
+    Lean,
     Masked,
     Samo,
     UnavailableError,
@@ -32,10 +34,12 @@ from samo.bench.rows import Results, Row, Table
 from samo.bench.settings import (
     CONTENDERS,
     BenchConfig,
+    Compile,
     KernelsConfig,
     StepConfig,
     check,
     command_line,
+    contenders as choose,
 )
 from samo.bench.step import Contest, model_flops, new_model
 from samo.errors import ConfigError, RunError
@@ -63,6 +67,11 @@ SMALL = GPTConfig(
         (StepConfig(sparsity=1.0), "sparsity must lie between 0 and 1, got 1.0"),
         (StepConfig(only=("samo,flashoptm",)), "'flashoptm' is no contender .did you mean 'flash"),
         (StepConfig(sparsity=0.0), "sparsity must lie between 0 and 1, got 0.0"),
+        (
+            StepConfig(budgets=(0.5, 1.0)),
+            "budgets must lie between 0 and 1, got 1.0; 0.5 keeps half",
+        ),
+        (StepConfig(rounds=0), "rounds must be 1 or more, got 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(config: BenchConfig, message: str) -> None:
@@ -80,10 +89,32 @@ def test_the_command_line_says_what_is_not_as_usual() -> None:
     assert (
         command_line(config) == "samo bench kernels --out 'a b' --repeats 9 --sizes 20 22 --large"
     )
+    assert command_line(StepConfig(checkpointed=False)) == "samo bench step --no-checkpointed"
 
 
 def test_every_contender_can_be_made_and_has_its_bytes() -> None:
     assert tuple(MAKERS) == CONTENDERS == tuple(contenders.BYTES)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "weights"),
+    [
+        ("streamed", Samo, "streamed"),
+        ("streamed-lean", Lean, "streamed"),
+        ("budget-12.5%", Samo, 0.125),
+        ("budget-75%-lean", Lean, 0.75),
+    ],
+)
+def test_a_name_says_what_is_streamed(name: str, cls: type[Samo], weights: str | float) -> None:
+    made = contenders.maker(name)
+    assert isinstance(made, functools.partial)
+    assert (made.func, made.keywords) == (cls, {"weights": weights})
+
+
+def test_budgets_stand_behind_the_contenders_of_samo() -> None:
+    chosen = choose(StepConfig(only=("flashoptim", "lean"), budgets=(0.25, 0.5)))
+    budgets = ("budget-25%", "budget-50%", "budget-25%-lean", "budget-50%-lean")
+    assert chosen == ("lean", *budgets, "flashoptim")
 
 
 # The clock
@@ -247,6 +278,19 @@ def test_samo_holds_what_its_ledger_says() -> None:
     assert account is not None
     assert account.measured_bytes == account.predicted_bytes
     assert contender.state_bytes() == account.measured_bytes + account.other_bytes
+
+
+@pytest.mark.parametrize("maker", [Samo, Lean])
+def test_a_budget_is_a_fraction_of_the_bytes_of_dense_weights(
+    maker: type[Samo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[object] = []
+    account = built(maker).account()
+    assert account is not None
+    held = account.pruned.predicted["dense"] + account.unpruned.predicted["dense"]
+    monkeypatch.setattr(contenders, "compress_", lambda *_, weights, **__: given.append(weights))
+    built(functools.partial(maker, weights=0.5))
+    assert given == [held // 2]
 
 
 @pytest.mark.parametrize("maker", [Masked, Samo])
@@ -452,8 +496,70 @@ def test_one_at_a_time_every_contender_gets_all_its_steps(
     config = StepConfig(quick=True, only=("samo",))
     found = step.measure(config, CPU, lambda made: saved.append(len(made)), lambda _: None)
     assert [row.repeats for row in found] == [2]
-    assert found[0].parameters["order"] == "in 3 rounds, one at a time in memory"
-    assert len(saved) == 3
+    assert found[0].parameters["order"] == "one at a time in memory, 3 rounds"
+    assert len(saved) == 2  # a step in each of two rounds, and none is left for the third
+
+
+def test_rounds_are_compared_within_each(contest: Contest) -> None:
+    contest.records["masked"] = step.Record(
+        step_ms=[1, 10, 100], round_ms=[1, 10, 100], update_ms=[1], losses=[1], peak_bytes=50
+    )
+    contest.records["samo"] = step.Record(
+        step_ms=[2, 30, 300], round_ms=[2, 30, 300], update_ms=[1], losses=[1], peak_bytes=10
+    )
+    found = step._row("samo", contest, {}, 32, 1e9).figures
+    assert (found["over_masked"], found["peak_over_masked"]) == (3.0, 0.2)
+    del contest.records["masked"]
+    found = step._row("samo", contest, {}, 32, 1e9).figures
+    assert (found["over_masked"], found["peak_over_masked"]) == (None, None)
+
+
+def test_contenders_beside_each_other_are_built_anew_in_every_round(contest: Contest) -> None:
+    for steps in (2, 1):
+        contest.together(["masked", "samo"], steps)
+    for record in contest.records.values():
+        assert len(record.step_ms) == 3
+        assert record.round_ms[1] == pytest.approx(record.step_ms[2], rel=1e-4)  # five digits
+        assert record.warm_up_s > 0
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("none", []),
+        ("blocks", [("_Block", {"fullgraph": True})] * 2),
+        ("blocks-graphs", [("_Block", {"fullgraph": True, "mode": "reduce-overhead"})] * 2),
+        ("model", [("GPT", {"fullgraph": True})]),
+        ("graphs", [("GPT", {"fullgraph": True, "mode": "reduce-overhead"})]),
+    ],
+)
+def test_a_model_is_compiled_as_it_is_asked_for(
+    how: Compile, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: found.append((type(self).__name__, options))
+    )
+    compiling.compile_(new_model(replace(SMALL, num_layers=2), CPU), how)
+    assert found == expected
+
+
+def test_what_is_compiled_is_forgotten_between_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(compiling.torch.compiler, "reset", lambda: heard.append("reset"))
+    monkeypatch.setattr(
+        compiling.torch.compiler, "cudagraph_mark_step_begin", lambda: heard.append("begin")
+    )
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: heard.append("compile"))
+    monkeypatch.setattr(step, "_QUICK", SMALL)
+    config = StepConfig(quick=True, only=("masked", "samo"), compile="graphs", repeats=1)
+    found = step.measure(config, CPU, lambda _: None, lambda _: None)
+    # Each: five steps to warm up, one that is timed, one in a row.
+    assert heard == ["reset", "compile", *["begin"] * 7, "reset"] * 2
+    assert [row.parameters["order"] for row in found] == ["one at a time in memory"] * 2
+    for row in found:
+        assert (row.figures["compilations"], row.figures["cudagraph_skips"]) == (0, 0)
+        assert (row.figures["trained_steps"], len(row.figures["round_ms"])) == (6, 1)
 
 
 # Products

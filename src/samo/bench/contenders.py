@@ -6,6 +6,10 @@ autocast              fp32 model under autocast, fused AdamW; not pruned
 samo                  kept values as parameters, samo's AdamW, bfloat16 gradients
 samo-torch            kept values as parameters, torch's fused AdamW, fp32 gradients
 lean                  bfloat16 kept values, 8-bit state
+streamed              as samo, with no dense weight held: each is expanded when it is used
+streamed-lean         as lean, likewise
+budget-50%            as samo, with half of the dense weights resident and the others streamed
+budget-50%-lean       as lean, likewise
 flashoptim            FlashOptim's AdamW: 24-bit weights, 8-bit moments
 flashoptim-release    the same, each weight updated in backward and its gradient freed
 torchao               its AdamW8bit on bfloat16 weights, with stochastic rounding
@@ -15,10 +19,12 @@ All but samo hold gradients and state for every weight. Those that train a prune
 by setting pruned weights back to 0 after each step, outside of the time that is measured.
 """
 
+import functools
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -152,11 +158,23 @@ class Autocast(Contender):
 
 
 class Samo(Contender):
-    """Kept values as parameters, with samo's AdamW."""
+    """Kept values as parameters, with samo's AdamW.
+
+    Args:
+        model: A bfloat16 model with its first weights.
+        masks: What is pruned, on the model's device.
+        weights: Whether dense weights are held; a number is the fraction of their bytes that is.
+    """
 
     types: dict[str, Any] = {"grad_dtype": torch.bfloat16}  # noqa: RUF012
 
-    def __init__(self, model: nn.Module, masks: Masks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        masks: Masks,
+        weights: Literal["resident", "streamed"] | float = "resident",
+    ) -> None:
+        self._weights = weights
         super().__init__(model, masks)
         self.optimizer = self._optimizer()
 
@@ -176,7 +194,17 @@ class Samo(Contender):
         return AdamW(self.model.parameters(), **SETTINGS)
 
     def _keep(self, masks: Masks) -> None:
-        compress_(self.model, masks, **self.types)
+        weights: Any = self._weights
+        if not isinstance(weights, str):
+            # Unpruned parameters have a dense weight where their values are wider than what is computed in.
+            values = self.types.get("value_dtype", torch.float32)
+            weights *= sum(
+                param.nbytes
+                for name, param in self.model.named_parameters()
+                if name in masks or param.dtype != values
+            )
+            weights = int(weights)
+        compress_(self.model, masks, weights=weights, **self.types)
 
 
 class SamoTorch(Samo):
@@ -250,6 +278,8 @@ MAKERS: Final[dict[str, Callable[[nn.Module, Masks], Contender]]] = {
     "samo": Samo,
     "samo-torch": SamoTorch,
     "lean": Lean,
+    "streamed": functools.partial(Samo, weights="streamed"),
+    "streamed-lean": functools.partial(Lean, weights="streamed"),
     "flashoptim": FlashOptim,
     "flashoptim-release": FlashOptimRelease,
     "torchao": Torchao,
@@ -263,12 +293,46 @@ BYTES: Final = {
     "samo": 6,
     "samo-torch": 6,
     "lean": 5,
+    "streamed": 4,
+    "streamed-lean": 3,
     "flashoptim": 8,
     "flashoptim-release": 6,
     "torchao": 7,
     "bitsandbytes": 7,
 }
 """Bytes a parameter that each holds at most: enough to say whether several fit beside each other."""
+
+
+def maker(name: str) -> Callable[[nn.Module, Masks], Contender]:
+    """Return what makes a contender, one with a budget too.
+
+    Example:
+        >>> from samo.bench.contenders import maker
+        >>> maker("budget-50%-lean")
+        functools.partial(<class 'samo.bench.contenders.Lean'>, weights=0.5)
+    """
+    if name in MAKERS:
+        return MAKERS[name]
+    made, share = _budget(name)
+    return functools.partial({"samo": Samo, "lean": Lean}[made], weights=share)
+
+
+def bytes_a_parameter(name: str) -> int:
+    """Return the bytes a parameter that a contender holds at most; with a budget, as if all were resident.
+
+    Example:
+        >>> from samo.bench.contenders import bytes_a_parameter
+        >>> bytes_a_parameter("budget-50%")
+        6
+    """
+    return BYTES[name if name in BYTES else _budget(name)[0]]
+
+
+def _budget(name: str) -> tuple[Literal["samo", "lean"], float]:
+    """Return which contender it is whose dense weights are in part resident, and the part."""
+    found = re.fullmatch(r"budget-([0-9.e-]+)%(-lean)?", name)
+    assert found, f"{name} has no budget"
+    return "lean" if found[2] else "samo", float(found[1]) / 100
 
 
 def peer(module: str) -> Any:

@@ -75,7 +75,7 @@ def step_figure(rows: Sequence[Row]) -> Figure | None:
             )
             places = range(len(measured))
             colours = [
-                LIGHT["run0"] if row.name in ("samo", "lean") else LIGHT["whole"]
+                LIGHT["run0"] if "ledger_measured_bytes" in row.figures else LIGHT["whole"]
                 for row in measured
             ]
             axes.barh(places, values, color=colours, height=0.62)

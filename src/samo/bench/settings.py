@@ -20,12 +20,20 @@ CONTENDERS: Final = (
     "samo",
     "samo-torch",
     "lean",
+    "streamed",
+    "streamed-lean",
     "flashoptim",
     "flashoptim-release",
     "torchao",
     "bitsandbytes",
 )
 """Ways to train that ``samo bench step`` compares; ``contenders.py`` says what each is."""
+
+_PEERS: Final = CONTENDERS.index("flashoptim")
+"""Where budgets stand: behind samo's own contenders."""
+
+Compile = Literal["none", "blocks", "blocks-graphs", "model", "graphs"]
+"""What of a model is compiled; ``compiling.py`` says more."""
 
 _SIZES: Final = (10, 34)
 
@@ -61,7 +69,7 @@ class StepConfig(BenchConfig):
     """Time training steps of a pruned GPT, with samo and with what people would use instead."""
 
     repeats: int = 12
-    """Steps of each contender that are timed; each has three more to warm up."""
+    """Steps of each contender that are timed; each has some more to warm up."""
     shape: ShapeName | Auto = "auto"
     """Shape of the GPT by name; auto: gpt3-2.7b on a GPU of 100 GB or more, a smaller one elsewhere."""
     batch_size: int = 8
@@ -76,6 +84,14 @@ class StepConfig(BenchConfig):
     """Compute the activations of blocks again in backward instead of storing them."""
     only: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Contenders to measure, with commas or spaces between; all if nothing is said."""
+    budgets: Annotated[tuple[float, ...], arg(metavar="FRACTION ...")] = ()
+    """Measure samo with these fractions of the dense weights resident and the rest streamed as well; each
+    with exact and with lean state."""
+    compile: Compile = "none"
+    """Compile each block of every contender's model, or the whole; with graphs: replay CUDA graphs."""
+    rounds: int | Auto = "auto"
+    """How often contenders are built anew, to share the repeats and to be compared within each round;
+    auto: 1, or 3 where they do not fit into memory together and are not compiled."""
 
 
 class Question(NamedTuple):
@@ -116,23 +132,29 @@ def check(config: BenchConfig) -> None:
             )
         _require(bool(config.densities), "no densities to measure; leave them out for 0.1 and 0.2")
     if isinstance(config, StepConfig):
-        for name in ("batch_size", "context", "vocab_size"):
+        for name in ("batch_size", "context", "vocab_size", "rounds"):
             value = getattr(config, name)
-            _require(value >= 1, f"{name} must be 1 or more, got {value}")
+            _require(value == "auto" or value >= 1, f"{name} must be 1 or more, got {value}")
         contenders(config)
         _require(
             0 < config.sparsity < 1,
             f"sparsity must lie between 0 and 1, got {config.sparsity}; 0.9 prunes 90 %",
         )
+        for share in config.budgets:
+            _require(
+                0 < share < 1,
+                f"budgets must lie between 0 and 1, got {share}; 0.5 keeps half of the dense weights "
+                "resident, 'streamed' none and 'samo' all",
+            )
 
 
 def contenders(config: StepConfig) -> tuple[str, ...]:
-    """Return the names that ``--only`` chooses, in the order in which they are shown.
+    """Return the names that ``--only`` and ``--budgets`` choose, in the order in which they are shown.
 
     Example:
         >>> from samo.bench.settings import StepConfig, contenders
-        >>> contenders(StepConfig(only=("samo,dense",)))
-        ('dense', 'samo')
+        >>> contenders(StepConfig(only=("samo,dense",), budgets=(0.5,)))
+        ('dense', 'samo', 'budget-50%', 'budget-50%-lean')
 
     Raises:
         ConfigError: A name is unknown.
@@ -143,7 +165,11 @@ def contenders(config: StepConfig) -> tuple[str, ...]:
             name in CONTENDERS,
             f"'{name}' is no contender{nearest(name, CONTENDERS)}; there are {', '.join(CONTENDERS)}",
         )
-    return tuple(name for name in CONTENDERS if not wanted or name in wanted)
+    budgets = [
+        f"budget-{100 * share:g}%{lean}" for lean in ("", "-lean") for share in config.budgets
+    ]
+    order = [*CONTENDERS[:_PEERS], *budgets, *CONTENDERS[_PEERS:]]
+    return tuple(name for name in order if not wanted or name in wanted or name in budgets)
 
 
 def command_line(config: BenchConfig) -> str:
@@ -159,7 +185,8 @@ def command_line(config: BenchConfig) -> str:
         value = getattr(config, entry.name)
         if entry.default is not MISSING and value == entry.default:
             continue
-        words.append(f"--{entry.name.replace('_', '-')}")
+        name = entry.name.replace("_", "-")
+        words.append(f"--no-{name}" if value is False else f"--{name}")
         if isinstance(value, tuple):
             words += map(str, value)
         elif not isinstance(value, bool):

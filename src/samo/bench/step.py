@@ -2,7 +2,8 @@
 
 Every contender trains the same GPT, from the same first weights, on the same tokens, with the same loss and
 the same AdamW settings. Where memory allows they stand beside each other and take turns, a step each;
-otherwise each is built, warmed up, timed and thrown away, all of them once in every round.
+otherwise, and where they are compiled, each is built, warmed up, timed and thrown away, all of them once in
+every round.
 """
 
 import math
@@ -15,10 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from samo.bench.contenders import BYTES, MAKERS, Contender
+from samo.bench.compiling import begin_step, compile_, counts, forget, has_graphs
+from samo.bench.contenders import Contender, bytes_a_parameter, maker
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import StepConfig, contenders
-from samo.bench.timing import Clock, free, spread
+from samo.bench.settings import Compile, StepConfig, contenders
+from samo.bench.timing import Clock, free, ratio, spread
 from samo.environment import hardware
 from samo.memory.ledger import Ledger
 from samo.models import GPT
@@ -35,17 +37,22 @@ NOTES: Final = (
     "In a row: the time of a step when 10 follow each other without a rest, masks kept after each of them.",
     "TFLOP/s are those of the model: 6 for each weight of blocks and head and token, and attention; what "
     "checkpointing computes again is not counted.",
-    "Peak: most memory allocated during a step. State: weights, gradients, optimizer state and masks between "
-    "backward and update, over all parameters.",
+    "Over masked: step and peak over those of masked dense training, compiled in the same way; medians over "
+    "rounds.",
+    "Peak: most memory allocated during a step; with CUDA graphs, which keep theirs: reserved. State: weights, "
+    "gradients, optimizer state and masks between backward and update, over all parameters.",
+    "Warm-up: the first steps, in which torch compiles and records CUDA graphs.",
     "All but dense and autocast train the pruned weights. Dense optimizers set pruned weights back to 0 "
     "after each step, which only 'in a row' counts.",
     "The tokens are one random batch, learnt by heart: the loss shows that all train, not how well.",
 )
 
 _WARM_UP: Final = 3
+_GRAPHS_WARM_UP: Final = 5
+"""The first step compiles, the second records, and the third may find gradients elsewhere."""
 _IN_A_ROW: Final = 10
 _REST_S: Final = 0.1
-_ROUNDS: Final = 3
+_ROUNDS_ALONE: Final = 3
 _ROOM: Final = 0.25
 """Share of the device's memory that is left for activations when contenders stand beside each other."""
 _QUICK: Final = GPTConfig(
@@ -58,6 +65,8 @@ class Record:
     """What was measured of one contender so far."""
 
     step_ms: list[float] = field(default_factory=list)
+    round_ms: list[float] = field(default_factory=list)
+    """The median step of each round."""
     update_ms: list[float] = field(default_factory=list)
     in_a_row_ms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -67,6 +76,9 @@ class Record:
     losses: list[float] = field(default_factory=list)
     """Of the timed steps since it was built last."""
     account: Ledger | None = None
+    warm_up_s: float = 0.0
+    """Of the first round, in which nothing had been compiled before."""
+    counts: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
 
 
@@ -78,10 +90,15 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
     generator = torch.Generator(device).manual_seed(1)
     size = (batch, shape.context + 1)
     tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
-    contest = Contest(shape, config.sparsity, tokens, device, say)
+    contest = Contest(shape, config.sparsity, tokens, device, say, config.compile)
     names = contenders(config)
-    fits = _fits(names, contest.num_params, device)
-    how = "in turns" if fits else f"in {_ROUNDS} rounds, one at a time in memory"
+    # What is compiled for one contender is forgotten before the next.
+    fits = config.compile == "none" and _fits(names, contest.num_params, device)
+    rounds = config.rounds
+    if rounds == "auto":
+        rounds = 1 if fits or config.compile != "none" else _ROUNDS_ALONE
+    how = "in turns" if fits else "one at a time in memory"
+    how += f", {rounds} rounds" * (rounds > 1)
     say(f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; {how}")
 
     def rows() -> list[Row]:
@@ -92,20 +109,21 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
             "context": shape.context,
             "sparsity": config.sparsity,
             "checkpointed": shape.is_checkpointed,
+            "compile": config.compile,
             "dtype": "bfloat16",
             "order": how,
         }
         flops = model_flops(shape, batch * shape.context)
         return [_row(name, contest, parameters, batch * shape.context, flops) for name in names]
 
-    if fits:
-        contest.together(names, repeats)
-    else:
-        for steps in _portions(repeats, _ROUNDS):
+    for steps in _portions(repeats, rounds):
+        if fits:
+            contest.together(names, steps)
+            save(rows())
+        else:
             for name in names:
                 contest.alone(name, steps)
                 save(rows())
-    save(rows())
     return rows()
 
 
@@ -119,8 +137,10 @@ class Contest:
         tokens: Tensor,
         device: torch.device,
         say: Say,
+        how: Compile = "none",
     ) -> None:
         self.records: dict[str, Record] = {}
+        self.how = how
         self._shape = shape
         self._device = device
         self._say = say
@@ -133,7 +153,8 @@ class Contest:
 
     def together(self, names: Sequence[str], repeats: int) -> None:
         """Build all contenders and let them take turns."""
-        built = {name: made for name in names if (made := self._build(name)) is not None}
+        sound = [name for name in names if self.records.get(name, Record()).failure is None]
+        built = {name: made for name in sound if (made := self._build(name)) is not None}
         order = random.Random(0)
         for _ in range(repeats):
             for name in order.sample(list(built), len(built)):
@@ -142,10 +163,15 @@ class Contest:
                     free(self._device)
         for name, contender in built.items():
             self._steps_in_a_row(name, contender)
+            self._end_round(name, repeats)
+        built.clear()
+        free(self._device)
 
     def alone(self, name: str, steps: int) -> None:
         """Build one contender, take some steps and throw it away."""
         if self.records.get(name, Record()).failure is None:
+            if self.how != "none":
+                forget()
             contender = self._build(name)
             if contender is not None:
                 for _ in range(steps):
@@ -153,58 +179,69 @@ class Contest:
                         break
                 else:
                     self._steps_in_a_row(name, contender)
+                    self._end_round(name, steps)
             del contender
             self.records[name].own_bytes = 0
+            if self.how != "none":
+                forget()  # graphs hold memory
             free(self._device)
 
     def _build(self, name: str) -> Contender | None:
         """Return a contender that has taken its first steps, or None if it cannot."""
         record = self.records.setdefault(name, Record())
         record.losses.clear()
-        before = _allocated(self._device)
+        before = self._held()
         try:
             contender: Contender | None = self._warmed_up(name)
         except Exception as error:  # a peer may fail in its own way, and the others go on
             self._fail(name, error)
             contender = None
-        if contender is None:  # else what it has cached stays, as it does in training
-            free(self._device)
-        record.own_bytes = 0 if contender is None else _allocated(self._device) - before
+        if contender is None or has_graphs(self.how):
+            free(self._device)  # else what it has cached stays, as it does in training
+        record.own_bytes = 0 if contender is None else self._held() - before
         return contender
 
     def _warmed_up(self, name: str) -> Contender:
         record = self.records[name]
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
-        contender = MAKERS[name](model, masks)
-        for step in range(_WARM_UP):
-            contender.gradients(self._inputs, self._targets)
-            if step == _WARM_UP - 1:
+        contender = maker(name)(model, masks)
+        compile_(model, self.how)
+        self._clock.wait()
+        start = time.perf_counter()
+        steps = _warm_up_steps(self.how)
+        for step in range(steps):
+            self._gradients(contender)
+            if step == steps - 1:
                 record.state_bytes = contender.state_bytes()
                 record.account = contender.account()
             contender.update()
             contender.keep_masks()
         self._clock.wait()
+        record.warm_up_s = record.warm_up_s or time.perf_counter() - start
         return contender
+
+    def _gradients(self, contender: Contender) -> Tensor:
+        begin_step(self.how)
+        return contender.gradients(self._inputs, self._targets)
 
     def _step(self, name: str, contender: Contender) -> bool:
         """Time a step and return whether it could be taken."""
         record = self.records[name]
         clock, is_cuda = self._clock, self._device.type == "cuda"
         # What else is allocated: other contenders, and what a library has not let go of.
-        others = _allocated(self._device) - record.own_bytes
+        others = self._held() - record.own_bytes
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
             time.sleep(_REST_S)
         try:
             start = clock.mark()
-            loss = contender.gradients(self._inputs, self._targets)
+            loss = self._gradients(contender)
             middle = clock.mark()
             contender.update()
             stop = clock.mark()
             clock.wait()
             if is_cuda:
-                peak = torch.cuda.max_memory_allocated() - others
-                record.peak_bytes = max(record.peak_bytes, peak)
+                record.peak_bytes = max(record.peak_bytes, self._highest() - others)
             contender.keep_masks()
             record.losses.append(float(loss))
         except Exception as error:  # as above
@@ -222,7 +259,7 @@ class Contest:
         try:
             start = clock.mark()
             for _ in range(steps):
-                contender.gradients(self._inputs, self._targets)
+                self._gradients(contender)
                 contender.update()
                 contender.keep_masks()
             stop = clock.mark()
@@ -231,6 +268,34 @@ class Contest:
             self._fail(name, error)
             return
         self.records[name].in_a_row_ms.append(clock.ms(start, stop) / steps)
+
+    def _end_round(self, name: str, steps: int) -> None:
+        """Note what the steps of a round were like, and say so."""
+        record = self.records[name]
+        if record.failure is None:
+            found = spread(record.step_ms[-steps:])
+            record.round_ms.append(found["median"])
+            record.counts = counts(self.how)
+            peak = f", peak {_shown(record.peak_bytes)}" * bool(record.peak_bytes)
+            in_a_row = digits(record.in_a_row_ms[-1])
+            self._say(
+                f"{name}: {digits(found['median'])} ms, {in_a_row} in a row{peak}; warm-up "
+                f"{record.warm_up_s:.1f} s"
+            )
+
+    def _held(self) -> int:
+        """Return the memory that is in use; with CUDA graphs all that is not given back."""
+        if self._device.type != "cuda":
+            return 0
+        return (
+            torch.cuda.memory_reserved() if has_graphs(self.how) else torch.cuda.memory_allocated()
+        )
+
+    def _highest(self) -> int:
+        """Return the highest value of `_held` since it was reset."""
+        if has_graphs(self.how):  # what a replay writes to is not allocated then
+            return torch.cuda.max_memory_reserved()
+        return torch.cuda.max_memory_allocated()
 
     def _fail(self, name: str, error: Exception) -> None:
         self.records[name].failure = reason(error)
@@ -313,13 +378,16 @@ def tabulate(rows: Sequence[Row]) -> Table:
         "contender",
         "step, ms",
         "p20-p80",
+        "over masked",
         "in a row, ms",
         "update, ms",
         "tokens/s",
         "TFLOP/s",
         "peak, GB",
+        "over masked",
         "state, B/param",
         "loss",
+        "warm-up, s",
     )
     return Table(
         head,
@@ -328,13 +396,16 @@ def tabulate(rows: Sequence[Row]) -> Table:
                 row.name,
                 digits(row.median),
                 between(row),
+                digits(row.figures["over_masked"]),
                 digits(row.figures["in_a_row_ms"]),
                 digits(row.figures["update_ms"]),
                 count(row.figures["tokens_per_s"]),
                 digits(row.figures["tflop_per_s"]),
                 digits(_gb(row.figures["peak_bytes"])),
+                digits(row.figures["peak_over_masked"]),
                 digits(row.figures["state_bytes_per_param"]),
                 digits(row.figures["final_loss"]),
+                digits(row.figures["warm_up_s"]),
             )
             for row in rows
             if row.median is not None
@@ -363,16 +434,22 @@ def _row(
     if record.failure is not None or not record.step_ms:
         return Row(name=name, parameters=parameters, failure=record.failure or "not measured yet")
     found = spread(record.step_ms)
+    masked = contest.records.get("masked", Record())
     figures: dict[str, Any] = {
+        "over_masked": _ratio(record.round_ms, masked.round_ms),
+        "round_ms": record.round_ms,
         "update_ms": spread(record.update_ms)["median"],
         "in_a_row_ms": spread(record.in_a_row_ms)["median"] if record.in_a_row_ms else None,
         "tokens_per_s": round(tokens / found["median"] * 1e3, 1),
         "tflop_per_s": float(f"{flops / found['median'] / 1e9:.5g}"),
         "peak_bytes": record.peak_bytes or None,
+        "peak_over_masked": _ratio([record.peak_bytes], [masked.peak_bytes]),
         "state_bytes": record.state_bytes,
         "state_bytes_per_param": round(record.state_bytes / contest.num_params, 4),
         "final_loss": record.losses[-1] if math.isfinite(record.losses[-1]) else None,
-        "trained_steps": _WARM_UP + len(record.losses),
+        "trained_steps": _warm_up_steps(contest.how) + len(record.losses),
+        "warm_up_s": round(record.warm_up_s, 2),
+        **record.counts,
     }
     if record.account is not None:
         share = record.account.pruned
@@ -384,21 +461,29 @@ def _row(
     return Row.timed(name, parameters, record.step_ms, figures)
 
 
+def _ratio(values: Sequence[float], masked: Sequence[float]) -> float | None:
+    """Return the median over rounds of what is measured over that of masked dense training."""
+    if not all([*values, *masked]) or not masked:
+        return None  # no such contender, or a CPU's peak
+    return ratio(values, masked)
+
+
+def _warm_up_steps(how: Compile) -> int:
+    return _GRAPHS_WARM_UP if has_graphs(how) else _WARM_UP
+
+
 def _fits(names: Sequence[str], num_params: int, device: torch.device) -> bool:
     """Say whether all contenders can stand beside each other in the device's memory."""
     if device.type != "cuda":
         return True  # models that a CPU trains in a reasonable time are small
     memory = hardware(device)["memory_bytes"]
-    return sum(BYTES[name] for name in names) * num_params <= (1 - _ROOM) * memory
+    held = sum(bytes_a_parameter(name) for name in names)
+    return held * num_params <= (1 - _ROOM) * memory
 
 
 def _portions(repeats: int, rounds: int) -> list[int]:
     """Share out steps among rounds, the first ones get what is left over."""
     return [part for i in range(rounds) if (part := repeats // rounds + (i < repeats % rounds))]
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _gb(size: float | None) -> float | None:

@@ -20,7 +20,7 @@ from samo.training.folder import check_free, free_folder
 
 __all__ = []
 
-_WIDTH: Final = 120
+_WIDTH: Final = 140
 _FIGURES: Final[dict[str, Callable[[Sequence[Row]], figures.Figure | None]]] = {
     "kernels": figures.kernels_figure,
     "step": figures.step_figure,
@@ -63,6 +63,7 @@ def run(command: Bench) -> int:
         results.add_figure(rows, *figure)
     table = question.tabulate(rows)
     shown = columns(*table.head)
+    shown.columns[0].no_wrap = True
     for line in table.lines:
         shown.add_row(*line)
     console.print(shown)

@@ -1,0 +1,1 @@
+"""What streamed and compiled weights cost a step on a GPU."""

@@ -1,0 +1,83 @@
+"""What do streamed and compiled weights cost a training step on a GPU, beside masked dense training?
+
+Each line is a call of ``samo bench step`` in a process of its own; ``lines.py`` has them. Rows are written
+after each line, so that what was measured stays when the time is up.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.streamed.lines import LINES, OTHERS
+from benchmarks.streamed.page import read_rows, tabulate
+from samo import durable
+from samo.bench.rows import markdown
+from samo.bench.settings import StepConfig, command_line
+
+__all__ = ["run_line"]
+
+Row = dict[str, Any]
+
+
+def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
+    """Measure one line in a process of its own and return its rows, as many as there was time for."""
+    with tempfile.TemporaryDirectory() as parent:
+        out = Path(parent) / "step"
+        command = command_line(config)
+        print(f"\n$ {command}", flush=True)
+        arguments = [*shlex.split(command)[1:], "--out", str(out)]
+        try:
+            subprocess.run([sys.executable, "-m", "samo", *arguments], timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            print("stopped: the time is up", flush=True)
+        found = out / "rows.jsonl"
+        return read_rows(found) if found.exists() else []
+
+
+def main() -> None:
+    """Measure the lines and print one table of them all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("lines", nargs="*", default=[], help=f"of {', '.join(LINES | OTHERS)}")
+    parser.add_argument("--out", type=Path, help="file for the raw rows, JSON lines")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, only to see that it runs")
+    parser.add_argument("--repeats", type=int, help="steps of each contender, other than usual")
+    parser.add_argument("--rounds", type=int, help="rounds of them, other than usual")
+    parser.add_argument("--only", help="contenders to measure, with commas between")
+    parser.add_argument("--seconds", type=float, help="stop after this time, with what there is")
+    options = parser.parse_args()
+    unknown = set(options.lines) - set(LINES | OTHERS)
+    if unknown:
+        parser.error(f"there is no line {', '.join(sorted(unknown))}")
+    changes: dict[str, Any] = {
+        name: value for name in ("repeats", "rounds") if (value := getattr(options, name))
+    }
+    if options.only:
+        changes["only"] = (options.only,)
+    end = time.monotonic() + (options.seconds or float("inf"))
+    rows: list[Row] = []
+    for name in options.lines or LINES:
+        left = end - time.monotonic()
+        if left < 1:
+            print(f"no time for {name}", flush=True)
+            continue
+        start = time.monotonic()
+        config = replace((LINES | OTHERS)[name].config, quick=options.toy, **changes)
+        found = run_line(config, left if options.seconds else None)
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+        rows += [{"line": name, **row} for row in found]
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            text = "".join(f"{json.dumps(row)}\n" for row in rows)
+            durable.write_bytes(options.out, text.encode())
+    print("\n" + markdown(tabulate(rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The page of a result: one table of all lines, and the frontier. All of it is made from rows.
+
+    python -m benchmarks.streamed.page FIRST.jsonl SECOND.jsonl --out benchmarks/results/NAME
+
+Rows of a later file stand in place of those of the same line and contender before them.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.streamed.frontier import frontier_figure
+from benchmarks.streamed.lines import LINES, OTHERS
+from samo import durable
+from samo.bench.rows import Table, digits, markdown
+from samo.bench.settings import command_line
+from samo.report.amounts import NOTHING
+
+__all__ = ["merge", "read_rows", "tabulate", "write"]
+
+Row = dict[str, Any]
+
+_HEAD = (
+    "line",
+    "contender",
+    "step, ms",
+    "p20-p80",
+    "over masked",
+    "in a row, ms",
+    "peak, GB",
+    "over masked",
+    "state, B/param",
+    "warm-up, s",
+    "compilations",
+)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def merge(files: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return the rows of several files in the order of the lines, the last of each contender."""
+    order = [*LINES, *OTHERS]
+    found = {(row["line"], row["name"]): row for rows in files for row in rows}
+    return sorted(found.values(), key=lambda row: order.index(row["line"]))
+
+
+def tabulate(rows: Sequence[Row]) -> Table:
+    """Return the table of rows, with goals beside what is measured."""
+    return Table(_HEAD, [_line(row) for row in rows])
+
+
+def write(folder: Path, rows: Sequence[Row]) -> None:
+    """Write rows, page and figure."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    durable.write_bytes(folder / "rows.jsonl", text.encode())
+    figure = frontier_figure([row for row in rows if row["line"] == "frontier"])
+    if figure is not None:
+        png, svg = figure
+        durable.write_bytes(folder / "frontier.png", png)
+        durable.write_bytes(folder / "frontier.svg", svg.encode())
+    lines = [name for name in LINES | OTHERS if any(row["line"] == name for row in rows)]
+    parts = [
+        "# Streamed and compiled weights",
+        "\n".join(f"    {command_line((LINES | OTHERS)[name].config)}" for name in lines),
+        _where(rows),
+        "Step: forward, backward and update, median. Over masked: step and peak over those of masked dense "
+        "training, compiled in the same way; of several rounds, the median of the ratios within each "
+        "(all of them: `round_ms` in the rows); in brackets what it should be at most. In a row: a step when "
+        "10 follow each other without a rest. Peak: memory allocated, with CUDA graphs reserved. Warm-up: three "
+        "steps, five with CUDA graphs, in which torch compiles and records. Where contenders were compiled, or "
+        "did not fit into memory together, they were measured one after the other.",
+        markdown(tabulate(rows)).rstrip(),
+        *(["![Step time over peak memory](frontier.png)"] if figure is not None else []),
+        "Every number, with its spread: rows.jsonl. `python -m benchmarks.streamed.page` makes the page from it.",
+    ]
+    durable.write_bytes(folder / "README.md", "\n\n".join(parts).encode() + b"\n")
+
+
+def _line(row: Row) -> tuple[str, ...]:
+    line = (LINES | OTHERS)[row["line"]]
+    if row["median"] is None:
+        return (line.title, row["name"], row["failure"], *[NOTHING] * (len(_HEAD) - 3))
+    found = row["figures"]
+    goal = line.goals.get(row["name"])
+    peak = found["peak_bytes"]
+    return (
+        line.title,
+        row["name"],
+        digits(row["median"]),
+        f"{digits(row['p20'])}-{digits(row['p80'])}",
+        _beside(found["over_masked"], goal and goal.step),
+        digits(found["in_a_row_ms"]),
+        digits(peak and peak / 1e9),
+        _beside(found["peak_over_masked"], goal and goal.peak),
+        digits(found["state_bytes_per_param"]),
+        f"{found['warm_up_s']:.1f}",
+        _compilations(found),
+    )
+
+
+def _beside(value: float | None, most: float | None) -> str:
+    """Write what was measured, and in brackets what it should be at most."""
+    if value is None:
+        return NOTHING
+    return f"{value:.3f}" if most is None else f"{value:.3f} ({most:.2f})"
+
+
+def _compilations(found: Row) -> str:
+    if "compilations" not in found:
+        return NOTHING
+    skips = found.get("cudagraph_skips")
+    return str(found["compilations"]) + (f", {skips} without CUDA graphs" if skips else "")
+
+
+def _where(rows: Sequence[Row]) -> str:
+    def several(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(row[key] or "unknown") for row in rows))
+
+    versions = rows[-1]["versions"]
+    named = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "triton") if name in versions
+    )
+    return f"{several('device_name')}, {named}, {several('date')}; commit {several('commit')}."
+
+
+def main() -> None:
+    """Write the page of some files of rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="+", type=Path, help="files that bench.py has written")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the page")
+    options = parser.parse_args()
+    write(options.out, merge([read_rows(path) for path in options.rows]))
+
+
+if __name__ == "__main__":
+    main()
