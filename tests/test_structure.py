@@ -153,7 +153,7 @@ LAYERS: Final = (
     {"samo.training.loop"},
     {"samo.bench", "samo.bench.settings", "samo.bench.timing", "samo.bench.rows"},
     {"samo.bench.kernels", "samo.bench.figures"},
-    {"samo.bench.contenders"},
+    {"samo.bench.contenders", "samo.bench.compiling"},
     {"samo.bench.step"},
     {"samo.cli", "samo.cli.display", "samo.cli.tables"},
     {

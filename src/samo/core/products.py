@@ -8,6 +8,7 @@ results are equal bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,9 @@ __all__ = []
 
 class Operation(Protocol):
     """What is computed from an input and a weight."""
+
+    def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
+        """Return the shape of the product."""
 
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         """Return the product."""
@@ -70,6 +74,67 @@ class Product(torch.autograd.Function):
         return grad_values, grad_x, grad_bias, None, None, None
 
 
+# Note [Products under checkpointing]
+#
+# torch.utils.checkpoint computes a block again until it has seen all tensors that the block saved, and stops
+# there. Torch's operations save before they compute, so that the last product of a block is not computed
+# again. An autograd function saves after it has computed: the last product, and an expansion, would be for
+# nothing, some 5 % of a step. So in eager code two functions share the work: the first saves and returns a
+# result without memory, the second computes. The gradient of the second is handed to the first as it is.
+
+
+class SavedProduct(Product):
+    """The first half: saves, and returns a tensor of the result's shape that has one entry."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        ends: Tensor | None,
+        layout: Layout,
+        operation: Operation,
+    ) -> Tensor:
+        ctx.save_for_backward(values, x, ends)
+        ctx.layout, ctx.operation = layout, operation
+        shape = operation.shape(x, layout.shape)
+        return x.new_empty_strided(shape, [0] * len(shape))
+
+
+class ComputedProduct(torch.autograd.Function):
+    """The second half."""
+
+    @staticmethod
+    def forward(ctx: Any, saved: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def product(
+    values: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    layout: Layout,
+    operation: Operation,
+) -> Tensor:
+    """Return ``operation(x, expand(values), bias)``, with a backward pass that expands again."""
+
+    def compute() -> Tensor:
+        return operation.forward(x, layout.expand(values.detach(), x.dtype), bias, ends)
+
+    if not torch.is_grad_enabled():
+        return compute()
+    if torch.compiler.is_compiling():
+        return Product.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
+    saved = SavedProduct.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
+    return ComputedProduct.apply(saved, compute)  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True)
 class Matmul:
     """``x @ weight``, or ``x @ weight.T`` as a linear layer has it; 2-D weights."""
@@ -77,6 +142,10 @@ class Matmul:
     is_transposed: bool
     is_linear: bool
     """Which of torch's functions: F.linear, or else addmm and matmul."""
+
+    def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
+        """Return the shape of the product."""
+        return [*x.shape[:-1], weight[0] if self.is_transposed else weight[1]]
 
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         """Return the product."""
@@ -118,6 +187,15 @@ class Convolution:
     dilation: list[int]
     groups: int
 
+    def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
+        """Return the shape of the product."""
+        sizes = zip(x.shape[2:], weight[2:], self.stride, self.padding, self.dilation)
+        places = [
+            (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
+            for size, kernel, step, pad, wide in sizes
+        ]
+        return [x.shape[0], weight[0], *places]
+
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         """Return the product."""
         zeros = [0] * len(self.stride)
@@ -158,6 +236,10 @@ class GroupedMatmul:
     """Rows of ``x`` up to each of ``ends`` by a weight of their own: a mixture of experts."""
 
     is_transposed: bool
+
+    def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
+        """Return the shape of the product."""
+        return [x.shape[0], weight[1] if self.is_transposed else weight[2]]
 
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         """Return the product."""

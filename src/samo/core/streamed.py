@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samo.core.dense import DenseWeight, Expand, Layout, expand_by_index
-from samo.core.products import Convolution, GroupedMatmul, Matmul, Operation, Product
+from samo.core.products import Convolution, GroupedMatmul, Matmul, Operation, product
 from samo.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -308,9 +308,7 @@ def _product(
         bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
     if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
         return None  # for torch to refuse
-    if not torch.is_grad_enabled():
-        return operation.forward(x, layout.expand(values.detach(), dtype), bias, ends)
-    return Product.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
+    return product(values, x, bias, ends, layout, operation)
 
 
 def _getitem(weight: Any, index: Any) -> Any:

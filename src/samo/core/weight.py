@@ -318,7 +318,10 @@ class Weight:
     # Identity -----------------------------------------------------------------------------------
 
     def bind(self, values: nn.Parameter) -> None:
-        """Take ``values`` as the parameter; the dense weight is made at its next use."""
+        """Take ``values`` as the parameter, and make its dense weight anew.
+
+        At once: compiled code cannot make it, and would expand in every pass.
+        """
         self.values = values
         if values.grad_dtype != self.layout.grad_dtype:
             values.grad_dtype = self.layout.grad_dtype
@@ -326,6 +329,8 @@ class Weight:
         self._version = self._dense_version = -1
         self._address = 0
         _WEIGHTS[values] = weakref.ref(self)
+        if self.is_resident:
+            self.sync()
 
     def take_over(self, values: nn.Parameter) -> None:
         """Compute with the parameter that somebody else puts in the place of ours, as FSDP2 does.
@@ -356,7 +361,7 @@ class Weight:
 
         A backward pass over what was computed before is refused: its gradients are of the old mask.
         """
-        param, dense, plain = self.values, self.dense, self._plain
+        param = self.values
         with _LOCK:
             param.grad = None  # torch compares its length with that of the values
             if values.shape != param.shape:
@@ -368,13 +373,11 @@ class Weight:
             watchers = [*self.layout.watchers]
             self.layout.watchers[:] = [_OldMask(self.name)]
             self.layout = self.layout._replace(mask=mask, watchers=watchers)
-            self.bind(param)
+            param.grad_dtype = self.layout.grad_dtype
             param.grad = grad
-            if dense is not None:  # at the same address, for compiled code
-                self.layout.kernels.expand_(values, mask, dense)
-                torch.autograd.graph.increment_version(dense)
-                self.dense, self._plain = dense, plain
-                self.note()
+            self._tracked = self._streamed = None
+            if self.is_resident:
+                self._refresh()
 
     def retire(self) -> None:
         """Note that nothing computes with the values any more, so that no optimizer goes on with them."""

@@ -1,6 +1,5 @@
 """Numbers of 8-bit state in Triton: codes and fp32, dither, scales. ``lean.py`` has the same in torch."""
 
-
 import triton
 import triton.language as tl
 
