@@ -462,6 +462,7 @@ def test_gradients_are_the_dense_ones_at_the_kept_places(is_tied: bool, style: s
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 @pytest.mark.parametrize("scope", ["tensor", "global"])
 def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: Any) -> None:
+    """And once more when masks change, which may give blocks with equal masks unequal ones."""
     torch._dynamo.reset()
     model = small_gpt(num_layers=4)
     samo.compress_(model, samo.prune(model, sparsity=0.5, scope=scope), weights=weights)
@@ -469,11 +470,14 @@ def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: 
     model(batch, batch).backward()
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
-    torch._dynamo.utils.counters.clear()
+    stats = torch._dynamo.utils.counters["stats"]
+    stats.clear()
     model(batch, batch).backward()
-    samo.remap_(model, samo.prune(model, sparsity=0.7))
-    model(batch, batch).backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert stats["unique_graphs"] == 1
+    for sparsity in (0.6, 0.7):
+        samo.remap_(model, samo.prune(model, sparsity, scope="global"))
+        model(batch, batch).backward()
+    assert stats["unique_graphs"] <= 2
 
 
 @ignores_dynamo

@@ -21,7 +21,7 @@ from samo.core.modules import (
     weights_in,
 )
 from samo.core.ranks import check_masks_of_ranks
-from samo.core.weight import Types, Weight, weight_of
+from samo.core.weight import Types, Weight, mark_ragged, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.layouts import dense_parameters
 from samo.mask import Mask
@@ -123,6 +123,7 @@ def compress_(
                 cast[name] = param.dtype
                 param.grad = None
                 param.data = param.data.to(types.dtype)
+        mark_ragged(list(made.values()))
         for module, own in changed.items():
             set_weights(module, {name: made[key] for name, key in own.items()})
     model.register_forward_pre_hook(check_masks_of_ranks)

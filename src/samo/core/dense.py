@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class Layout(NamedTuple):
     def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor) -> Tensor:
         """Expand in a backward pass."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
-            return Expand.apply(values, None, self, dtype)  # type: ignore[no-untyped-call]
+            return Expand.apply(values, values, None, self, dtype)  # type: ignore[no-untyped-call]
         return self.expand(values, dtype)
 
     def new_dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -75,19 +76,63 @@ class Layout(NamedTuple):
 
 
 class Expand(torch.autograd.Function):
-    """values -> a dense weight: the resident one, or if that is None a new one; backward compresses."""
+    """A dense weight whose gradient goes to ``source``, compressed.
+
+    The weight is ``dense``, the resident one, or if that is None a new expansion of ``values``. In eager
+    code ``source`` is the values; in compiled code see `Source`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, dense: Tensor | None, layout: Layout, dtype: torch.dtype
+        ctx: Any,
+        source: Tensor,
+        values: Tensor,
+        dense: Tensor | None,
+        layout: Layout,
+        dtype: torch.dtype,
     ) -> Tensor:
         # Not save_for_backward: the node serves many backward passes, and each would free it.
-        ctx.layout, ctx.kept = layout, values.shape[0]
+        ctx.layout, ctx.kept = layout, source.numel()
         return layout.expand(values, dtype) if dense is None else dense.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.layout.compress_grad(grad, ctx.kept), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.layout.compress_grad(grad, ctx.kept), None, None, None, None
+
+
+class Source(torch.autograd.Function):
+    """A tensor without memory of its own, in the type of the gradients, that stands for values in a graph.
+
+    A compiler takes the gradient of an fp32 parameter for fp32, and would cast bfloat16 ones to that, for
+    torch to cast them back. So compiled code hands gradients to this tensor, made outside of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return _one_entry(dtype, values.device).expand(values.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class Traced(NamedTuple):
+    """What compiled code reads of a weight: see `samo.core.traced`."""
+
+    values: Tensor
+    source: Tensor
+    dense: Tensor | None
+    """The resident weight."""
+    words: Tensor | None
+    offsets: Tensor | None
+    """The mask; None where nothing is pruned."""
+    spec: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype, bool]
+    """Shape, strides, type, type of gradients, and whether dense gradients are watched."""
+
+
+@cache
+def _one_entry(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 class Compress(torch.autograd.Function):

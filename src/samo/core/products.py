@@ -40,14 +40,15 @@ class Operation(Protocol):
 
 
 class Product(torch.autograd.Function):
-    """``operation(x, expand(values), bias)``, in the type of ``x``."""
+    """``operation(x, expand(values), bias)``, in the type of ``x``; ``source`` gets the values' gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        values: Tensor,
+        source: Tensor,
         x: Tensor,
         bias: Tensor | None,
+        values: Tensor,
         ends: Tensor | None,
         layout: Layout,
         operation: Operation,
@@ -71,7 +72,7 @@ class Product(torch.autograd.Function):
         if needs_x:
             weight = layout.expand_again(values, x.dtype, grad)
             grad_x = operation.grad_input(grad, x, weight, ends)
-        return grad_values, grad_x, grad_bias, None, None, None
+        return grad_values, grad_x, grad_bias, None, None, None, None
 
 
 # Note [Products under checkpointing]
@@ -89,9 +90,10 @@ class SavedProduct(Product):
     @staticmethod
     def forward(
         ctx: Any,
-        values: Tensor,
+        source: Tensor,
         x: Tensor,
         bias: Tensor | None,
+        values: Tensor,
         ends: Tensor | None,
         layout: Layout,
         operation: Operation,
@@ -115,9 +117,10 @@ class ComputedProduct(torch.autograd.Function):
 
 
 def product(
-    values: Tensor,
+    source: Tensor,
     x: Tensor,
     bias: Tensor | None,
+    values: Tensor,
     ends: Tensor | None,
     layout: Layout,
     operation: Operation,
@@ -130,8 +133,8 @@ def product(
     if not torch.is_grad_enabled():
         return compute()
     if torch.compiler.is_compiling():
-        return Product.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
-    saved = SavedProduct.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
+        return Product.apply(source, x, bias, values, ends, layout, operation)  # type: ignore[no-untyped-call]
+    saved = SavedProduct.apply(source, x, bias, values, ends, layout, operation)  # type: ignore[no-untyped-call]
     return ComputedProduct.apply(saved, compute)  # type: ignore[no-untyped-call]
 
 

@@ -22,7 +22,7 @@ from samo.arguments import optimizers_of
 from samo.core.compress import masks_by_parameter, named_weights
 from samo.core.ranks import outdate_replicas
 from samo.core.transfer import move
-from samo.core.weight import STEPPED, Weight
+from samo.core.weight import STEPPED, Weight, mark_ragged
 from samo.errors import CompressionError, MaskError, nearest
 from samo.kernels.rounding import convert_rest, master_dtype, split
 from samo.mask import Mask
@@ -121,7 +121,10 @@ def remap_(
         for plan, mask, dropped in reversed(done):
             _put_back(plan, mask, dropped, error)
         raise
-    outdate_replicas([plan.weight.values for plan, mask, _ in done if mask.kept != plan.mask.kept])
+    resized = [plan.weight for plan, mask, _ in done if mask.kept != plan.mask.kept]
+    if resized:
+        mark_ragged([weight for _, weight in named_weights(model)], were_remapped=True)
+    outdate_replicas([weight.values for weight in resized])
     return model
 
 

@@ -38,12 +38,19 @@ class Expansion:
     _dtype: torch.dtype
     _is_flipped: bool
     """Whether the last two dimensions are exchanged."""
+    _source: Tensor
+    """Where gradients go: the values, or in compiled code what stands for them."""
 
     def __init__(
-        self, values: Tensor, layout: Layout, dtype: torch.dtype, is_flipped: bool = False
+        self,
+        values: Tensor,
+        layout: Any,
+        dtype: torch.dtype,
+        is_flipped: bool,
+        source: Tensor,
     ) -> None:
         self._param, self._layout = values, layout
-        self._dtype, self._is_flipped = dtype, is_flipped
+        self._dtype, self._is_flipped, self._source = dtype, is_flipped, source
 
     @classmethod
     def __torch_function__(
@@ -61,17 +68,17 @@ class Expansion:
         """Make it."""
         values, layout, dtype = self._param, self._layout, self._dtype
         if torch.compiler.is_compiling():
-            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
+            dense = Expand.apply(self._source, values, None, layout, dtype)  # type: ignore[no-untyped-call]
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             dense = expand_by_index(values, layout, dtype)
         elif values.requires_grad and torch.is_grad_enabled():
-            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
+            dense = Expand.apply(values, values, None, layout, dtype)  # type: ignore[no-untyped-call]
         else:
             dense = layout.expand(values.detach(), dtype)
         return dense.transpose(-2, -1) if self._is_flipped else dense
 
     def _like(self, values: Tensor, layout: Layout, is_flipped: bool) -> Any:
-        return Expansion(values, layout, self._dtype, is_flipped)
+        return Expansion(values, layout, self._dtype, is_flipped, self._source)
 
     # What compiled code asks of it.
 
@@ -144,7 +151,7 @@ class StreamedWeight(Expansion, DenseWeight):
         is_flipped: bool,
         weight: weakref.ref[Weight],
     ) -> None:
-        Expansion.__init__(self, values, layout, dtype, is_flipped)
+        Expansion.__init__(self, values, layout, dtype, is_flipped, values)
         self._samo_weight = weight
 
     @classmethod
@@ -308,7 +315,7 @@ def _product(
         bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
     if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
         return None  # for torch to refuse
-    return product(values, x, bias, ends, layout, operation)
+    return product(weight._source, x, bias, values, ends, layout, operation)
 
 
 def _getitem(weight: Any, index: Any) -> Any:

@@ -1,14 +1,15 @@
-"""`TracedLayout`: the way from values to a dense tensor and back inside `torch.compile` and `torch.export`."""
+"""Reading a weight inside `torch.compile` and `torch.export`: the same, in operators that they can see."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samo.core.dense import Layout
+from samo.core.dense import Expand
+from samo.core.streamed import Expansion
 from samo.kernels.operators import compress, expand
 
-__all__ = ["TracedLayout", "traced"]
+__all__ = []
 
 
 class TracedLayout(NamedTuple):
@@ -46,8 +47,21 @@ class TracedLayout(NamedTuple):
         return compress(grad, self.words, self.offsets, kept, self.grad_dtype)
 
 
-def traced(layout: Layout) -> TracedLayout:
-    """Return a layout for compiled code."""
-    mask = layout.mask
-    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
-    return TracedLayout(layout.shape, layout.strides, words, offsets, layout.grad_dtype)
+def read(traced: Any) -> Any:
+    """Return the dense weight inside `torch.compile` and `torch.export`, or what stands for it.
+
+    ``traced`` is a `samo.core.dense.Traced`. A resident weight is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that.
+    """
+    values, source, dense, words, offsets, spec = traced
+    shape, strides, dtype, grad_dtype, is_watched = spec
+    is_trained = values.requires_grad
+    if is_watched or (is_trained and not source.requires_grad):
+        torch._dynamo.graph_break()  # an eager pass calls watchers, and sees what is trained now
+    if words is None and values.dtype == dtype:
+        return values
+    layout = TracedLayout(torch.Size(shape), strides, words, offsets, grad_dtype)
+    if torch.compiler._is_exporting_flag or dense is None:
+        return Expansion(values, layout, dtype, False, source)
+    if not is_trained or not torch.is_grad_enabled():
+        return dense
+    return Expand.apply(source, None, dense, layout, dtype)  # type: ignore[no-untyped-call]

@@ -30,8 +30,16 @@ from torch.optim.optimizer import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samo import kernels as _kernels
-from samo.core.dense import DenseWeight, Expand, Layout, as_dense_weight, expand_by_index
-from samo.core.streamed import Expansion, StreamedWeight
+from samo.core.dense import (
+    DenseWeight,
+    Expand,
+    Layout,
+    Source,
+    Traced,
+    as_dense_weight,
+    expand_by_index,
+)
+from samo.core.streamed import StreamedWeight
 from samo.errors import CompressionError
 from samo.mask import Mask
 
@@ -41,9 +49,15 @@ _LOCK: Final = threading.Lock()
 """One thread at a time makes a dense copy anew: another one may be computing with it."""
 
 # torch.compile takes the length of a parameter as fixed, and would compile equal blocks with unequal masks
-# once for each. These are the names that it has for values; other parameters stay as they are.
+# once for each. This is the name that it has for such values. All others stay fixed: it costs less.
 torch.compiler.config.dynamic_sources = ",".join(
-    filter(None, [torch.compiler.config.dynamic_sources, r".*'_samo_weights'.*\.values"])
+    filter(
+        None,
+        [
+            torch.compiler.config.dynamic_sources,
+            r".*'_samo_weights'.*\.ragged.*",
+        ],
+    )
 )
 
 _FIRST: Final = 2**63 - 1
@@ -75,6 +89,10 @@ class Weight:
     values: nn.Parameter
     dense: Tensor | None
     """The copy; None until it is first read, and of a streamed weight."""
+    traced: Traced | None
+    """All that compiled code reads; None of a ragged weight."""
+    ragged: Traced | None
+    """The same of a ragged one, whose number of values compiled code must not take for a constant."""
     _streamed: StreamedWeight | None
     """What is handed out of a streamed weight."""
     _plain: DenseWeight | None
@@ -97,6 +115,7 @@ class Weight:
         self.name: Final = name
         self.path: Final = path
         self.is_resident = is_resident
+        self.is_ragged = False
         self.dtype = types.dtype
         self.dense_dtype = param.dtype  # what decompress_ gives back
         self.attributes: Final = dict(param.__dict__)  # what people hung on the parameter
@@ -135,12 +154,14 @@ class Weight:
 
     def read(self, values: Any) -> Any:
         """Return the dense weight for what stands in ``module._parameters``: its values, or others."""
-        if self.values is not values:
-            return self._read_others(values)
         if torch.compiler.is_compiling():
-            from samo.core.traced import traced  # registers operators, which takes time
+            from samo.core.traced import read  # registers operators, which takes time
 
-            return self._read_traced(traced(self.layout))
+            traced = self.ragged if self.traced is None else self.traced
+            # In this order: the name that the compiler sees first is the one it takes.
+            return read(traced) if traced.values is values else self._read_others(values)  # type: ignore[union-attr]
+        if values is not self.values:
+            return self._read_others(values)
         if not self.is_resident:
             return self._read_streamed()
         if (  # `sync` asks the same; here each call counts, in every forward pass
@@ -154,11 +175,9 @@ class Weight:
             return self._plain
         if self._tracked is None:
             assert self.dense is not None
-            tracked = Expand.apply(values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
-            # The engine takes nodes made last first, and this one serves for many passes: left alone,
-            # it would wait for the end of each, and all dense gradients with it.
-            tracked.grad_fn._set_sequence_nr(_FIRST)
-            self._tracked = as_dense_weight(tracked, self)
+            tracked = Expand.apply(values, values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
+            self._tracked = as_dense_weight(_runs_first(tracked), self)
+            self.prepare_traced()
         return self._tracked
 
     def _read_streamed(self) -> Tensor:
@@ -169,24 +188,19 @@ class Weight:
             self._streamed = StreamedWeight(
                 self.values, self.layout, self.dtype, False, weakref.ref(self)
             )
+            self.prepare_traced()
             self._streamed.__dict__.update(self.attributes)
         return self._streamed
 
-    def _read_traced(self, layout: Any) -> Any:
-        """Return the dense weight inside `torch.compile` and `torch.export`, or what stands for it.
-
-        The copy is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that.
-        """
-        values, dense = self.values, self.dense
-        if self.layout.watchers:
-            torch._dynamo.graph_break()  # they are called in eager passes
-        if self.mask is None and values.dtype == self.dtype:
-            return values
-        if dense is not None and not torch.compiler.is_exporting():
-            if not values.requires_grad or not torch.is_grad_enabled():
-                return dense
-            return Expand.apply(values, dense, layout, self.dtype)  # type: ignore[no-untyped-call]
-        return Expansion(values, layout, self.dtype)
+    @torch.enable_grad()
+    def prepare_traced(self) -> None:
+        """Put together what compiled code reads: few objects, for each costs time in each call."""
+        shape, strides, mask, grad_dtype, _, watchers = self.layout
+        source = _runs_first(Source.apply(self.values, grad_dtype))  # type: ignore[no-untyped-call]
+        words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
+        spec = (tuple(shape), strides, self.dtype, grad_dtype, bool(watchers))
+        traced = Traced(self.values, source, self.dense, words, offsets, spec)
+        self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
 
     def _read_others(self, values: Any) -> Any:
         """Expand values that are not the weight's own, as `torch.func.functional_call` brings."""
@@ -203,8 +217,15 @@ class Weight:
 
     def watch(self, watcher: Callable[[Tensor], None]) -> Callable[[], None]:
         """Call ``watcher`` with each dense gradient from now on; what is returned ends that."""
-        self.layout.watchers.append(watcher)
-        return lambda: self.layout.watchers.remove(watcher)
+        watchers = self.layout.watchers
+        watchers.append(watcher)
+        self.prepare_traced()
+
+        def end() -> None:
+            self.layout.watchers.remove(watcher)
+            self.prepare_traced()
+
+        return end
 
     # Values and dense weight follow each other --------------------------------------------------
 
@@ -331,6 +352,7 @@ class Weight:
         _WEIGHTS[values] = weakref.ref(self)
         if self.is_resident:
             self.sync()
+        self.prepare_traced()
 
     def take_over(self, values: nn.Parameter) -> None:
         """Compute with the parameter that somebody else puts in the place of ours, as FSDP2 does.
@@ -378,6 +400,7 @@ class Weight:
             self._tracked = self._streamed = None
             if self.is_resident:
                 self._refresh()
+            self.prepare_traced()
 
     def retire(self) -> None:
         """Note that nothing computes with the values any more, so that no optimizer goes on with them."""
@@ -399,7 +422,16 @@ class Weight:
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy take along: the rest is made anew."""
         self.sync_written()
-        kept = ("name", "path", "is_resident", "dtype", "dense_dtype", "attributes", "values")
+        kept = (
+            "name",
+            "path",
+            "is_resident",
+            "is_ragged",
+            "dtype",
+            "dense_dtype",
+            "attributes",
+            "values",
+        )
         state = {key: vars(self)[key] for key in kept}
         shape, strides, mask, grad_dtype, *_ = self.layout
         return {**state, "layout": (tuple(shape), strides, mask, grad_dtype)}
@@ -411,6 +443,29 @@ class Weight:
         self.layout = Layout(torch.Size(shape), strides, mask, grad_dtype, kernels, [])
         self.values.__dict__.update(self.attributes)  # which a deep copy of a parameter lacks
         self.bind(self.values)
+
+
+def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
+    """Tell the weights of a model if equal layers may keep different numbers of values."""
+    counts: dict[torch.Size, set[int]] = {}
+    for weight in weights:
+        counts.setdefault(weight.shape, set()).add(weight.kept)
+    if were_remapped or any(len(found) > 1 for found in counts.values()):
+        for weight in weights:
+            if weight.mask is not None and not weight.is_ragged:
+                weight.is_ragged = True
+                weight.prepare_traced()
+
+
+def _runs_first(made: Tensor) -> Tensor:
+    """Let the node of a tensor run as soon as its gradient is there.
+
+    The engine takes nodes made last first, and these serve for many passes: left alone, they would wait
+    for the end of each, and all dense gradients with them.
+    """
+    if made.grad_fn is not None:
+        made.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
+    return made
 
 
 class _OldMask:
