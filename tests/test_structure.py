@@ -86,6 +86,7 @@ LAYERS: Final = (
         "samo.core.weight",
         "samo.core.modules",
         "samo.core.ranks",
+        "samo.core.shards",
         "samo.core.compress",
         "samo.core.groups",
         "samo.core.optim",

@@ -7,9 +7,11 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from samo import kernels as _kernels
+from samo.core.shards import local_update, shard_groups
 from samo.core.weight import Weight, weight_from, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
@@ -44,6 +46,9 @@ class AdamW(Optimizer):
 
     A gradient with a NaN or an infinity anywhere makes the whole step do nothing, without waiting for
     the device; ``skipped_steps`` counts them, and many in a row are warned of.
+
+    DTensors, such as FSDP2's ``fully_shard`` makes of parameters, are updated shard by shard with exact
+    state, which is sharded as they are. Ranks that hold shards skip a step together.
 
     Example:
         >>> import torch, samo
@@ -188,18 +193,23 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         batches: dict[tuple[Any, ...], _Batch] = {}
+        sharded: list[DTensor] = []
         for group in self.param_groups:
             key = (*group["betas"], group["eps"], group["lean"], group["kernels"])
             for param in group["params"]:
+                is_sharded = isinstance(param, DTensor)
+                if is_sharded:
+                    sharded.append(param)
                 if param.grad is not None:
-                    weight = weight_of(param)
+                    weight = None if is_sharded else weight_of(param)
                     batch = batches.get((*key, param.device))
                     if batch is None:
                         batch = batches[*key, param.device] = _Batch(group, param.device)
                     batch.add(param, weight, group, self._state_of(param, weight, group))
-        if not batches and self.group is None:
+        groups = shard_groups(sharded)
+        if not batches and not groups and self.group is None:
             return loss
-        skip = self._find_nonfinite(list(batches.values()))
+        skip = self._find_nonfinite(list(batches.values()), groups)
         # A CPU's result is here already; another device's is used there, without waiting for it.
         if skip.device.type != "cpu":
             for batch in batches.values():
@@ -209,16 +219,23 @@ class AdamW(Optimizer):
                 batch.update(None)
         return loss
 
-    def _find_nonfinite(self, batches: list["_Batch"]) -> Tensor:
-        """Return whether any gradient is not finite, count it, and warn where that goes on."""
+    def _find_nonfinite(
+        self, batches: list["_Batch"], groups: dict[dist.ProcessGroup, str]
+    ) -> Tensor:
+        """Return whether any gradient is not finite on any rank that shares in the parameters.
+
+        Count it, and warn where that goes on. All ranks come here, with gradients or without.
+        """
         flags = [batch.kernels.find_nonfinite(batch.gradients) for batch in batches]
-        flag = flags[0] if flags else torch.zeros((), dtype=torch.bool)
+        params = (param for group in self.param_groups for param in group["params"])
+        device = next((param.device for param in params), torch.device("cpu"))
+        flag = flags[0] if flags else torch.zeros((), dtype=torch.bool, device=device)
         for other in flags[1:]:
             flag = flag | other.to(flag.device)
+        for group, device_type in groups.items():
+            flag = _any_rank(flag, group, device_type)
         if self.group is not None:
-            shared = flag.to(torch.int32)
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
-            flag = shared.to(torch.bool)
+            flag = _any_rank(flag, self.group, flag.device.type)
         if self._skipped is None:
             self._skipped = torch.zeros(2, dtype=torch.int64, device=flag.device)
         total, in_a_row = self._skipped
@@ -354,6 +371,14 @@ class AdamW(Optimizer):
                 state[_AGE] = ages_at(state["step"], param.numel())
 
 
+def _any_rank(flag: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:
+    """Return whether a flag is set on any rank of a group that talks between devices of a type."""
+    there = flag if flag.device.type == device_type else flag.to(device_type)
+    shared = there.to(torch.int32)
+    dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+    return shared.to(flag.device, torch.bool)
+
+
 class _Batch:
     """Parameters that are updated together."""
 
@@ -381,23 +406,24 @@ class _Batch:
             if dense is not None:
                 self.weights.append(weight)
         rest = state.get("correction" if self.is_lean else "remainder")
-        self.params.append(param)
-        self.gradients.append(grad)
-        self.states.append(state)
-        self.updates.append(
-            AdamWUpdate(
-                param,
-                rest,
-                grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                state["step"],
-                group["lr"],
-                group["weight_decay"],
-                dense,
-                mask,
-            )
+        update = AdamWUpdate(
+            param,
+            rest,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
+            group["lr"],
+            group["weight_decay"],
+            dense,
+            mask,
         )
+        if isinstance(param, DTensor):
+            update = local_update(update)
+        self.params.append(param)
+        self.gradients.append(update.grad)
+        self.states.append(state)
+        self.updates.append(update)
 
     def update(self, skip: Tensor | None) -> None:
         if self.is_lean:
@@ -465,6 +491,14 @@ def _check_loaded(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -
             f"the saved optimizer state of {_name(param)} has {'' if _AGE in found else 'no '}step "
             f"counts of its entries; build the optimizer with entry_steps={_AGE in found}"
         )
+    for key in layout.keys() & found.keys():
+        placed = [getattr(tensor, "placements", None) for tensor in (param, state[key])]
+        if placed[0] != placed[1]:
+            raise MaskError(
+                f"the saved '{key}' of {_name(param)} is placed as {placed[1]} and the parameter as "
+                f"{placed[0]}, where None is a whole tensor; load it with set_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict, which cuts state as the parameters are"
+            )
     expected = {key: (dtype, tuple(shape)) for key, (dtype, shape) in layout.items()}
     if found != expected:
         raise MaskError(
@@ -488,6 +522,13 @@ def _name(param: Tensor) -> str:
 
 
 def _check_type(param: Tensor, group: dict[str, Any], name: str) -> None:
+    if isinstance(param, DTensor) and (group["lean"] or group["entry_steps"]):
+        setting = "state='lean'" if group["lean"] else "entry_steps=True"
+        raise ValueError(
+            f"{name} is sharded as {param.placements}, and {setting} is for whole parameters: it goes "
+            "by places in a mask, which shards do not know; leave it out, or train replicas with "
+            "DistributedDataParallel"
+        )
     if param.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         raise ValueError(
             f"{name} is {param.dtype}; samo.AdamW updates float32, float64 and bfloat16 "
