@@ -175,7 +175,6 @@ def test_it_updates_plain_models_and_parameters_added_later() -> None:
         ({"state": "lean", "entry_steps": True}, "entry_steps=True goes with state='exact' alone"),
         ({"amsgrad": True}, "samo.AdamW has no amsgrad=True .* third moment"),
         ({"maximize": True}, "samo.AdamW has no maximize=True"),
-        ({"capturable": True}, "samo.AdamW has no capturable=True"),
         ({"differentiable": True}, "samo.AdamW has no differentiable=True"),
     ],
     ids=str,
@@ -233,13 +232,32 @@ def test_state_of_other_masks_or_groups_is_refused() -> None:
         samo.AdamW(samo.param_groups(model)).load_state_dict(opt.state_dict())
 
 
-def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_replays_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt, _ = build("fp32")
     loss_of(model, X).backward()
     for name in ("is_initialized", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    with pytest.raises(samo.CompressionError, match="after each replay"):
+    with pytest.raises(
+        samo.CompressionError, match=r"state of '0.weight' is made by the first step"
+    ):
         opt.step()
+    monkeypatch.undo()
+    opt.step()
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(samo.CompressionError, match=r"'0.weight' is on the cpu, and a CUDA graph"):
+        opt.step()
+
+
+def test_tables_of_a_graph_are_remembered_by_nobody() -> None:
+    tables = pytest.importorskip("samo.kernels.tables", reason="needs triton")
+    here, graph = (tables.Where(torch.device("cpu"), 0, captured) for captured in (False, True))
+    rows = ((1, 2), (3, 4))
+    assert tables.rows(here, rows) is tables.rows(here, rows)
+    found = tables.rows(graph, rows)
+    assert torch.equal(found, tables.rows(here, rows))
+    assert found is not tables.rows(here, rows)
+    assert found is not tables.rows(graph, rows)
 
 
 def test_torch_optimizers_refuse_bf16_gradients_and_ours_takes_them() -> None:

@@ -50,6 +50,9 @@ class AdamW(Optimizer):
     DTensors, such as FSDP2's ``fully_shard`` makes of parameters, are updated shard by shard with exact
     state, which is sharded as they are. Ranks that hold shards skip a step together.
 
+    A step can be captured in a CUDA graph, after one outside of it. The graph keeps all settings as they
+    were, but for a learning rate that is a tensor on the parameters' device: change it in place.
+
     Example:
         >>> import torch, samo
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
@@ -74,11 +77,12 @@ class AdamW(Optimizer):
             ``ZeroRedundancyOptimizer``. Replicas of DistributedDataParallel need none: they have the
             same gradients.
         kernels: ``"auto"`` takes the fastest for the parameters' device, ``"reference"`` plain torch.
-        fused: Taken for compatibility, as ``foreach`` is; the step is always fused.
+        fused: Taken for compatibility, as ``foreach`` and ``capturable`` are; the step is always fused,
+            and can always be captured.
         foreach: As ``fused``.
-        amsgrad: Must be False, as ``maximize``, ``capturable`` and ``differentiable``.
+        capturable: As ``fused``.
+        amsgrad: Must be False, as ``maximize`` and ``differentiable``.
         maximize: As ``amsgrad``.
-        capturable: As ``amsgrad``.
         differentiable: As ``amsgrad``.
 
     Raises:
@@ -103,9 +107,9 @@ class AdamW(Optimizer):
         kernels: _kernels.Path = "auto",
         fused: bool | None = None,
         foreach: bool | None = None,
+        capturable: bool = True,
         amsgrad: bool = False,
         maximize: bool = False,
-        capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
         if state not in ("exact", "lean"):
@@ -120,7 +124,6 @@ class AdamW(Optimizer):
         for name, is_on, reason in (
             ("amsgrad", amsgrad, "it would need a third moment"),
             ("maximize", maximize, "negate the loss instead"),
-            ("capturable", capturable, "addresses of gradients are sent from the host"),
             ("differentiable", differentiable, "kernels write in place"),
         ):
             if is_on:
@@ -180,14 +183,8 @@ class AdamW(Optimizer):
             closure: Computes loss and gradients once more and returns the loss.
 
         Raises:
-            CompressionError: It is called while a CUDA graph is captured.
+            CompressionError: A CUDA graph is captured, and a replay would do something else.
         """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise CompressionError(
-                "samo.AdamW.step cannot be part of a CUDA graph: addresses of the gradients are sent "
-                "from the host in each step; capture forward and backward, and call step() after "
-                "each replay"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -206,6 +203,8 @@ class AdamW(Optimizer):
                     if batch is None:
                         batch = batches[*key, param.device] = _Batch(group, param.device)
                     batch.add(param, weight, group, self._state_of(param, weight, group))
+        if _is_captured():
+            _check_captured(batches.values())
         groups = shard_groups(sharded)
         if not batches and not groups and self.group is None:
             return loss
@@ -237,6 +236,7 @@ class AdamW(Optimizer):
         if self.group is not None:
             flag = _any_rank(flag, self.group, flag.device.type)
         if self._skipped is None:
+            _check_is_not_first("the count of skipped steps")
             self._skipped = torch.zeros(2, dtype=torch.int64, device=flag.device)
         total, in_a_row = self._skipped
         total.add_(flag)
@@ -265,6 +265,7 @@ class AdamW(Optimizer):
     ) -> dict[str, Any]:
         state = self.state[param]
         if not state:
+            _check_is_not_first(f"the state of {_name(param)}")
             _check_type(param, group, _name(param))
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for key, (dtype, shape) in _layout(param, weight, group).items():
@@ -369,6 +370,35 @@ class AdamW(Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = moments
             if _AGE in state:
                 state[_AGE] = ages_at(state["step"], param.numel())
+
+
+def _is_captured() -> bool:
+    """Return whether what is launched becomes part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _check_is_not_first(what: str) -> None:
+    """Refuse to make state while a graph is captured."""
+    if _is_captured():
+        raise CompressionError(
+            f"{what} is made by the first step, which is being captured in a CUDA graph: each replay would "
+            "set it to 0; call step() once before you capture it"
+        )
+
+
+def _check_captured(batches: Iterable["_Batch"]) -> None:
+    """Refuse what a graph would leave out, or cannot do."""
+    for batch in batches:
+        if batch.device.type != "cuda":
+            raise CompressionError(
+                f"{_name(batch.params[0])} is on the {batch.device.type}, and a CUDA graph would leave it "
+                "as it is; give it to an optimizer of its own, whose step is not captured"
+            )
+        if batch.path == "reference":
+            raise CompressionError(
+                "kernels='reference' asks the host where kept weights lie, which a CUDA graph cannot do; "
+                "leave it out to capture samo.AdamW.step"
+            )
 
 
 def _any_rank(flag: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:
