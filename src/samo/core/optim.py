@@ -288,20 +288,21 @@ class AdamW(Optimizer):
             MaskError: The state belongs to other masks, or to parameters of another type.
         """
         saved = state_dict["state"]
-        pairs = [(param, group) for group in self.param_groups for param in group["params"]]
-        lengths = [
-            [len(group["params"]) for group in groups]
-            for groups in (self.param_groups, state_dict["param_groups"])
-        ]
-        for index, (param, group) in enumerate(pairs):
-            if index in saved and lengths[0] == lengths[1]:  # torch refuses other groups
-                _check_loaded(param, group, saved[index])
+        own, others = self.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in own] == [len(group["params"]) for group in others]:
+            # By numbers, or by the names that torch.distributed.checkpoint puts in their place.
+            keys = [key for group in others for key in group["params"]]
+            pairs = [(param, group) for group in own for param in group["params"]]
+            found = [(saved[key], *pair) for key, pair in zip(keys, pairs) if key in saved]
+        else:
+            found = []  # torch refuses
+        for state, param, group in found:
+            _check_loaded(param, group, state)
         super().load_state_dict({**state_dict, "state": {}})  # torch would cast 8-bit state
-        for index, (param, _) in enumerate(pairs):
-            if index in saved:
-                self.state[param] = {
-                    key: value.to(param.device, copy=True) for key, value in saved[index].items()
-                }
+        for state, param, _ in found:
+            self.state[param] = {
+                key: value.to(param.device, copy=True) for key, value in state.items()
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a copy or `load_state_dict` brings; groups keep their kind of state."""
