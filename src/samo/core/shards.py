@@ -4,11 +4,29 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from samo.kernels import AdamWUpdate
 
 __all__ = []
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard, which may be empty; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is, or put together from the shards of all ranks, which all ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(values: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of what all ranks have, if ``like`` is in shards."""
+    if not isinstance(like, DTensor):
+        return values
+    values = values.to(like.device)
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def local_update(update: AdamWUpdate) -> AdamWUpdate:
@@ -18,16 +36,12 @@ def local_update(update: AdamWUpdate) -> AdamWUpdate:
         # Tensor parallelism may leave a sum over ranks to be done.
         grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
     return update._replace(
-        param=_local(param),
-        rest=None if rest is None else _local(rest),
-        grad=_local(grad),
-        exp_avg=_local(exp_avg),
-        exp_avg_sq=_local(exp_avg_sq),
+        param=local_of(param),
+        rest=None if rest is None else local_of(rest),
+        grad=local_of(grad),
+        exp_avg=local_of(exp_avg),
+        exp_avg_sq=local_of(exp_avg_sq),
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_groups(params: Iterable[DTensor]) -> dict[dist.ProcessGroup, str]:
