@@ -53,30 +53,38 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Layers inside and outside of blocks; lengths that two and four ranks do not share evenly."""
 
-    def __init__(self, *, is_checkpointed: bool = False) -> None:
+    def __init__(self, *, is_checkpointed: bool = False, is_tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.first, self.last = nn.Linear(6, 11), nn.Linear(11, 3)
         self.blocks = nn.ModuleList([Block(11), Block(11)])
+        self.again = nn.Linear(6, 11)
         self.is_checkpointed = is_checkpointed
+        if is_tied:
+            self.again.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        x = self.first(x) * self.again(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
         return self.last(x)
 
 
 @functools.cache
-def masks() -> samo.Masks:
-    return samo.prune(Net(), 0.7)
+def masks(**settings: bool) -> samo.Masks:
+    return samo.prune(Net(**settings), 0.7)
 
 
 def build(
-    *, weights: Any = "streamed", dtype: torch.dtype = torch.float64, is_checkpointed: bool = False
+    *,
+    weights: Any = "streamed",
+    dtype: torch.dtype = torch.float64,
+    is_frozen: bool = False,
+    **settings: bool,
 ) -> Net:
-    model = Net(is_checkpointed=is_checkpointed).to(dtype)
-    samo.compress_(model, masks(), weights=weights, kernels="reference")
+    model = Net(**settings).to(dtype)
+    model.blocks[0].requires_grad_(not is_frozen)
+    samo.compress_(model, masks(**settings), weights=weights, kernels="reference")
     return model
 
 
@@ -166,8 +174,15 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "clipping": ({}, {}, {"max_norm": 0.1}),
     "checkpointed": ({"is_checkpointed": True}, {}, {}),
     "resident": ({"weights": "resident"}, {}, {}),
+    "frozen": ({"is_frozen": True}, {}, {}),
+    "tied": ({"is_tied": True}, {}, {}),
+    "compiled": ({}, {}, {}),
     "samo.AdamW": ({}, {}, {}),
 }
+
+
+OWN = ("clipping", "frozen", "tied", "samo.AdamW")
+"""Those that do something else than the plain one, in one process too."""
 
 
 def bad_gradient(model: nn.Module, is_here: bool) -> Callable[[int], None]:
@@ -186,6 +201,9 @@ def every_mode(rank: int, num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for mode, (building, sharding, training) in MODES.items():
         model = build(**building)
+        if mode == "compiled":
+            for block in model.blocks:
+                block.compile(backend="aot_eager", fullgraph=True)
         names = [name for name, _ in model.named_parameters()]
         dims = (2, 2) if num_ranks == 4 and mode in ("plain", "samo.AdamW") else (num_ranks,)
         shard(model, *dims, **sharding)
@@ -205,7 +223,7 @@ def every_mode(rank: int, num_ranks: int) -> dict[str, Any]:
 
 @functools.cache
 def in_one_process(mode: str = "plain") -> tuple[dict[str, Tensor], list[Tensor]]:
-    model = build()
+    model = build(**MODES[mode][0])
     is_ours = mode == "samo.AdamW"
     opt = samo_adamw(model) if is_ours else torch_adamw(model)
     norms = train(
@@ -221,7 +239,7 @@ def in_one_process(mode: str = "plain") -> tuple[dict[str, Tensor], list[Tensor]
 def test_sharded_models_train_as_one_process(num_ranks: int) -> None:
     everyones = run_ranks(num_ranks, every_mode)
     for mode in MODES:
-        wanted, norms = in_one_process(mode if mode in ("clipping", "samo.AdamW") else "plain")
+        wanted, norms = in_one_process(mode if mode in OWN else "plain")
         for rank, found in enumerate(everyones):
             state, found_norms, skipped = found[mode]
             check_close(state, wanted, f"{mode}, rank {rank}")
@@ -369,7 +387,11 @@ def other_ways_in_and_out(rank: int, num_ranks: int, folder: Path) -> dict[str, 
         assert list(state) == list(wanted), name
         assert all(torch.equal(state[key], value) for key, value in wanted.items()), name
     found["refused"] = []
+    early = build()
+    opt = torch_adamw(early)
+    shard(early, num_ranks)
     for action in (
+        opt.step,
         lambda: samo.decompress_(model),
         lambda: samo.remap_(model, masks()),
         lambda: samo.compress_(fully_shard(nn.Linear(6, 11)), samo.Masks({"weight": mask()})),
@@ -401,7 +423,8 @@ def test_other_ways_in_and_out(tmp_path: Path) -> None:
     wanted = samo.dense_state_dict(model)
     for found in run_ranks(2, other_ways_in_and_out, tmp_path):
         check_close(found["dense"], wanted, "dense")
-        no_way_back, no_remap, too_late, masks_differ = found["refused"]
+        too_early, no_way_back, no_remap, too_late, masks_differ = found["refused"]
+        assert "AdamW was built before decompress_ or fully_shard" in too_early
         assert "'first.weight' is sharded over 2 ranks" in no_way_back
         assert "samo.dense_state_dict(model)" in no_way_back
         assert "give it its masks before fully_shard" in no_remap

@@ -336,8 +336,9 @@ class Weight:
 
         At once: compiled code cannot make it, and would expand in every pass.
         """
-        self.values = values
         if isinstance(values, DTensor):
+            if self.mesh is None:
+                self.retire()
             self.is_resident, self.mesh = False, values.device_mesh
         else:
             if self.mask is not None and self.mask.words.device != values.device:
@@ -345,6 +346,7 @@ class Weight:
             if values.grad_dtype != self.layout.grad_dtype:
                 values.grad_dtype = self.layout.grad_dtype
             self._streamed = None  # with shards it waits for the whole values to come back
+        self.values = values
         self.dense = self._plain = self._tracked = None
         self._version = self._dense_version = -1
         self._address = 0
@@ -471,7 +473,7 @@ _ORIGINS: Final = WeakTensorKeyDictionary()
 """From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
 
 _RETIRED: Final = WeakTensorKeyDictionary()
-"""From values that `decompress_` has replaced to the name of their weight."""
+"""From values that `decompress_` or FSDP2 has replaced to the name of their weight."""
 
 
 def weight_of(param: Tensor) -> Weight | None:
@@ -509,9 +511,9 @@ def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
                     continue
                 if param in _RETIRED:
                     raise CompressionError(
-                        f"this {type(opt).__name__} was built before decompress_ and holds the values "
-                        f"that '{_RETIRED[param]}' had, which nothing computes with any more; build it "
-                        "anew on model.parameters()"
+                        f"this {type(opt).__name__} was built before decompress_ or fully_shard and "
+                        f"holds the values that '{_RETIRED[param]}' had, which nothing computes with any "
+                        "more; build it anew on model.parameters()"
                     )
                 weight = weight_from(param)
                 if weight is not None:
