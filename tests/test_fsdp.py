@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -394,6 +395,9 @@ def other_ways_in_and_out(rank: int, num_ranks: int, folder: Path) -> dict[str, 
         opt.step,
         lambda: samo.decompress_(model),
         lambda: samo.remap_(model, masks()),
+        lambda: parallelize_module(
+            build(), init_device_mesh("cpu", (num_ranks,)), {"first": ColwiseParallel()}
+        ),
         lambda: samo.compress_(fully_shard(nn.Linear(6, 11)), samo.Masks({"weight": mask()})),
     ):
         with pytest.raises((samo.CompressionError, ValueError)) as error:
@@ -423,11 +427,12 @@ def test_other_ways_in_and_out(tmp_path: Path) -> None:
     wanted = samo.dense_state_dict(model)
     for found in run_ranks(2, other_ways_in_and_out, tmp_path):
         check_close(found["dense"], wanted, "dense")
-        too_early, no_way_back, no_remap, too_late, masks_differ = found["refused"]
+        too_early, no_way_back, no_remap, no_columns, too_late, masks_differ = found["refused"]
         assert "AdamW was built before decompress_ or fully_shard" in too_early
         assert "'first.weight' is sharded over 2 ranks" in no_way_back
         assert "samo.dense_state_dict(model)" in no_way_back
         assert "give it its masks before fully_shard" in no_remap
+        assert "'first.weight' is compressed, and its values are in no rows" in no_columns
         assert "compress the model before it is sharded" in too_late
         assert "the mask of 'weight' is not the same on rank" in masks_differ
 

@@ -49,6 +49,12 @@ class CompressedModule(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `__setattr__`: another tensor under the name of a weight would be trained without its mask."""
         if name in weights_in(self) and param is not None:
+            if isinstance(param, DTensor):  # FSDP2 sets the attribute
+                raise CompressionError(
+                    f"'{weights_in(self)[name].name}' is compressed, and its values are in no rows or "
+                    "columns that tensor parallelism could share among ranks; leave the module out of its "
+                    "plan, or shard values with fully_shard"
+                )
             self._assign(name, param)
         else:
             super().register_parameter(name, param)
