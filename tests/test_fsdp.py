@@ -186,6 +186,16 @@ OWN = ("clipping", "frozen", "tied", "samo.AdamW")
 """Those that do something else than the plain one, in one process too."""
 
 
+HYBRID = ("plain", "samo.AdamW")
+"""Those that four ranks do as two replicas of two shards."""
+
+
+def modes_of(num_ranks: int) -> list[str]:
+    """Return what so many ranks do: of four some shards are empty, and compilers take their time."""
+    few = (*HYBRID, "accumulation, kept whole", "clipping", "checkpointed")
+    return [mode for mode in MODES if num_ranks == 2 or mode in few]
+
+
 def bad_gradient(model: nn.Module, is_here: bool) -> Callable[[int], None]:
     """Put a NaN into one entry of one shard."""
 
@@ -200,13 +210,14 @@ def bad_gradient(model: nn.Module, is_here: bool) -> Callable[[int], None]:
 
 def every_mode(rank: int, num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for mode, (building, sharding, training) in MODES.items():
+    for mode in modes_of(num_ranks):
+        building, sharding, training = MODES[mode]
         model = build(**building)
         if mode == "compiled":
             for block in model.blocks:
                 block.compile(backend="aot_eager", fullgraph=True)
         names = [name for name, _ in model.named_parameters()]
-        dims = (2, 2) if num_ranks == 4 and mode in ("plain", "samo.AdamW") else (num_ranks,)
+        dims = (2, 2) if num_ranks == 4 and mode in HYBRID else (num_ranks,)
         shard(model, *dims, **sharding)
         assert [name for name, _ in model.named_parameters()] == names
         # What was whole is let go before the first pass.
@@ -239,7 +250,7 @@ def in_one_process(mode: str = "plain") -> tuple[dict[str, Tensor], list[Tensor]
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sharded_models_train_as_one_process(num_ranks: int) -> None:
     everyones = run_ranks(num_ranks, every_mode)
-    for mode in MODES:
+    for mode in modes_of(num_ranks):
         wanted, norms = in_one_process(mode if mode in OWN else "plain")
         for rank, found in enumerate(everyones):
             state, found_norms, skipped = found[mode]
@@ -328,7 +339,7 @@ def train_until_killed(rank: int, num_ranks: int, folder: Path, make: Any) -> No
                 model, opt, part_of(rank, num_ranks), steps=range(step, step + 1), before_step=die
             )
             save(model, opt, folder / str(step))
-        except RuntimeError:
+        except (RuntimeError, dcp.api.CheckpointException):
             return  # the other one is gone
 
 
