@@ -126,6 +126,12 @@ BAD = [
     (config(prune=PruneConfig(pattern="2:4", scope="erk")), "pattern 2:4 gives every matrix the same sparsity, and scope erk"),
     (config(prune=PruneConfig(sparsity=0.0)), "sparsity 0 prunes nothing"),
     (config(run=RunConfig(dtype="float32", fp32_gradients=True)), "fp32_gradients has no effect with dtype float32"),
+    (config(run=RunConfig(weights="some")), "weights must be resident, streamed, or an amount of memory .*, got 'some'; write it as 4GB"),
+    (config(run=RunConfig(weights="-1GB")), "weights must be resident, streamed, or an amount .*, got '-1GB'"),
+    (config(run=RunConfig(weights=-1)), "weights must be resident, streamed, or an amount .*, got '-1'"),
+    (config(run=RunConfig(weights="1e9GB")), "weights must be .*, got '1e9GB'"),
+    (config(run=RunConfig(weights="99999999999TB")), "weights must be .*, got '99999999999TB'"),
+    (config(run=RunConfig(mode="dense", weights="streamed")), "mode dense keeps its weights dense, and weights streamed would have no effect"),
     (config(run=RunConfig(mode="dense"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is dense"),
     (config(prune=PruneConfig(threshold=0.2)), "threshold is a setting of method early-bird, and with method magnitude it would"),
     (config(prune=PruneConfig(method="rigl", queue=3)), "queue is a setting of method early-bird, and with method rigl it"),
@@ -161,6 +167,31 @@ def test_the_sparsity_is_nine_tenths_or_that_of_the_pattern_and_stays_so() -> No
     assert resolve(config()).prune.sparsity == 0.9
     once = resolve(config(prune=PruneConfig(pattern="1:4")))
     assert once.prune.sparsity == 0.75
+    assert resolve(once) == once
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("resident", "resident"),
+        ("streamed", "streamed"),
+        (0, 0),
+        ("4GB", 4 * 10**9),
+        ("4 gb", 4 * 10**9),
+        ("1.5GB", 1_500_000_000),
+        ("500MB", 500 * 10**6),
+        ("20kB", 20_000),
+        ("2TB", 2 * 10**12),
+        ("512MiB", 512 * 2**20),
+        ("7 B", 7),
+        ("1_000", 1000),
+    ],
+)
+def test_an_amount_of_weights_becomes_bytes_and_stays_so(
+    given: str | int, expected: str | int
+) -> None:
+    once = resolve(config(run=RunConfig(weights=given)))
+    assert once.run.weights == expected
     assert resolve(once) == once
 
 

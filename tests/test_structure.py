@@ -22,7 +22,13 @@ SOURCE: Final = ROOT / "src"
 LAYERS: Final = (
     {"samo.errors", "samo.durable", "samo.shapes", "samo.pruning.densities"},
     {"samo.models", "samo.generation"},
-    {"samo.config_mesh", "samo.config_methods", "samo.config", "samo.config_files"},
+    {
+        "samo.config_mesh",
+        "samo.config_methods",
+        "samo.config_weights",
+        "samo.config",
+        "samo.config_files",
+    },
     {
         "samo.data",
         "samo.data.order",

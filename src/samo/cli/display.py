@@ -90,7 +90,7 @@ class Display:
                     self._change_every = event.step - self._changed_at
                     self._changed_at = event.step
             case events.Accounted():
-                self._state = f"state {size(event.rank_bytes[0])} of "
+                self._state = f"state {size(event.rank_bytes[0])}{_streamed(event.weights)} of "
                 self._where = " on the first rank" if len(event.rank_bytes) > 1 else ""
             case events.NotSaved():
                 self._say(event.step, f"NOT SAVED: {event.reason}")
@@ -158,3 +158,11 @@ def _pruned(event: events.Pruned) -> str:
     how = "masks have settled" if event.reason == "settled" else "limit reached, masks not settled"
     distances = ", ".join(f"{distance:.3f}" for distance in event.distances)
     return f"{text}; {how}: distances {distances}, threshold {event.threshold}"
+
+
+def _streamed(weights: str | int | None) -> str:
+    """Say which dense weights are not kept between uses."""
+    if weights in (None, "resident"):
+        return ""
+    but = "" if isinstance(weights, str) else f" but for {size(weights)}"
+    return f" (weights streamed{but})"

@@ -156,6 +156,8 @@ class Accounted(Event):
     """Measured bytes by kind: dense (weights), bitmap, values, gradients, moments, corrections, ages."""
     predicted: dict[str, int]
     """Predicted bytes by kind."""
+    weights: str | int | None
+    """How dense weights are held: resident, streamed, or the bytes that may stay; null before pruning."""
     rank_bytes: list[int]
     """Measured bytes of every rank; the numbers above are of all stages together on the first rank, of
     each alone on the others."""

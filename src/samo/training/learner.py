@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.config import OptimConfig
+from samo.config_weights import Held
 from samo.core.compress import compress_
 from samo.core.groups import param_groups
 from samo.core.optim import AdamW
@@ -43,6 +44,7 @@ class Learner:
         dtype: Type to compute in.
         fp32_gradients: Whether gradients of a bfloat16 model are kept, and sent, in float32.
         entry_steps: Whether weights may be kept anew: then the updates of each are counted.
+        weights: How the dense weights of a pruned model are held, as `samo.compress_` calls it.
         ranks: Who learns together; one process alone if nothing is said.
         stages: Where ``model`` is one stage of a larger one: all of them.
     """
@@ -55,6 +57,7 @@ class Learner:
         dtype: torch.dtype,
         fp32_gradients: bool = False,
         entry_steps: bool = False,
+        weights: Held = "resident",
         ranks: Ranks | None = None,
         stages: Stages | None = None,
     ) -> None:
@@ -75,6 +78,7 @@ class Learner:
         # Between ranks torch takes gradients of the values' type alone.
         self._grad_dtype = torch.bfloat16 if is_narrow and self.ranks.size == 1 else None
         self._entry_steps = entry_steps
+        self._weights = weights
         self.skipped_before = 0  # skipped steps that this optimizer has not counted
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
             self._groups(), betas=optim.betas, eps=optim.eps, fused=True
@@ -92,6 +96,11 @@ class Learner:
     def whole(self) -> nn.Module | Pipeline:
         """The model, or the pipeline whose stage it is: what checkpoints are about."""
         return self.model if self.stages is None else self.stages.pipeline
+
+    @property
+    def weights(self) -> Held | None:
+        """How dense weights are held: resident, streamed, or so many bytes; None before pruning."""
+        return self._weights if self.phase == "samo" else None
 
     @property
     def skipped_steps(self) -> int:
@@ -134,6 +143,7 @@ class Learner:
             self.model,
             masks,
             dtype=self.dtype,
+            weights=self._weights,
             grad_dtype=self._grad_dtype,
             value_dtype=torch.bfloat16 if is_lean else None,
         )

@@ -139,6 +139,8 @@ def resume(
                 )
             if config.run.eval_batches != recorded.run.eval_batches:
                 progress.best_loss = None  # losses on other batches are no measure for it
+            if config.run.weights != recorded.run.weights:
+                progress.accounted = None  # it holds another number of bytes from here on
 
             def note_changes() -> None:
                 if checkpoint != folder.last:

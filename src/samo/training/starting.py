@@ -12,6 +12,7 @@ from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import changes, to_dict
 from samo.config_mesh import micro_batches
 from samo.config_methods import MOVING
+from samo.config_weights import resolve_weights
 from samo.environment import hardware, versions
 from samo.errors import ConfigError, RunError
 from samo.models import GPT
@@ -34,6 +35,7 @@ CHANGEABLE: Final = frozenset(
         "run.save_errors",
         "run.log_every",
         "run.sample_tokens",
+        "run.weights",
         "data.train",
         "data.valid",
         "mesh.pipe",
@@ -43,7 +45,8 @@ CHANGEABLE: Final = frozenset(
         "mesh.timeout_s",
     }
 )
-"""What a resumed run may change: how long, how often, on how many ranks; and where the text lies now."""
+"""What a resumed run may change: how long, how often, on how many ranks, how weights are held;
+and where the text lies now."""
 
 
 def on_this_machine(config: TrainConfig) -> TrainConfig:
@@ -129,6 +132,7 @@ def new_learner(
         dtype=getattr(torch, config.run.dtype),
         fp32_gradients=config.run.fp32_gradients,
         entry_steps=config.prune.method in MOVING,
+        weights=resolve_weights(config.run.weights),
         ranks=ranks,
         stages=stages,
     )
