@@ -121,7 +121,12 @@ def test_a_line_says_which_weights_are_streamed() -> None:
         display = Display(Console(file=out, width=200))
         display.on(events.Started(step=0, steps=1, time=0.0))
         sizes = dict.fromkeys(("num_params", "measured_bytes", "predicted_bytes", "dense_bytes"), 1)
-        account: dict[str, Any] = {"paper_bytes": None, "measured": {}, "predicted": {}, "rank_bytes": [2_000_000]}
+        account: dict[str, Any] = {
+            "paper_bytes": None,
+            "measured": {},
+            "predicted": {},
+            "rank_bytes": [2_000_000],
+        }
         display.on(events.Accounted(step=1, weights=weights, **sizes, **account))
         numbers = dict.fromkeys(("loss", "lr", "grad_norm", "epoch", "step_ms", "elapsed_s"), 1.0)
         counts = {"tokens": 1, "tokens_per_s": 1.0, "memory_bytes": 3_000_000, "skipped_steps": 0}
@@ -132,6 +137,26 @@ def test_a_line_says_which_weights_are_streamed() -> None:
     assert "state 2.00 MB of 3.00 MB in all" in line(None)
     assert "state 2.00 MB (weights streamed) of 3.00 MB in all" in line("streamed")
     assert "state 2.00 MB (weights streamed but for 4.00 GB) of" in line(4 * 10**9)
+
+
+def test_compiling_is_chosen_refused_or_left_to_samo() -> None:
+    for words, found in ((["--compile"], True), (["--no-compile"], False), ([], None)):
+        command = parse(["train", "a.txt", *words])
+        assert isinstance(command, Train)
+        assert command.run.compile is found
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_warm_up_of_compiled_blocks_is_named(is_terminal: bool) -> None:
+    out = io.StringIO()
+    with Display(Console(file=out, width=120, force_terminal=is_terminal)) as display:
+        display.on(events.Started(step=0, steps=9, time=0.0))
+        display.on(events.Compiling(step=0))
+        if is_terminal:
+            time.sleep(0.2)  # until the bar is drawn again
+        assert "compiling" in out.getvalue()
+        display.on(events.Compiled(step=1, seconds=12.34))
+    assert "step 1/9  blocks were compiled in 12.3 s" in out.getvalue()
 
 
 def test_files_are_named_without_a_flag() -> None:
@@ -264,7 +289,7 @@ def test_train_resume_report_inspect_and_prune(
     assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
     complaint = capsys.readouterr().err
     assert "model.width was 32, not 64" in complaint
-    assert "What may change: --data, --eval-batches" in complaint
+    assert "What may change: --compile, --data, --eval-batches" in complaint
 
     assert main(["report", "runs/notes", "runs/notes-2", "--out", "both.html"]) == 0
     assert capsys.readouterr().out.split() == ["both.html", "both.png"]

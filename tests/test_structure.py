@@ -152,7 +152,7 @@ LAYERS: Final = (
     {"samo.training.folder", "samo.training.text", "samo.training.metrics"},
     {"samo.training.launches"},
     {"samo.training.ranks", "samo.training.typed"},
-    {"samo.training.stages"},
+    {"samo.training.stages", "samo.training.compiling"},
     {"samo.training.learner"},
     {"samo.training.masking", "samo.training.accounts"},
     {"samo.training.snapshot", "samo.training.starting"},

@@ -22,12 +22,13 @@ from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.models import GPT
 from samo.shapes import GPTConfig
-from samo.training import events, masking, starting
+from samo.training import compiling, events, masking, starting
 from samo.training.events import Event
 from samo.training.folder import RunFolder
 from samo.training.learner import Learner
 from samo.training.loop import Result, resume, train
 from samo.training.text import open_text
+from tests.meters import ignores_dynamo
 
 WORDS = [
     "the",
@@ -219,6 +220,39 @@ def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
         assert lines(run, "end")[-1]["reason"] == "interrupted"
         resume(run)
         assert_same_run(tmp_path / "whole", run)
+
+
+@pytest.mark.slow
+@ignores_dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # nor does samo: dynamo does
+@pytest.mark.parametrize("method", ["early-bird"])
+def test_a_compiled_run_can_be_stopped_and_says_what_it_compiled(
+    tmp_path: Path, text: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Traced and taken apart as for Inductor, but computed as eager mode does, so that all is equal.
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch.compiler.reset()  # or code of the test before is taken
+    prune: dict[str, Any] = {"method": method, "dense_steps": 3}
+    prune |= {"mask_every": 1, "queue": 2, "threshold": 0.5} if method == "early-bird" else {}
+    config = replace(small(text), prune=PruneConfig(**prune))
+    train(config, tmp_path / "eager")
+    fast = replace(config, run=replace(config.run, compile=True))
+    stop = Watcher(5, lambda: signal.raise_signal(signal.SIGTERM))
+    train(fast, tmp_path / "compiled", listeners=[stop])
+    assert any(isinstance(event, events.Compiling) and event.step == 0 for event in stop.seen)
+    first, second = lines(tmp_path / "compiled", "compile")[:2]
+    drawn = lines(tmp_path / "eager", "prune")[0]["step"]
+    assert (first["step"], second["step"]) == (1, drawn + 1)
+    assert 0 < first["seconds"] < 60
+    resume(tmp_path / "compiled")
+    assert samo_config(tmp_path / "compiled").run.compile is True
+    assert_same_run(tmp_path / "eager", tmp_path / "compiled")
+
+
+def test_blocks_are_not_compiled_if_nothing_is_said(tmp_path: Path, text: Path) -> None:
+    train(small(text, steps=4), tmp_path / "run")
+    assert samo_config(tmp_path / "run").run.compile is False
+    assert lines(tmp_path / "run", "compile") == []
 
 
 def test_a_run_that_ended_abruptly_goes_on_from_its_last_checkpoint(
@@ -519,6 +553,7 @@ def test_listeners_hear_everything(tmp_path: Path, text: Path) -> None:
         events.Observed,
         events.Remapped,
         events.Exchanged,
+        events.Compiled,
     }
     assert heard == {*events.NAMES, events.Ticked} - others
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
-from tyro.conf import Positional, arg
+from tyro.conf import DisallowNone, Positional, arg
 
 from samo.config_mesh import MeshConfig, check_mesh
 from samo.config_methods import MOVING, NONE, Distance, Method, check_method, resolve_method
@@ -32,6 +32,7 @@ DEFAULT_SPARSITY: Final = 0.9
 Auto = Literal["auto"]
 OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
 Weights = Annotated[str | int, arg(metavar="{resident,streamed}|BYTES")]
+Switch = DisallowNone[bool | None]
 DType = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["samo", "dense"]
 Number = TypeVar("Number", int, float)
@@ -166,6 +167,9 @@ class RunConfig:
     weights: Weights = "resident"
     """Keep the dense weights of a pruned model between uses, or make each for its use; an amount such as
     4GB: keep as many on each rank. Less memory, more time; on a CPU the same numbers."""
+    compile: Switch = None
+    """Compile the model's blocks (torch.compile): first steps take longer, numbers are rounded otherwise;
+    if nothing is said where it was measured to be no slower, which is nowhere yet."""
     eval_every: int = 100
     """Steps from one validation to the next."""
     eval_batches: int = 20

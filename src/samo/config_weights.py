@@ -1,6 +1,7 @@
-"""The settings of how dense weights are held. Imports no torch.
+"""The settings of how dense weights are held and computed with. Imports no torch.
 
 weights   "resident", "streamed", or the bytes that may stay resident: 4_000_000_000, "4GB"
+compile   whether blocks are compiled
 """
 
 import re
@@ -16,6 +17,7 @@ __all__ = []
 Held = Literal["resident", "streamed"] | int
 """How `samo.compress_` is told to hold dense weights."""
 
+_WORDS: Final[dict[str, Held]] = {"resident": "resident", "streamed": "streamed"}
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _AMOUNT: Final = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([kmgt])(i?)b|b)?", re.IGNORECASE)
 _MOST: Final = 2**63
@@ -32,8 +34,8 @@ def resolve_weights(value: str | int) -> Held:
     Raises:
         ConfigError: It is none of them.
     """
-    if value == "resident" or value == "streamed":
-        return value
+    if isinstance(value, str) and value in _WORDS:
+        return _WORDS[value]
     found = _bytes(value)
     if found is None or not 0 <= found < _MOST:
         raise ConfigError(
@@ -66,3 +68,12 @@ def check_weights(config: "TrainConfig") -> None:
             f"mode dense keeps its weights dense, and weights {run.weights} would have no effect; leave it "
             "out, or choose mode samo"
         )
+
+
+def compiles_by_default(config: "TrainConfig") -> bool:
+    """Return whether blocks are compiled if nothing is said: where that step is not slower than eager's.
+
+    Device and type are known by now. So far it is nowhere: compiled blocks of a prototype took 336 ms on an
+    H200 where eager ones took 298 (2.7B, 8 x 1024 tokens, resident; torch 2.11, 2026-11).
+    """
+    return False

@@ -72,6 +72,10 @@ class Display:
                     self._progress.update(self._task, completed=event.step)
             case events.Stepped():
                 self._step(event)
+            case events.Compiling():
+                self._compile(event)
+            case events.Compiled():
+                self._say(event.step, f"blocks were compiled in {event.seconds:,.1f} s")
             case events.Evaluated():
                 self._say(
                     event.step,
@@ -111,6 +115,12 @@ class Display:
             self._task = self._progress.add_task(
                 self.title or "train", total=event.steps, completed=event.step, numbers=""
             )
+
+    def _compile(self, event: events.Compiling) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=f"{self.title} compiling".strip())
+        else:
+            self._say(event.step, "compiling blocks: the next step takes longer than others")
 
     def _step(self, event: events.Stepped) -> None:
         speed = f"{event.tokens_per_s:,.0f} tokens/s"

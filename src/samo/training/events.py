@@ -65,9 +65,9 @@ class Stepped(Event):
     epoch: float
     """Times the whole text has been seen so far."""
     tokens_per_s: float
-    """Speed since the last line, validation and saving not counted."""
+    """Speed since the last line, validation, saving and compiling not counted."""
     step_ms: float
-    """Time for one step since the last line, validation and saving not counted."""
+    """Time for one step since the last line, validation, saving and compiling not counted."""
     memory_bytes: int
     """On a CPU the memory of the process, on a GPU the highest allocation so far; all of it."""
     skipped_steps: int
@@ -169,6 +169,19 @@ class AccountedAgain(Accounted):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled(Event):
+    """Blocks were compiled in this step: the first of a phase, or one after masks have changed."""
+
+    seconds: float
+    """Time it took, which is not in that of the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiling(Event):
+    """Blocks begin to be compiled in the next step; for displays, and in no file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged(Event):
     """What a rank has sent since the run was started or resumed; on many ranks only."""
 
@@ -236,6 +249,7 @@ NAMES: dict[type[Event], str] = {
     Pruned: "prune",
     Remapped: "remap",
     Accounted: "state",
+    Compiled: "compile",
     Exchanged: "traffic",
     Saved: "save",
     NotSaved: "save_failed",

@@ -25,6 +25,7 @@ from samo.errors import MaskError, nearest
 from samo.memory.ledger import Ledger, ledger
 from samo.model_masks import Masks
 from samo.pipeline.api import Pipeline
+from samo.training.compiling import compile_blocks
 from samo.training.events import Phase
 from samo.training.ranks import Ranks
 from samo.training.stages import Stages
@@ -45,6 +46,7 @@ class Learner:
         fp32_gradients: Whether gradients of a bfloat16 model are kept, and sent, in float32.
         entry_steps: Whether weights may be kept anew: then the updates of each are counted.
         weights: How the dense weights of a pruned model are held, as `samo.compress_` calls it.
+        is_compiled: Whether steps run compiled blocks, in both phases.
         ranks: Who learns together; one process alone if nothing is said.
         stages: Where ``model`` is one stage of a larger one: all of them.
     """
@@ -58,6 +60,7 @@ class Learner:
         fp32_gradients: bool = False,
         entry_steps: bool = False,
         weights: Held = "resident",
+        is_compiled: bool = False,
         ranks: Ranks | None = None,
         stages: Stages | None = None,
     ) -> None:
@@ -79,6 +82,9 @@ class Learner:
         self._grad_dtype = torch.bfloat16 if is_narrow and self.ranks.size == 1 else None
         self._entry_steps = entry_steps
         self._weights = weights
+        self.is_compiled = is_compiled
+        if is_compiled:
+            compile_blocks(model)
         self.skipped_before = 0  # skipped steps that this optimizer has not counted
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
             self._groups(), betas=optim.betas, eps=optim.eps, fused=True
@@ -226,15 +232,22 @@ class Learner:
         """Return the loss for each real token of some batches."""
         self.model.eval()
         total, num_tokens = 0.0, 0
-        for batch in batches:
-            if len(batch.inputs_BT):  # the last batch may be too small for all ranks
-                total += float(self._loss_sum(batch, self.model))
-            num_tokens += batch.num_tokens
+        with self.in_eager():
+            for batch in batches:
+                if len(batch.inputs_BT):  # the last batch may be too small for all ranks
+                    total += float(self._loss_sum(batch, self.model))
+                num_tokens += batch.num_tokens
         self.model.train()
         whole = self.ranks.add_up(
             torch.tensor(total, dtype=torch.float64, device=self.device), "the validation loss"
         )
         return float(whole) / num_tokens
+
+    def in_eager(self) -> contextlib.AbstractContextManager[object]:
+        """Compute without compiled code, for shapes that are too rare to be compiled for."""
+        if not self.is_compiled:
+            return contextlib.nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def remapped(self, masks: Masks) -> None:
         """Learn that the masks of the compressed model have changed, here and on all ranks."""

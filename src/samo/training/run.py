@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from samo.memory.ledger import Ledger
 from samo.model_masks import Masks
 from samo.training import events, snapshot
 from samo.training.accounts import accounted
+from samo.training.compiling import Clock
 from samo.training.events import Event, Listener
 from samo.training.folder import RunFolder
 from samo.training.interrupt import Interrupt
@@ -112,6 +113,8 @@ class Run:
         self.has_stepped = False
         self.saved_step: int | None = None
         self.sample: str | None = None
+        self.compiling = Clock(self.tell_compiling)
+        self.has_told_compiling = False
 
     def go(self) -> Result:
         """Train to the end, or until a signal comes."""
@@ -123,7 +126,8 @@ class Run:
                 self.save_masks(
                     self.learner.masks
                 )  # those of the checkpoint, not of a later change
-            with Interrupt() as interrupt:
+            clock = self.compiling.running() if self.learner.is_compiled else nullcontext()
+            with Interrupt() as interrupt, clock:
                 signal = self.ranks.common_signal(interrupt.signal)
                 while self.at.step < run.steps and signal is None:
                     self.prune_if_due()
@@ -225,11 +229,15 @@ class Run:
         self.at.step = step
         self.at.tokens += sum(batch.num_tokens for batch in batches)
         self.at.position = self.batches.position
-        self.at.elapsed_s += time.perf_counter() - began
+        compiling_s = self.compiling.take()
+        self.at.elapsed_s += time.perf_counter() - began - compiling_s
         is_known = self.at.accounted == self.learner.phase
         if not is_known or not self.has_stepped:  # gradients and moments are there now
             self.at.accounted = self.learner.phase
             self.tell(accounted(step, self.learner, is_known=is_known))
+        if compiling_s:
+            self.has_told_compiling = False
+            self.tell(events.Compiled(step=step, seconds=compiling_s))
         if numbers is not None:
             self.log(*numbers, lr)
         self.has_stepped = True
@@ -272,6 +280,12 @@ class Run:
                 "longer --warmup-steps, or pruned weights that learn no faster than others "
                 "(--density-power 0)"
             )
+
+    def tell_compiling(self) -> None:
+        """Say why a step takes so long, once for all that it compiles."""
+        if not self.has_told_compiling:
+            self.has_told_compiling = True
+            self.tell(events.Compiling(step=self.at.step))
 
     def tell_traffic(self) -> None:
         """Write what this rank has sent, if there are others."""
@@ -366,13 +380,14 @@ class Run:
         assert isinstance(self.config.model.context, int)
         prompt_T = next(self.validation()).inputs_BT[0, :_PROMPT_TOKENS]
         try:
-            tokens_T = generate(
-                self.learner.model,
-                prompt_T,
-                self.config.run.sample_tokens,
-                context=self.config.model.context,
-                seed=self.config.run.seed,
-            )
+            with self.learner.in_eager():  # each token is a shape of its own
+                tokens_T = generate(
+                    self.learner.model,
+                    prompt_T,
+                    self.config.run.sample_tokens,
+                    context=self.config.model.context,
+                    seed=self.config.run.seed,
+                )
         except KeyboardInterrupt:  # all is saved; whoever is in a hurry goes without
             return
         self.sample = self.text.tokenizer.decode(tokens_T.numpy())
