@@ -128,6 +128,7 @@ LAYERS: Final = (
     {"samo.parallel", "samo.parallel.mesh"},
     {"samo.parallel.peers", "samo.parallel.links", "samo.parallel.watch"},
     {
+        "samo.checkpoints.rows",
         "samo.checkpoints.shards",
         "samo.checkpoints.merging",
         "samo.checkpoints.model_state",
