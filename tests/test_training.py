@@ -225,7 +225,7 @@ def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
 @pytest.mark.slow
 @ignores_dynamo
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # nor does samo: dynamo does
-@pytest.mark.parametrize("method", ["early-bird"])
+@pytest.mark.parametrize("method", ["early-bird", "gradual", "rigl"])
 def test_a_compiled_run_can_be_stopped_and_says_what_it_compiled(
     tmp_path: Path, text: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +234,7 @@ def test_a_compiled_run_can_be_stopped_and_says_what_it_compiled(
     torch.compiler.reset()  # or code of the test before is taken
     prune: dict[str, Any] = {"method": method, "dense_steps": 3}
     prune |= {"mask_every": 1, "queue": 2, "threshold": 0.5} if method == "early-bird" else {}
+    prune |= {"mask_every": 2, "mask_stop": 7} if method in ("gradual", "rigl") else {}
     config = replace(small(text), prune=PruneConfig(**prune))
     train(config, tmp_path / "eager")
     fast = replace(config, run=replace(config.run, compile=True))
@@ -247,6 +248,39 @@ def test_a_compiled_run_can_be_stopped_and_says_what_it_compiled(
     resume(tmp_path / "compiled")
     assert samo_config(tmp_path / "compiled").run.compile is True
     assert_same_run(tmp_path / "eager", tmp_path / "compiled")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_is_the_same_however_its_weights_are_held(
+    tmp_path: Path, text: Path, dtype: str
+) -> None:
+    config = small(text, dtype=dtype)
+    one = tmp_path / "resident"
+    train(config, one)
+    half = 6 * 32**2 * (2 if dtype == "bfloat16" else 4)  # of 12 * 32^2 weights that are pruned
+    dense = []
+    for held in ("streamed", half):
+        run = tmp_path / str(held)
+        stop = Watcher(6, lambda: signal.raise_signal(signal.SIGTERM))
+        train(replace(config, run=replace(config.run, weights=held)), run, listeners=[stop])
+        recorded = samo_config(run)
+        assert recorded.run.weights == held
+        dense.append(lines(run, "state")[-1]["measured"]["dense"])
+        resume(run, config=replace(recorded, run=replace(recorded.run, weights="resident")))
+        found = [line["weights"] for line in lines(run, "state")]
+        assert found == [None, held, "resident", "resident"]
+        for ours, theirs in zip(without_state(one), without_state(run), strict=True):
+            assert ours == theirs
+        ours, theirs = weights(one), weights(run)
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    dense.append(lines(one, "state")[-1]["measured"]["dense"])
+    # With 16 bits norms and biases have copies too, which stay.
+    assert dense[0] == (960 if dtype == "bfloat16" else 0)
+    assert dense[0] < dense[1] <= half < dense[2]
+
+
+def without_state(run: Path) -> list[dict[str, Any]]:
+    return [line for line in losses(run) if line["event"] != "state"]
 
 
 def test_blocks_are_not_compiled_if_nothing_is_said(tmp_path: Path, text: Path) -> None:

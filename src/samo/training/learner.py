@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from samo.config import OptimConfig
 from samo.config_weights import Held
-from samo.core.compress import compress_
+from samo.core.compress import compress_, named_weights
 from samo.core.groups import param_groups
 from samo.core.optim import AdamW
 from samo.core.ranks import compare_masks
@@ -173,9 +173,16 @@ class Learner:
         batches = list(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
         losses = []
-        for left, batch in zip(reversed(range(len(batches))), batches):
-            losses.append(self._pass(batch, num_tokens, is_last=left == 0))
+        with self.in_eager() if self._is_watched() else contextlib.nullcontext():
+            for left, batch in zip(reversed(range(len(batches))), batches):
+                losses.append(self._pass(batch, num_tokens, is_last=left == 0))
         return torch.stack(losses).sum()
+
+    def _is_watched(self) -> bool:
+        """Return whether someone waits for dense gradients, which compiled code shows to nobody."""
+        if not self.is_compiled or self.phase == "dense":
+            return False
+        return any(weight.layout.watchers for _, weight in named_weights(self.model))
 
     def _pass(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
         """Compute forward and backward of one batch, and return its part of the loss."""
