@@ -16,11 +16,13 @@ from samo.config import (
     gpt_config,
     resolve,
 )
+from samo.config_mesh import MeshConfig
 from samo.errors import ConfigError
 from samo.models import GPT
 from samo.shapes import SHAPES, GPTConfig
 
 NOTES = DataConfig(train=(Path("notes.txt"),))
+SHARDED = MeshConfig(shard="weights")
 
 
 def config(**sections: object) -> TrainConfig:
@@ -132,6 +134,11 @@ BAD = [
     (config(run=RunConfig(weights="1e9GB")), "weights must be .*, got '1e9GB'"),
     (config(run=RunConfig(weights="99999999999TB")), "weights must be .*, got '99999999999TB'"),
     (config(run=RunConfig(mode="dense", weights="streamed")), "mode dense keeps its weights dense, and weights streamed would have no effect"),
+    (config(mesh=SHARDED, run=RunConfig(mode="dense")), "shard weights divides the kept values of a pruned model, and the mode is dense"),
+    (config(mesh=replace(SHARDED, pipe=2)), "shard weights divides a whole model .*, and pipe 2 cuts it into stages; use --pipe 1, or"),
+    (config(mesh=SHARDED, prune=PruneConfig(method="set")), "method set changes masks, and with shard weights each rank holds a share"),
+    (config(mesh=SHARDED, optim=OptimConfig(state="lean")), "shard weights cuts values anywhere, and state lean goes by their places"),
+    (config(mesh=SHARDED, run=RunConfig(weights="1kB")), "shard weights streams all dense weights, and an amount of 1000 bytes that stay"),
     (config(run=RunConfig(mode="dense"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is dense"),
     (config(prune=PruneConfig(threshold=0.2)), "threshold is a setting of method early-bird, and with method magnitude it would"),
     (config(prune=PruneConfig(method="rigl", queue=3)), "queue is a setting of method early-bird, and with method rigl it"),
@@ -192,6 +199,12 @@ def test_an_amount_of_weights_becomes_bytes_and_stays_so(
 ) -> None:
     once = resolve(config(run=RunConfig(weights=given)))
     assert once.run.weights == expected
+    assert resolve(once) == once
+
+
+def test_weights_that_are_sharded_are_streamed() -> None:
+    once = resolve(config(mesh=SHARDED))
+    assert once.run.weights == "streamed"
     assert resolve(once) == once
 
 

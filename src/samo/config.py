@@ -248,7 +248,10 @@ def resolve(config: TrainConfig) -> TrainConfig:
                 0.0 if config.run.mode == "dense" or config.model.init is not None else -1.0,
             ),
         ),
-        run=replace(config.run, weights=resolve_weights(config.run.weights)),
+        run=replace(
+            config.run,
+            weights=resolve_weights(config.run.weights, is_sharded=config.mesh.shard == "weights"),
+        ),
     )
     _check(resolved)
     return resolved

@@ -23,8 +23,8 @@ _AMOUNT: Final = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([kmgt])(i?)b|b)?
 _MOST: Final = 2**63
 
 
-def resolve_weights(value: str | int) -> Held:
-    """Return "resident", "streamed", or a number of bytes.
+def resolve_weights(value: str | int, *, is_sharded: bool = False) -> Held:
+    """Return "resident", "streamed", or a number of bytes; what is sharded is never resident.
 
     Example:
         >>> from samo.config_weights import resolve_weights
@@ -35,7 +35,7 @@ def resolve_weights(value: str | int) -> Held:
         ConfigError: It is none of them.
     """
     if isinstance(value, str) and value in _WORDS:
-        return _WORDS[value]
+        return "streamed" if is_sharded else _WORDS[value]
     found = _bytes(value)
     if found is None or not 0 <= found < _MOST:
         raise ConfigError(

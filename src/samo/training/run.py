@@ -321,8 +321,8 @@ class Run:
         self.at.best_loss = loss
         return True
 
-    def validation(self) -> Iterator[Batch]:
-        """Return the batches to validate on, the same ones every time."""
+    def validation(self, part: tuple[int, int] | None = None) -> Iterator[Batch]:
+        """Return the batches to validate on, the same ones every time; this rank's part if not told."""
         context, run = self.config.model.context, self.config.run
         assert isinstance(context, int)
         return validation_batches(
@@ -330,7 +330,7 @@ class Run:
             context=context,
             batch_size=run.batch_size,
             max_batches=run.eval_batches,
-            part=self.ranks.part,
+            part=part or self.ranks.part,
         )
 
     def save(self, *, is_best: bool) -> None:
@@ -375,10 +375,11 @@ class Run:
         if self.has_stepped:
             self.tell(accounted(self.at.step, self.learner))
         is_whole = self.ranks.num_stages == 1  # a stage alone writes nothing
-        if not (self.config.run.sample_tokens and self.ranks.is_first and is_whole):
+        is_sharded = self.config.mesh.shard == "weights"  # and a share alone neither
+        if not (self.config.run.sample_tokens and is_whole and (self.ranks.is_first or is_sharded)):
             return
         assert isinstance(self.config.model.context, int)
-        prompt_T = next(self.validation()).inputs_BT[0, :_PROMPT_TOKENS]
+        prompt_T = next(self.validation(part=(0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
         try:
             with self.learner.in_eager():  # each token is a shape of its own
                 tokens_T = generate(
@@ -389,6 +390,8 @@ class Run:
                     seed=self.config.run.seed,
                 )
         except KeyboardInterrupt:  # all is saved; whoever is in a hurry goes without
+            return
+        if not self.ranks.is_first:
             return
         self.sample = self.text.tokenizer.decode(tokens_T.numpy())
         self.tell(events.Sampled(step=self.at.step, text=self.sample))

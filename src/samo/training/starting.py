@@ -43,6 +43,7 @@ CHANGEABLE: Final = frozenset(
         "mesh.data",
         "mesh.micro_batches",
         "mesh.pipe_schedule",
+        "mesh.shard",
         "mesh.timeout_s",
     }
 )
@@ -138,6 +139,7 @@ def new_learner(
         entry_steps=config.prune.method in MOVING,
         weights=resolve_weights(config.run.weights),
         is_compiled=bool(config.run.compile),
+        is_sharded=config.mesh.shard == "weights",
         ranks=ranks,
         stages=stages,
     )
