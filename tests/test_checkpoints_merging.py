@@ -33,8 +33,8 @@ def optimizer(names: list[str], *, is_reversed: bool = False) -> dict[str, Any]:
 
 def share(names: list[str], *, is_reversed: bool = False) -> dict[str, Any]:
     """Return the share of a stage with weights of 8 entries, 6 of them kept."""
-    whole = {name: ["F32", [6]] for name in names}
-    moments = {f"{name}/exp_avg": ["F32", [6]] for name in names}
+    whole = {name: ["F32", [6], ()] for name in names}
+    moments = {f"{name}/exp_avg": ["F32", [6], ()] for name in names}
     return {
         "is_compressed": True,
         "has_params": True,
@@ -44,8 +44,8 @@ def share(names: list[str], *, is_reversed: bool = False) -> dict[str, Any]:
         "mask_shapes": {name: [2, 4] for name in names},
         "tensors": {
             "weights": whole,
-            "optimizer": {"setting 00": ["F32", []], **moments},
-            "masks": {name: ["I32", [2]] for name in whole},
+            "optimizer": {"setting 00": ["F32", [], ()], **moments},
+            "masks": {name: ["I32", [2], ()] for name in whole},
         },
         "optimizers": [optimizer(names, is_reversed=is_reversed)],
     }

@@ -1,5 +1,6 @@
 """The command line: what is typed, what is shown, how it ends."""
 
+import io
 import json
 import os
 import pty
@@ -10,13 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import samo
 from samo.cli import Demo, Inspect, Train, main, parse
+from samo.cli.display import Display
 from samo.models import GPT, GPTConfig
+from samo.training import events
 
 SMALL = "--steps 6 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 3 --eval-batches 1 --sample-tokens 4".split()  # fmt: skip  # noqa: SIM905
 
@@ -103,6 +108,57 @@ def test_numbers_that_may_be_auto_are_read_as_both() -> None:
     assert type(command.model.width) is int
 
 
+def test_weights_are_held_by_a_word_or_an_amount() -> None:
+    for words, weights in ((["--weights", "streamed"], "streamed"), (["--weights", "4GB"], "4GB")):
+        command = parse(["train", "a.txt", *words])
+        assert isinstance(command, Train)
+        assert command.run.weights == weights
+
+
+def test_a_line_says_which_weights_are_streamed() -> None:
+    def line(weights: str | int | None) -> str:
+        out = io.StringIO()
+        display = Display(Console(file=out, width=200))
+        display.on(events.Started(step=0, steps=1, time=0.0))
+        sizes = dict.fromkeys(("num_params", "measured_bytes", "predicted_bytes", "dense_bytes"), 1)
+        account: dict[str, Any] = {
+            "paper_bytes": None,
+            "measured": {},
+            "predicted": {},
+            "rank_bytes": [2_000_000],
+        }
+        display.on(events.Accounted(step=1, weights=weights, **sizes, **account))
+        numbers = dict.fromkeys(("loss", "lr", "grad_norm", "epoch", "step_ms", "elapsed_s"), 1.0)
+        counts = {"tokens": 1, "tokens_per_s": 1.0, "memory_bytes": 3_000_000, "skipped_steps": 0}
+        display.on(events.Stepped(step=1, phase="samo", **numbers, **counts))
+        return out.getvalue()
+
+    assert "state 2.00 MB of 3.00 MB in all" in line("resident")
+    assert "state 2.00 MB of 3.00 MB in all" in line(None)
+    assert "state 2.00 MB (weights streamed) of 3.00 MB in all" in line("streamed")
+    assert "state 2.00 MB (weights streamed but for 4.00 GB) of" in line(4 * 10**9)
+
+
+def test_compiling_is_chosen_refused_or_left_to_samo() -> None:
+    for words, found in ((["--compile"], True), (["--no-compile"], False), ([], None)):
+        command = parse(["train", "a.txt", *words])
+        assert isinstance(command, Train)
+        assert command.run.compile is found
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_warm_up_of_compiled_blocks_is_named(is_terminal: bool) -> None:
+    out = io.StringIO()
+    with Display(Console(file=out, width=120, force_terminal=is_terminal)) as display:
+        display.on(events.Started(step=0, steps=9, time=0.0))
+        display.on(events.Compiling(step=0))
+        if is_terminal:
+            time.sleep(0.2)  # until the bar is drawn again
+        assert "compiling" in out.getvalue()
+        display.on(events.Compiled(step=1, seconds=12.34))
+    assert "step 1/9  blocks were compiled in 12.3 s" in out.getvalue()
+
+
 def test_files_are_named_without_a_flag() -> None:
     command = parse(["train", "a.txt", "b.txt", "--rules", "x.*", "0.5", "--betas", "0.8", "0.9"])
     assert isinstance(command, Train)
@@ -148,6 +204,7 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         (["train"], 2, "no text to train on; name a file: samo train notes.txt"),
         (["train", "notes.txt", "--steps", "0"], 2, "samo: --steps must be 1 or more"),
         (["train", "notes.txt", "--sparsity", "90"], 2, "0.9 prunes 90 %"),
+        (["train", "notes.txt", "--weights", "4G"], 2, "samo: --weights must be resident, streamed, or"),
         (["train", "notes.txt", "--device", "cuda"], 2, "device cuda was asked for"),
         (["train", "notes.txt", "--config", "none.toml"], 2, "cannot read the config 'none.toml'"),
         (["train", "notes.txt", "--config", "bad.toml"], 2, "unknown key 'run.stepz'"),
@@ -232,7 +289,7 @@ def test_train_resume_report_inspect_and_prune(
     assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
     complaint = capsys.readouterr().err
     assert "model.width was 32, not 64" in complaint
-    assert "What may change: --data, --eval-batches" in complaint
+    assert "What may change: --compile, --data, --eval-batches" in complaint
 
     assert main(["report", "runs/notes", "runs/notes-2", "--out", "both.html"]) == 0
     assert capsys.readouterr().out.split() == ["both.html", "both.png"]

@@ -80,6 +80,7 @@ def account(step: int, *rank_bytes: int) -> events.Accounted:
         paper_bytes=None,
         measured={},
         predicted={},
+        weights=None,
         rank_bytes=[*rank_bytes],
         **sums,
     )

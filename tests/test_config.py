@@ -16,11 +16,13 @@ from samo.config import (
     gpt_config,
     resolve,
 )
+from samo.config_mesh import MeshConfig
 from samo.errors import ConfigError
 from samo.models import GPT
 from samo.shapes import SHAPES, GPTConfig
 
 NOTES = DataConfig(train=(Path("notes.txt"),))
+SHARDED = MeshConfig(shard="weights")
 
 
 def config(**sections: object) -> TrainConfig:
@@ -126,6 +128,17 @@ BAD = [
     (config(prune=PruneConfig(pattern="2:4", scope="erk")), "pattern 2:4 gives every matrix the same sparsity, and scope erk"),
     (config(prune=PruneConfig(sparsity=0.0)), "sparsity 0 prunes nothing"),
     (config(run=RunConfig(dtype="float32", fp32_gradients=True)), "fp32_gradients has no effect with dtype float32"),
+    (config(run=RunConfig(weights="some")), "weights must be resident, streamed, or an amount of memory .*, got 'some'; write it as 4GB"),
+    (config(run=RunConfig(weights="-1GB")), "weights must be resident, streamed, or an amount .*, got '-1GB'"),
+    (config(run=RunConfig(weights=-1)), "weights must be resident, streamed, or an amount .*, got '-1'"),
+    (config(run=RunConfig(weights="1e9GB")), "weights must be .*, got '1e9GB'"),
+    (config(run=RunConfig(weights="99999999999TB")), "weights must be .*, got '99999999999TB'"),
+    (config(run=RunConfig(mode="dense", weights="streamed")), "mode dense keeps its weights dense, and weights streamed would have no effect"),
+    (config(mesh=SHARDED, run=RunConfig(mode="dense")), "shard weights divides the kept values of a pruned model, and the mode is dense"),
+    (config(mesh=replace(SHARDED, pipe=2)), "shard weights divides a whole model .*, and pipe 2 cuts it into stages; use --pipe 1, or"),
+    (config(mesh=SHARDED, prune=PruneConfig(method="set")), "method set changes masks, and with shard weights each rank holds a share"),
+    (config(mesh=SHARDED, optim=OptimConfig(state="lean")), "shard weights cuts values anywhere, and state lean goes by their places"),
+    (config(mesh=SHARDED, run=RunConfig(weights="1kB")), "shard weights streams all dense weights, and an amount of 1000 bytes that stay"),
     (config(run=RunConfig(mode="dense"), optim=OptimConfig(state="lean")), "state lean is for mode samo, and the mode is dense"),
     (config(prune=PruneConfig(threshold=0.2)), "threshold is a setting of method early-bird, and with method magnitude it would"),
     (config(prune=PruneConfig(method="rigl", queue=3)), "queue is a setting of method early-bird, and with method rigl it"),
@@ -161,6 +174,37 @@ def test_the_sparsity_is_nine_tenths_or_that_of_the_pattern_and_stays_so() -> No
     assert resolve(config()).prune.sparsity == 0.9
     once = resolve(config(prune=PruneConfig(pattern="1:4")))
     assert once.prune.sparsity == 0.75
+    assert resolve(once) == once
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("resident", "resident"),
+        ("streamed", "streamed"),
+        (0, 0),
+        ("4GB", 4 * 10**9),
+        ("4 gb", 4 * 10**9),
+        ("1.5GB", 1_500_000_000),
+        ("500MB", 500 * 10**6),
+        ("20kB", 20_000),
+        ("2TB", 2 * 10**12),
+        ("512MiB", 512 * 2**20),
+        ("7 B", 7),
+        ("1_000", 1000),
+    ],
+)
+def test_an_amount_of_weights_becomes_bytes_and_stays_so(
+    given: str | int, expected: str | int
+) -> None:
+    once = resolve(config(run=RunConfig(weights=given)))
+    assert once.run.weights == expected
+    assert resolve(once) == once
+
+
+def test_weights_that_are_sharded_are_streamed() -> None:
+    once = resolve(config(mesh=SHARDED))
+    assert once.run.weights == "streamed"
     assert resolve(once) == once
 
 

@@ -342,3 +342,12 @@ def test_a_spec_of_an_unknown_type_is_refused() -> None:
         ValueError, match=r"dtype must be the name of one of bfloat16, .* got 'int8'"
     ):
         TensorSpec(numel=1, kept=None, dtype="int8")
+
+
+def test_a_rank_holds_its_share_of_all_but_the_bitmap() -> None:
+    whole = predict(TensorSpec(numel=4096, kept=400, is_resident=False))
+    part = predict(TensorSpec(numel=4096, kept=400, is_resident=False, held=100))
+    assert part["bitmap"] == whole["bitmap"] > 0
+    assert all(part[kind] == whole[kind] / 4 for kind in part if kind != "bitmap")
+    assert dense_bytes(TensorSpec(numel=4096, kept=400, held=100)) == 20 * 1024
+    assert predict(TensorSpec(numel=30, kept=None, held=0))["values"] == 0

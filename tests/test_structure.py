@@ -22,7 +22,13 @@ SOURCE: Final = ROOT / "src"
 LAYERS: Final = (
     {"samo.errors", "samo.durable", "samo.shapes", "samo.pruning.densities"},
     {"samo.models", "samo.generation"},
-    {"samo.config_mesh", "samo.config_methods", "samo.config", "samo.config_files"},
+    {
+        "samo.config_mesh",
+        "samo.config_methods",
+        "samo.config_weights",
+        "samo.config",
+        "samo.config_files",
+    },
     {
         "samo.data",
         "samo.data.order",
@@ -86,6 +92,7 @@ LAYERS: Final = (
         "samo.core.weight",
         "samo.core.modules",
         "samo.core.ranks",
+        "samo.core.shards",
         "samo.core.compress",
         "samo.core.groups",
         "samo.core.optim",
@@ -121,6 +128,7 @@ LAYERS: Final = (
     {"samo.parallel", "samo.parallel.mesh"},
     {"samo.parallel.peers", "samo.parallel.links", "samo.parallel.watch"},
     {
+        "samo.checkpoints.rows",
         "samo.checkpoints.shards",
         "samo.checkpoints.merging",
         "samo.checkpoints.model_state",
@@ -145,7 +153,7 @@ LAYERS: Final = (
     {"samo.training.folder", "samo.training.text", "samo.training.metrics"},
     {"samo.training.launches"},
     {"samo.training.ranks", "samo.training.typed"},
-    {"samo.training.stages"},
+    {"samo.training.stages", "samo.training.compiling"},
     {"samo.training.learner"},
     {"samo.training.masking", "samo.training.accounts"},
     {"samo.training.snapshot", "samo.training.starting"},

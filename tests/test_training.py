@@ -22,12 +22,13 @@ from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.models import GPT
 from samo.shapes import GPTConfig
-from samo.training import events, masking, starting
+from samo.training import compiling, events, masking, starting
 from samo.training.events import Event
 from samo.training.folder import RunFolder
 from samo.training.learner import Learner
 from samo.training.loop import Result, resume, train
 from samo.training.text import open_text
+from tests.meters import ignores_dynamo
 
 WORDS = [
     "the",
@@ -219,6 +220,73 @@ def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
         assert lines(run, "end")[-1]["reason"] == "interrupted"
         resume(run)
         assert_same_run(tmp_path / "whole", run)
+
+
+@pytest.mark.slow
+@ignores_dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # nor does samo: dynamo does
+@pytest.mark.parametrize("method", ["early-bird", "gradual", "rigl"])
+def test_a_compiled_run_can_be_stopped_and_says_what_it_compiled(
+    tmp_path: Path, text: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Traced and taken apart as for Inductor, but computed as eager mode does, so that all is equal.
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch.compiler.reset()  # or code of the test before is taken
+    prune: dict[str, Any] = {"method": method, "dense_steps": 3}
+    prune |= {"mask_every": 1, "queue": 2, "threshold": 0.5} if method == "early-bird" else {}
+    prune |= {"mask_every": 2, "mask_stop": 7} if method in ("gradual", "rigl") else {}
+    config = replace(small(text), prune=PruneConfig(**prune))
+    train(config, tmp_path / "eager")
+    fast = replace(config, run=replace(config.run, compile=True))
+    stop = Watcher(5, lambda: signal.raise_signal(signal.SIGTERM))
+    train(fast, tmp_path / "compiled", listeners=[stop])
+    assert any(isinstance(event, events.Compiling) and event.step == 0 for event in stop.seen)
+    first, second = lines(tmp_path / "compiled", "compile")[:2]
+    drawn = lines(tmp_path / "eager", "prune")[0]["step"]
+    assert (first["step"], second["step"]) == (1, drawn + 1)
+    assert 0 < first["seconds"] < 60
+    resume(tmp_path / "compiled")
+    assert samo_config(tmp_path / "compiled").run.compile is True
+    assert_same_run(tmp_path / "eager", tmp_path / "compiled")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_is_the_same_however_its_weights_are_held(
+    tmp_path: Path, text: Path, dtype: str
+) -> None:
+    config = small(text, dtype=dtype)
+    one = tmp_path / "resident"
+    train(config, one)
+    half = 6 * 32**2 * (2 if dtype == "bfloat16" else 4)  # of 12 * 32^2 weights that are pruned
+    dense = []
+    for held in ("streamed", half):
+        run = tmp_path / str(held)
+        stop = Watcher(6, lambda: signal.raise_signal(signal.SIGTERM))
+        train(replace(config, run=replace(config.run, weights=held)), run, listeners=[stop])
+        recorded = samo_config(run)
+        assert recorded.run.weights == held
+        dense.append(lines(run, "state")[-1]["measured"]["dense"])
+        resume(run, config=replace(recorded, run=replace(recorded.run, weights="resident")))
+        found = [line["weights"] for line in lines(run, "state")]
+        assert found == [None, held, "resident", "resident"]
+        for ours, theirs in zip(without_state(one), without_state(run), strict=True):
+            assert ours == theirs
+        ours, theirs = weights(one), weights(run)
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    dense.append(lines(one, "state")[-1]["measured"]["dense"])
+    # With 16 bits norms and biases have copies too, which stay.
+    assert dense[0] == (960 if dtype == "bfloat16" else 0)
+    assert dense[0] < dense[1] <= half < dense[2]
+
+
+def without_state(run: Path) -> list[dict[str, Any]]:
+    return [line for line in losses(run) if line["event"] != "state"]
+
+
+def test_blocks_are_not_compiled_if_nothing_is_said(tmp_path: Path, text: Path) -> None:
+    train(small(text, steps=4), tmp_path / "run")
+    assert samo_config(tmp_path / "run").run.compile is False
+    assert lines(tmp_path / "run", "compile") == []
 
 
 def test_a_run_that_ended_abruptly_goes_on_from_its_last_checkpoint(
@@ -519,6 +587,7 @@ def test_listeners_hear_everything(tmp_path: Path, text: Path) -> None:
         events.Observed,
         events.Remapped,
         events.Exchanged,
+        events.Compiled,
     }
     assert heard == {*events.NAMES, events.Ticked} - others
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import samo
@@ -31,7 +32,7 @@ from samo.config_mesh import MeshConfig, check_batch, micro_batches
 from samo.data.batches import Batch
 from samo.errors import ConfigError, MaskError, PeerError, RunError
 from samo.models import GPT, GPTConfig
-from samo.training import events
+from samo.training import compiling, events
 from samo.training.events import Event
 from samo.training.learner import Learner
 from samo.training.loop import resume, train
@@ -230,6 +231,123 @@ def test_methods_choose_the_same_masks_on_two_ranks_as_on_one(tmp_path: Path, te
         a, b = (samo.Masks.load(run / "masks.safetensors") for run in (one, two))
         differing = 1 - (a & b).kept / a.kept
         assert differing < 0.01, "rounding may turn the choice between almost equal weights alone"
+
+
+# Shares of one model -----------------------------------------------------------------------------
+
+SHARDED: Final = {"shard": "weights"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shares_of_a_model_learn_what_one_process_learns_and_go_on_in_any_layout(
+    tmp_path: Path, text: Path, num_ranks: int
+) -> None:
+    def config(mesh: dict[str, Any]) -> TrainConfig:
+        found = small(text, mesh)
+        model = replace(found.model, tied=num_ranks == 3, checkpointing=num_ranks == 3)
+        return replace(found, model=model, run=replace(found.run, eval_batches=3, batch_size=4))
+
+    one, many = tmp_path / "one", tmp_path / "many"
+    train(config({}), one)
+    run_ranks(num_ranks, train_until, config(SHARDED), many, 4)
+    recorded = json.loads((many / "run.json").read_text())["config"]
+    assert (recorded["run"]["weights"], recorded["mesh"]["shard"]) == ("streamed", "weights")
+    mesh = MeshConfig(timeout_s=20.0)
+    layouts = {
+        "alone": (1, replace(mesh, shard="weights")),  # nobody is there to share it with
+        "replicas": (5 - num_ranks, mesh),
+        "shares": (5 - num_ranks, replace(mesh, shard="weights")),
+    }
+    for name, (size, wanted) in layouts.items():
+        other = tmp_path / name
+        shutil.copytree(many, other)
+        if size == 1:
+            resume_here(0, 1, other, wanted)
+        else:
+            run_ranks(size, resume_here, other, wanted)
+        assert_same_course(one, other)
+        ours, theirs = tensors(one), tensors(other)
+        assert ours.keys() == theirs.keys()
+        assert {n: (t.dtype, t.shape) for n, t in ours.items()} == {
+            n: (t.dtype, t.shape) for n, t in theirs.items()
+        }
+    # A share is as large as predicted, and all of them are as much as one process has.
+    alone, shared = lines(tmp_path / "alone", "state")[-1], lines(tmp_path / "shares", "state")[-1]
+    assert shared["measured"] == shared["predicted"]
+    size = 5 - num_ranks
+    assert len(shared["rank_bytes"]) == size
+    together = sum(shared["rank_bytes"]) - (size - 1) * shared["measured"]["bitmap"]
+    assert together == alone["measured_bytes"]
+    replicas = lines(tmp_path / "replicas", "traffic")[-1]
+    assert lines(tmp_path / "shares", "traffic")[-1]["gradient_bytes"] == replicas["gradient_bytes"]
+    samples = [lines(tmp_path / name, "sample")[-1]["text"] for name in layouts]
+    assert samples == [lines(one, "sample")[-1]["text"]] * 3
+
+
+class _WideGPT(GPT):
+    """A GPT whose loss keeps the digits of its logits."""
+
+    def _loss(self, x_ND: torch.Tensor, targets_N: torch.Tensor, reduction: str) -> torch.Tensor:
+        return F.cross_entropy(self.head(x_ND), targets_N, reduction=reduction)
+
+
+def share_course(
+    rank: int, num_ranks: int, dtype: torch.dtype, bad_step: int, is_compiled: bool = False
+) -> tuple[list[float], int, dict[str, torch.Tensor]]:
+    """Train pruned in shares; one rank's gradient overflows in a step."""
+    ranks = Ranks.join(MeshConfig(timeout_s=20.0), "cpu")
+    torch.manual_seed(0)
+    model = _WideGPT(SHAPE).double() if dtype == torch.float64 else GPT(SHAPE)
+    optim = OptimConfig(density_power=-1.0)
+    compiling.BACKEND = "aot_eager"  # computes as eager mode does
+    learner = Learner(
+        model,
+        optim,
+        dtype=dtype,
+        ranks=ranks,
+        weights="streamed",
+        is_sharded=num_ranks > 1,
+        is_compiled=is_compiled,
+    )
+    learner.prune(samo.prune(learner.model, 0.5))
+    losses = []
+    for step in range(4):
+        rows = slice(4 * rank // num_ranks, 4 * (rank + 1) // num_ranks)
+        tokens = torch.randint(0, 64, (2, 4, 9), generator=torch.Generator().manual_seed(step))
+        batches = [Batch(t[rows, :-1], t[rows, 1:], whole_tokens=32) for t in tokens]
+        losses.append(learner.whole_loss(learner.backward(batches)))
+        if step == bad_step and rank == 0:
+            grad: Any = dict(learner.model.named_parameters())["norm.weight"].grad
+            (grad.to_local() if num_ranks > 1 else grad)[0] = torch.inf
+        learner.step(1e-3)
+    values = {
+        name: (p.full_tensor() if num_ranks > 1 else p).detach()  # type: ignore[attr-defined]
+        for name, p in learner.model.named_parameters()
+    }
+    return losses, learner.skipped_steps, values
+
+
+@pytest.mark.slow
+def test_shares_of_compiled_blocks_are_those_of_eager_ones() -> None:
+    eager, compiled = (run_ranks(2, share_course, torch.bfloat16, 9, on)[0] for on in (False, True))
+    assert eager[0] == compiled[0]
+    assert all(torch.equal(value, compiled[2][name]) for name, value in eager[2].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_shares_agree_with_one_process_and_on_steps_to_skip(dtype: torch.dtype) -> None:
+    # fp64: sums of parts are rounded otherwise. fp16: products of smaller batches, too.
+    close = 1e-12 if dtype == torch.float64 else 2e-3
+    losses, skipped, values = share_course(0, 1, dtype, 2)
+    assert skipped == 1
+    for found in run_ranks(3, share_course, dtype, 2):
+        assert found[1] == 1
+        assert found[0] == pytest.approx(losses, abs=close, rel=0)
+        if dtype == torch.float64:  # Adam turns what 16-bit products differ by into whole steps
+            for name, value in values.items():
+                torch.testing.assert_close(found[2][name], value, rtol=0, atol=1e-12, msg=name)
 
 
 # Replicas of a learner -----------------------------------------------------------------------------

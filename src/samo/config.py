@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
-from tyro.conf import Positional, arg
+from tyro.conf import DisallowNone, Positional, arg
 
 from samo.config_mesh import MeshConfig, check_mesh
 from samo.config_methods import MOVING, NONE, Distance, Method, check_method, resolve_method
+from samo.config_weights import check_weights, resolve_weights
 from samo.errors import ConfigError
 from samo.pruning.densities import parse_pattern, pattern_sparsity
 from samo.shapes import SHAPES, GPTConfig, ShapeName
@@ -30,6 +31,8 @@ DEFAULT_SPARSITY: Final = 0.9
 
 Auto = Literal["auto"]
 OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
+Weights = Annotated[str | int, arg(metavar="{resident,streamed}|BYTES")]
+Switch = DisallowNone[bool | None]
 DType = Literal["float32", "bfloat16", "float16"]
 Mode = Literal["samo", "dense"]
 Number = TypeVar("Number", int, float)
@@ -161,6 +164,12 @@ class RunConfig:
     """Type to compute in; auto: bfloat16 on a GPU that has it, float32 on a CPU."""
     fp32_gradients: bool = False
     """Keep gradients of bfloat16 in float32, also between ranks; for many passes a step."""
+    weights: Weights = "resident"
+    """Keep the dense weights of a pruned model between uses, or make each for its use; an amount such as
+    4GB: keep as many on each rank. Less memory, more time; on a CPU the same numbers."""
+    compile: Switch = None
+    """Compile the model's blocks (torch.compile): first steps take longer, numbers are rounded otherwise;
+    if nothing is said where it was measured to be no slower, which is nowhere yet."""
     eval_every: int = 100
     """Steps from one validation to the next."""
     eval_batches: int = 20
@@ -238,6 +247,10 @@ def resolve(config: TrainConfig) -> TrainConfig:
                 config.optim.density_power,
                 0.0 if config.run.mode == "dense" or config.model.init is not None else -1.0,
             ),
+        ),
+        run=replace(
+            config.run,
+            weights=resolve_weights(config.run.weights, is_sharded=config.mesh.shard == "weights"),
         ),
     )
     _check(resolved)
@@ -388,6 +401,7 @@ def _check_together(config: TrainConfig) -> None:
         state=config.optim.state,
     )
     check_mesh(config)
+    check_weights(config)
     _require(
         config.optim.state == "exact" or run.mode == "samo",
         f"state lean is for mode samo, and the mode is {run.mode}; leave one of them out",

@@ -2,12 +2,14 @@
 
 [mesh]            samo launch -n 4 train notes.txt --pipe 2
 pipe = 2          4 ranks: 2 stages, each with 2 replicas
+shard = "weights" instead of pipe: 4 ranks with a quarter of the pruned model each
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from samo.config_methods import CHANGING
 from samo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class MeshConfig:
     """Parts of a pass that follow each other through the stages; auto: two for each stage."""
     pipe_schedule: Schedule = "message-driven"
     """Order in which stages compute them."""
+    shard: Literal["none", "weights"] = "none"
+    """Let each replica keep a share of the pruned model and its state, with FSDP2, and stream the weights;
+    the dense phase has whole replicas."""
     timeout_s: float = 600.0
     """Seconds after which a rank that waits for another gives up."""
 
@@ -68,6 +73,8 @@ def check_mesh(config: "TrainConfig") -> None:
             raise ConfigError(f"{name} must be 1 or more, and less than 2^31, got {value}")
     if not (mesh.timeout_s > 0 and math.isfinite(mesh.timeout_s)):
         raise ConfigError(f"timeout_s must be a number of seconds over 0, got {mesh.timeout_s}")
+    if mesh.shard == "weights":
+        _check_shard(config)
     if mesh.pipe == 1:
         for name in ("micro_batches", "pipe_schedule"):
             usual = getattr(MeshConfig(), name)
@@ -78,6 +85,36 @@ def check_mesh(config: "TrainConfig") -> None:
                 )
         return
     _check_pipe(config)
+
+
+def _check_shard(config: "TrainConfig") -> None:
+    mesh, prune, run = config.mesh, config.prune, config.run
+    if run.mode != "samo":
+        raise ConfigError(
+            f"shard weights divides the kept values of a pruned model, and the mode is {run.mode}; leave one "
+            "of them out"
+        )
+    if mesh.pipe > 1:
+        raise ConfigError(
+            f"shard weights divides a whole model among its replicas, and pipe {mesh.pipe} cuts it into "
+            "stages; use --pipe 1, or leave shard out: each stage holds a part of the model already"
+        )
+    if prune.method in CHANGING:
+        raise ConfigError(
+            f"method {prune.method} changes masks, and with shard weights each rank holds a share of the old "
+            "values; leave shard out, or choose a method that draws masks once: magnitude, random or "
+            "early-bird"
+        )
+    if config.optim.state != "exact":
+        raise ConfigError(
+            f"shard weights cuts values anywhere, and state {config.optim.state} goes by their places in the "
+            "weights; leave one of them out"
+        )
+    if run.weights != "streamed":
+        raise ConfigError(
+            f"shard weights streams all dense weights, and an amount of {run.weights} bytes that stay would "
+            "have no effect; leave weights out"
+        )
 
 
 def _check_pipe(config: "TrainConfig") -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import samo
 from samo.core.compress import masks as masks_of
@@ -19,6 +21,7 @@ from samo.core.weight import weight_of
 from samo.kernels import lean
 from tests.core.twins import batches, compressed, loss_of, mlp, step
 from tests.meters import small_gpt, tokens
+from tests.ranks import run_ranks
 
 X = torch.linspace(-1, 1, 36).view(3, 12)
 
@@ -172,7 +175,6 @@ def test_it_updates_plain_models_and_parameters_added_later() -> None:
         ({"state": "lean", "entry_steps": True}, "entry_steps=True goes with state='exact' alone"),
         ({"amsgrad": True}, "samo.AdamW has no amsgrad=True .* third moment"),
         ({"maximize": True}, "samo.AdamW has no maximize=True"),
-        ({"capturable": True}, "samo.AdamW has no capturable=True"),
         ({"differentiable": True}, "samo.AdamW has no differentiable=True"),
     ],
     ids=str,
@@ -230,13 +232,32 @@ def test_state_of_other_masks_or_groups_is_refused() -> None:
         samo.AdamW(samo.param_groups(model)).load_state_dict(opt.state_dict())
 
 
-def test_a_step_inside_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_replays_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt, _ = build("fp32")
     loss_of(model, X).backward()
     for name in ("is_initialized", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    with pytest.raises(samo.CompressionError, match="after each replay"):
+    with pytest.raises(
+        samo.CompressionError, match=r"state of '0.weight' is made by the first step"
+    ):
         opt.step()
+    monkeypatch.undo()
+    opt.step()
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(samo.CompressionError, match=r"'0.weight' is on the cpu, and a CUDA graph"):
+        opt.step()
+
+
+def test_tables_of_a_graph_are_remembered_by_nobody() -> None:
+    tables = pytest.importorskip("samo.kernels.tables", reason="needs triton")
+    here, graph = (tables.Where(torch.device("cpu"), 0, captured) for captured in (False, True))
+    rows = ((1, 2), (3, 4))
+    assert tables.rows(here, rows) is tables.rows(here, rows)
+    found = tables.rows(graph, rows)
+    assert torch.equal(found, tables.rows(here, rows))
+    assert found is not tables.rows(here, rows)
+    assert found is not tables.rows(graph, rows)
 
 
 def test_torch_optimizers_refuse_bf16_gradients_and_ours_takes_them() -> None:
@@ -361,6 +382,73 @@ def test_moments_of_a_dense_phase_are_carried_over_to_lean_state() -> None:
             # Half a code is 1.6 % of the largest, and less further down.
             torch.testing.assert_close(moment, kept, rtol=0, atol=0.017 * float(kept.abs().max()))
         assert state["step"] == 3
+
+
+# Shards -----------------------------------------------------------------------------------------
+
+
+def train_shards(rank: int, num_ranks: int, dims: tuple[int, ...]) -> dict[str, Any]:
+    """Train parameters in shards, of which some are uneven and some empty, beside whole ones."""
+    mesh = init_device_mesh("cpu", dims)
+    placements = [Replicate()] * (len(dims) - 1) + [Shard(0)]
+    draw = torch.Generator().manual_seed(0)
+    wholes = [
+        nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
+        for shape in ((7, 3), (1,), (4, 2))
+        for dtype in (torch.float64, torch.bfloat16)
+    ]
+    shards = [nn.Parameter(distribute_tensor(param.detach(), mesh, placements)) for param in wholes]
+    reference, opt = (samo.AdamW(params, lr=0.1) for params in (wholes, shards))
+    for number in range(5):
+        if number == 3:
+            saved, opt = opt.state_dict(), samo.AdamW(shards, lr=1.0)
+            opt.load_state_dict(saved)
+        for whole, shard in zip(wholes, shards):
+            whole.grad = torch.randn(whole.shape, generator=draw).to(whole.dtype)
+            if number == 1:
+                whole.grad[-1] = float("nan")  # on one rank alone
+            shard.grad = distribute_tensor(whole.grad, mesh, placements)
+        reference.step()
+        opt.step()
+    opt.zero_grad()
+    opt.step()  # nobody has gradients, and all agree
+    refused = []
+    for settings in ({"state": "lean"}, {"entry_steps": True}):
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - messages are compared below
+            samo.AdamW(shards[1:2], **settings)
+        refused.append(str(error.value))
+    with pytest.raises(samo.MaskError) as error:
+        opt.load_state_dict(reference.state_dict())
+    return {
+        "equal": all(torch.equal(a, b.full_tensor()) for a, b in zip(wholes, shards)),
+        "sizes": [shard.to_local().numel() for shard in shards[::2]],
+        "state": {
+            key: (value.placements == (*placements,), value.to_local().numel())
+            for key, value in opt.state[shards[1]].items()
+            if key != "step"
+        },
+        "skipped": reference.skipped_steps,
+        "refused": [*refused, str(error.value)],
+    }
+
+
+@pytest.mark.parametrize("dims", [(4,), (2, 2)], ids=str)
+def test_shards_are_updated_as_whole_parameters(dims: tuple[int, ...]) -> None:
+    """Empty shards and uneven ones, hybrid sharding, and a NaN that one rank alone sees."""
+    for rank, found in enumerate(run_ranks(4, train_shards, dims)):
+        assert found["equal"]
+        assert found["skipped"] == 1
+        number = rank % dims[-1]
+        sizes = {4: ([6, 6, 6, 3], [1, 0, 0, 0], [2] * 4), 2: ([12, 9], [1, 0], [4, 4])}
+        assert found["sizes"] == [size[number] for size in sizes[dims[-1]]]
+        numel = sizes[dims[-1]][0][number]
+        assert found["state"] == dict.fromkeys(
+            ("exp_avg", "exp_avg_sq", "remainder"), (True, numel)
+        )
+        lean, aged, whole = found["refused"]
+        assert "state='lean' is for whole parameters" in lean
+        assert "entry_steps=True is for whole parameters" in aged
+        assert "load it with set_optimizer_state_dict" in whole
 
 
 # What a step costs the host ---------------------------------------------------------------------

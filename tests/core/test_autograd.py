@@ -524,3 +524,19 @@ def test_a_forward_pass_that_raises_leaves_a_model_that_trains() -> None:
     assert model[0].weight is weight
     with warnings.catch_warnings(action="error"):
         step(model, torch.optim.SGD(model.parameters(), lr=0.1), X)
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_the_output_of_a_layer_may_be_written_to_in_place(weights: Any) -> None:
+    """What a product of three dimensions gives is no view, which autograd would not let be written to."""
+    model = nn.Sequential(nn.Linear(12, 6), nn.ReLU(inplace=True))
+    plain = copy.deepcopy(model)
+    masks = samo.prune(model, 0.5)
+    masks.apply_(plain)
+    samo.compress_(model, masks, weights=weights)
+    x = torch.randn(2, 3, 12)
+    found = [net(x).square() for net in (model, plain)]
+    assert torch.equal(*found)
+    for out in found:
+        out.sum().backward()
+    assert torch.equal(model[0].bias.grad, plain[0].bias.grad)

@@ -220,15 +220,11 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
         samo.compress_(model, samo.prune(model, 0.5), **options)
 
 
-def test_what_is_no_module_or_has_no_values_is_refused() -> None:
+def test_what_is_no_module_or_has_no_shape_is_refused() -> None:
     with pytest.raises(TypeError, match=r"compress_ takes a torch.nn.Module"):
         samo.compress_(mlp().state_dict(), samo.Masks({}))  # type: ignore[arg-type]
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
-    with pytest.raises(ValueError, match=r"parameter '1.weight' has no values yet"):
-        samo.compress_(model, samo.Masks({}))
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"parameter '0.weight' has no values yet"):
+    with pytest.raises(ValueError, match=r"parameter '1.weight' has no shape yet"):
         samo.compress_(model, samo.Masks({}))
 
 
@@ -362,3 +358,28 @@ def test_an_optimizer_from_before_decompress_is_refused(make: Any) -> None:
     model(torch.ones(1, 8)).sum().backward()
     with pytest.raises(samo.CompressionError, match="built before decompress_"):
         opt.step()
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["compressed", "dense"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+def test_a_model_on_the_meta_device_is_filled_later(
+    weights: Any, is_dense: bool, assign: bool
+) -> None:
+    model = mlp()
+    masks = samo.prune(model, 0.5)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "weights": weights}
+    with torch.device("meta"):
+        empty = mlp()
+    samo.compress_(empty, masks, **options)
+    assert {param.device.type for param in empty.parameters()} == {"meta"}
+    samo.compress_(model, masks, **options)
+    assert [param.shape for param in empty.parameters()] == [p.shape for p in model.parameters()]
+    if not assign:
+        empty.to_empty(device="cpu")
+    saved = samo.dense_state_dict(model) if is_dense else model.state_dict()
+    assert not any(empty.load_state_dict(saved, assign=assign))
+    x = torch.randn(3, 12, dtype=torch.bfloat16)
+    assert torch.equal(empty(x), model(x))
+    (empty(x).float().sum() + model(x).float().sum()).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(empty.parameters(), model.parameters()))

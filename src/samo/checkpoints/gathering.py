@@ -1,6 +1,7 @@
 """What ranks say to each other while they save or load together.
 
-    save      others -> leader      a share, or why there is none; replicas have none to give
+    save      others -> leader      a share, or why there is none; replicas have none to give, and
+                                    ranks with rows of tensors nothing but those
               leader -> other       a tensor that it wants             } for each one,
               other  -> leader      its bytes, or why there are none   } as files are written
               leader -> others      the end, good or bad
@@ -87,14 +88,21 @@ def follow(
 
 
 def fetched(links: Links | None, kind: str, name: str, origin: Origin, own: Sources) -> Source:
-    """Return a tensor that is fetched from the rank that has it when its turn comes."""
-    if links is None or origin.rank == links.rank:
+    """Return a tensor that is fetched from the ranks that have it when its turn comes."""
+    if links is None or (origin.rank == links.rank and not origin.pieces):
         return own[kind][name]
     dtype = dtype_of(origin.dtype)
 
     def make() -> Tensor:
         found = torch.empty(origin.shape, dtype=dtype)
-        _fetch(links, origin.rank, kind, name, found.view(-1).view(torch.uint8))
+        if not origin.pieces:
+            _fetch(links, origin.rank, kind, name, found.view(-1).view(torch.uint8))
+        for rank, start, stop in origin.pieces:
+            room = found[start:stop]
+            if rank == links.rank:
+                room.copy_(own[kind][name].make())
+            elif room.numel():
+                _fetch(links, rank, kind, name, room.view(-1).view(torch.uint8))
         return found
 
     return Source(dtype, origin.shape, make)

@@ -25,6 +25,8 @@ class Grid(NamedTuple):
     """Whether this is the first replica of its stage."""
     is_part: bool
     """Whether other ranks have other layers."""
+    is_in_rows: bool
+    """Whether other ranks have other rows of its tensors."""
     order: Sequence[str]
     """Names of the whole model's tensors, where they are known."""
     aliases: Mapping[str, str]
@@ -37,8 +39,8 @@ def grid_of(
     """Return how a model lies on ranks.
 
     Args:
-        model: A model, also as wrapped by DistributedDataParallel, or a pipeline.
-        mesh: All ranks; by default those of the pipeline's mesh, or of DistributedDataParallel.
+        model: A model, also as DistributedDataParallel or FSDP2 has made it, or a pipeline.
+        mesh: All ranks; by default those of the pipeline's mesh, of DistributedDataParallel or of DTensors.
         timeout_s: How long a rank is waited for.
         what: Who asks, for errors.
 
@@ -67,15 +69,18 @@ def grid_of(
     if isinstance(module, DistributedDataParallel):
         replicas = dist.get_process_group_ranks(module.process_group)
         module = module.module
+    sharded = _mesh_of_rows(module)
+    if sharded is not None:
+        replicas = sharded.mesh.flatten().tolist()
     stages = [replicas] if mesh is None else _stages(mesh)
     ranks = [rank for stage in stages for rank in stage]
     if not set(replicas) <= set(ranks):
         raise CheckpointError(
-            f"the model is replicated over ranks {replicas} and the mesh has ranks {ranks} alone; give "
-            f"{what} all of them: mesh=samo.mesh(pipe, data)"
+            f"the model lies on ranks {replicas} and the mesh has ranks {ranks} alone; give {what} all of "
+            "them: mesh=samo.mesh(pipe, data)"
         )
     if len(ranks) <= 1:
-        return Grid(module, None, True, False, order, aliases)
+        return Grid(module, None, True, False, False, order, aliases)
     here = dist.get_rank()
     number = next((i for i, stage in enumerate(stages) if here in stage), None)
     if number is None:
@@ -87,9 +92,24 @@ def grid_of(
         Links(ranks, timeout_s=timeout_s),
         here == stages[number][0],
         len(stages) > 1,
+        sharded is not None,
         order,
         aliases,
     )
+
+
+def _mesh_of_rows(module: Any) -> DeviceMesh | None:
+    """Return the mesh of a model's DTensors, once FSDP2 has put them back in the place of whole ones."""
+    if not isinstance(module, nn.Module) or not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch.distributed.fsdp import FSDPModule  # which takes its time to load
+    from torch.distributed.tensor import DTensor
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    found = (param for param in module.parameters() if isinstance(param, DTensor))
+    return next((param.device_mesh for param in found), None)
 
 
 def _stages(mesh: DeviceMesh) -> list[list[int]]:

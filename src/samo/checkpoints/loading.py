@@ -45,9 +45,9 @@ def load(
     moved since the model was compressed, it gets those of the checkpoint. Tensors go to the device that
     the model is on.
 
-    Where a model lies on several ranks (`samo.Pipeline`, or DistributedDataParallel, which is given as
-    it is), all of them call it, in whatever layout the checkpoint was saved. Each reads its own part; if
-    one refuses, all do.
+    Where a model lies on several ranks (`samo.Pipeline`, DistributedDataParallel, which is given as it
+    is, or FSDP2's ``fully_shard``), all of them call it, in whatever layout the checkpoint was saved. Each
+    reads its own part; if one refuses, all do.
 
     Example:
         >>> import tempfile, torch, samo
@@ -71,7 +71,7 @@ def load(
             state is left out.
         scaler: Its loss scaler.
         mesh: All ranks that hold a part of the model or a copy of it. By default those of
-            `samo.Pipeline` or of DistributedDataParallel; one process otherwise.
+            `samo.Pipeline`, of DistributedDataParallel or of DTensors; one process otherwise.
         timeout_s: Seconds after which a rank that does not answer is given up.
 
     Returns:

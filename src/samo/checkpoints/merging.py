@@ -5,11 +5,12 @@ The first replica of every stage describes its share as JSON:
     {"is_compressed": true, "has_params": true,
      "params": {"0.weight": ["bfloat16", 64, 32]}, "tied": {}, "shared": [],
      "mask_shapes": {"0.weight": [8, 8]},
-     "tensors": {"optimizer": {"0.weight/exp_avg": ["F32", [32]]}, ...},
+     "tensors": {"optimizer": {"0.weight/exp_avg": ["F32", [32], []]}, ...},
      "optimizers": [{"class": ..., "groups": ..., "more": ..., "state": ...}]}
 
 Groups of parameters are known by their settings alone: an optimizer of one process, and those of stages,
-may have other groups, or the same ones in another order, and mean the same.
+may have other groups, or the same ones in another order, and mean the same. Of a tensor whose rows lie on
+several ranks the third entry says which has which: [[0, 0, 16], [1, 16, 32]].
 """
 
 import json
@@ -36,11 +37,13 @@ class ParamShare(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A tensor, and the rank that gives it."""
+    """A tensor, and the rank that gives it, or those that give rows of it."""
 
     rank: int
     dtype: str
     shape: tuple[int, ...]
+    pieces: Sequence[Sequence[int]] = ()
+    """Rank, first row and the one behind the last, in the order of rows."""
 
 
 class Whole(NamedTuple):
@@ -112,8 +115,8 @@ def _origins(shares: Mapping[int, Share], kind: str, ordered: Order) -> dict[str
             common.update(references_of({**entry, "state": state}))
     found: dict[str, Origin] = {}
     for rank, share in shares.items():
-        for name, (dtype, shape) in share["tensors"][kind].items():
-            first = found.setdefault(name, Origin(rank, dtype, tuple(shape)))
+        for name, (dtype, shape, pieces) in share["tensors"][kind].items():
+            first = found.setdefault(name, Origin(rank, dtype, tuple(shape), pieces))
             if first.rank != rank and name not in common:
                 raise CheckpointError(
                     f"ranks {first.rank} and {rank}, of different stages, both hold '{name}', and it is "

@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 from samo import kernels
 from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.merging import ParamShare
+from samo.checkpoints.rows import own_part, own_rows, pieces_of
 from samo.checkpoints.shards import Shards, Source, Spec, check_plain, source_of
-from samo.core.modules import CompressedModule
+from samo.core.modules import CompressedModule, weights_in
 from samo.core.ranks import outdate_replicas
-from samo.core.weight import STEPPED, Weight, weight_of
+from samo.core.weight import STEPPED, Weight
 from samo.errors import CheckpointError, nearest
 from samo.mask import Mask
 
@@ -68,7 +69,8 @@ class ModelState:
                 if known in self.entries:
                     continue
                 check_plain(full, tensor)
-                self.entries[known] = Entry(tensor, weight_of(tensor))
+                # By name: what FSDP2 makes of a weight's values is another parameter.
+                self.entries[known] = Entry(tensor, weights_in(module).get(name))
         for entry in self.entries.values():
             if entry.weight is not None:
                 entry.weight.sync_written()
@@ -173,6 +175,11 @@ class ModelState:
                 )
             if own[name] == masks[name]:
                 continue
+            if pieces_of(self.entries[name].tensor):
+                raise CheckpointError(
+                    f"'{path}' has another mask of '{name}', whose values lie on several ranks and keep "
+                    f"theirs; compress the model with samo.Masks.load('{path}') before fully_shard"
+                )
             for opt in STEPPED:
                 values = self.entries[name].tensor
                 if opt.state.get(values) and not any(opt.state is state for state in states):
@@ -207,6 +214,11 @@ class ModelState:
             tensor, weight = self.entries[name]
             mask = masks.get(name)
             if mask is not None and weight is None:
+                if pieces_of(tensor):
+                    dense = torch.empty(tensor.shape, dtype=value.dtype)
+                    kernels.choose(dense.device).expand_(value, mask.to(dense.device), dense)
+                    own_part(tensor).copy_(own_rows(dense, tensor))
+                    continue
                 mask = mask.to(tensor.device)
                 moved = value.to(tensor.device, copy=True)
                 kernels.choose(tensor.device).expand_(moved, mask, tensor.detach())
@@ -216,7 +228,7 @@ class ModelState:
                     changed.append(tensor)
                 weight.take_mask(mask.to(weight.device), value.to(weight.device, copy=True), None)
             else:
-                tensor.copy_(value)
+                own_part(tensor).copy_(own_rows(value, tensor))
                 if weight is not None and weight.dense is not None:
                     weight.refresh()
         outdate_replicas(changed)

@@ -21,9 +21,9 @@ from samo.checkpoints import values
 from samo.checkpoints.manifest import Manifest
 from samo.checkpoints.merging import references_of, settings_key
 from samo.checkpoints.model_state import ModelState
+from samo.checkpoints.rows import cut_as, pieces_of
 from samo.checkpoints.shards import Shards, Source, Spec, host_bytes, source_of
 from samo.core.optim import AdamW, _layout
-from samo.core.weight import weight_of
 from samo.errors import CheckpointError
 from samo.mask import Mask
 
@@ -184,7 +184,7 @@ class OptimizerState:
                 f"'{path}' has {kinds[is_lean]} optimizer state and this optimizer keeps "
                 f"{kinds[group['lean']]} state; build samo.AdamW with state='{kinds[is_lean]}'"
             )
-        layout = _layout(param, weight_of(param), group)
+        layout = _layout(param, self.model.entries[name].weight, group)
         if ("age" in found) != ("age" in layout):
             has = "age" in found
             raise CheckpointError(
@@ -210,6 +210,7 @@ class OptimizerState:
         places: dict[str, torch.device] = dict.fromkeys(
             values.references(entry["more"]), torch.device("cpu")
         )
+        cuts: dict[str, Tensor] = {}
         by_name = _settings_by_name(entry["groups"])
         for group in self.opt.param_groups:
             settings = next((by_name[self.names[id(param)]] for param in group["params"]), {})
@@ -222,7 +223,13 @@ class OptimizerState:
                     is_host = key == "step" and not on_device and not isinstance(self.kind, AdamW)
                     place = torch.device("cpu") if is_host else param.device
                     places |= dict.fromkeys(values.references(value), place)
-        tensors = {name: value.to(places[name], copy=True) for name, value in saved.read(places)}
+                    spec = _spec(value, saved)
+                    if spec is not None and spec.shape == param.shape and pieces_of(param):
+                        cuts[value["$tensor"]] = param
+        tensors = {
+            name: cut_as(value, cuts[name]) if name in cuts else value.to(places[name], copy=True)
+            for name, value in saved.read(places)
+        }
         self._load(entry, tensors)
 
     def _load(self, entry: dict[str, Any], tensors: dict[str, Tensor]) -> None:

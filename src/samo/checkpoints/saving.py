@@ -64,9 +64,10 @@ def save(
     state of the optimizers. Killed at any moment, or with the disk full, the folder holds the
     checkpoint it held before, or the new one. Gradients are not saved.
 
-    Where a model lies on several ranks (`samo.Pipeline`, or DistributedDataParallel, which is given as
-    it is), all of them call it. The first writes what one process would have written, whatever the
-    layout; a failure on any rank is raised on all. The state that ZeroRedundancyOptimizer has spread
+    Where a model lies on several ranks (`samo.Pipeline`, DistributedDataParallel, which is given as it
+    is, or FSDP2's ``fully_shard``), all of them call it. The first writes what one process would have
+    written, whatever the layout, and holds one tensor at a time for it, on the host; a failure on any rank
+    is raised on all. The state that ZeroRedundancyOptimizer has spread
     over ranks is brought to the first one before, by its ``consolidate_state_dict()``.
 
     Example:
@@ -87,7 +88,7 @@ def save(
         extra: Anything else, by name: tensors, or JSON values (numbers, strings, booleans, None, lists
             and dicts of them). Tuples come back as lists. That of the first rank is saved.
         mesh: All ranks that hold a part of the model or a copy of it. By default those of
-            `samo.Pipeline` or of DistributedDataParallel; one process otherwise.
+            `samo.Pipeline`, of DistributedDataParallel or of DTensors; one process otherwise.
         timeout_s: Seconds after which a rank that does not answer is given up.
 
     Raises:
@@ -99,8 +100,7 @@ def save(
     grid = grid_of(model, mesh, timeout_s, "samo.save")
     links = grid.links
     if links is not None and not links.is_leader:
-        describe_own = (lambda: _share(grid, opt)) if grid.is_first else _nothing
-        follow(links, describe_own, f"the rank that writes '{os.fspath(path)}'")
+        follow(links, lambda: _own_share(grid, opt), f"the rank that writes '{os.fspath(path)}'")
         if grid.is_first:
             _warn_of_extra_state(grid.module)
         return
@@ -171,6 +171,15 @@ def _write(
     )
 
 
+def _own_share(
+    grid: Grid, opt: Optimizer | Iterable[Optimizer] | None
+) -> tuple[dict[str, Any] | None, dict[str, dict[str, Source]]]:
+    """Return what a rank gives that does not write: its stage, its rows of tensors, or nothing."""
+    if grid.is_first:
+        return _share(grid, opt)
+    return (None, _share(grid, opt)[1]) if grid.is_in_rows else _nothing()
+
+
 def _nothing() -> tuple[None, dict[str, dict[str, Source]]]:
     """Return what a replica gives to a checkpoint, of a stage that another rank gives."""
     return None, {}
@@ -197,7 +206,7 @@ def _share(
         "mask_shapes": {name: list(mask.shape) for name, mask in state.masks.items()},
         "tensors": {
             kind: {
-                name: [dtype_name(source.dtype), list(source.shape)]
+                name: [dtype_name(source.dtype), list(source.shape), list(source.pieces)]
                 for name, source in sources.items()
             }
             for kind, sources in tensors.items()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from samo import durable
 from samo.checkpoints.manifest import DataFile, Manifest, damaged
+from samo.checkpoints.rows import Piece, is_in_rows, own_part, pieces_of
 from samo.errors import CheckpointError
 
 __all__ = []
@@ -58,6 +59,9 @@ class Source(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    """Gives all of it, or this rank's rows."""
+    pieces: tuple[Piece, ...] = ()
+    """Who has which rows, where they lie on several ranks."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,17 +84,20 @@ def source_of(name: str, tensor: Tensor) -> Source:
         CheckpointError: It has no values, is no plain dense tensor, or of a type that no file holds.
     """
     check_plain(name, tensor)
-    return Source(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+    pieces = pieces_of(tensor)
+    return Source(tensor.dtype, tuple(tensor.shape), lambda: own_part(tensor), pieces)
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
     """Refuse what cannot be written."""
     if nn.parameter.is_lazy(tensor) or tensor.is_meta:
         raise CheckpointError(f"'{name}' has no values yet; save the model once it has")
-    if hasattr(tensor, "__tensor_flatten__") or tensor.layout != torch.strided:
+    is_plain = not hasattr(tensor, "__tensor_flatten__") or is_in_rows(tensor)
+    if not is_plain or tensor.layout != torch.strided:
         raise CheckpointError(
             f"'{name}' is a {type(tensor).__name__} of layout {tensor.layout}; a checkpoint holds plain "
-            "dense tensors, and torch.distributed.checkpoint sharded ones"
+            "dense tensors and DTensors that are cut into rows along one axis, and "
+            "torch.distributed.checkpoint other ones"
         )
     if tensor.dtype not in _DTYPE_NAMES:
         raise CheckpointError(

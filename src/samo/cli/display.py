@@ -72,6 +72,10 @@ class Display:
                     self._progress.update(self._task, completed=event.step)
             case events.Stepped():
                 self._step(event)
+            case events.Compiling():
+                self._compile(event)
+            case events.Compiled():
+                self._say(event.step, f"blocks were compiled in {event.seconds:,.1f} s")
             case events.Evaluated():
                 self._say(
                     event.step,
@@ -90,7 +94,7 @@ class Display:
                     self._change_every = event.step - self._changed_at
                     self._changed_at = event.step
             case events.Accounted():
-                self._state = f"state {size(event.rank_bytes[0])} of "
+                self._state = f"state {size(event.rank_bytes[0])}{_streamed(event.weights)} of "
                 self._where = " on the first rank" if len(event.rank_bytes) > 1 else ""
             case events.NotSaved():
                 self._say(event.step, f"NOT SAVED: {event.reason}")
@@ -111,6 +115,12 @@ class Display:
             self._task = self._progress.add_task(
                 self.title or "train", total=event.steps, completed=event.step, numbers=""
             )
+
+    def _compile(self, event: events.Compiling) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=f"{self.title} compiling".strip())
+        else:
+            self._say(event.step, "compiling blocks: the next step takes longer than others")
 
     def _step(self, event: events.Stepped) -> None:
         speed = f"{event.tokens_per_s:,.0f} tokens/s"
@@ -158,3 +168,11 @@ def _pruned(event: events.Pruned) -> str:
     how = "masks have settled" if event.reason == "settled" else "limit reached, masks not settled"
     distances = ", ".join(f"{distance:.3f}" for distance in event.distances)
     return f"{text}; {how}: distances {distances}, threshold {event.threshold}"
+
+
+def _streamed(weights: str | int | None) -> str:
+    """Say which dense weights are not kept between uses."""
+    if weights in (None, "resident"):
+        return ""
+    but = "" if isinstance(weights, str) else f" but for {size(weights)}"
+    return f" (weights streamed{but})"

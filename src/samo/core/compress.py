@@ -21,6 +21,7 @@ from samo.core.modules import (
     weights_in,
 )
 from samo.core.ranks import check_masks_of_ranks
+from samo.core.shards import whole
 from samo.core.weight import Types, Weight, mark_ragged, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.layouts import dense_parameters
@@ -51,6 +52,9 @@ def compress_(
     there, its kept entries in flat order. ``module.weight`` still gives the dense weight, in the type
     that the model computes in, with exact zeros; its gradient arrives compressed. Everything that takes
     ``model.parameters()`` works as with any model: optimizers, clipping, DistributedDataParallel.
+
+    A model on the meta device has no memory, and its values get none: load them after
+    ``model.to_empty(device=...)``.
 
     Example:
         >>> import torch, samo
@@ -114,7 +118,7 @@ def compress_(
                 made[key] = Weight(
                     name,
                     param,
-                    mask and mask.to(param.device),
+                    mask if mask is None or param.is_meta else mask.to(param.device),
                     types,
                     kernels,
                     is_resident=key in residents,
@@ -152,6 +156,9 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     Returns:
         The same model.
     """
+    check_whole(
+        model, "decompress_ would give each rank all of them", "call samo.dense_state_dict(model)"
+    )
     own = model.__dict__.pop(_CAST, {})
     for name, param in model.named_parameters():
         if weight_of(param) is None and param.is_floating_point():
@@ -207,7 +214,7 @@ def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> d
                 else:
                     is_cast = isinstance(value, nn.Parameter) and value.is_floating_point()
                     to = (dtype or own.get(name)) if is_cast else None
-                    found[id(value)] = value.detach().to(to or value.dtype, copy=True)
+                    found[id(value)] = whole(value.detach()).to(to or value.dtype, copy=True)
             state[name] = found[id(value)]
     return state
 
@@ -264,8 +271,21 @@ def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of a weight as a new dense tensor, in the type that its parameter had."""
     weight.sync_written()
     dense = weight.layout.new_dense(dtype or weight.dense_dtype, weight.device)
-    weight.layout.kernels.expand_(weight.values.detach(), weight.mask, dense)
+    weight.layout.kernels.expand_(whole(weight.values.detach()), weight.mask, dense)
     return dense
+
+
+def check_whole(model: nn.Module, what: str, instead: str) -> None:
+    """Refuse a model whose weights are in shards.
+
+    Raises:
+        CompressionError: One is.
+    """
+    for name, weight in named_weights(model):
+        if weight.mesh is not None:
+            raise CompressionError(
+                f"'{name}' is sharded over {weight.mesh.size()} ranks, and {what}; {instead}"
+            )
 
 
 # What can be refused ---------------------------------------------------------------------------------
@@ -455,7 +475,7 @@ def _plan(
             raise ValueError(
                 f"parameter '{name}' is {_name(types.dtype)}; pass dtype=torch.bfloat16 to compress_"
             )
-        if mask is not None:
+        if mask is not None and not param.is_meta:
             _check_values(name, param, types.dtype)
         plan = _Plan(name, param, mask, types)
         if plan.is_compressed or types.dtype != param.dtype:
@@ -477,10 +497,9 @@ def _check_parameter(name: str, param: nn.Parameter, seen: dict[int, str]) -> No
             f"parameter '{name}' belongs to another compressed model; build the two models from "
             "parameters of their own"
         )
-    if nn.parameter.is_lazy(param) or param.is_meta:
+    if nn.parameter.is_lazy(param):
         raise ValueError(
-            f"parameter '{name}' has no values yet; run a batch through the model, or load its "
-            "weights, before compress_"
+            f"parameter '{name}' has no shape yet; run a batch through the model before compress_"
         )
     if hasattr(param, "__tensor_flatten__"):
         raise ValueError(
@@ -492,7 +511,8 @@ def _check_parameter(name: str, param: nn.Parameter, seen: dict[int, str]) -> No
             f"parameter '{name}' was made under torch.inference_mode and cannot be trained; build "
             "the model outside of it"
         )
-    other = seen.setdefault(param.untyped_storage().data_ptr(), name) if param.numel() else name
+    has_memory = param.numel() and not param.is_meta
+    other = seen.setdefault(param.untyped_storage().data_ptr(), name) if has_memory else name
     if other != name or torch._debug_has_internal_overlap(param) == 1:
         what = f"shares its memory with '{other}'" if other != name else "repeats its entries"
         raise ValueError(

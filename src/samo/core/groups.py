@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from samo.candidates import matching
-from samo.core.weight import weight_of
+from samo.core.compress import named_weights
 
 __all__ = ["param_groups"]
 
@@ -58,9 +58,11 @@ def param_groups(
         )
     parameters = dict(model.named_parameters())
     exempt = matching(no_decay, parameters, "no_decay")
+    # By name: what FSDP2 makes of a weight's values is another parameter.
+    weights = dict(named_weights(model, remove_duplicate=False))
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, param in parameters.items():
-        weight = weight_of(param)
+        weight = weights.get(name)
         mask = None if weight is None else weight.mask
         scale = 1.0 if mask is None or not mask.kept else (mask.kept / mask.numel) ** density_power
         decays = len(param.shape if weight is None else weight.shape) >= 2 and name not in exempt

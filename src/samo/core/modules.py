@@ -11,8 +11,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from samo.core.dense import DenseWeight
+from samo.core.shards import placed_as, whole
 from samo.core.weight import WRITTEN, Weight, warn_of_pruned
 from samo.errors import CompressionError, MaskError
 from samo.mask import Mask
@@ -47,6 +49,12 @@ class CompressedModule(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `__setattr__`: another tensor under the name of a weight would be trained without its mask."""
         if name in weights_in(self) and param is not None:
+            if isinstance(param, DTensor):  # FSDP2 sets the attribute
+                raise CompressionError(
+                    f"'{weights_in(self)[name].name}' is compressed, and its values are in no rows or "
+                    "columns that tensor parallelism could share among ranks; leave the module out of its "
+                    "plan, or shard values with fully_shard"
+                )
             self._assign(name, param)
         else:
             super().register_parameter(name, param)
@@ -62,6 +70,8 @@ class CompressedModule(nn.Module):
             self._parameters[name] = value
             if type(value) is nn.Parameter:
                 weight.take_over(value)
+            elif isinstance(value, DTensor):
+                weight.bind(value)
         else:
             weight.write(value.detach())
             weight.values.requires_grad_(value.requires_grad)
@@ -120,10 +130,12 @@ class CompressedModule(nn.Module):
             if not isinstance(given, Tensor) or weight.mask is None:
                 continue
             if given.shape == weight.shape and (bitmap is None or given.dim() != 1):
-                given = given.to(weight.device)
+                given = whole(given).to(weight.mask.words.device)
                 weight.check_pruned(given)
-                state_dict[key] = weight.layout.compress(given, given.dtype)
-            elif bitmap is None and strict:
+                compressed = weight.layout.compress(given, given.dtype)
+                state_dict[key] = placed_as(compressed, weight.values)
+            # One rank may read a file for all: torch sends the others their shards, and no bitmap.
+            elif bitmap is None and strict and not isinstance(given, DTensor):
                 missing_keys.append(key + BITMAP)
             elif bitmap is not None and (wrong := compare(bitmap, weight.mask)):
                 error_msgs.append(f"'{key}' {wrong}")
@@ -195,6 +207,7 @@ def compressed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
         "_samo_original": cls,
     }
     namespace |= {name: _property(name) for name in names}
+    namespace |= {name + BITMAP: _bitmap_property(name) for name in names}
     if issubclass(cls, nn.RNNBase):
         # It computes with a list of its own, and gives cuDNN one block of memory for all of it.
         namespace["_flat_weights"] = property(_flat_weights, lambda self, weights: None)
@@ -228,6 +241,20 @@ def _property(name: str) -> property:
         self.__dict__[name] = value  # its parameter was deleted
 
     return property(get, set_)
+
+
+def _bitmap_property(name: str) -> property:
+    """Give what a state dict has beside the values: torch.distributed.checkpoint looks for all of it."""
+
+    def get(self: nn.Module) -> Tensor:
+        weight = weights_in(self).get(name)
+        if weight is None or weight.mask is None:
+            raise AttributeError(
+                f"'{type(self).__name__}' object has no attribute '{name}{BITMAP}'"
+            )
+        return to_bytes(weight.mask)
+
+    return property(get)
 
 
 def _flat_weights(self: Any) -> list[Tensor | None]:

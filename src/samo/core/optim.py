@@ -7,9 +7,11 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from samo import kernels as _kernels
+from samo.core.shards import local_update, shard_groups
 from samo.core.weight import Weight, weight_from, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
@@ -45,6 +47,12 @@ class AdamW(Optimizer):
     A gradient with a NaN or an infinity anywhere makes the whole step do nothing, without waiting for
     the device; ``skipped_steps`` counts them, and many in a row are warned of.
 
+    DTensors, such as FSDP2's ``fully_shard`` makes of parameters, are updated shard by shard with exact
+    state, which is sharded as they are. Ranks that hold shards skip a step together.
+
+    A step can be captured in a CUDA graph, after one outside of it. The graph keeps all settings as they
+    were, but for a learning rate that is a tensor on the parameters' device: change it in place.
+
     Example:
         >>> import torch, samo
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16))
@@ -69,11 +77,12 @@ class AdamW(Optimizer):
             ``ZeroRedundancyOptimizer``. Replicas of DistributedDataParallel need none: they have the
             same gradients.
         kernels: ``"auto"`` takes the fastest for the parameters' device, ``"reference"`` plain torch.
-        fused: Taken for compatibility, as ``foreach`` is; the step is always fused.
+        fused: Taken for compatibility, as ``foreach`` and ``capturable`` are; the step is always fused,
+            and can always be captured.
         foreach: As ``fused``.
-        amsgrad: Must be False, as ``maximize``, ``capturable`` and ``differentiable``.
+        capturable: As ``fused``.
+        amsgrad: Must be False, as ``maximize`` and ``differentiable``.
         maximize: As ``amsgrad``.
-        capturable: As ``amsgrad``.
         differentiable: As ``amsgrad``.
 
     Raises:
@@ -98,9 +107,9 @@ class AdamW(Optimizer):
         kernels: _kernels.Path = "auto",
         fused: bool | None = None,
         foreach: bool | None = None,
+        capturable: bool = True,
         amsgrad: bool = False,
         maximize: bool = False,
-        capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
         if state not in ("exact", "lean"):
@@ -115,7 +124,6 @@ class AdamW(Optimizer):
         for name, is_on, reason in (
             ("amsgrad", amsgrad, "it would need a third moment"),
             ("maximize", maximize, "negate the loss instead"),
-            ("capturable", capturable, "addresses of gradients are sent from the host"),
             ("differentiable", differentiable, "kernels write in place"),
         ):
             if is_on:
@@ -175,31 +183,32 @@ class AdamW(Optimizer):
             closure: Computes loss and gradients once more and returns the loss.
 
         Raises:
-            CompressionError: It is called while a CUDA graph is captured.
+            CompressionError: A CUDA graph is captured, and a replay would do something else.
         """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise CompressionError(
-                "samo.AdamW.step cannot be part of a CUDA graph: addresses of the gradients are sent "
-                "from the host in each step; capture forward and backward, and call step() after "
-                "each replay"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         batches: dict[tuple[Any, ...], _Batch] = {}
+        sharded: list[DTensor] = []
         for group in self.param_groups:
             key = (*group["betas"], group["eps"], group["lean"], group["kernels"])
             for param in group["params"]:
+                is_sharded = isinstance(param, DTensor)
+                if is_sharded:
+                    sharded.append(param)
                 if param.grad is not None:
-                    weight = weight_of(param)
+                    weight = None if is_sharded else weight_of(param)
                     batch = batches.get((*key, param.device))
                     if batch is None:
                         batch = batches[*key, param.device] = _Batch(group, param.device)
                     batch.add(param, weight, group, self._state_of(param, weight, group))
-        if not batches and self.group is None:
+        if _is_captured():
+            _check_captured(batches.values())
+        groups = shard_groups(sharded)
+        if not batches and not groups and self.group is None:
             return loss
-        skip = self._find_nonfinite(list(batches.values()))
+        skip = self._find_nonfinite(list(batches.values()), groups)
         # A CPU's result is here already; another device's is used there, without waiting for it.
         if skip.device.type != "cpu":
             for batch in batches.values():
@@ -209,17 +218,25 @@ class AdamW(Optimizer):
                 batch.update(None)
         return loss
 
-    def _find_nonfinite(self, batches: list["_Batch"]) -> Tensor:
-        """Return whether any gradient is not finite, count it, and warn where that goes on."""
+    def _find_nonfinite(
+        self, batches: list["_Batch"], groups: dict[dist.ProcessGroup, str]
+    ) -> Tensor:
+        """Return whether any gradient is not finite on any rank that shares in the parameters.
+
+        Count it, and warn where that goes on. All ranks come here, with gradients or without.
+        """
         flags = [batch.kernels.find_nonfinite(batch.gradients) for batch in batches]
-        flag = flags[0] if flags else torch.zeros((), dtype=torch.bool)
+        params = (param for group in self.param_groups for param in group["params"])
+        device = next((param.device for param in params), torch.device("cpu"))
+        flag = flags[0] if flags else torch.zeros((), dtype=torch.bool, device=device)
         for other in flags[1:]:
             flag = flag | other.to(flag.device)
+        for group, device_type in groups.items():
+            flag = _any_rank(flag, group, device_type)
         if self.group is not None:
-            shared = flag.to(torch.int32)
-            dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
-            flag = shared.to(torch.bool)
+            flag = _any_rank(flag, self.group, flag.device.type)
         if self._skipped is None:
+            _check_is_not_first("the count of skipped steps")
             self._skipped = torch.zeros(2, dtype=torch.int64, device=flag.device)
         total, in_a_row = self._skipped
         total.add_(flag)
@@ -248,6 +265,7 @@ class AdamW(Optimizer):
     ) -> dict[str, Any]:
         state = self.state[param]
         if not state:
+            _check_is_not_first(f"the state of {_name(param)}")
             _check_type(param, group, _name(param))
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for key, (dtype, shape) in _layout(param, weight, group).items():
@@ -270,20 +288,21 @@ class AdamW(Optimizer):
             MaskError: The state belongs to other masks, or to parameters of another type.
         """
         saved = state_dict["state"]
-        pairs = [(param, group) for group in self.param_groups for param in group["params"]]
-        lengths = [
-            [len(group["params"]) for group in groups]
-            for groups in (self.param_groups, state_dict["param_groups"])
-        ]
-        for index, (param, group) in enumerate(pairs):
-            if index in saved and lengths[0] == lengths[1]:  # torch refuses other groups
-                _check_loaded(param, group, saved[index])
+        own, others = self.param_groups, state_dict["param_groups"]
+        if [len(group["params"]) for group in own] == [len(group["params"]) for group in others]:
+            # By numbers, or by the names that torch.distributed.checkpoint puts in their place.
+            keys = [key for group in others for key in group["params"]]
+            pairs = [(param, group) for group in own for param in group["params"]]
+            found = [(saved[key], *pair) for key, pair in zip(keys, pairs) if key in saved]
+        else:
+            found = []  # torch refuses
+        for state, param, group in found:
+            _check_loaded(param, group, state)
         super().load_state_dict({**state_dict, "state": {}})  # torch would cast 8-bit state
-        for index, (param, _) in enumerate(pairs):
-            if index in saved:
-                self.state[param] = {
-                    key: value.to(param.device, copy=True) for key, value in saved[index].items()
-                }
+        for state, param, _ in found:
+            self.state[param] = {
+                key: value.to(param.device, copy=True) for key, value in state.items()
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a copy or `load_state_dict` brings; groups keep their kind of state."""
@@ -354,6 +373,43 @@ class AdamW(Optimizer):
                 state[_AGE] = ages_at(state["step"], param.numel())
 
 
+def _is_captured() -> bool:
+    """Return whether what is launched becomes part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _check_is_not_first(what: str) -> None:
+    """Refuse to make state while a graph is captured."""
+    if _is_captured():
+        raise CompressionError(
+            f"{what} is made by the first step, which is being captured in a CUDA graph: each replay would "
+            "set it to 0; call step() once before you capture it"
+        )
+
+
+def _check_captured(batches: Iterable["_Batch"]) -> None:
+    """Refuse what a graph would leave out, or cannot do."""
+    for batch in batches:
+        if batch.device.type != "cuda":
+            raise CompressionError(
+                f"{_name(batch.params[0])} is on the {batch.device.type}, and a CUDA graph would leave it "
+                "as it is; give it to an optimizer of its own, whose step is not captured"
+            )
+        if batch.path == "reference":
+            raise CompressionError(
+                "kernels='reference' asks the host where kept weights lie, which a CUDA graph cannot do; "
+                "leave it out to capture samo.AdamW.step"
+            )
+
+
+def _any_rank(flag: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:
+    """Return whether a flag is set on any rank of a group that talks between devices of a type."""
+    there = flag if flag.device.type == device_type else flag.to(device_type)
+    shared = there.to(torch.int32)
+    dist.all_reduce(shared, dist.ReduceOp.MAX, group=group)
+    return shared.to(flag.device, torch.bool)
+
+
 class _Batch:
     """Parameters that are updated together."""
 
@@ -381,23 +437,24 @@ class _Batch:
             if dense is not None:
                 self.weights.append(weight)
         rest = state.get("correction" if self.is_lean else "remainder")
-        self.params.append(param)
-        self.gradients.append(grad)
-        self.states.append(state)
-        self.updates.append(
-            AdamWUpdate(
-                param,
-                rest,
-                grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                state["step"],
-                group["lr"],
-                group["weight_decay"],
-                dense,
-                mask,
-            )
+        update = AdamWUpdate(
+            param,
+            rest,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["step"],
+            group["lr"],
+            group["weight_decay"],
+            dense,
+            mask,
         )
+        if isinstance(param, DTensor):
+            update = local_update(update)
+        self.params.append(param)
+        self.gradients.append(update.grad)
+        self.states.append(state)
+        self.updates.append(update)
 
     def update(self, skip: Tensor | None) -> None:
         if self.is_lean:
@@ -465,6 +522,14 @@ def _check_loaded(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -
             f"the saved optimizer state of {_name(param)} has {'' if _AGE in found else 'no '}step "
             f"counts of its entries; build the optimizer with entry_steps={_AGE in found}"
         )
+    for key in layout.keys() & found.keys():
+        placed = [getattr(tensor, "placements", None) for tensor in (param, state[key])]
+        if placed[0] != placed[1]:
+            raise MaskError(
+                f"the saved '{key}' of {_name(param)} is placed as {placed[1]} and the parameter as "
+                f"{placed[0]}, where None is a whole tensor; load it with set_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict, which cuts state as the parameters are"
+            )
     expected = {key: (dtype, tuple(shape)) for key, (dtype, shape) in layout.items()}
     if found != expected:
         raise MaskError(
@@ -488,6 +553,13 @@ def _name(param: Tensor) -> str:
 
 
 def _check_type(param: Tensor, group: dict[str, Any], name: str) -> None:
+    if isinstance(param, DTensor) and (group["lean"] or group["entry_steps"]):
+        setting = "state='lean'" if group["lean"] else "entry_steps=True"
+        raise ValueError(
+            f"{name} is sharded as {param.placements}, and {setting} is for whole parameters: it goes "
+            "by places in a mask, which shards do not know; leave it out, or train replicas with "
+            "DistributedDataParallel"
+        )
     if param.dtype not in (torch.float32, torch.float64, torch.bfloat16):
         raise ValueError(
             f"{name} is {param.dtype}; samo.AdamW updates float32, float64 and bfloat16 "

@@ -153,7 +153,9 @@ class Matmul:
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
         """Return the product."""
         if self.is_linear:
-            return F.linear(x, dense if self.is_transposed else dense.t(), bias)
+            out = F.linear(x, dense if self.is_transposed else dense.t(), bias)
+            # Of more than two dimensions it is a view, and autograd forbids to write to one of ours.
+            return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, out.shape)
         factor = dense.t() if self.is_transposed else dense
         return torch.matmul(x, factor) if bias is None else torch.addmm(bias, x, factor)
 

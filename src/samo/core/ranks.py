@@ -19,7 +19,7 @@ _SEEN: Final[weakref.WeakKeyDictionary[DistributedDataParallel, bool]] = weakref
 
 
 def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
-    """Compare masks in the first forward pass of each DistributedDataParallel.
+    """Compare masks in the first forward pass of each DistributedDataParallel, or of a sharded model.
 
     Raises:
         MaskError: They differ; on every rank.
@@ -28,7 +28,10 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     replicas = DistributedDataParallel._active_ddp_module
-    if replicas is None or _SEEN.get(replicas):
+    if replicas is None:
+        _check_masks_of_shards(module)
+        return
+    if _SEEN.get(replicas):
         return
     nbytes = sum(param.nbytes for param in replicas._module_parameters)
     if (
@@ -44,6 +47,23 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
 
     compare_masks(masks(module), replicas.process_group)
     _SEEN[replicas] = True
+
+
+def _check_masks_of_shards(module: nn.Module) -> None:
+    """Compare masks in the first forward pass of a model that FSDP2 has sharded."""
+    from samo.core.compress import masks, named_weights
+
+    if module in _COMPARED:
+        return
+    mesh = next((weight.mesh for _, weight in named_weights(module)), None)
+    if mesh is not None:
+        for dim in range(mesh.ndim):
+            compare_masks(masks(module), mesh.get_group(dim))
+        _COMPARED.add(module)
+
+
+_COMPARED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+"""Sharded models whose masks are the same on all ranks."""
 
 
 def replicas_of(params: Iterable[Tensor]) -> list[DistributedDataParallel]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samo.arguments import optimizers_of
-from samo.core.compress import masks_by_parameter, named_weights
+from samo.core.compress import check_whole, masks_by_parameter, named_weights
 from samo.core.ranks import outdate_replicas
 from samo.core.transfer import move
 from samo.core.weight import STEPPED, Weight, mark_ragged
@@ -102,6 +102,11 @@ def remap_(
         TypeError: An argument is of another kind.
         ValueError: ``fill`` does not fit the entries kept anew.
     """
+    check_whole(
+        model,
+        "other masks would change the lengths of what each rank holds",
+        "give it its masks before fully_shard: samo.compress_(model, masks) or samo.remap_",
+    )
     passed = [] if opt is None else optimizers_of(opt)
     for one in [*passed]:
         if getattr(one, "parameters_as_bucket_view", False):

@@ -22,6 +22,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -101,6 +103,10 @@ class Weight:
     _version: int
     _dense_version: int
     _address: int
+    _taken: nn.Parameter | None = None
+    """What `take_over` took over last: it comes and goes in every pass."""
+    mesh: DeviceMesh | None = None
+    """The ranks that have shards of the values, if they were ever sharded."""
 
     def __init__(
         self,
@@ -120,10 +126,13 @@ class Weight:
         self.dense_dtype = param.dtype  # what decompress_ gives back
         self.attributes: Final = dict(param.__dict__)  # what people hung on the parameter
         strides = torch.empty_like(param, device="meta").stride()
-        kernels = _kernels.choose(param.device, path)
+        device = torch.device("cpu") if param.is_meta else param.device
+        kernels = _kernels.choose(device, path)
         self.layout = Layout(param.shape, strides, mask, types.grad_dtype, kernels, [])
         if mask is None:
             values = param.detach().to(types.value_dtype, copy=True)
+        elif param.is_meta:
+            values = torch.empty(mask.kept, dtype=types.value_dtype, device="meta")
         else:
             values = self.layout.compress(param.detach(), types.value_dtype)
         self.bind(nn.Parameter(values, requires_grad=param.requires_grad))
@@ -181,8 +190,13 @@ class Weight:
         return self._tracked
 
     def _read_streamed(self) -> Tensor:
-        """Return the weight as a tensor without memory; whole parameters as they are, if of the right type."""
-        if self.mask is None and self.values.dtype == self.dtype:
+        """Return the weight as a tensor without memory; whole parameters as they are, if of the right type.
+
+        Shards are what wrappers read here for themselves.
+        """
+        if isinstance(self.values, DTensor) or (
+            self.mask is None and self.values.dtype == self.dtype
+        ):
             return self.values
         if self._streamed is None or self._streamed._param is not self.values:
             self._streamed = StreamedWeight(
@@ -343,16 +357,25 @@ class Weight:
 
         At once: compiled code cannot make it, and would expand in every pass.
         """
+        if isinstance(values, DTensor):
+            if self.mesh is None:
+                self.retire()
+            self.is_resident, self.mesh = False, values.device_mesh
+        else:
+            if self.mask is not None and self.mask.words.device != values.device:
+                self._place(values.device)
+            if values.grad_dtype != self.layout.grad_dtype:
+                values.grad_dtype = self.layout.grad_dtype
+            self._streamed = None  # with shards it waits for the whole values to come back
         self.values = values
-        if values.grad_dtype != self.layout.grad_dtype:
-            values.grad_dtype = self.layout.grad_dtype
-        self.dense = self._plain = self._tracked = self._streamed = None
+        self.dense = self._plain = self._tracked = None
         self._version = self._dense_version = -1
         self._address = 0
         _WEIGHTS[values] = weakref.ref(self)
         if self.is_resident:
             self.sync()
-        self.prepare_traced()
+        if not isinstance(values, DTensor):
+            self.prepare_traced()
 
     def take_over(self, values: nn.Parameter) -> None:
         """Compute with the parameter that somebody else puts in the place of ours, as FSDP2 does.
@@ -360,9 +383,11 @@ class Weight:
         Its owner writes to it unseen, so a resident copy would go stale: the weight is streamed from
         now on. The owner also says which type to compute in, and which type gradients have.
         """
+        if values is self._taken:
+            self.values = values
         if values is self.values:
             return
-        self.is_resident = False
+        self.is_resident, self._taken = False, values
         if values.dtype != self.values.dtype:
             self.dtype = values.dtype
         self.layout = self.layout._replace(grad_dtype=values.dtype)
@@ -410,7 +435,7 @@ class Weight:
         """Let go of the values until `follow`: torch swaps only tensors that nothing refers to."""
         self.sync_written()
         _WEIGHTS.pop(self.values, None)
-        self.dense = self._plain = self._tracked = self._streamed = None
+        self.dense = self._plain = self._tracked = self._streamed = self._taken = None
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Follow what ``Module._apply`` has done to the values: another device, another compute type."""
@@ -504,7 +529,7 @@ _ORIGINS: Final = WeakTensorKeyDictionary()
 """From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
 
 _RETIRED: Final = WeakTensorKeyDictionary()
-"""From values that `decompress_` has replaced to the name of their weight."""
+"""From values that `decompress_` or FSDP2 has replaced to the name of their weight."""
 
 
 def weight_of(param: Tensor) -> Weight | None:
@@ -542,9 +567,9 @@ def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
                     continue
                 if param in _RETIRED:
                     raise CompressionError(
-                        f"this {type(opt).__name__} was built before decompress_ and holds the values "
-                        f"that '{_RETIRED[param]}' had, which nothing computes with any more; build it "
-                        "anew on model.parameters()"
+                        f"this {type(opt).__name__} was built before decompress_ or fully_shard and "
+                        f"holds the values that '{_RETIRED[param]}' had, which nothing computes with any "
+                        "more; build it anew on model.parameters()"
                     )
                 weight = weight_from(param)
                 if weight is not None:

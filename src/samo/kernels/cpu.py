@@ -187,9 +187,10 @@ def _run(kernel: loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> No
 
 def _array(tensor: Tensor) -> loops.Array:
     """Return a contiguous tensor as an array over the same memory, in the type of the loops."""
+    # Not by Tensor.numpy(): from then on torch could not free the memory of FSDP2's whole parameters.
     if tensor.element_size() == 2:
-        return tensor.view(torch.int16).numpy().view(_SEEN_AS[tensor.dtype])
-    return tensor.numpy()
+        return np.from_dlpack(tensor.view(torch.int16)).view(_SEEN_AS[tensor.dtype])
+    return np.from_dlpack(tensor)
 
 
 def _row(update: AdamWUpdate, age: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:

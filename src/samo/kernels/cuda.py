@@ -114,19 +114,12 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
 
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
     """Do one AdamW step: one launch for the step counts, one for each kind of parameter."""
-    # What goes where is worked out and checked once; a step then differs in its gradients' addresses.
-    key = signature(updates)
-    order = _ORDERS.get(key)
-    if order is None:
-        order = _sort_out(updates)
-        while len(_ORDERS) >= _MAX_ORDERS:
-            del _ORDERS[next(iter(_ORDERS))]
-        _ORDERS[key] = order
-    reference.adamw_([updates[index] for index in order.others], settings, skip)
+    order = _order_of(updates)
+    reference.adamw_([without_copy(updates[index]) for index in order.others], settings, skip)
     for members, prepared in order.launches:
         together = updates if len(members) == len(updates) else [updates[i] for i in members]
         _launch(prepared, together, settings, skip, None)
-    for index in order.strided:
+    for index in order.refreshed:
         refresh(updates[index], skip)
 
 
@@ -135,13 +128,27 @@ class _Order(NamedTuple):
 
     others: list[int]
     """By the reference."""
-    strided: list[int]
+    refreshed: list[int]
     """Have a copy that is written afterwards."""
     launches: list[tuple[list[int], "Prepared"]]
 
 
 _ORDERS: Final[dict[tuple[object, ...], _Order]] = {}
 _MAX_ORDERS: Final = 8
+
+
+def _order_of(updates: Sequence[AdamWUpdate]) -> _Order:
+    """Work out what goes where, once: a later step differs in its gradients' addresses."""
+    if updates and where_of(updates[0].param.device).is_captured:
+        return _sort_out(updates)
+    key = signature(updates)
+    order = _ORDERS.get(key)
+    if order is None:
+        order = _sort_out(updates)
+        while len(_ORDERS) >= _MAX_ORDERS:
+            del _ORDERS[next(iter(_ORDERS))]
+        _ORDERS[key] = order
+    return order
 
 
 def _sort_out(updates: Sequence[AdamWUpdate]) -> _Order:
@@ -152,7 +159,8 @@ def _sort_out(updates: Sequence[AdamWUpdate]) -> _Order:
         ([index for index, _ in together], prepare([update for _, update in together]))
         for together in by_rate(plain, lambda pair: pair[1])
     ]
-    return _Order([index for index, _ in others], strided, launches)
+    refreshed = [*strided, *(index for index, update in others if update.dense is not None)]
+    return _Order([index for index, _ in others], refreshed, launches)
 
 
 def do_in_launches(
@@ -163,14 +171,15 @@ def do_in_launches(
     skip: Tensor | None,
 ) -> None:
     """Do updates with more state than `adamw_` knows: in a launch for each type of rate, if they are plain."""
-    strided = [one.update for one in updates if has_strided_copy(one.update)]
-    if strided:
+    refreshed = [one.update for one in updates if has_strided_copy(one.update)]
+    if refreshed:
         updates = [one._replace(update=without_strided_copy(one.update)) for one in updates]
     plain, others = set_apart(updates, is_plain)
-    by_reference(others)
+    refreshed += [one.update for one in others if one.update.dense is not None]
+    by_reference([one._replace(update=without_copy(one.update)) for one in others])
     for together in by_rate(plain, lambda one: one.update):
         launch(together)
-    for update in strided:
+    for update in refreshed:
         refresh(update, skip)
 
 
@@ -180,7 +189,12 @@ def has_strided_copy(update: AdamWUpdate) -> bool:
 
 def without_strided_copy(update: AdamWUpdate) -> AdamWUpdate:
     """Return an update that leaves a copy with strides (channels_last) alone: `refresh` writes it."""
-    if not has_strided_copy(update):
+    return without_copy(update) if has_strided_copy(update) else update
+
+
+def without_copy(update: AdamWUpdate) -> AdamWUpdate:
+    """Return an update that leaves the copy to `refresh`: the reference asks the host for kept places."""
+    if update.dense is None:
         return update
     check_update(update)
     return update._replace(dense=None)

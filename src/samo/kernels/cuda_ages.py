@@ -14,7 +14,7 @@ from torch import Tensor
 from samo.kernels import AdamWSettings, AgedUpdate, ages
 from samo.kernels.cuda import Ages, do_in_launches, is_plain, launch_adamw
 from samo.kernels.sizes import is_vector
-from samo.kernels.tables import rows, where_of
+from samo.kernels.tables import hold, rows, where_of
 
 __all__ = ["adamw_aged_"]
 
@@ -25,12 +25,17 @@ def adamw_aged_(
     """Do one AdamW step: one launch for the step counts, one for each kind of parameter."""
 
     def launch(together: list[AgedUpdate]) -> None:
-        device = together[0].age_Z.device
-        table = rows(where_of(device), tuple([(age_Z.data_ptr(),) for _, age_Z in together]))
-        by_age = Ages(table, *_corrections(settings.beta1, settings.beta2, device), ages.OLDEST)
+        where = where_of(together[0].age_Z.device)
+        table = rows(where, tuple([(age_Z.data_ptr(),) for _, age_Z in together]))
+        corrections = _corrections(settings.beta1, settings.beta2, where.device)
+        if where.is_captured:
+            hold(*corrections)
+        by_age = Ages(table, *corrections, ages.OLDEST)
         launch_adamw([update for update, _ in together], settings, skip, ages=by_age)
 
     def by_reference(others: list[AgedUpdate]) -> None:
+        if others and where_of(device := others[0].age_Z.device).is_captured:
+            hold(*ages.bias_corrections(settings.beta1, settings.beta2, device))
         ages.adamw_aged_(others, settings, skip)
 
     do_in_launches(updates, _is_plain, launch, by_reference, skip)

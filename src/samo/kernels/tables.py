@@ -3,14 +3,17 @@
 All parameters of an AdamW step go into a few launches, whatever their number. A table has a row of
 addresses for each one, and a list of items says which one a program works on. Both are sent anew
 only when an address or a size has changed, and nothing waits for the device.
+
+While a CUDA graph is captured, copies are only noted down, for each replay: its tables are its own, in
+the graph's memory, and what they are copied from stays.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, reduce
+from functools import lru_cache, reduce, update_wrapper
 from itertools import chain
 from operator import or_
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,12 +27,21 @@ __all__ = []
 
 T = TypeVar("T")
 
-Where = tuple[torch.device, int]
-"""A device and a stream: what was sent on one stream is not there yet for another."""
+
+class Where(NamedTuple):
+    """A device and a stream: what was sent on one stream is not there yet for another."""
+
+    device: torch.device
+    stream: int
+    is_captured: bool
+    """Whether what is sent becomes part of a CUDA graph."""
 
 
 def where_of(device: torch.device) -> Where:
-    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return Where(device, 0, False)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return Where(device, stream, torch.cuda.is_current_stream_capturing())
 
 
 _HERE: Final = nullcontext()
@@ -43,7 +55,28 @@ def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device_of(tensor)
 
 
-@lru_cache(maxsize=64)
+class _SentOnce(Generic[T]):
+    """A function that sends something, and remembers what it sent; for a graph it sends all anew.
+
+    A graph reads its tables as long as it is replayed, when a memory of this size has let them go. And
+    what was noted down for a graph is nowhere yet for a step outside of it.
+    """
+
+    def __init__(self, send: Callable[..., T], maxsize: int) -> None:
+        self._send = send
+        self._remembered = lru_cache(maxsize=maxsize)(send)
+        self.cache_info: Final = self._remembered.cache_info
+        update_wrapper(self, send)
+
+    def __call__(self, where: Where, *args: Any) -> T:
+        return (self._send if where.is_captured else self._remembered)(where, *args)
+
+
+def _sent_once(maxsize: int) -> Callable[[Callable[..., T]], _SentOnce[T]]:
+    return lambda send: _SentOnce(send, maxsize)
+
+
+@_sent_once(maxsize=64)
 def items(where: Where, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """Return the weight of each item, and the first item of each weight.
 
@@ -54,7 +87,7 @@ def items(where: Where, sizes: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     return _send(items, where), (counts.cumsum() - counts).tolist()
 
 
-@lru_cache(maxsize=16)
+@_sent_once(maxsize=16)
 def rows(where: Where, rows: tuple[tuple[int, ...], ...]) -> Tensor:
     """Return a table on the device, sent anew only when a number in it has changed."""
     return _send(torch.from_numpy(np.array(rows, dtype=np.int64)), where)
@@ -67,15 +100,27 @@ def numbers(where: Where, values: list[float]) -> tuple[Tensor | None, float]:
     return _numbers(where, tuple(values)), 0.0
 
 
-@lru_cache(maxsize=16)
+@_sent_once(maxsize=16)
 def _numbers(where: Where, values: tuple[float, ...]) -> Tensor:
     return _send(torch.tensor(values, dtype=torch.float64, device="cpu"), where)
 
 
 def _send(tensor: Tensor, where: Where) -> Tensor:
     """Copy to the device without waiting, which takes pinned memory."""
-    device = where[0]
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if where.device.type != "cuda":
+        return tensor
+    pinned = tensor.pin_memory()
+    if where.is_captured:
+        hold(pinned)
+    return pinned.to(where.device, non_blocking=True)
+
+
+_HELD: Final[list[Tensor]] = []
+
+
+def hold(*tensors: Tensor) -> None:
+    """Keep what a graph reads at each replay: nobody tells when a graph is gone."""
+    _HELD.extend(tensors)
 
 
 def rate_type(update: AdamWUpdate) -> torch.dtype | None:
@@ -190,7 +235,7 @@ def with_gradients(
     return _table(where, whole.tobytes(), table.shape[1])
 
 
-@lru_cache(maxsize=16)
+@_sent_once(maxsize=16)
 def _table(where: Where, content: bytes, columns: int) -> Tensor:
     rows = np.frombuffer(bytearray(content), dtype=np.int64).reshape(-1, columns)
     return _send(torch.from_numpy(rows), where)

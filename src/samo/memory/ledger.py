@@ -7,12 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from samo.core.modules import CompressedModule
 from samo.core.optim import AdamW
+from samo.core.shards import local_of
 from samo.core.weight import weight_of
 from samo.errors import CompressionError
 from samo.kernels.ages import bias_corrections
@@ -206,6 +208,7 @@ class Ledger:
         return _UNITS[place]
 
 
+@torch.no_grad()
 def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None) -> Ledger:
     """Account for every byte of model state a compressed model and its optimizers hold right now.
 
@@ -233,7 +236,7 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         SAMO paper, 16-bit               -        4.61      4.40
         saved against dense: 81.4%; activations are not in this account
 
-    On many ranks it is the account of this rank. Given as wrapped by DistributedDataParallel, the model's
+    On many ranks it is the account of this rank, which of parameters in shards has its own. Given as wrapped by DistributedDataParallel, the model's
     account has torch's buckets too, a copy of all gradients that ``gradient_as_bucket_view=True`` avoids.
 
     Args:
@@ -285,7 +288,7 @@ class _Meter:
         """Count all of a tensor's storage."""
         if tensor is None:
             return 0
-        storage = tensor.untyped_storage()
+        storage = local_of(tensor).untyped_storage()
         if storage.data_ptr() in self._seen:
             return 0
         self._seen.add(storage.data_ptr())
@@ -295,8 +298,9 @@ class _Meter:
         """Count a parameter's part of a storage that several may share, as gradients do in buckets."""
         if tensor is None:
             return 0
-        self.shared_bytes += self.count(tensor) - tensor.nbytes
-        return tensor.nbytes
+        nbytes = local_of(tensor).nbytes
+        self.shared_bytes += self.count(tensor) - nbytes
+        return nbytes
 
 
 class _Row:
@@ -313,18 +317,23 @@ class _Row:
     ) -> None:
         weight = weight_of(param)
         mask = None if weight is None else weight.mask
+        is_sharded = isinstance(param, DTensor)
+        # Of shards FSDP2 reduces gradients to the type of the parameter.
+        own_grad = None if weight is None or is_sharded else weight.layout.grad_dtype
         self.spec = TensorSpec(
             numel=param.numel() if weight is None else weight.shape.numel(),
             kept=None if mask is None else mask.kept,
             dtype=_name(param.dtype if weight is None else weight.dtype),
             value_dtype=_name(param.dtype),
-            grad_dtype=_name(param.dtype if weight is None else weight.layout.grad_dtype),
+            grad_dtype=_name(own_grad or param.dtype),
+            held=local_of(param).numel() if is_sharded else None,
             is_resident=weight is None or weight.is_resident,
             is_trained=param.requires_grad,
             moments=0,
         )
         self.measured: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        self.measured["values"] = meter.count(param)
+        # FSDP2 pads shards to the same length.
+        self.measured["values"] = meter.count_view(param) if is_sharded else meter.count(param)
         self.measured["gradients"] = meter.count_view(param.grad)
         if weight is not None:
             self.measured["dense"] = meter.count(weight.dense)

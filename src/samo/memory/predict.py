@@ -77,6 +77,8 @@ class TensorSpec:
     """Type of their gradient; by default that of the values."""
     is_resident: bool = True
     """False where the dense weight is streamed, and not kept between uses."""
+    held: int | None = None
+    """Entries of the values on this rank, where several have shards of them; the bitmap is whole."""
     is_trained: bool = True
     """False for a frozen parameter, which has neither gradient nor state."""
     moments: int = 2
@@ -105,6 +107,11 @@ class TensorSpec:
         """Whether the parameter has a mask."""
         return self.kept is not None
 
+    def share_of(self, entries: int) -> int:
+        """Return how many of a tensor's entries are this rank's, all of them if it is not in shards."""
+        whole = self.numel if self.kept is None else self.kept
+        return entries if self.held is None else entries * self.held // max(whole, 1)
+
     @property
     def has_copy(self) -> bool:
         """Whether a dense weight stands beside the values, or they are computed with themselves."""
@@ -126,7 +133,7 @@ def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]
         tensor: The parameter.
         has_buckets: Whether DistributedDataParallel holds its gradient once more, in buckets.
     """
-    kept = tensor.numel if tensor.kept is None else tensor.kept
+    kept = tensor.share_of(tensor.numel if tensor.kept is None else tensor.kept)
     trained = kept if tensor.is_trained else 0
     size = _SIZES[tensor.dtype]
     value_size = _SIZES[tensor.value_dtype] if tensor.has_copy else size
@@ -180,11 +187,11 @@ def dense_bytes(tensor: TensorSpec) -> int:
         >>> dense_bytes(TensorSpec(numel=10, kept=1))
         200
     """
-    size = _SIZES[tensor.dtype]
+    size, numel = _SIZES[tensor.dtype], tensor.share_of(tensor.numel)
     if not tensor.is_trained:
-        return size * tensor.numel
+        return size * numel
     moments = tensor.moments
-    return (12 + 4 * moments if size == 2 else (2 + moments) * size) * tensor.numel
+    return (12 + 4 * moments if size == 2 else (2 + moments) * size) * numel
 
 
 def paper_bytes(tensor: TensorSpec) -> int:
@@ -198,6 +205,7 @@ def paper_bytes(tensor: TensorSpec) -> int:
         >>> paper_bytes(TensorSpec(numel=10, kept=1))
         44
     """
+    numel = tensor.share_of(tensor.numel)
     if tensor.kept is None or not tensor.is_trained:
-        return (20 if tensor.is_trained else 2) * tensor.numel
-    return 2 * tensor.numel + 24 * tensor.kept
+        return (20 if tensor.is_trained else 2) * numel
+    return 2 * numel + 24 * tensor.share_of(tensor.kept)

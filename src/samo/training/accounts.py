@@ -24,7 +24,12 @@ def accounted(step: int, learner: Learner, *, is_known: bool = False) -> Account
     all_ranks = [json.loads(text) for text in ranks.texts("the account", json.dumps(own))]
     held = added_up(all_ranks[:: ranks.num_replicas]) if ranks.is_first else own
     kind = AccountedAgain if is_known else Accounted
-    return kind(step=step, **held, rank_bytes=[account["measured_bytes"] for account in all_ranks])
+    return kind(
+        step=step,
+        **held,
+        weights=learner.weights,
+        rank_bytes=[account["measured_bytes"] for account in all_ranks],
+    )
 
 
 def added_up(accounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

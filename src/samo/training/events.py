@@ -65,9 +65,9 @@ class Stepped(Event):
     epoch: float
     """Times the whole text has been seen so far."""
     tokens_per_s: float
-    """Speed since the last line, validation and saving not counted."""
+    """Speed since the last line, validation, saving and compiling not counted."""
     step_ms: float
-    """Time for one step since the last line, validation and saving not counted."""
+    """Time for one step since the last line, validation, saving and compiling not counted."""
     memory_bytes: int
     """On a CPU the memory of the process, on a GPU the highest allocation so far; all of it."""
     skipped_steps: int
@@ -156,6 +156,8 @@ class Accounted(Event):
     """Measured bytes by kind: dense (weights), bitmap, values, gradients, moments, corrections, ages."""
     predicted: dict[str, int]
     """Predicted bytes by kind."""
+    weights: str | int | None
+    """How dense weights are held: resident, streamed, or the bytes that may stay; null before pruning."""
     rank_bytes: list[int]
     """Measured bytes of every rank; the numbers above are of all stages together on the first rank, of
     each alone on the others."""
@@ -164,6 +166,19 @@ class Accounted(Event):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountedAgain(Accounted):
     """The same after the first step of a resumed run; for displays, and in no file, which has it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled(Event):
+    """Blocks were compiled in this step: the first of a phase, or one after masks have changed."""
+
+    seconds: float
+    """Time it took, which is not in that of the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiling(Event):
+    """Blocks begin to be compiled in the next step; for displays, and in no file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,6 +249,7 @@ NAMES: dict[type[Event], str] = {
     Pruned: "prune",
     Remapped: "remap",
     Accounted: "state",
+    Compiled: "compile",
     Exchanged: "traffic",
     Saved: "save",
     NotSaved: "save_failed",

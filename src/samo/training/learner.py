@@ -1,7 +1,8 @@
 """A model with its optimizer, in one of two phases.
 
 dense   fp32 weights, torch's AdamW, autocast for 16-bit types
-samo    compressed state, weights in the type of the computation
+samo    compressed state, weights in the type of the computation; on several ranks replicas, or shares of
+        one model (FSDP2)
 """
 
 import contextlib
@@ -12,18 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from samo.checkpoints.rows import cut_as
 from samo.config import OptimConfig
-from samo.core.compress import compress_
+from samo.config_weights import Held
+from samo.core.compress import compress_, named_weights
 from samo.core.groups import param_groups
 from samo.core.optim import AdamW
 from samo.core.ranks import compare_masks
-from samo.data.batches import Batch
+from samo.data.batches import IGNORE, Batch
 from samo.errors import MaskError, nearest
 from samo.memory.ledger import Ledger, ledger
 from samo.model_masks import Masks
 from samo.pipeline.api import Pipeline
+from samo.training.compiling import blocks_of, compile_blocks
 from samo.training.events import Phase
 from samo.training.ranks import Ranks
 from samo.training.stages import Stages
@@ -35,7 +42,8 @@ class Learner:
     """Learns from batches; knows nothing of steps, files or schedules.
 
     On many ranks each learns from its part of a batch, and all take the same step: stages by their
-    pipeline, replicas of a whole model by torch's DistributedDataParallel.
+    pipeline, replicas of a whole model by torch's DistributedDataParallel, and shares of a pruned one by
+    torch's FSDP2.
 
     Args:
         model: The model.
@@ -43,6 +51,9 @@ class Learner:
         dtype: Type to compute in.
         fp32_gradients: Whether gradients of a bfloat16 model are kept, and sent, in float32.
         entry_steps: Whether weights may be kept anew: then the updates of each are counted.
+        weights: How the dense weights of a pruned model are held, as `samo.compress_` calls it.
+        is_compiled: Whether steps run compiled blocks, in both phases.
+        is_sharded: Whether replicas of a pruned model keep a share each. Weights are streamed then.
         ranks: Who learns together; one process alone if nothing is said.
         stages: Where ``model`` is one stage of a larger one: all of them.
     """
@@ -55,6 +66,9 @@ class Learner:
         dtype: torch.dtype,
         fp32_gradients: bool = False,
         entry_steps: bool = False,
+        weights: Held = "resident",
+        is_compiled: bool = False,
+        is_sharded: bool = False,
         ranks: Ranks | None = None,
         stages: Stages | None = None,
     ) -> None:
@@ -75,6 +89,11 @@ class Learner:
         # Between ranks torch takes gradients of the values' type alone.
         self._grad_dtype = torch.bfloat16 if is_narrow and self.ranks.size == 1 else None
         self._entry_steps = entry_steps
+        self._weights = weights
+        self._is_sharded = is_sharded and self.ranks.data is not None
+        self.is_compiled = is_compiled
+        if is_compiled:
+            compile_blocks(model)
         self.skipped_before = 0  # skipped steps that this optimizer has not counted
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
             self._groups(), betas=optim.betas, eps=optim.eps, fused=True
@@ -92,6 +111,11 @@ class Learner:
     def whole(self) -> nn.Module | Pipeline:
         """The model, or the pipeline whose stage it is: what checkpoints are about."""
         return self.model if self.stages is None else self.stages.pipeline
+
+    @property
+    def weights(self) -> Held | None:
+        """How dense weights are held: resident, streamed, or so many bytes; None before pruning."""
+        return self._weights if self.phase == "samo" else None
 
     @property
     def skipped_steps(self) -> int:
@@ -134,19 +158,43 @@ class Learner:
             self.model,
             masks,
             dtype=self.dtype,
+            weights=self._weights,
             grad_dtype=self._grad_dtype,
             value_dtype=torch.bfloat16 if is_lean else None,
         )
-        self.opt = AdamW(
+        opt = self._new_adamw()
+        opt.carry_over(dense)
+        self.opt = self._shard(opt) if self._is_sharded else opt
+        self._rates = [group["lr"] for group in self.opt.param_groups]
+        self._wrap()
+
+    def _new_adamw(self) -> AdamW:
+        return AdamW(
             self._groups(),
             betas=self._optim.betas,
             eps=self._optim.eps,
             state=self._optim.state,
             entry_steps=self._entry_steps,
         )
-        self.opt.carry_over(dense)
-        self._rates = [group["lr"] for group in self.opt.param_groups]
-        self._wrap()
+
+    def _shard(self, whole: AdamW) -> AdamW:
+        """Keep this rank's share of the parameters, and return an optimizer with its share of the state."""
+        assert self.ranks.data is not None
+        states = {name: whole.state[param] for name, param in self.model.named_parameters()}
+        mesh = DeviceMesh.from_group(self.ranks.data, self.device.type, mesh_dim_names=("data",))
+        policy = MixedPrecisionPolicy()
+        if self.dtype.itemsize == 2:  # what is gathered, and what is sent back
+            sent = torch.bfloat16 if self._sends_narrow else torch.float32
+            policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=sent)
+        for part in [*blocks_of(self.model), self.model]:
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        opt = self._new_adamw()
+        for name, param in self.model.named_parameters():
+            opt.state[param] = {
+                key: cut_as(value, param) if value.shape == param.shape else value
+                for key, value in states[name].items()
+            }
+        return opt
 
     def backward(self, batches: Iterable[Batch]) -> Tensor:
         """Add up the gradients of some batches and return the loss, both for each real token.
@@ -157,9 +205,16 @@ class Learner:
         batches = list(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
         losses = []
-        for left, batch in zip(reversed(range(len(batches))), batches):
-            losses.append(self._pass(batch, num_tokens, is_last=left == 0))
+        with self.in_eager() if self._is_watched() else contextlib.nullcontext():
+            for left, batch in zip(reversed(range(len(batches))), batches):
+                losses.append(self._pass(batch, num_tokens, is_last=left == 0))
         return torch.stack(losses).sum()
+
+    def _is_watched(self) -> bool:
+        """Return whether someone waits for dense gradients, which compiled code shows to nobody."""
+        if not self.is_compiled or self.phase == "dense":
+            return False
+        return any(weight.layout.watchers for _, weight in named_weights(self.model))
 
     def _pass(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
         """Compute forward and backward of one batch, and return its part of the loss."""
@@ -169,7 +224,7 @@ class Learner:
         with self._adding_up(is_last=is_last):
             loss = self._loss_sum(batch, self._replicas or self.model) / num_tokens
             # Losses are divided by the tokens of all replicas, whose gradients torch averages.
-            whole = loss if self._replicas is None else loss * self.ranks.num_replicas
+            whole = loss if self.ranks.data is None else loss * self.ranks.num_replicas
             (whole if self.scaler is None else self.scaler.scale(whole)).backward()
         return loss.detach()
 
@@ -194,6 +249,7 @@ class Learner:
         max_norm = self._optim.clip or float("inf")
         if self.stages is None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         else:
             norm = self.stages.pipeline.clip_grad_norm_(max_norm)
         self._update(norm)
@@ -216,15 +272,26 @@ class Learner:
         """Return the loss for each real token of some batches."""
         self.model.eval()
         total, num_tokens = 0.0, 0
-        for batch in batches:
-            if len(batch.inputs_BT):  # the last batch may be too small for all ranks
-                total += float(self._loss_sum(batch, self.model))
-            num_tokens += batch.num_tokens
+        with self.in_eager():
+            for batch in batches:
+                if len(batch.inputs_BT):  # the last batch may be too small for all ranks
+                    total += float(self._loss_sum(batch, self.model))
+                elif isinstance(self.model, FSDPModule):  # the others need this rank's weights
+                    total += float(self._loss_sum(_without_targets(batch), self.model))
+                num_tokens += batch.num_tokens
         self.model.train()
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # its own parameters stay whole until a backward pass comes
         whole = self.ranks.add_up(
             torch.tensor(total, dtype=torch.float64, device=self.device), "the validation loss"
         )
         return float(whole) / num_tokens
+
+    def in_eager(self) -> contextlib.AbstractContextManager[object]:
+        """Compute without compiled code, for shapes that are too rare to be compiled for."""
+        if not self.is_compiled:
+            return contextlib.nullcontext()
+        return torch.compiler.set_stance("force_eager")
 
     def remapped(self, masks: Masks) -> None:
         """Learn that the masks of the compressed model have changed, here and on all ranks."""
@@ -304,7 +371,8 @@ class Learner:
     def _wrap(self, *, is_first: bool = False) -> None:
         """Let replicas add up gradients of the parameters as they are now."""
         self._replicas = None  # which holds on to the old ones
-        if self.ranks.data is None or self.stages is not None:
+        is_sharded = isinstance(self.model, FSDPModule)
+        if self.ranks.data is None or self.stages is not None or is_sharded:
             return
         self._replicas = DistributedDataParallel(
             self.model,
@@ -334,6 +402,8 @@ class Learner:
 
     def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """Keep gradients on their rank until those of the last batch of a step have come."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(is_last)
         if self._replicas is None or is_last:
             return contextlib.nullcontext()
         return self._replicas.no_sync()
@@ -345,6 +415,12 @@ def _send_narrow(
 ) -> torch.futures.Future[Tensor]:
     """Add up gradients in bfloat16: torch's own hook, which it refuses by name without NCCL."""
     return bf16_compress_hook(group, bucket)
+
+
+def _without_targets(batch: Batch) -> Batch:
+    """Return a batch of one sequence that counts for nothing, of the length of another's."""
+    tokens_BT = batch.inputs_BT.new_zeros(1, batch.inputs_BT.shape[1])
+    return batch._replace(inputs_BT=tokens_BT, targets_BT=torch.full_like(tokens_BT, IGNORE))
 
 
 def _sum(parts: Iterable[dict[Any, int]]) -> dict[str, int]:

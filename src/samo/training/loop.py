@@ -139,6 +139,11 @@ def resume(
                 )
             if config.run.eval_batches != recorded.run.eval_batches:
                 progress.best_loss = None  # losses on other batches are no measure for it
+            if (config.run.weights, config.mesh.shard) != (
+                recorded.run.weights,
+                recorded.mesh.shard,
+            ):
+                progress.accounted = None  # it holds another number of bytes from here on
 
             def note_changes() -> None:
                 if checkpoint != folder.last:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from samo.memory.ledger import Ledger
 from samo.model_masks import Masks
 from samo.training import events, snapshot
 from samo.training.accounts import accounted
+from samo.training.compiling import Clock
 from samo.training.events import Event, Listener
 from samo.training.folder import RunFolder
 from samo.training.interrupt import Interrupt
@@ -112,6 +113,8 @@ class Run:
         self.has_stepped = False
         self.saved_step: int | None = None
         self.sample: str | None = None
+        self.compiling = Clock(self.tell_compiling)
+        self.has_told_compiling = False
 
     def go(self) -> Result:
         """Train to the end, or until a signal comes."""
@@ -123,7 +126,8 @@ class Run:
                 self.save_masks(
                     self.learner.masks
                 )  # those of the checkpoint, not of a later change
-            with Interrupt() as interrupt:
+            clock = self.compiling.running() if self.learner.is_compiled else nullcontext()
+            with Interrupt() as interrupt, clock:
                 signal = self.ranks.common_signal(interrupt.signal)
                 while self.at.step < run.steps and signal is None:
                     self.prune_if_due()
@@ -225,11 +229,15 @@ class Run:
         self.at.step = step
         self.at.tokens += sum(batch.num_tokens for batch in batches)
         self.at.position = self.batches.position
-        self.at.elapsed_s += time.perf_counter() - began
+        compiling_s = self.compiling.take()
+        self.at.elapsed_s += time.perf_counter() - began - compiling_s
         is_known = self.at.accounted == self.learner.phase
         if not is_known or not self.has_stepped:  # gradients and moments are there now
             self.at.accounted = self.learner.phase
             self.tell(accounted(step, self.learner, is_known=is_known))
+        if compiling_s:
+            self.has_told_compiling = False
+            self.tell(events.Compiled(step=step, seconds=compiling_s))
         if numbers is not None:
             self.log(*numbers, lr)
         self.has_stepped = True
@@ -273,6 +281,12 @@ class Run:
                 "(--density-power 0)"
             )
 
+    def tell_compiling(self) -> None:
+        """Say why a step takes so long, once for all that it compiles."""
+        if not self.has_told_compiling:
+            self.has_told_compiling = True
+            self.tell(events.Compiling(step=self.at.step))
+
     def tell_traffic(self) -> None:
         """Write what this rank has sent, if there are others."""
         traffic = self.learner.traffic()
@@ -307,8 +321,8 @@ class Run:
         self.at.best_loss = loss
         return True
 
-    def validation(self) -> Iterator[Batch]:
-        """Return the batches to validate on, the same ones every time."""
+    def validation(self, part: tuple[int, int] | None = None) -> Iterator[Batch]:
+        """Return the batches to validate on, the same ones every time; this rank's part if not told."""
         context, run = self.config.model.context, self.config.run
         assert isinstance(context, int)
         return validation_batches(
@@ -316,7 +330,7 @@ class Run:
             context=context,
             batch_size=run.batch_size,
             max_batches=run.eval_batches,
-            part=self.ranks.part,
+            part=part or self.ranks.part,
         )
 
     def save(self, *, is_best: bool) -> None:
@@ -361,19 +375,23 @@ class Run:
         if self.has_stepped:
             self.tell(accounted(self.at.step, self.learner))
         is_whole = self.ranks.num_stages == 1  # a stage alone writes nothing
-        if not (self.config.run.sample_tokens and self.ranks.is_first and is_whole):
+        is_sharded = self.config.mesh.shard == "weights"  # and a share alone neither
+        if not (self.config.run.sample_tokens and is_whole and (self.ranks.is_first or is_sharded)):
             return
         assert isinstance(self.config.model.context, int)
-        prompt_T = next(self.validation()).inputs_BT[0, :_PROMPT_TOKENS]
+        prompt_T = next(self.validation(part=(0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
         try:
-            tokens_T = generate(
-                self.learner.model,
-                prompt_T,
-                self.config.run.sample_tokens,
-                context=self.config.model.context,
-                seed=self.config.run.seed,
-            )
+            with self.learner.in_eager():  # each token is a shape of its own
+                tokens_T = generate(
+                    self.learner.model,
+                    prompt_T,
+                    self.config.run.sample_tokens,
+                    context=self.config.model.context,
+                    seed=self.config.run.seed,
+                )
         except KeyboardInterrupt:  # all is saved; whoever is in a hurry goes without
+            return
+        if not self.ranks.is_first:
             return
         self.sample = self.text.tokenizer.decode(tokens_T.numpy())
         self.tell(events.Sampled(step=self.at.step, text=self.sample))

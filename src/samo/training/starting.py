@@ -12,6 +12,7 @@ from samo.config import TrainConfig, gpt_config, resolve
 from samo.config_files import changes, to_dict
 from samo.config_mesh import micro_batches
 from samo.config_methods import MOVING
+from samo.config_weights import compiles_by_default, resolve_weights
 from samo.environment import hardware, versions
 from samo.errors import ConfigError, RunError
 from samo.models import GPT
@@ -34,16 +35,20 @@ CHANGEABLE: Final = frozenset(
         "run.save_errors",
         "run.log_every",
         "run.sample_tokens",
+        "run.weights",
+        "run.compile",
         "data.train",
         "data.valid",
         "mesh.pipe",
         "mesh.data",
         "mesh.micro_batches",
         "mesh.pipe_schedule",
+        "mesh.shard",
         "mesh.timeout_s",
     }
 )
-"""What a resumed run may change: how long, how often, on how many ranks; and where the text lies now."""
+"""What a resumed run may change: how long, how often, on how many ranks, how weights are held and
+computed with; and where the text lies now."""
 
 
 def on_this_machine(config: TrainConfig) -> TrainConfig:
@@ -69,6 +74,9 @@ def on_this_machine(config: TrainConfig) -> TrainConfig:
     elif dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
     config = dataclasses.replace(config, run=dataclasses.replace(run, device=device, dtype=dtype))
+    if run.compile is None:
+        found = compiles_by_default(config)
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, compile=found))
     return resolve(config)  # again: what dtype turned out to be may contradict another setting
 
 
@@ -129,6 +137,9 @@ def new_learner(
         dtype=getattr(torch, config.run.dtype),
         fp32_gradients=config.run.fp32_gradients,
         entry_steps=config.prune.method in MOVING,
+        weights=resolve_weights(config.run.weights),
+        is_compiled=bool(config.run.compile),
+        is_sharded=config.mesh.shard == "weights",
         ranks=ranks,
         stages=stages,
     )
