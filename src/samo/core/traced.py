@@ -47,16 +47,16 @@ class TracedLayout(NamedTuple):
         return compress(grad, self.words, self.offsets, kept, self.grad_dtype)
 
 
-def read(traced: Any) -> Any:
+def read(weight: Any, traced: Any) -> Any:
     """Return the dense weight inside `torch.compile` and `torch.export`, or what stands for it.
 
-    ``traced`` is a `samo.core.dense.Traced`. A resident weight is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that.
+    ``traced`` is a `samo.core.dense.Traced` of the `Weight`. A resident weight is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that.
     """
     values, source, dense, words, offsets, spec = traced
     shape, strides, dtype, grad_dtype, is_watched = spec
     is_trained = values.requires_grad
     if is_watched or (is_trained and not source.requires_grad):
-        torch._dynamo.graph_break()  # an eager pass calls watchers, and sees what is trained now
+        return _read_eagerly(weight)
     if words is None and values.dtype == dtype:
         return values
     layout = TracedLayout(torch.Size(shape), strides, words, offsets, grad_dtype)
@@ -65,3 +65,11 @@ def read(traced: Any) -> Any:
     if not is_trained or not torch.is_grad_enabled():
         return dense
     return Expand.apply(source, None, dense, layout, dtype)  # type: ignore[no-untyped-call]
+
+
+@torch.compiler.disable
+def _read_eagerly(weight: Any) -> Any:
+    """Leave compiled code for a dense weight whose gradient comes to eager code: watchers wait there."""
+    weight.prepare_traced()
+    dense = weight.read(weight.values)
+    return dense._expand() if isinstance(dense, Expansion) else dense

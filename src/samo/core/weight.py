@@ -168,7 +168,7 @@ class Weight:
 
             traced = self.ragged if self.traced is None else self.traced
             # In this order: the name that the compiler sees first is the one it takes.
-            return read(traced) if traced.values is values else self._read_others(values)  # type: ignore[union-attr]
+            return read(self, traced) if traced.values is values else self._read_others(values)  # type: ignore[union-attr]
         if values is not self.values:
             return self._read_others(values)
         if not self.is_resident:
