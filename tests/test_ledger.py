@@ -51,7 +51,7 @@ def test_measured_equals_predicted(dtype: torch.dtype, grad_dtype: torch.dtype |
 @pytest.mark.parametrize(
     ("settings", "pruned", "unpruned"),
     [
-        ({"grad_dtype": torch.bfloat16}, 3.53, 16.0),
+        ({"grad_dtype": torch.bfloat16}, 3.53, 16.06),  # vectors have fp32 gradients
         ({}, 3.73, 18.0),
         ({"value_dtype": torch.bfloat16}, 2.84, 7.03),
     ],

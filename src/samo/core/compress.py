@@ -80,7 +80,8 @@ def compress_(
             a step. A number is a budget: so many bytes of dense weights are resident, the rest is
             streamed. Results are the same.
         grad_dtype: Type of the gradients. By default that of the values, which every optimizer takes;
-            ``torch.bfloat16`` saves two bytes for each and is for `samo.AdamW`.
+            ``torch.bfloat16`` saves two bytes for each and is for `samo.AdamW`. Those of biases and
+            norms stay as wide as their values.
         value_dtype: Type of the values. By default float32, and float64 for float64 models;
             ``torch.bfloat16`` is for ``samo.AdamW(state="lean")``, which keeps what rounding leaves over.
         kernels: ``"auto"`` takes the fastest for the model's device, ``"reference"`` plain torch.
@@ -470,7 +471,9 @@ def _plan(
                 )
             continue
         asked = None if id(param) in batch_norms else dtype
-        types = types_of(param.dtype, asked, grad_dtype, value_dtype)
+        # Narrow gradients of biases and norms save nothing, and compiled code returns them at a cost.
+        narrow = grad_dtype if mask is not None or param.dim() > 1 else None
+        types = types_of(param.dtype, asked, narrow, value_dtype)
         if types.dtype not in _DTYPES:
             raise ValueError(
                 f"parameter '{name}' is {_name(types.dtype)}; pass dtype=torch.bfloat16 to compress_"

@@ -120,7 +120,8 @@ class Traced(NamedTuple):
     """What compiled code reads of a weight: see `samo.core.traced`."""
 
     values: Tensor
-    source: Tensor
+    source: Tensor | None
+    """Where gradients of another type go: see `Source`."""
     dense: Tensor | None
     """The resident weight."""
     words: Tensor | None

@@ -1,6 +1,7 @@
 """`AdamW` for the parameters of a compressed model, and for any others: one fused pass, exact or lean."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Literal
 
@@ -132,6 +133,7 @@ class AdamW(Optimizer):
                     "model.parameters() as well"
                 )
         self.group = group
+        self._weights: dict[Tensor, weakref.ref[Weight]] = {}
         # All of it in the groups, as torch's own settings are: copies of an optimizer have nothing else.
         defaults = {
             "lr": lr,
@@ -193,15 +195,18 @@ class AdamW(Optimizer):
         sharded: list[DTensor] = []
         for group in self.param_groups:
             key = (*group["betas"], group["eps"], group["lean"], group["kernels"])
-            for param in group["params"]:
+            batch = None
+            for param in group["params"]:  # a small model waits for this loop
                 is_sharded = isinstance(param, DTensor)
                 if is_sharded:
                     sharded.append(param)
                 if param.grad is not None:
-                    weight = None if is_sharded else weight_of(param)
-                    batch = batches.get((*key, param.device))
-                    if batch is None:
-                        batch = batches[*key, param.device] = _Batch(group, param.device)
+                    device = param.device
+                    if batch is None or batch.device != device:
+                        batch = batches.get((*key, device))
+                        if batch is None:
+                            batch = batches[*key, device] = _Batch(group, device)
+                    weight = None if is_sharded else self._weight_of(param)
                     batch.add(param, weight, group, self._state_of(param, weight, group))
         if _is_captured():
             _check_captured(batches.values())
@@ -217,6 +222,16 @@ class AdamW(Optimizer):
             for batch in batches.values():
                 batch.update(None)
         return loss
+
+    def _weight_of(self, param: Tensor) -> Weight | None:
+        """Return what `weight_of` does, from what it said before if that still holds."""
+        found = self._weights.get(param)
+        weight = None if found is None else found()
+        if weight is None or weight.values is not param:
+            weight = weight_of(param)
+            if weight is not None:
+                self._weights[param] = weakref.ref(weight)
+        return weight
 
     def _find_nonfinite(
         self, batches: list["_Batch"], groups: dict[dist.ProcessGroup, str]
@@ -311,6 +326,7 @@ class AdamW(Optimizer):
             for key in ("lean", "entry_steps", "kernels"):
                 group.setdefault(key, self.defaults[key])
         self.__dict__.setdefault("group", None)
+        self._weights = {}
 
     @torch.no_grad()
     def carry_over(self, dense: Optimizer) -> None:

@@ -55,13 +55,14 @@ def read(weight: Any, traced: Any) -> Any:
     values, source, dense, words, offsets, spec = traced
     shape, strides, dtype, grad_dtype, is_watched = spec
     is_trained = values.requires_grad
+    source = values if source is None else source
     if is_watched or (is_trained and not source.requires_grad):
         return _read_eagerly(weight)
     if words is None and values.dtype == dtype:
         return values
     layout = TracedLayout(torch.Size(shape), strides, words, offsets, grad_dtype)
     if torch.compiler._is_exporting_flag or dense is None:
-        return Expansion(values, layout, dtype, False, source)
+        return Expansion(values.detach(), layout, dtype, False, source)
     if not is_trained or not torch.is_grad_enabled():
         return dense
     return Expand.apply(source, None, dense, layout, dtype)  # type: ignore[no-untyped-call]

@@ -210,7 +210,9 @@ class Weight:
     def prepare_traced(self) -> None:
         """Put together what compiled code reads: few objects, for each costs time in each call."""
         shape, strides, mask, grad_dtype, _, watchers = self.layout
-        source = _runs_first(Source.apply(self.values, grad_dtype))  # type: ignore[no-untyped-call]
+        source = None
+        if self.values.dtype != grad_dtype:
+            source = _runs_first(Source.apply(self.values, grad_dtype))  # type: ignore[no-untyped-call]
         words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
         spec = (tuple(shape), strides, self.dtype, grad_dtype, bool(watchers))
         traced = Traced(self.values, source, self.dense, words, offsets, spec)
