@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ __all__ = []
 
 class Operation(Protocol):
     """What is computed from an input and a weight."""
+
+    needs_input: ClassVar[bool]
+    """Whether the gradient of the input takes more of it than its shape and strides."""
 
     def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
         """Return the shape of the product."""
@@ -54,7 +57,7 @@ class Product(torch.autograd.Function):
         operation: Operation,
     ) -> Tensor:
         ctx.save_for_backward(values, x, ends)
-        ctx.layout, ctx.operation = layout, operation
+        ctx.layout, ctx.operation, ctx.kept = layout, operation, values.shape[0]
         return operation.forward(x, layout.expand(values, x.dtype), bias, ends)
 
     @staticmethod
@@ -67,7 +70,7 @@ class Product(torch.autograd.Function):
             needs = [needs_values, needs_bias]
             dense, grad_bias = operation.grad_weight(grad, x, ends, layout.shape, needs)
             if needs_values:
-                grad_values = layout.compress_grad(dense, values.shape[0])
+                grad_values = layout.compress_grad(dense, ctx.kept)
             del dense  # before the weight is expanded
         if needs_x:
             weight = layout.expand_again(values, x.dtype, grad)
@@ -85,7 +88,10 @@ class Product(torch.autograd.Function):
 
 
 class SavedProduct(Product):
-    """The first half: saves, and returns a tensor of the result's shape that has one entry."""
+    """The first half: saves, and returns a tensor of the result's shape that has one entry.
+
+    It saves what torch's operations would: an input that is not needed may be freed, or written to.
+    """
 
     @staticmethod
     def forward(
@@ -98,8 +104,12 @@ class SavedProduct(Product):
         layout: Layout,
         operation: Operation,
     ) -> Tensor:
-        ctx.save_for_backward(values, x, ends)
-        ctx.layout, ctx.operation = layout, operation
+        needs_values, needs_x = ctx.needs_input_grad[:2]
+        ctx.layout, ctx.operation, ctx.kept = layout, operation, values.shape[0]
+        saved = x
+        if not needs_values and not operation.needs_input:
+            saved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        ctx.save_for_backward(values if needs_x else None, saved, ends)
         shape = operation.shape(x, layout.shape)
         return x.new_empty_strided(shape, [0] * len(shape))
 
@@ -128,8 +138,12 @@ def product(
     """Return ``operation(x, expand(values), bias)``, with a backward pass that expands again."""
 
     def compute() -> Tensor:
-        return operation.forward(x, layout.expand(values.detach(), x.dtype), bias, ends)
+        dense = layout.expand(values.detach(), x.dtype)
+        if is_tracked and isinstance(operation, Matmul):
+            dense.requires_grad_()  # torch.matmul asks, and computes in another way
+        return operation.forward(x, dense, bias, ends)
 
+    is_tracked = values.requires_grad and torch.is_grad_enabled()
     if not torch.is_grad_enabled():
         return compute()
     if torch.compiler.is_compiling():
@@ -141,6 +155,8 @@ def product(
 @dataclass(frozen=True)
 class Matmul:
     """``x @ weight``, or ``x @ weight.T`` as a linear layer has it; 2-D weights."""
+
+    needs_input: ClassVar = False
 
     is_transposed: bool
     is_linear: bool
@@ -175,17 +191,24 @@ class Matmul:
     def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
         """Return the gradient of the input."""
         factor = dense if self.is_transposed else dense.t()
-        if x.dim() == 2 and x.stride() == (
-            1,
-            x.shape[0],
-        ):  # then torch gives a gradient of its strides
-            return factor.t().mm(grad.t()).t()
-        return grad.reshape(-1, grad.shape[-1]).mm(factor).view(x.shape)
+        grad = grad.reshape(-1, grad.shape[-1])
+        if _is_column_major(x):  # then torch gives a gradient of its strides
+            return factor.t().mm(grad.t()).t().view(x.shape)
+        return grad.mm(factor).view(x.shape)
+
+
+def _is_column_major(x: Tensor) -> bool:
+    """Whether ``x`` as a matrix has its columns in one piece."""
+    if x.dim() > 2 and not x.is_contiguous():
+        x = torch.empty_strided(x.shape, x.stride(), device="meta").reshape(-1, x.shape[-1])
+    return x.stride() == (1, x.shape[0])
 
 
 @dataclass(frozen=True)
 class Convolution:
     """A convolution over any number of dimensions."""
+
+    needs_input: ClassVar = True
 
     stride: list[int]
     padding: list[int]
@@ -239,6 +262,8 @@ class Convolution:
 @dataclass(frozen=True)
 class GroupedMatmul:
     """Rows of ``x`` up to each of ``ends`` by a weight of their own: a mixture of experts."""
+
+    needs_input: ClassVar = False
 
     is_transposed: bool
 

@@ -13,7 +13,6 @@ counters. Writes through ``.data`` of the *values* raise none: after a step of a
 its parameters are made anew, whatever the counters say.
 """
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -41,14 +40,11 @@ from samo.core.dense import (
     as_dense_weight,
     expand_by_index,
 )
-from samo.core.streamed import StreamedWeight
+from samo.core.streamed import LOCK as _LOCK, Handed, StreamedWeight
 from samo.errors import CompressionError
 from samo.mask import Mask
 
 __all__ = []
-
-_LOCK: Final = threading.Lock()
-"""One thread at a time makes a dense copy anew: another one may be computing with it."""
 
 # torch.compile takes the length of a parameter as fixed, and would compile equal blocks with unequal masks
 # once for each. This is the name that it has for such values. All others stay fixed: it costs less.
@@ -97,6 +93,8 @@ class Weight:
     """The same of a ragged one, whose number of values compiled code must not take for a constant."""
     _streamed: StreamedWeight | None
     """What is handed out of a streamed weight."""
+    handed: list[Handed]
+    """Its expansions that are in somebody's hands, and may be written to."""
     _plain: DenseWeight | None
     """The copy as it is handed out without gradients, and with them."""
     _tracked: DenseWeight | None
@@ -270,6 +268,8 @@ class Weight:
 
     def sync_written(self) -> None:
         """Let the values follow a write to ``module.weight`` before they are looked at."""
+        for handed in tuple(self.handed):
+            handed.follow()
         if self._is_written():
             self.sync()
 
@@ -371,6 +371,7 @@ class Weight:
             self._streamed = None  # with shards it waits for the whole values to come back
         self.values = values
         self.dense = self._plain = self._tracked = None
+        self.handed = []
         self._version = self._dense_version = -1
         self._address = 0
         _WEIGHTS[values] = weakref.ref(self)

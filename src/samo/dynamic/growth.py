@@ -72,6 +72,7 @@ class Growth:
         self.candidates: Final = candidates
         self.group: Final = group
         self._found: _Found | None = None
+        self._pass = -1
         reference = weakref.ref(self)
 
         def watch(grad: Tensor) -> None:
@@ -105,8 +106,11 @@ class Growth:
         mask, sum_so_far = self.weight.mask, self.weight.values.grad
         assert mask is not None  # only weights with a mask are watched
         grad = self._of_all_ranks(grad)
-        # Gradients that were thrown away leave nothing behind, set to None or to 0.
-        is_first = sum_so_far is None or not bool(sum_so_far.any())
+        # Gradients that were thrown away leave nothing behind, set to None or to 0. Of a streamed weight
+        # each use in a pass comes alone, and the sum is there at the end.
+        backward, self._pass = self._pass, torch._C._current_graph_task_id()
+        is_empty = sum_so_far is None or not bool(sum_so_far.any())
+        is_first = is_empty and (self._pass == -1 or self._pass != backward)
         if is_first or self._found is None or self._found.mask is not mask:
             self._found = self._first(mask, grad)
         else:

@@ -1,0 +1,1228 @@
+"""Streamed weights beside resident ones: equal bit for bit, and no dense weight held for backward."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import samo
+from samo.core.compress import masks as masks_of, named_weights
+from samo.core.streamed import LOCK, StreamedWeight
+from tests.core.twins import mlp
+from tests.meters import Experts, LiveBytes, SmallResNet, ignores_dynamo, small_gpt, tokens
+
+X = torch.linspace(-1, 1, 96).view(8, 12)
+Run = Callable[..., Any]
+
+
+def random_masks(model: nn.Module, density: float = 0.5, seed: int = 0) -> samo.Masks:
+    """Return masks of all parameters with two dimensions or more."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    shapes.update({name: weight.shape for name, weight in named_weights(model)})
+    return samo.Masks(
+        {
+            name: samo.Mask.from_bool(torch.rand(shape, generator=generator) < density)
+            for name, shape in shapes.items()
+            if len(shape) > 1
+        }
+    )
+
+
+def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
+    """Return a model with resident weights and its twin with streamed ones."""
+    torch.manual_seed(0)
+    model = make()
+    masks = random_masks(model)
+    twin = copy.deepcopy(model)
+    samo.compress_(model, masks, **options)
+    samo.compress_(twin, masks, weights="streamed", **options)
+    return model, twin
+
+
+def streamed(make: Callable[[], nn.Module] = mlp, **options: Any) -> Any:
+    return pair(make, **options)[1]
+
+
+def grads(net: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def pass_of(net: Any, run: Run, x: Tensor | None = None) -> list[Any]:
+    """Return the result of a pass, the gradient of its input, and those of all parameters."""
+    torch.manual_seed(1)
+    if x is None:
+        out = run(net)
+        out.float().square().mean().backward()
+        return [out.detach(), *grads(net)]
+    x = x.clone().requires_grad_()
+    out = run(net, x)
+    out.float().square().mean().backward()
+    return [out.detach(), x.grad, *grads(net)]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Compare tensors, and lists of them, bit for bit."""
+    if isinstance(ours, Tensor):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs):
+            assert_same(one, other)
+    else:
+        assert ours == theirs
+
+
+def assert_equal_passes(
+    make: Callable[[], nn.Module], run: Run, x: Tensor | None = None, **options: Any
+) -> None:
+    """Run both; then once more after a step, with what both made of it."""
+    nets = pair(make, **options)
+    make_opt = samo.AdamW if options.get("grad_dtype") else torch.optim.AdamW
+    opts = [make_opt(net.parameters(), lr=0.01) for net in nets]
+    for _ in range(2):
+        assert_same(*(pass_of(net, run, x) for net in nets))
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    assert all(weight.dense is None for _, weight in named_weights(nets[1]) if weight.mask)
+
+
+# Module kinds -----------------------------------------------------------------------------------
+
+
+def linear(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, m.weight, m.bias)
+
+
+LINEAR: dict[str, tuple[Run, Tensor]] = {
+    "2-D": (linear, X),
+    "1-D": (linear, X[0]),
+    "3-D": (linear, X.view(2, 4, 12)),
+    "4-D": (linear, X.view(2, 2, 2, 12)),
+    "without bias": (lambda m, x: F.linear(x, m.weight), X.view(2, 4, 12)),
+    "transposed batch": (lambda m, x: linear(m, x.transpose(0, 1)), X.view(2, 4, 12)),
+    "column-major": (lambda m, x: linear(m, x.t()), X.view(12, 8)),
+    "column-major 3-D": (lambda m, x: linear(m, x.permute(1, 2, 0)), X.view(12, 2, 4)),
+    "column-major (1, n, m)": (lambda m, x: F.linear(x.mT, m.weight), X.view(1, 12, 8)),
+    "with gaps": (lambda m, x: linear(m, x[::2, ::2]), X.view(4, 24)),
+    "expanded": (lambda m, x: linear(m, x.expand(3, 8, 12)), X),
+    "empty": (linear, X[:0]),
+    "by name": (lambda m, x: F.linear(input=x, weight=m.weight, bias=m.bias), X),
+    "bias of one row": (lambda m, x: F.linear(x, m.weight, m.bias[None]), X),
+    "matmul": (lambda m, x: x @ m.weight.t(), X.view(2, 4, 12)),
+    "matmul by name": (lambda m, x: torch.matmul(input=x, other=m.weight.T), X),
+    "mm": (lambda m, x: torch.mm(x, mat2=m.weight.mT), X),
+    "addmm": (lambda m, x: torch.addmm(m.bias, x, m.weight.transpose(0, 1)), X),
+    "addmm by name": (lambda m, x: torch.addmm(input=m.bias, mat1=x, mat2=m.weight.t()), X),
+    "scaled addmm": (lambda m, x: torch.addmm(m.bias, x, m.weight.t(), beta=0.5), X),
+    "transposed by name": (lambda m, x: x @ m.weight.transpose(dim0=-1, dim1=0), X),
+    "weight first": (lambda m, x: m.weight @ x.t(), X),
+    "weight as input": (lambda m, x: F.linear(m.weight, x), X),
+    "weight by weight": (lambda m, x: x @ (m.weight.t() @ m.weight), X),
+    "einsum": (lambda m, x: torch.einsum("bi,oi->bo", x, m.weight), X),
+    "rows": (lambda m, x: F.linear(x, m.weight[3:9]), X),
+    "a parameter as input": (lambda m, x: linear(m, nn.Parameter(x.detach())) + x.sum(), X),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_products_equal_resident_ones(name: str) -> None:
+    run, x = LINEAR[name]
+    assert_equal_passes(lambda: nn.Linear(12, 32), run, x)
+
+
+IMAGE = torch.linspace(-1, 1, 2 * 6 * 9 * 9).view(2, 6, 9, 9)
+LAST = torch.channels_last
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "1-D": (lambda: nn.Conv1d(6, 8, 5, stride=2, padding=3, dilation=2), IMAGE[:, :, 0]),
+    "1-D even same": (lambda: nn.Conv1d(6, 8, 4, padding="same"), IMAGE[:, :, 0]),
+    "2-D": (lambda: nn.Conv2d(6, 8, 3, stride=(2, 1), padding=(1, 2)), IMAGE),
+    "same": (lambda: nn.Conv2d(6, 8, 3, padding="same", dilation=(2, 1), bias=False), IMAGE),
+    "valid": (lambda: nn.Conv2d(6, 8, 3, padding="valid", stride=2), IMAGE),
+    "reflect": (lambda: nn.Conv2d(6, 8, 3, padding=1, padding_mode="reflect"), IMAGE),
+    "groups": (lambda: nn.Conv2d(6, 8, 3, groups=2), IMAGE),
+    "depthwise": (lambda: nn.Conv2d(6, 12, 3, groups=6), IMAGE),
+    "unbatched": (lambda: nn.Conv2d(6, 8, 3), IMAGE[0]),
+    "channels last": (
+        lambda: nn.Conv2d(6, 8, 3).to(memory_format=LAST),
+        IMAGE.to(memory_format=LAST),
+    ),
+    "weight alone last": (lambda: nn.Conv2d(6, 8, 3).to(memory_format=LAST), IMAGE),
+    "input alone last": (lambda: nn.Conv2d(6, 8, 3), IMAGE.to(memory_format=LAST)),
+    "3-D": (lambda: nn.Conv3d(2, 8, (1, 2, 3), padding=(0, 1, 1)), IMAGE.view(2, 2, 3, 9, 9)),
+    "transposed": (lambda: nn.ConvTranspose2d(6, 8, 3, stride=2, output_padding=1), IMAGE),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_equal_resident_ones(name: str) -> None:
+    make, x = CONVOLUTIONS[name]
+    assert_equal_passes(make, lambda m, x: m(x), x)
+
+
+def test_a_convolution_with_a_turned_kernel_is_that_one() -> None:
+    assert_equal_passes(lambda: nn.Conv2d(6, 8, 3), lambda m, x: F.conv2d(x, m.weight.mT), IMAGE)
+    assert_equal_passes(
+        lambda: nn.Conv1d(3, 8, 3),
+        lambda m, x: F.conv1d(x, weight=m.weight.transpose(1, 2)),
+        IMAGE[:, :3, 0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "message"),
+    [
+        (
+            lambda: nn.Conv2d(6, 8, 3),
+            lambda m: F.conv2d(IMAGE, m.weight, stride=2, padding="same"),
+            "not supported for strided convolutions",
+        ),
+        (lambda: nn.Conv2d(6, 8, 3), lambda m: F.conv2d(IMAGE, m.weight, padding="some"), "some"),
+        (lambda: nn.Linear(12, 32), lambda m: m.weight.transpose(0, 5), "Dimension out of range"),
+        (lambda: nn.Linear(12, 32), lambda m: m(X.double()), "dtype"),
+        (lambda: nn.Linear(12, 32), lambda m: m(X[:, :5]), "cannot be multiplied"),
+    ],
+)
+def test_what_torch_refuses_of_resident_weights_it_refuses_of_streamed_ones(
+    make: Any, run: Run, message: str
+) -> None:
+    for net in pair(make):
+        with pytest.raises((RuntimeError, IndexError), match=message):
+            run(net)
+
+
+TOKENS = torch.arange(28).view(4, 7) % 20
+SEQUENCE = torch.linspace(-1, 1, 4 * 5 * 16).view(4, 5, 16)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(20, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.embed(x))))
+
+
+class Reader(nn.Module):
+    """A parent that reads the weight of its child in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(F.linear(x, self.inner.weight)) @ self.inner.weight + self.inner(x)
+        return x * self.inner.weight.norm()
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
+    "embedding": (lambda: nn.Embedding(20, 16, padding_idx=3), lambda m: m(TOKENS)),
+    "sparse embedding": (lambda: nn.Embedding(20, 16, sparse=True), lambda m: m(TOKENS)),
+    "embedding bag": (lambda: nn.EmbeddingBag(20, 16), lambda m: m(TOKENS)),
+    "attention": (
+        lambda: nn.MultiheadAttention(16, 4, batch_first=True),
+        lambda m: m(SEQUENCE, SEQUENCE, SEQUENCE)[0],
+    ),
+    "attention, other widths": (
+        lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=6, bias=False, batch_first=True),
+        lambda m: m(SEQUENCE, SEQUENCE[..., :8], SEQUENCE[..., :6], need_weights=False)[0],
+    ),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True),
+        lambda m: m(SEQUENCE),
+    ),
+    "lstm": (lambda: nn.LSTM(16, 8, 2, bidirectional=True), lambda m: m(SEQUENCE)[0]),
+    "projected lstm": (lambda: nn.LSTM(16, 8, proj_size=4), lambda m: m(SEQUENCE)[0]),
+    "gru": (lambda: nn.GRU(16, 8), lambda m: m(SEQUENCE)[0]),
+    "bilinear": (lambda: nn.Bilinear(12, 4, 5), lambda m: m(X, X[:, :4])),
+    "tied": (Tied, lambda m: m(TOKENS)),
+    "read by the parent": (Reader, lambda m: m(X)),
+    "experts of whole blocks": (lambda: Experts(4, 32), lambda m: m(SEQUENCE.view(-1, 32))),
+    "other experts": (lambda: Experts(4, 16), lambda m: m(SEQUENCE.view(-1, 16))),
+    "resnet": (SmallResNet, lambda m: m(IMAGE[:, :3])),
+    "reentrant": (mlp, lambda m: checkpoint(m, X.clone().requires_grad_(), use_reentrant=True)),
+    "checkpointed": (mlp, lambda m: checkpoint(m, X, use_reentrant=False)),
+    "checkpointed dropout": (
+        lambda: nn.Sequential(nn.Linear(12, 32), nn.Dropout(), nn.Linear(32, 6)),
+        lambda m: checkpoint(m, X, use_reentrant=False, preserve_rng_state=True),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_modules_and_both_kinds_of_checkpointing_equal_resident_ones(name: str) -> None:
+    assert_equal_passes(*OTHERS[name])
+
+
+@pytest.mark.parametrize("name", ["attention", "lstm", "gru", "tied", "experts of whole blocks"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_equals_resident_evaluation(name: str, mode: Any) -> None:
+    make, run = OTHERS[name]
+    ours, theirs = pair(make)
+    with mode():
+        assert_same(run(ours.eval()), run(theirs.eval()))
+    assert_same(pass_of(ours.train(), run), pass_of(theirs.train(), run))
+
+
+def test_an_encoder_layer_evaluates_without_torchs_fast_path() -> None:
+    """Which is off for tensors of this kind: equal up to rounding."""
+    make, run = OTHERS["encoder layer"]
+    with torch.no_grad():
+        torch.testing.assert_close(*(run(net.eval()) for net in pair(make)))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float16], ids=["fp64", "bf16", "fp16"]
+)
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16], ids=["wide", "bf16 gradients"])
+def test_types_equal_resident_ones(dtype: torch.dtype, grad_dtype: Any) -> None:
+    x = X.to(dtype)
+    assert_equal_passes(mlp, lambda m, x: m(x), x, dtype=dtype, grad_dtype=grad_dtype)
+    image = IMAGE.to(dtype)[:, :3]
+    assert_equal_passes(  # batch norms stay in fp32
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3)),
+        lambda m, x: m(x),
+        image,
+        dtype=dtype,
+        grad_dtype=grad_dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["tied", "resnet", "attention", "checkpointed", "reentrant"])
+def test_autocast_over_fp32_equals_resident_autocast(name: str, dtype: torch.dtype) -> None:
+    make, run = OTHERS[name]
+    assert_equal_passes(make, torch.autocast("cpu", dtype=dtype)(run))
+
+
+def test_a_backward_pass_inside_autocast_equals_the_resident_one() -> None:
+    found = []
+    for net in pair(mlp):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net(X).float().square().sum().backward()
+        found.append(grads(net))
+    assert_same(*found)
+
+
+def test_gradients_of_several_uses_are_added_in_the_type_of_the_gradient() -> None:
+    """Of a resident weight they are added in its own type, before they are compressed."""
+    ours, theirs = (pass_of(net, lambda m: m(TOKENS)) for net in pair(Tied, dtype=torch.bfloat16))
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-4)
+
+
+# Hugging Face -----------------------------------------------------------------------------------
+
+IDS = torch.arange(18).view(2, 9) * 7 % 64
+
+
+def hugging_face(name: str, **changes: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 16,
+    }
+    if name == "GPT2":
+        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64)
+        return transformers.GPT2LMHeadModel(config).eval()
+    if name == "Llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+    implementation = changes.pop("experts")
+    small |= {"num_experts_per_tok": 2, **changes}
+    if name == "Mixtral":
+        config = transformers.MixtralConfig(num_local_experts=4, **small)
+    else:
+        wide = small["intermediate_size"]
+        small |= {"moe_intermediate_size": wide, "shared_expert_intermediate_size": wide}
+        config = transformers.Qwen2MoeConfig(num_experts=4, **small)
+    config._experts_implementation = implementation
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def causal(model: Any) -> Tensor:
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_hugging_face_models_equal_resident_ones(name: str) -> None:
+    assert_equal_passes(lambda: hugging_face(name), causal)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("width", [32, 24], ids=["whole blocks", "parts of blocks"])
+def test_hugging_face_experts_equal_resident_ones(name: str, experts: str, width: int) -> None:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "experts": experts}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads add up what several tokens have of an expert in any order
+    try:
+        assert_equal_passes(lambda: hugging_face(name, **sizes), causal)
+        if experts != "batched_mm":
+            run = torch.autocast("cpu", dtype=torch.bfloat16)(causal)
+            assert_equal_passes(lambda: hugging_face(name, **sizes), run)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# Gradients --------------------------------------------------------------------------------------
+
+
+def test_micro_batches_add_up_as_resident_ones() -> None:
+    found = []
+    for net in pair(mlp, grad_dtype=torch.bfloat16):
+        for part in X.split(2):
+            net(part).square().mean().backward()
+        found.append(grads(net))
+    assert_same(*found)
+
+
+def test_a_graph_that_is_kept_serves_again_until_a_step() -> None:
+    for make in (torch.optim.SGD, samo.AdamW):
+        model = streamed()
+        opt = make(model.parameters(), lr=0.1)
+        loss = model(X).square().sum()
+        loss.backward(retain_graph=True)
+        first = grads(model)
+        loss.backward(retain_graph=True)
+        assert_same(grads(model), [2 * grad for grad in first if grad is not None])
+        opt.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def penalty(net: Any, x: Tensor) -> list[Any]:
+    """Return what the gradient of the square of all gradients is."""
+    x = x.clone().requires_grad_()
+    given = [*net.parameters(), x]
+    found = torch.autograd.grad(net(x).square().sum(), given, create_graph=True)
+    sum(grad.square().sum() for grad in found).backward()
+    return [*grads(net), x.grad]
+
+
+def test_second_derivatives_of_linear_layers_equal_resident_ones() -> None:
+    assert_same(*(penalty(net, X) for net in pair(mlp)))
+
+
+@pytest.mark.parametrize("name", ["1-D", "groups", "channels last", "3-D"])
+def test_second_derivatives_of_convolutions_are_resident_ones(name: str) -> None:
+    """In another order of the sums: the two gradients of a convolution are computed apart."""
+    make, x = CONVOLUTIONS[name]
+    ours, theirs = (penalty(net, x.double()) for net in pair(lambda: make().double()))
+    for one, other in zip(ours, theirs):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-10)
+
+
+def test_a_third_derivative_and_gradcheck() -> None:
+    found = []
+    for net in pair(lambda: mlp().double()):
+        total: Any = net(X.double()).square().sum()
+        for _ in range(2):
+            grad = torch.autograd.grad(total, list(net.parameters()), create_graph=True)
+            total = sum(each.square().sum() for each in grad)
+        found.append(torch.autograd.grad(total, list(net.parameters())))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    model = streamed(lambda: mlp().double())
+    assert torch.autograd.gradcheck(model, (X[:2].double().requires_grad_(),))
+    assert torch.autograd.gradgradcheck(model, (X[:1].double().requires_grad_(),))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its formulas
+def test_transforms_of_torch_func_and_forward_mode() -> None:
+    ours, theirs = pair(lambda: mlp().double())
+    x = X.double()
+    theirs(x).sum().backward()
+    ours(x).sum().backward()
+    for transform in (torch.func.vmap, torch.func.jacrev):
+        torch.testing.assert_close(transform(theirs)(x), transform(ours)(x))
+    values = {name: param.detach() for name, param in theirs.named_parameters()}
+
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(theirs, values, (x,)).sum()
+
+    found = torch.func.grad(loss)(values, x)
+    rows = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x[:, None])
+    for name, param in ours.named_parameters():
+        torch.testing.assert_close(found[name], param.grad)
+        torch.testing.assert_close(rows[name].sum(0), param.grad)
+    same = torch.func.functional_call(theirs, dict(theirs.named_parameters()), (x,))
+    assert torch.equal(same, theirs(x))
+    tangents = []
+    for net in (ours, theirs):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            tangents.append(torch.autograd.forward_ad.unpack_dual(net(dual)).tangent.clone())
+    assert_same(*tangents)
+
+
+def test_frozen_weights_pass_gradients_on() -> None:
+    """As under LoRA; and their inputs are not held, so that they may be written to."""
+    found = []
+    for net in pair(mlp):
+        net[0].weight.requires_grad_(False)
+        found.append(pass_of(net, lambda m, x: m(x), X))
+        assert net.get_parameter("0.weight").grad is None
+        net[0].bias.requires_grad_(False)
+        net.zero_grad()
+        x = X.clone().requires_grad_()
+        hidden = x * 1
+        out = net[0](hidden)
+        hidden.add_(1)
+        out.sum().backward()
+        found[-1].append(x.grad)
+    assert_same(*found)
+
+
+def test_an_input_without_gradient_needs_no_values() -> None:
+    found = []
+    for net in pair(mlp):
+        out = net[0](X)
+        with torch.no_grad():
+            net.get_parameter("0.weight").mul_(2)
+        out.sum().backward()
+        found.append(grads(net[0]))
+    assert_same(*found)
+
+
+def test_a_gradient_scaler_scales() -> None:
+    found = []
+    for net in pair(mlp, dtype=torch.float16):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        opt = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for _ in range(3):
+            opt.zero_grad()
+            scaler.scale(net(X.half()).float().square().mean()).backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(opt)
+            scaler.update()
+        found.append([param.detach() for param in net.parameters()])
+    assert_same(*found)
+
+
+# Hooks ------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_modules_and_of_values_are_called() -> None:
+    model, seen = streamed(), []
+    model[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].register_full_backward_pre_hook(lambda *_: seen.append("backward before"))
+    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    values = model.get_parameter("0.weight")
+    values.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    values.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad is not None))
+    model(X.clone().requires_grad_()).sum().backward()
+    assert sorted(map(str, seen)) == sorted(
+        ["before", "forward", "backward before", "backward", f"({len(values)},)", "True"]
+    )
+
+
+def test_a_hook_on_the_weight_is_refused() -> None:
+    model = streamed()
+    with pytest.raises(samo.CompressionError, match=r"'0.weight' is streamed: its dense gradient"):
+        model[0].weight.register_hook(print)
+
+
+def test_an_optimizer_may_step_in_the_hook_of_each_parameter() -> None:
+    found = []
+    for net in pair(mlp):
+        opts = {param: torch.optim.SGD([param], lr=0.1) for param in net.parameters()}
+
+        def apply(param: Tensor, opts: Any = opts) -> None:
+            opts[param].step()
+            opts[param].zero_grad()
+
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(apply)
+        for _ in range(3):
+            net(X).square().sum().backward()
+        found.append([param.detach() for param in net.parameters()])
+    assert_same(*found)
+
+
+# Training ---------------------------------------------------------------------------------------
+
+LEAN = {"dtype": torch.bfloat16, "value_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}),
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
+    "foreach": (lambda p: torch.optim.Adam(p, lr=0.01, foreach=True), {}),
+    "exact": (lambda p: samo.AdamW(p, lr=0.01), {"dtype": torch.bfloat16}),
+    "lean": (lambda p: samo.AdamW(p, lr=0.01, state="lean"), LEAN),
+}
+
+
+def train(net: Any, opt: Any, steps: int = 3) -> list[Tensor]:
+    dtype = net[0].weight.dtype
+    for _ in range(steps):
+        opt.zero_grad()
+        net(X.to(dtype)).float().square().mean().backward()
+        opt.step()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_train_as_resident_models(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    assert_same(*(train(net, make(net.parameters())) for net in pair(mlp, **options)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "exact", "lean"])
+def test_masks_are_exchanged_as_of_resident_models(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    found = []
+    for net in pair(mlp, **options):
+        opt = make(net.parameters())
+        train(net, opt)
+        loss = net(X.to(net[0].weight.dtype)).sum()
+        samo.remap_(net, random_masks(net, 0.3, seed=5), opt)
+        with pytest.raises(RuntimeError, match=r"mask that it had|modified by an inplace"):
+            loss.backward()
+        found.append(train(net, opt))
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("method", [samo.DynamicSparse, samo.GradualPruning])
+def test_methods_that_move_masks_move_them_alike(method: Any) -> None:
+    found = []
+    for net in pair(mlp):
+        opt = samo.AdamW(net.parameters(), lr=0.01)
+        if method is samo.DynamicSparse:
+            moving = method(net, opt, grow="gradient", stop=12, every=2)
+        else:
+            moving = method(net, opt, 0.8, 2, 6, 2, 0.5)
+        for _ in range(8):
+            train(net, opt, 1)
+            moving.step()
+        masks = masks_of(net)
+        found.append([*train(net, opt), *(masks[name].to_bool() for name in masks)])
+    assert_same(*found)
+
+
+USES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "read": (Reader, X),
+    "tied": (Tied, TOKENS),
+    "experts": (lambda: Experts(2, 32), SEQUENCE.view(-1, 32)),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_growth_sees_the_sum_of_all_uses_of_a_weight(name: str) -> None:
+    make, x = USES[name]
+    found = []
+    for net in pair(make):
+        opt = torch.optim.SGD(net.parameters(), lr=0.01)
+        moving = samo.DynamicSparse(net, opt, grow="gradient", stop=9, every=1, candidates=None)
+        for _ in range(2):
+            opt.zero_grad()
+            net(x).square().mean().backward()
+            opt.step()
+            moving.step()
+        masks = masks_of(net)
+        found.append([masks[name].to_bool() for name in masks])
+    assert_same(*found)
+
+
+# Copies and states ------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_train_on_their_own() -> None:
+    model = streamed()
+    opt = samo.AdamW(model.parameters(), lr=0.01)
+    train(model, opt)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twin, twin_opt = copy.deepcopy((model, opt))
+    copies = [pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    expected = train(model, opt)
+    assert_same(train(twin, twin_opt), expected)
+    for copied in copies:
+        assert all(not weight.is_resident for _, weight in named_weights(copied) if weight.mask)
+        assert type(copied[0].weight) is StreamedWeight
+        own = samo.AdamW(copied.parameters(), lr=0.01)
+        assert len(train(copied, own)) == len(expected)
+
+
+def test_states_of_all_kinds_load() -> None:
+    ours, theirs = pair(mlp)
+    with torch.no_grad():
+        for param in ours.parameters():
+            param.add_(1)
+    state, dense = ours.state_dict(), samo.dense_state_dict(ours)
+    for given, assign in ((state, False), (state, True), (dense, False), (dense, True)):
+        net = copy.deepcopy(theirs)
+        net.load_state_dict(copy.deepcopy(given), assign=assign)
+        assert_same(net(X).detach(), ours(X).detach())
+        assert_same(pass_of(net, lambda m: m(X)), pass_of(copy.deepcopy(ours), lambda m: m(X)))
+    assert list(theirs.state_dict()) == list(state)
+
+
+def test_a_model_is_cast_and_decompressed_as_a_resident_one() -> None:
+    for cast in ("half", "bfloat16", "double", "float"):
+        nets = [getattr(net, cast)() for net in pair(mlp)]
+        x = getattr(X, cast)()
+        assert_same(*(net(x).detach() for net in nets))
+        assert_same(*(train(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets))
+        plain = [samo.decompress_(net) for net in nets]
+        assert type(plain[1][0]) is nn.Linear
+        assert_same(*(list(net.state_dict().values()) for net in plain))
+
+
+def test_another_process_takes_a_streamed_model(tmp_path: Path) -> None:
+    """Started anew, as multiprocessing does by spawn, and with what pickle wrote."""
+    model = streamed()
+    (tmp_path / "model.pkl").write_bytes(pickle.dumps(model))
+    program = (
+        "import pickle, sys, torch; model = pickle.load(open(sys.argv[1], 'rb'));"
+        "loss = model(torch.linspace(-1, 1, 96).view(8, 12)).square().sum(); loss.backward();"
+        "print(loss.item(), type(model[0].weight).__name__)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model.pkl")]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.split() == [str(model(X).square().sum().item()), "StreamedWeight"]
+
+
+# Writes -----------------------------------------------------------------------------------------
+
+
+def add_to_data(m: Any) -> None:
+    m.weight.data += 1
+
+
+def multiply(m: Any) -> None:
+    m.weight *= 0.5
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "xavier": lambda m: nn.init.xavier_uniform_(m.weight),
+    "trunc_normal": lambda m: nn.init.trunc_normal_(m.weight),
+    "orthogonal": lambda m: nn.init.orthogonal_(m.weight),
+    "data.normal_": lambda m: m.weight.data.normal_(),
+    "data.copy_": lambda m: m.weight.data.copy_(torch.ones(32, 12)),
+    "data =": lambda m: setattr(m.weight, "data", torch.ones(32, 12)),
+    "data[0].fill_": lambda m: m.weight.data[0].fill_(2),
+    "data +=": add_to_data,
+    "detach().mul_": lambda m: m.weight.detach().mul_(2),
+    "[0] = 0": lambda m: m.weight.__setitem__(0, 0),
+    "view(-1)[3] = 1": lambda m: m.weight.view(-1).__setitem__(3, 1),
+    "t().mul_": lambda m: m.weight.t().mul_(3),
+    "T.copy_": lambda m: m.weight.T.copy_(torch.ones(12, 32)),
+    "chunk": lambda m: m.weight.chunk(2)[0].mul_(2),
+    "rows": lambda m: [row.mul_(2) for row in m.weight],
+    "*=": multiply,
+    "copy_": lambda m: m.weight.copy_(m.weight * 2),
+    "zero_": lambda m: m.weight.zero_(),
+    "out=": lambda m: torch.mul(m.weight, 3, out=m.weight),
+    "_foreach_mul_": lambda m: torch._foreach_mul_([m.weight.data], 3),
+    "another parameter": lambda m: setattr(m, "weight", nn.Parameter(torch.ones(32, 12))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*were written to pruned entries")
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_through_the_weight_reach_the_values(name: str, mode: Any) -> None:
+    found = []
+    for net in pair(mlp):
+        before = net(X).detach()
+        torch.manual_seed(2)
+        with mode():
+            WRITES[name](net[0])
+        after = net(X).detach()
+        assert not torch.equal(before, after)
+        found.append([after, *train(net, torch.optim.SGD(net.parameters(), lr=0.1))])
+        pruned = ~masks_of(net)["0.weight"].to_bool()
+        assert not net[0].weight.detach()[pruned].any()
+    assert_same(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*were written to pruned entries")
+@pytest.mark.parametrize("width", [32, 16], ids=["whole blocks", "parts of blocks"])
+def test_writes_to_one_of_stacked_weights_reach_the_values(width: int) -> None:
+    x = SEQUENCE.view(-1, width)
+    found = []
+    for net in pair(lambda: Experts(4, width)):
+        torch.manual_seed(2)
+        with torch.no_grad():
+            for expert in range(4):
+                nn.init.normal_(net.experts.up[expert])
+            net.experts.down[-1].t().mul_(2)
+        found.append(net(x).detach())
+    assert_same(*found)
+
+
+def held_over_a_pass(net: Any) -> list[Tensor]:
+    first, last = net[0].weight.data[:9], net[0].weight.data[9:]
+    first.mul_(2)
+    before = net(X).detach()
+    last.mul_(3)
+    return [before, net(X).detach(), net.state_dict()["0.weight"]]
+
+
+def held_over_a_step(net: Any) -> list[Tensor]:
+    data = net[0].weight.data
+    data.mul_(2)
+    found = train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    del data
+    return [*found, net(X).detach()]
+
+
+def held_over_a_copy(net: Any) -> list[Tensor]:
+    data = net[0].weight.data
+    data.mul_(2)
+    found = [copy.deepcopy(net)(X).detach(), samo.dense_state_dict(net)["0.weight"]]
+    del data
+    return found
+
+
+@pytest.mark.parametrize("run", [held_over_a_pass, held_over_a_step, held_over_a_copy])
+def test_what_is_written_to_a_held_expansion_is_seen_at_the_next_look(run: Run) -> None:
+    assert_same(*(run(net) for net in pair(mlp)))
+
+
+def test_an_expansion_from_before_a_step_cannot_be_written_to() -> None:
+    model = streamed()
+    data = model[0].weight.data
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = model(X).detach()
+    data.mul_(2)
+    with pytest.raises(samo.CompressionError, match=r"'0.weight' was written in two ways"):
+        model(X)
+    assert torch.equal(model(X), expected)
+    data.mul_(2)
+    with pytest.warns(UserWarning, match="what was written to the tensor is lost"):
+        del data
+    assert torch.equal(model(X), expected)
+
+
+# What the weight looks like ---------------------------------------------------------------------
+
+
+def test_the_weight_looks_like_a_parameter() -> None:
+    for net in pair(mlp):
+        weight = net[0].weight
+        assert isinstance(weight, nn.Parameter)
+        assert isinstance(weight, Tensor)
+        assert torch.is_tensor(weight)
+        assert weight is net[0].weight
+        assert weight in {weight: 1}
+        assert (weight.shape, weight.dtype, len(weight)) == ((32, 12), torch.float32, 32)
+        assert (weight.stride(), weight.device.type, weight.is_contiguous()) == (
+            (12, 1),
+            "cpu",
+            True,
+        )
+        assert not isinstance(weight.t(), nn.Parameter)
+        assert not weight.is_leaf
+        assert not hasattr(weight, "no_such_thing")
+        with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+            torch.optim.SGD([weight], lr=0.1)
+        with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor"):
+            nn.Linear(12, 32).weight = weight
+        assert weight.requires_grad
+        assert not weight.requires_grad_(False).requires_grad
+        assert not net[0].weight.requires_grad
+        net[0].weight.requires_grad = True
+        assert net.get_parameter("0.weight").requires_grad
+    ours, theirs = pair(mlp)
+    for look in (
+        lambda w: w.tolist(),
+        lambda w: repr(w.detach()),
+        lambda w: float(w.detach().sum()),
+        lambda w: w.detach().numpy().sum(),
+        lambda w: torch.zeros_like(w),
+        lambda w: w.detach() == w,
+        lambda w: w.double().detach(),
+        lambda w: copy.deepcopy(w).detach(),
+        lambda w: pickle.loads(pickle.dumps(w)).detach(),
+        lambda w: torch.cat([w, w]).detach(),
+    ):
+        assert_same(look(ours[0].weight), look(theirs[0].weight))
+    assert "0.1" in repr(theirs[0].weight)
+
+
+def test_a_missing_attribute_is_told_without_an_expansion() -> None:
+    model = streamed()
+    weight = model[0].weight
+    with LiveBytes() as meter:
+        assert getattr(weight, "no_such_thing", None) is None
+    assert meter.peak_bytes == 0
+
+
+def test_the_gradient_of_the_weight_is_dense() -> None:
+    ours, theirs = pair(mlp)
+    for net in (ours, theirs):
+        assert net[0].weight.grad is None
+        net(X).sum().backward()
+    assert_same(ours[0].weight.grad, theirs[0].weight.grad)
+    theirs[0].weight.grad = None
+    assert theirs.get_parameter("0.weight").grad is None
+
+
+def test_one_of_stacked_weights_knows_whether_it_is_trained() -> None:
+    model = streamed(lambda: Experts(4, 32))
+    assert model.experts.up[0].requires_grad
+    model.experts.up.requires_grad_(False)
+    assert not model.experts.up[0].requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_jit_trace_is_refused() -> None:
+    model = streamed()
+    with pytest.raises(samo.CompressionError, match=r"use torch.export"):
+        torch.jit.trace(model, (X,))
+
+
+# Memory and threads -----------------------------------------------------------------------------
+
+
+class Saved:
+    """Notes the storages that are saved for backward, and how many bytes they have."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def sizes(self, net: nn.Module) -> set[int]:
+        """Return how many bytes each of them has, leaving out the parameters themselves."""
+        own = {param.untyped_storage().data_ptr() for param in net.parameters()}
+        return {size for address, size in self.storages.items() if address not in own}
+
+
+def wide_mlp() -> nn.Sequential:
+    """A model whose weights are larger than all it computes with 8 rows."""
+    return nn.Sequential(nn.Linear(12, 300), nn.Tanh(), nn.Linear(300, 300), nn.Linear(300, 6))
+
+
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(6, 64, 3), nn.Tanh(), nn.Conv2d(64, 96, 3), nn.Conv2d(96, 2, 3))
+
+
+PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
+    "linear": (wide_mlp, lambda m: m(X)),
+    "frozen": (lambda: wide_mlp().requires_grad_(False), lambda m: m(X.clone().requires_grad_())),
+    "convolutions": (convolutions, lambda m: m(IMAGE[:1])),
+    "grouped experts": (lambda: hugging_face("Mixtral", experts="grouped_mm"), causal),
+    "experts in a loop": (lambda: Experts(4, 64), lambda m: m(SEQUENCE.view(-1, 64))),
+    "gpt2": (lambda: hugging_face("GPT2"), lambda m: m.transformer.h[0].mlp(torch.randn(1, 2, 32))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("is_cast", [False, True], ids=["fp32", "autocast"])
+def test_no_dense_weight_is_saved_for_backward(name: str, is_cast: bool) -> None:
+    """In modules whose product is ours; of the resident model the meter sees them."""
+    make, run = PRODUCTS[name]
+    if is_cast and name == "experts in a loop":
+        pytest.skip("it does not take what autocast gives")
+    if is_cast and name != "grouped experts":  # which torch does not cast
+        run = torch.autocast("cpu", dtype=torch.bfloat16)(run)
+    found = []
+    for net in pair(make):
+        saved = Saved()
+        with saved.hooks:
+            run(net)
+        found.append(saved.sizes(net) & dense_sizes(net, 2 if is_cast else 4))
+    assert found[0]
+    assert not found[1]
+
+
+def dense_sizes(net: nn.Module, *itemsizes: int) -> set[int]:
+    """Return the bytes of the dense weights that are used in products."""
+    weights = [weight for path, weight in named_weights(net) if "embed" not in path]
+    large = {weight.shape.numel() for weight in weights if weight.shape.numel() > 3000}
+    return {size * numel for numel in large for size in (4, *itemsizes)}
+
+
+class Copies(TorchDispatchMode):
+    """Counts the storages of one size that are alive at the same time."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self.nbytes, self.peak = nbytes, 0
+        self.live: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() == self.nbytes:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.live:
+                    self.live.add(storage.data_ptr())
+                    weakref.finalize(storage, self.live.discard, storage.data_ptr())
+                    self.peak = max(self.peak, len(self.live))
+        return out
+
+
+@pytest.mark.parametrize("style", ["plain", "checkpointed", "reentrant", "autocast"])
+def test_one_dense_weight_and_one_dense_gradient_are_alive_at_most(style: str) -> None:
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(6)))
+    samo.compress_(model, random_masks(model), weights="streamed")
+    x = torch.randn(2, 96, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        for layer in model:
+            if style in ("checkpointed", "reentrant"):
+                x = checkpoint(layer, x, use_reentrant=style == "reentrant")
+            else:
+                x = layer(x)
+        return x
+
+    if style == "autocast":
+        run = torch.autocast("cpu", dtype=torch.bfloat16)(run)
+    with Copies(96 * 96 * (2 if style == "autocast" else 4)) as meter:
+        run(x).float().sum().backward()
+    assert 1 <= meter.peak <= 2
+    assert not meter.live
+
+
+def test_memory_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = streamed(Tied)
+        opt = samo.AdamW(model.parameters())
+        model(TOKENS).sum().backward()
+        opt.step()
+        model.embed.weight.data.mul_(2)
+        with torch.no_grad():
+            model(TOKENS)
+            model.inner.weight.mul_(2)
+        watched = [weakref.ref(weight) for _, weight in named_weights(model)]
+        watched += [weakref.ref(param) for param in model.parameters()]
+        watched += [weakref.ref(model.inner.weight)]
+        assert all(weight.handed == [] for _, weight in named_weights(model))
+        del model, opt
+        assert [ref() for ref in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
+
+
+def test_a_written_expansion_may_be_let_go_where_the_lock_is_held() -> None:
+    """The garbage collector runs anywhere: here it would wait for its own thread."""
+    model = streamed()
+    cycle: list[Any] = [model[0].weight.data]
+    cycle.append(cycle)
+    cycle[0].mul_(2)
+    expected = 2 * model.get_parameter("0.weight").detach()
+    del cycle
+    done = threading.Event()
+
+    def collect() -> None:
+        with LOCK:
+            gc.collect()
+        done.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    assert done.wait(10)
+    assert torch.equal(model.get_parameter("0.weight"), expected)
+
+
+def test_threads_share_a_streamed_model() -> None:
+    model = streamed(lambda: Tied().double())
+    parts = TOKENS.split(1)
+    expected = [model(part).detach() for part in parts]
+    for part in parts:
+        model(part).sum().backward()
+    whole = grads(model)
+    model.zero_grad()
+    found: dict[int, Tensor] = {}
+    ready = threading.Barrier(len(parts))
+
+    def run(index: int) -> None:
+        ready.wait()
+        with torch.no_grad():
+            for _ in range(20):
+                found[index] = model(parts[index])
+        model(parts[index]).sum().backward()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same([found[index] for index in range(len(parts))], expected)
+    for one, other in zip(grads(model), whole):
+        torch.testing.assert_close(one, other)
+
+
+# Budgets ----------------------------------------------------------------------------------------
+
+
+def resident_bytes(model: nn.Module) -> int:
+    weights = [weight for _, weight in named_weights(model)]
+    return sum(weight.dense.nbytes for weight in weights if weight.dense is not None)
+
+
+def test_a_budget_is_filled_and_kept() -> None:
+    def make(weights: Any) -> nn.Module:
+        torch.manual_seed(0)
+        model = small_gpt(num_layers=8)
+        return samo.compress_(model, samo.prune(model, 0.9), weights=weights)
+
+    whole, none = resident_bytes(make("resident")), resident_bytes(make("streamed"))
+    assert none == 0
+    assert resident_bytes(make(0)) == none
+    assert resident_bytes(make(whole)) == whole
+    assert resident_bytes(make(10 * whole)) == whole
+    half = make(whole // 2)
+    assert resident_bytes(half) <= whole // 2
+    assert resident_bytes(half) == pytest.approx(whole / 2, rel=0.02)
+    batch = tokens()
+    assert_same(*(pass_of(net, lambda m: m(batch, batch)) for net in (half, make("resident"))))
+
+
+@pytest.mark.parametrize("weights", [True, -1, "flowing", 1.5, None])
+def test_other_budgets_are_refused(weights: Any) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match="weights must be 'resident', 'streamed', or the bytes"):
+        samo.compress_(model, samo.prune(model, 0.5), weights=weights)
+    assert type(model[0]) is nn.Linear
+
+
+# Compiled code ----------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Two residual blocks: what Inductor compiles fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(48, 96) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(96, 48) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs):
+            x = x + down(torch.relu(up(x)))
+        return x.square().mean()
+
+
+def compiled_grads(net: Any, backend: str, *batch: Tensor) -> tuple[set[int], list[Any]]:
+    """Return the sizes that a compiled model saves, and its gradients."""
+    torch._dynamo.reset()
+    run = torch.compile(net, backend=backend, fullgraph=True)
+    saved = Saved()
+    with saved.hooks:
+        loss = run(*batch)
+    loss.backward()
+    return saved.sizes(net), [loss.detach(), *grads(net)]
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("backend", ["aot_eager", "autocast", "inductor"])
+def test_a_compiled_model_saves_no_dense_weight(backend: str) -> None:
+    is_cast = backend == "autocast"
+    batch = (torch.randn(3, 48),) if backend == "inductor" else (tokens(1, 7), tokens(1, 7))
+    nets = pair(Blocks if backend == "inductor" else lambda: small_gpt(num_layers=2))
+    if is_cast:
+        for net in nets:
+            net.forward = torch.autocast("cpu", dtype=torch.bfloat16)(net.forward)
+    sizes = dense_sizes(nets[1], *([2] if is_cast else []))
+    of_resident, expected = compiled_grads(nets[0], "aot_eager", *batch)
+    found, ours = compiled_grads(nets[1], "aot_eager" if is_cast else backend, *batch)
+    assert of_resident & sizes
+    assert not found & sizes
+    for one, other in zip(ours, expected):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-2 if is_cast else 1e-5)
+
+
+class Arithmetic(nn.Module):
+    """Reads its weight in ways that need the whole of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner.weight
+        assert weight.dim() == 2
+        assert weight.size(0) == weight.shape[1] == 12
+        found = x @ weight.t() @ weight + F.linear(x, weight[:1]) * weight.norm()
+        return found + (2 * weight - weight / 3).sum() + (weight**2 + abs(-weight)).mean()
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("kind", ["arithmetic", "lstm", "tied", "frozen", "evaluated"])
+def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
+    torch._dynamo.reset()
+    make, x = {
+        "arithmetic": (Arithmetic, X),
+        "lstm": (lambda: nn.LSTM(16, 8), SEQUENCE),
+        "tied": (Tied, TOKENS),
+    }.get(kind, (mlp, X))
+    eager = streamed(make)
+    model = copy.deepcopy(eager)
+    run = torch.compile(model, backend="aot_eager", fullgraph=kind != "lstm")
+
+    def result(run: Any) -> Tensor:
+        out = run(x)
+        return out[0] if kind == "lstm" else out
+
+    if kind == "evaluated":
+        with torch.no_grad():
+            assert torch.equal(result(run), result(eager))
+        return
+    if kind == "frozen":
+        for net in (eager, model):
+            net[0].weight.requires_grad_(False)
+    for net, call in ((eager, eager), (model, run)):
+        result(call).square().mean().backward()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.sub_(0.1 if param.grad is None else 0.1 * param.grad)
+    torch.testing.assert_close(result(run), result(eager))
+    for one, other in zip(grads(model), grads(eager)):
+        torch.testing.assert_close(one, other)
+
+
+@ignores_dynamo
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_an_exported_program_computes_with_the_values_it_is_given(strict: bool) -> None:
+    model = streamed()
+    program = torch.export.export(model, (X,), strict=strict)
+    run = program.module()
+    assert torch.equal(run(X), model(X))
+    twice = {name: 2 * value for name, value in run.state_dict().items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    run.load_state_dict(twice)
+    assert torch.equal(run(X), model(X))
