@@ -20,11 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
 from torch.autograd import forward_ad
 
 from samo.core.dense import DenseWeight, Expand, Layout, expand_by_index
@@ -295,14 +290,6 @@ for _name in (
     # Python looks for operators in the class alone.
     setattr(Expansion, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(StreamedWeight, f"__{_name}__", getattr(Tensor, f"__{_name}__"))
-
-# Where compiled code breaks off, what is called in between is not to be compiled on its own: torch has no
-# compiled training of an LSTM.
-for _cls in (Expansion, StreamedWeight):
-    set_code_exec_strategy(
-        _cls.__torch_function__.__func__.__code__,  # type: ignore[attr-defined]
-        _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP),
-    )
 
 
 class Handed:
