@@ -1213,7 +1213,11 @@ def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
 
 
 @ignores_dynamo
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:A model attribute .*_source` requires gradient",  # it is not used in the program
+)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 def test_an_exported_program_computes_with_the_values_it_is_given(strict: bool) -> None:
     model = streamed()

@@ -78,8 +78,8 @@ class Expansion:
             dense = Expand.apply(self._source, values, None, layout, dtype)  # type: ignore[no-untyped-call]
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             dense = expand_by_index(values, layout, dtype)
-        elif values.requires_grad and torch.is_grad_enabled():
-            dense = Expand.apply(values, values, None, layout, dtype)  # type: ignore[no-untyped-call]
+        elif self._source.requires_grad and torch.is_grad_enabled():
+            dense = Expand.apply(self._source, values, None, layout, dtype)  # type: ignore[no-untyped-call]
         else:
             dense = layout.expand(values.detach(), dtype)
         return dense.transpose(-2, -1) if self._is_flipped else dense
