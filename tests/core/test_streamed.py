@@ -101,7 +101,9 @@ def assert_equal_passes(
         for opt in opts:
             opt.step()
             opt.zero_grad()
-    assert all(weight.dense is None for _, weight in named_weights(nets[1]) if weight.mask)
+    are_streamed = not isinstance(nets[1], nn.RNNBase)
+    for _, weight in named_weights(nets[1]):
+        assert weight.mask is None or (weight.dense is None) == are_streamed
 
 
 # Module kinds -----------------------------------------------------------------------------------
@@ -1204,9 +1206,7 @@ def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
             net[0].weight.requires_grad_(False)
     for net, call in ((eager, eager), (model, run)):
         result(call).square().mean().backward()
-        with torch.no_grad():
-            for param in net.parameters():
-                param.sub_(0.1 if param.grad is None else 0.1 * param.grad)
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
     torch.testing.assert_close(result(run), result(eager))
     for one, other in zip(grads(model), grads(eager)):
         torch.testing.assert_close(one, other)

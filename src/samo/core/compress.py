@@ -378,7 +378,7 @@ def _residents(
         key
         for module, own in owned.items()
         for key in own.values()
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
         or plans[key].param.dim() == 3
         or type(module).__name__ == "Conv1D"
     }

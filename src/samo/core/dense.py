@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -67,7 +66,7 @@ class Layout(NamedTuple):
     def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor) -> Tensor:
         """Expand in a backward pass."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
-            return Expand.apply(values, values, None, self, dtype)  # type: ignore[no-untyped-call]
+            return Expand.apply(values, None, self, dtype)  # type: ignore[no-untyped-call]
         return self.expand(values, dtype)
 
     def new_dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -76,64 +75,32 @@ class Layout(NamedTuple):
 
 
 class Expand(torch.autograd.Function):
-    """A dense weight whose gradient goes to ``source``, compressed.
-
-    The weight is ``dense``, the resident one, or if that is None a new expansion of ``values``. In eager
-    code ``source`` is the values; in compiled code see `Source`.
-    """
+    """values -> a dense weight: the resident one, or if that is None a new one; backward compresses."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        source: Tensor,
-        values: Tensor,
-        dense: Tensor | None,
-        layout: Layout,
-        dtype: torch.dtype,
+        ctx: Any, values: Tensor, dense: Tensor | None, layout: Layout, dtype: torch.dtype
     ) -> Tensor:
         # Not save_for_backward: the node serves many backward passes, and each would free it.
-        ctx.layout, ctx.kept = layout, source.numel()
+        ctx.layout, ctx.kept = layout, values.numel()
         return layout.expand(values, dtype) if dense is None else dense.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.layout.compress_grad(grad, ctx.kept), None, None, None, None
-
-
-class Source(torch.autograd.Function):
-    """A tensor without memory of its own, in the type of the gradients, that stands for values in a graph.
-
-    A compiler takes the gradient of an fp32 parameter for fp32, and would cast bfloat16 ones to that, for
-    torch to cast them back. So compiled code hands gradients to this tensor, made outside of it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return _one_entry(dtype, values.device).expand(values.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.layout.compress_grad(grad, ctx.kept), None, None, None
 
 
 class Traced(NamedTuple):
     """What compiled code reads of a weight: see `samo.core.traced`."""
 
     values: Tensor
-    source: Tensor | None
-    """Where gradients of another type go: see `Source`."""
     dense: Tensor | None
     """The resident weight."""
     words: Tensor | None
     offsets: Tensor | None
     """The mask; None where nothing is pruned."""
-    spec: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype, bool]
-    """Shape, strides, type, type of gradients, and whether dense gradients are watched."""
-
-
-@cache
-def _one_entry(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
+    spec: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+    """Shape, strides, type, and whether dense gradients are watched."""
 
 
 class Compress(torch.autograd.Function):

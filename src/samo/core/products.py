@@ -43,15 +43,14 @@ class Operation(Protocol):
 
 
 class Product(torch.autograd.Function):
-    """``operation(x, expand(values), bias)``, in the type of ``x``; ``source`` gets the values' gradient."""
+    """``operation(x, expand(values), bias)``, in the type of ``x``."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        source: Tensor,
+        values: Tensor,
         x: Tensor,
         bias: Tensor | None,
-        values: Tensor,
         ends: Tensor | None,
         layout: Layout,
         operation: Operation,
@@ -75,7 +74,7 @@ class Product(torch.autograd.Function):
         if needs_x:
             weight = layout.expand_again(values, x.dtype, grad)
             grad_x = operation.grad_input(grad, x, weight, ends)
-        return grad_values, grad_x, grad_bias, None, None, None, None
+        return grad_values, grad_x, grad_bias, None, None, None
 
 
 # Note [Products under checkpointing]
@@ -96,10 +95,9 @@ class SavedProduct(Product):
     @staticmethod
     def forward(
         ctx: Any,
-        source: Tensor,
+        values: Tensor,
         x: Tensor,
         bias: Tensor | None,
-        values: Tensor,
         ends: Tensor | None,
         layout: Layout,
         operation: Operation,
@@ -127,10 +125,9 @@ class ComputedProduct(torch.autograd.Function):
 
 
 def product(
-    source: Tensor,
+    values: Tensor,
     x: Tensor,
     bias: Tensor | None,
-    values: Tensor,
     ends: Tensor | None,
     layout: Layout,
     operation: Operation,
@@ -147,8 +144,8 @@ def product(
     if not torch.is_grad_enabled():
         return compute()
     if torch.compiler.is_compiling():
-        return Product.apply(source, x, bias, values, ends, layout, operation)  # type: ignore[no-untyped-call]
-    saved = SavedProduct.apply(source, x, bias, values, ends, layout, operation)  # type: ignore[no-untyped-call]
+        return Product.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
+    saved = SavedProduct.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
     return ComputedProduct.apply(saved, compute)  # type: ignore[no-untyped-call]
 
 

@@ -92,7 +92,8 @@ def compare_masks(masks: Any, group: dist.ProcessGroup | None) -> None:
     """
     names = sorted(masks)
     digests = [hashlib.sha256(masks[name].fingerprint().encode()).digest()[:8] for name in names]
-    device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
+    has_gloo = "gloo" in dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl" by default
+    device = "cpu" if has_gloo else torch.cuda.current_device()
     own = torch.frombuffer(bytearray(b"".join(digests) or b"\0" * 8), dtype=torch.int64).to(device)
     lengths = _gather(torch.tensor([own.numel()], device=device), group)
     if len({int(length) for length in lengths}) > 1:

@@ -45,8 +45,6 @@ class Expansion:
     _dtype: torch.dtype
     _is_flipped: bool
     """Whether the last two dimensions are exchanged."""
-    _source: Tensor
-    """Where gradients go: the values, or in compiled code what stands for them."""
 
     def __init__(
         self,
@@ -54,10 +52,9 @@ class Expansion:
         layout: Any,
         dtype: torch.dtype,
         is_flipped: bool,
-        source: Tensor,
     ) -> None:
         self._param, self._layout = values, layout
-        self._dtype, self._is_flipped, self._source = dtype, is_flipped, source
+        self._dtype, self._is_flipped = dtype, is_flipped
 
     @classmethod
     def __torch_function__(
@@ -75,17 +72,17 @@ class Expansion:
         """Make it."""
         values, layout, dtype = self._param, self._layout, self._dtype
         if torch.compiler.is_compiling():
-            dense = Expand.apply(self._source, values, None, layout, dtype)  # type: ignore[no-untyped-call]
+            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             dense = expand_by_index(values, layout, dtype)
-        elif self._source.requires_grad and torch.is_grad_enabled():
-            dense = Expand.apply(self._source, values, None, layout, dtype)  # type: ignore[no-untyped-call]
+        elif values.requires_grad and torch.is_grad_enabled():
+            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
         else:
             dense = layout.expand(values.detach(), dtype)
         return dense.transpose(-2, -1) if self._is_flipped else dense
 
     def _like(self, values: Tensor, layout: Layout, is_flipped: bool) -> Any:
-        return Expansion(values, layout, self._dtype, is_flipped, self._source)
+        return Expansion(values, layout, self._dtype, is_flipped)
 
     # What compiled code asks of it.
 
@@ -163,7 +160,7 @@ class StreamedWeight(Expansion, DenseWeight):
         weight: weakref.ref[Weight],
         index: tuple[int, ...] = (),
     ) -> None:
-        Expansion.__init__(self, values, layout, dtype, is_flipped, values)
+        Expansion.__init__(self, values, layout, dtype, is_flipped)
         self._samo_weight, self._index = weight, index
 
     @classmethod
@@ -462,22 +459,22 @@ def _product(
         bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
     if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
         return None  # for torch to refuse
-    return product(weight._source, x, bias, values, ends, layout, operation)
+    return product(values, x, bias, ends, layout, operation)
 
 
 _PLAIN: Final = (Tensor, nn.Parameter)
 """Types of an input that has no ways of its own."""
 
 
-def _sync(weight: StreamedWeight) -> None:
-    owner = weight._samo_weight()
+def _sync(weight: Expansion) -> None:
+    owner = weight._samo_weight() if isinstance(weight, StreamedWeight) else None
     if owner is not None and owner.handed:
         owner.sync_written()
 
 
 def _getitem(weight: Any, index: Any) -> Any:
     """Return one of stacked weights, if its bits begin and end with blocks of the mask."""
-    if len(weight._layout.shape) < 3 or torch.compiler.is_compiling():
+    if len(weight._layout.shape) < 3 or not isinstance(weight, StreamedWeight):
         return None
     mask, values = weight._layout.mask, weight._param
     if mask is None or weight._layout.watchers:  # who want the gradient of the whole

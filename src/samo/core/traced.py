@@ -25,6 +25,7 @@ class TracedLayout(NamedTuple):
     """The bits of the mask; None where nothing is pruned."""
     offsets: Tensor | None
     grad_dtype: torch.dtype
+    """That of the values: a compiler takes it for granted, and torch casts what leaves compiled code."""
 
     def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the dense tensor of ``values``."""
@@ -52,25 +53,22 @@ def read(weight: Any, traced: Any) -> Any:
 
     ``traced`` is a `samo.core.dense.Traced` of the `Weight`. A resident weight is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that.
     """
-    values, source, dense, words, offsets, spec = traced
-    shape, strides, dtype, grad_dtype, is_watched = spec
-    is_trained = values.requires_grad
-    source = values if source is None else source
-    if is_watched or (is_trained and not source.requires_grad):
+    values, dense, words, offsets, spec = traced
+    shape, strides, dtype, is_watched = spec
+    if is_watched:
         return _read_eagerly(weight)
     if words is None and values.dtype == dtype:
         return values
-    layout = TracedLayout(torch.Size(shape), strides, words, offsets, grad_dtype)
+    layout = TracedLayout(torch.Size(shape), strides, words, offsets, values.dtype)
     if torch.compiler._is_exporting_flag or dense is None:
-        return Expansion(values.detach(), layout, dtype, False, source)
-    if not is_trained or not torch.is_grad_enabled():
+        return Expansion(values, layout, dtype, False)
+    if not values.requires_grad or not torch.is_grad_enabled():
         return dense
-    return Expand.apply(source, None, dense, layout, dtype)  # type: ignore[no-untyped-call]
+    return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]
 
 
 @torch.compiler.disable
 def _read_eagerly(weight: Any) -> Any:
     """Leave compiled code for a dense weight whose gradient comes to eager code: watchers wait there."""
-    weight.prepare_traced()
     dense = weight.read(weight.values)
     return dense._expand() if isinstance(dense, Expansion) else dense

@@ -35,7 +35,6 @@ from samo.core.dense import (
     DenseWeight,
     Expand,
     Layout,
-    Source,
     Traced,
     as_dense_weight,
     expand_by_index,
@@ -182,9 +181,11 @@ class Weight:
             return self._plain
         if self._tracked is None:
             assert self.dense is not None
-            tracked = Expand.apply(values, values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
-            self._tracked = as_dense_weight(_runs_first(tracked), self)
-            self.prepare_traced()
+            tracked = Expand.apply(values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
+            # The engine takes nodes made last first, and this one serves for many passes: left alone,
+            # it would wait for the end of each, and all dense gradients with it.
+            tracked.grad_fn._set_sequence_nr(_FIRST)
+            self._tracked = as_dense_weight(tracked, self)
         return self._tracked
 
     def _read_streamed(self) -> Tensor:
@@ -200,20 +201,15 @@ class Weight:
             self._streamed = StreamedWeight(
                 self.values, self.layout, self.dtype, False, weakref.ref(self)
             )
-            self.prepare_traced()
             self._streamed.__dict__.update(self.attributes)
         return self._streamed
 
-    @torch.enable_grad()
     def prepare_traced(self) -> None:
         """Put together what compiled code reads: few objects, for each costs time in each call."""
-        shape, strides, mask, grad_dtype, _, watchers = self.layout
-        source = None
-        if self.values.dtype != grad_dtype:
-            source = _runs_first(Source.apply(self.values, grad_dtype))  # type: ignore[no-untyped-call]
+        shape, strides, mask, _, _, watchers = self.layout
         words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
-        spec = (tuple(shape), strides, self.dtype, grad_dtype, bool(watchers))
-        traced = Traced(self.values, source, self.dense, words, offsets, spec)
+        spec = (tuple(shape), strides, self.dtype, bool(watchers))
+        traced = Traced(self.values, self.dense, words, offsets, spec)
         self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
 
     def _read_others(self, values: Any) -> Any:
@@ -483,17 +479,6 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
             if weight.mask is not None and not weight.is_ragged:
                 weight.is_ragged = True
                 weight.prepare_traced()
-
-
-def _runs_first(made: Tensor) -> Tensor:
-    """Let the node of a tensor run as soon as its gradient is there.
-
-    The engine takes nodes made last first, and these serve for many passes: left alone, they would wait
-    for the end of each, and all dense gradients with them.
-    """
-    if made.grad_fn is not None:
-        made.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
-    return made
 
 
 class _OldMask:
