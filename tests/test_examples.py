@@ -1,17 +1,28 @@
 """The examples run, with fewer steps than they take for a reader."""
 
+import functools
 import importlib.util
+import io
+import runpy
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from tests.meters import ignores_dynamo
+from tests.ranks import run_ranks
+
+EXAMPLES: Final = Path(__file__).parents[1] / "examples"
 
 
 def test_the_minimal_example_prunes_trains_on_and_shows_the_ledger(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(__file__).parents[1] / "examples" / "minimal.py"
-    spec = importlib.util.spec_from_file_location("minimal", path)
+    spec = importlib.util.spec_from_file_location("minimal", EXAMPLES / "minimal.py")
     assert spec is not None
     assert spec.loader is not None
     minimal = importlib.util.module_from_spec(spec)
@@ -27,3 +38,52 @@ def test_the_minimal_example_prunes_trains_on_and_shows_the_ledger(
     assert "78,644 of 786,432 weights kept, sparsity 0.900" in printed
     assert printed.count("validation loss") == 3
     assert "pruned, 786,432 parameters" in printed
+
+
+def run_on_a_rank(rank: int, num_ranks: int, name: str) -> str:
+    """Run an example in a process that has joined the others already; return what it prints."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(dist, "init_process_group") as join,
+        mock.patch.object(dist, "destroy_process_group") as leave,
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    join.assert_called_once_with("gloo")
+    leave.assert_called_once_with()
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pruned_bytes"),
+    [("ddp.py", "5.73"), ("fsdp2.py", "0.93")],  # 4.129 + 16f; 0.129 + 16f / 2 ranks
+)
+def test_an_example_trains_on_two_ranks_and_shows_the_ledger(name: str, pruned_bytes: str) -> None:
+    first, second = run_ranks(2, run_on_a_rank, name)
+    assert second == ""
+    check_printed(first, "on 2 ranks", pruned_bytes)
+
+
+@pytest.mark.slow
+@ignores_dynamo
+def test_the_compiled_example_trains_and_shows_the_ledger(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Inductor, which takes a minute; what it is given is the same."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    quick = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", lambda model, mode, **options: quick(model, **options))
+    runpy.run_path(str(EXAMPLES / "compiled.py"), run_name="__main__")
+    check_printed(capsys.readouterr().out, "compiled", "1.73")  # 0.129 + 16f
+
+
+def check_printed(printed: str, how: str, pruned_bytes: str) -> None:
+    """Look for a loss that has fallen from 5.5, and for the bytes of a pruned weight."""
+    line, *ledger = printed.splitlines()
+    assert line.startswith("loss ")
+    assert line.endswith(how)
+    assert float(line.split()[1].rstrip(",")) < 4
+    start = ledger.index("pruned, 98,304 parameters")
+    together = next(row for row in ledger[start:] if "together" in row)
+    assert together.split()[-1] == pruned_bytes

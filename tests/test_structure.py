@@ -15,6 +15,7 @@ from typing import Final
 import pytest
 
 import samo
+from tests.meters import ignores_dynamo
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
@@ -430,6 +431,7 @@ def code_blocks(text: str) -> Iterator[str]:
         yield "\n" * line + textwrap.dedent(match[2])
 
 
+@ignores_dynamo
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from tests.core.twins import (
     twins,
     worst,
 )
+from tests.meters import ignores_dynamo
 
 X = torch.linspace(-1, 1, 36).view(3, 12)
 
@@ -543,6 +544,25 @@ def test_values_written_through_data_are_seen_after_the_next_step_or_load() -> N
     model.get_parameter("0.weight").data.mul_(2)
     model.load_state_dict(model.state_dict())
     assert torch.equal(model[0].weight, 4 * before)
+
+
+@ignores_dynamo
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_compiled_code_sees_values_written_by_hand_only_if_streamed(weights: Any) -> None:
+    """It does not ask whether a copy is stale: see docs/limits.md."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(12, 6, bias=False))
+    samo.compress_(model, samo.prune(model, 0.5), weights=weights)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before = run(X).detach()
+    with torch.no_grad():
+        model.get_parameter("0.weight").mul_(2)
+    assert torch.equal(run(X), before if weights == "resident" else 2 * before)
+    assert torch.equal(model(X), 2 * before)  # eager mode looks
+    assert torch.equal(run(X), 2 * before)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert torch.equal(run(X), 4 * before)
 
 
 @pytest.mark.parametrize("assign", [False, True])

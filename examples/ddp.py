@@ -1,0 +1,43 @@
+"""Train a pruned GPT on several ranks with torch's DDP: what it reduces are the gradients of kept weights.
+
+    torchrun --nproc-per-node 2 examples/ddp.py
+
+gloo on CPUs, NCCL on GPUs, one for each rank. The text is this file.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import samo
+from samo.models import GPT, GPTConfig
+
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+torch.manual_seed(0)  # the same weights, and so the same masks, on every rank
+model = GPT(GPTConfig(num_layers=2, width=64, num_heads=2, context=32)).to(device)
+samo.compress_(model, samo.prune(model, sparsity=0.9))
+replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
+opt = samo.AdamW(samo.param_groups(model, lr=3e-3, weight_decay=0.1))
+
+text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
+torch.manual_seed(dist.get_rank())  # other batches on every rank
+for _ in range(30):
+    opt.zero_grad()
+    starts = torch.randint(len(text) - 32, (8, 1), device=device)
+    pieces = text[starts + torch.arange(33, device=device)]
+    loss = replica(pieces[:, :-1], pieces[:, 1:])
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    opt.step()
+
+if dist.get_rank() == 0:
+    print(f"loss {loss.item():.3f} on {dist.get_world_size()} ranks")
+    print(samo.ledger(model, opt))
+dist.destroy_process_group()
