@@ -528,7 +528,6 @@ def test_contenders_beside_each_other_are_built_anew_in_every_round(contest: Con
     [
         ("none", []),
         ("blocks", [("_Block", {"fullgraph": True})] * 2),
-        ("blocks-graphs", [("_Block", {"fullgraph": True, "mode": "reduce-overhead"})] * 2),
         ("model", [("GPT", {"fullgraph": True})]),
         ("graphs", [("GPT", {"fullgraph": True, "mode": "reduce-overhead"})]),
     ],

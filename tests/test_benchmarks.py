@@ -20,7 +20,7 @@ from benchmarks.layouts import bench as layouts
 from benchmarks.pipeline import simulated
 from benchmarks.streamed import bench as streamed, page
 from benchmarks.streamed.frontier import draw
-from benchmarks.streamed.lines import LINES, OTHERS
+from benchmarks.streamed.lines import LINES
 
 from samo import cli
 from samo.bench.settings import check, contenders
@@ -135,7 +135,7 @@ def row_of(name: str, ms: float, gb: float, line: str = "frontier") -> dict[str,
 
 
 def test_every_line_can_be_measured_and_its_goals_are_for_its_contenders() -> None:
-    for line in (LINES | OTHERS).values():
+    for line in LINES.values():
         check(line.config)
         assert set(line.goals) <= set(contenders(line.config))
         assert "masked" in contenders(line.config) or not line.goals

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.streamed.lines import LINES, OTHERS
+from benchmarks.streamed.lines import LINES
 from benchmarks.streamed.page import read_rows, tabulate
 from samo import durable
 from samo.bench.rows import markdown
@@ -44,7 +44,7 @@ def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
 def main() -> None:
     """Measure the lines and print one table of them all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("lines", nargs="*", default=[], help=f"of {', '.join(LINES | OTHERS)}")
+    parser.add_argument("lines", nargs="*", default=[], help=f"of {', '.join(LINES)}")
     parser.add_argument("--out", type=Path, help="file for the raw rows, JSON lines")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, only to see that it runs")
     parser.add_argument("--repeats", type=int, help="steps of each contender, other than usual")
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--only", help="contenders to measure, with commas between")
     parser.add_argument("--seconds", type=float, help="stop after this time, with what there is")
     options = parser.parse_args()
-    unknown = set(options.lines) - set(LINES | OTHERS)
+    unknown = set(options.lines) - set(LINES)
     if unknown:
         parser.error(f"there is no line {', '.join(sorted(unknown))}")
     changes: dict[str, Any] = {
@@ -68,7 +68,7 @@ def main() -> None:
             print(f"no time for {name}", flush=True)
             continue
         start = time.monotonic()
-        config = replace((LINES | OTHERS)[name].config, quick=options.toy, **changes)
+        config = replace(LINES[name].config, quick=options.toy, **changes)
         found = run_line(config, left if options.seconds else None)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
         rows += [{"line": name, **row} for row in found]

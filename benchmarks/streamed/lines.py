@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from samo.bench.settings import StepConfig
 
-__all__ = ["LINES", "OTHERS", "Goal", "Line"]
+__all__ = ["LINES", "Goal", "Line"]
 
 
 class Goal(NamedTuple):
@@ -56,14 +56,14 @@ LINES: Final[dict[str, Line]] = {
     ),
     "blocks-small": Line("2.7B, 2 x 1,024, compiled blocks", _SMALL_BATCH, _HOST_BOUND),
     "blocks-350m": Line("350M, 4 x 1,024, compiled blocks", _350M, _HOST_BOUND),
-    "replayed-small": Line(
-        "2.7B, 2 x 1,024, compiled blocks with CUDA graphs",
-        replace(_SMALL_BATCH, compile="blocks-graphs"),
+    "graphs-small": Line(
+        "2.7B, 2 x 1,024, whole model with CUDA graphs",
+        replace(_SMALL_BATCH, compile="graphs", rounds=1),
         _REPLAYED,
     ),
-    "replayed-350m": Line(
-        "350M, 4 x 1,024, compiled blocks with CUDA graphs",
-        replace(_350M, compile="blocks-graphs"),
+    "graphs-350m": Line(
+        "350M, 4 x 1,024, whole model with CUDA graphs",
+        replace(_350M, compile="graphs", rounds=1),
         _REPLAYED,
     ),
     "13b": Line(
@@ -85,17 +85,3 @@ LINES: Final[dict[str, Line]] = {
         {},
     ),
 }
-
-OTHERS: Final[dict[str, Line]] = {
-    "graphs-small": Line(
-        "2.7B, 2 x 1,024, whole model with CUDA graphs",
-        replace(_SMALL_BATCH, compile="graphs", rounds=1),
-        _REPLAYED,
-    ),
-    "graphs-350m": Line(
-        "350M, 4 x 1,024, whole model with CUDA graphs",
-        replace(_350M, compile="graphs", rounds=1),
-        _REPLAYED,
-    ),
-}
-"""Measured only if they are asked for: compiling so many blocks at once takes minutes."""

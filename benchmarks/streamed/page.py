@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.streamed.frontier import frontier_figure
-from benchmarks.streamed.lines import LINES, OTHERS
+from benchmarks.streamed.lines import LINES
 from samo import durable
 from samo.bench.rows import Table, digits, markdown
 from samo.bench.settings import command_line
@@ -44,7 +44,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def merge(files: Sequence[Sequence[Row]]) -> list[Row]:
     """Return the rows of several files in the order of the lines, the last of each contender."""
-    order = [*LINES, *OTHERS]
+    order = [*LINES]
     found = {(row["line"], row["name"]): row for rows in files for row in rows}
     return sorted(found.values(), key=lambda row: order.index(row["line"]))
 
@@ -64,10 +64,10 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
         png, svg = figure
         durable.write_bytes(folder / "frontier.png", png)
         durable.write_bytes(folder / "frontier.svg", svg.encode())
-    lines = [name for name in LINES | OTHERS if any(row["line"] == name for row in rows)]
+    lines = [name for name in LINES if any(row["line"] == name for row in rows)]
     parts = [
         "# Streamed and compiled weights",
-        "\n".join(f"    {command_line((LINES | OTHERS)[name].config)}" for name in lines),
+        "\n".join(f"    {command_line(LINES[name].config)}" for name in lines),
         _where(rows),
         "Step: forward, backward and update, median. Over masked: step and peak over those of masked dense "
         "training, compiled in the same way; of several rounds, the median of the ratios within each "
@@ -83,7 +83,7 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def _line(row: Row) -> tuple[str, ...]:
-    line = (LINES | OTHERS)[row["line"]]
+    line = LINES[row["line"]]
     if row["median"] is None:
         return (line.title, row["name"], row["failure"], *[NOTHING] * (len(_HEAD) - 3))
     found = row["figures"]

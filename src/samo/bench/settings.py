@@ -32,7 +32,7 @@ CONTENDERS: Final = (
 _PEERS: Final = CONTENDERS.index("flashoptim")
 """Where budgets stand: behind samo's own contenders."""
 
-Compile = Literal["none", "blocks", "blocks-graphs", "model", "graphs"]
+Compile = Literal["none", "blocks", "model", "graphs"]
 """What of a model is compiled; ``compiling.py`` says more."""
 
 _SIZES: Final = (10, 34)

@@ -77,7 +77,7 @@ def compress_(
             without a mask, which are cast.
         weights: ``"resident"`` keeps the dense weights between uses. ``"streamed"`` makes each one where it
             is used, and once more in backward: no dense weight is held, for some percent of the time of
-            a step; recurrent layers stay resident. A number is a budget: so many bytes of dense weights are resident, the rest is
+            a step; unpruned parameters and recurrent layers stay resident. A number is a budget: so many bytes of dense weights are resident, the rest is
             streamed. Results are the same.
         grad_dtype: Type of the gradients. By default that of the values, which every optimizer takes;
             ``torch.bfloat16`` saves two bytes for each and is for `samo.AdamW`. Those of biases and
@@ -361,8 +361,9 @@ def _residents(
     }
     if weights == "resident":
         return set(sizes)
-    # The 16-bit copies of biases and norms are next to nothing, and casting them is not.
-    found = {key for key in sizes if plans[key].mask is None and plans[key].param.dim() < 2}
+    # The copy of an unpruned parameter is 2 of its 16 bytes, and costs more to make than one of a pruned
+    # weight, which is 2 of 3.5.
+    found = {key for key in sizes if plans[key].mask is None}
     # Recurrent layers hold their weights for backward whatever we do, and torch does not compile them.
     found |= {
         key
