@@ -127,7 +127,7 @@ def live_storages() -> dict[int, int]:
         if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
-            if thing.grad is not None:
+            if thing.is_leaf and thing.grad is not None:
                 storage = thing.grad.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return found

@@ -51,7 +51,7 @@ def run(*arguments: str, timeout: float = 60) -> "subprocess.CompletedProcess[st
 # Help ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arguments", "seconds"), [([], 0.5), (["train"], 1.0)])
+@pytest.mark.parametrize(("arguments", "seconds"), [([], 0.8), (["train"], 1.5)])
 def test_help_is_there_at_once(arguments: list[str], seconds: float) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run(*arguments, "--help").returncode == 0
