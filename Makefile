@@ -15,17 +15,20 @@ TORCH_CPU = https://download.pytorch.org/whl/cpu
 ASK_TORCH_CPU = 'import signal, urllib.request as u; signal.alarm(3); u.urlopen("$(TORCH_CPU)/torch/")'
 
 .DEFAULT_GOAL = help
-.PHONY: help demo setup test lint format clean
+.PHONY: help demo setup test test-all lint format clean
 
 help: ## list these targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## set up, then show the whole story in two minutes
 	$(RUN) samo demo
 
 setup: $(STAMP) ## create .venv with everything development needs
 
-test: lint ## check format, lint and types, then run all tests
+test: lint ## check format, lint and types, then run the tests
+	OMP_NUM_THREADS=1 $(RUN) pytest -m "not long" --numprocesses 3 --dist worksteal --durations=10
+
+test-all: lint ## the same with the tests that take long
 	OMP_NUM_THREADS=1 $(RUN) pytest --numprocesses 3 --dist worksteal --durations=10
 
 lint: $(STAMP) ## check format, lint and types

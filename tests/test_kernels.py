@@ -481,6 +481,7 @@ def test_the_fast_path_is_chosen_on_a_cpu_unless_the_reference_is_asked_for() ->
     assert choose(torch.device("cuda"), "reference") is reference
 
 
+@pytest.mark.long
 def test_another_cpu_a_forked_child_and_the_next_process_compute_the_same(tmp_path: Path) -> None:
     """Without AVX-512, in processes of their own; the next one finds compiled code, and compiles none."""
     script = """

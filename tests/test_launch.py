@@ -96,7 +96,7 @@ def wait_for_steps(metrics: Path, process: "subprocess.Popen[str]", since: float
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_and_a_stopped_rank_end_all_in_time_and_ctrl_c_saves(
     tmp_path: Path, text: Path
 ) -> None:

@@ -577,7 +577,7 @@ def test_a_cpu_and_a_device_without_triton_take_the_reference() -> None:
         assert choose_lean(torch.device("cuda")) is IMPLEMENTATIONS["triton"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_benchmarks_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # GPTs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpts_run_once_and_leave_rows_page_and_figures(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

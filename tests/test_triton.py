@@ -41,7 +41,8 @@ def _on_the_device() -> Iterator[None]:
     ("kernels", "arguments"),
     [
         ("compile_kernels", "80 --once"),
-        ("compile_kernels", "90"),
+        pytest.param("compile_kernels", "90", marks=pytest.mark.long),
+        ("compile_kernels", "90 --once"),
         ("compile_lean_kernels", "80 --once"),
         ("compile_lean_kernels", "90 --once"),
     ],

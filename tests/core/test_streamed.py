@@ -1148,7 +1148,7 @@ def compiled_grads(net: Any, backend: str, *batch: Tensor) -> tuple[set[int], li
 
 
 @ignores_dynamo
-@pytest.mark.parametrize("backend", ["autocast", "inductor"])
+@pytest.mark.parametrize("backend", ["autocast", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_model_saves_no_dense_weight(backend: str) -> None:
     is_cast = backend == "autocast"
     batch = (torch.randn(3, 48),) if backend == "inductor" else (tokens(1, 7), tokens(1, 7))
