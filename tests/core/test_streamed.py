@@ -378,6 +378,25 @@ def test_hugging_face_models_equal_resident_ones(name: str) -> None:
     assert_equal_passes(lambda: hugging_face(name), causal)
 
 
+@pytest.mark.long
+@ignores_dynamo
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "resnet"])
+def test_whole_models_compile_without_a_graph_break(name: str) -> None:
+    make, run = OTHERS.get(
+        name, (lambda: hugging_face(name), lambda m: m(input_ids=IDS, use_cache=False).logits)
+    )
+    for eager in pair(make):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = copy.deepcopy(eager)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for call in (eager, compiled):
+            run(call).float().square().mean().backward()
+        for one, other in zip(grads(model), grads(eager), strict=True):
+            torch.testing.assert_close(one, other)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("width", [32, 24], ids=["whole blocks", "parts of blocks"])
