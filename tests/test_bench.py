@@ -30,7 +30,13 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [question.name for question in QUESTIONS.values()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(question.name, marks=[pytest.mark.long] if question.name == "kernels" else [])
+        for question in QUESTIONS.values()
+    ],
+)
 def test_a_question_leaves_rows_a_page_and_figures(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -238,7 +238,7 @@ def test_a_sample_is_shown_without_control_characters(
     assert "a?[2Jb" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_terminal_without_unicode_shows_what_it_can(here: Path) -> None:
     (here / "notes.txt").write_text("Grüße aus Köln und Übersee. " * 200)
     ended = subprocess.run(

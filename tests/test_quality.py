@@ -112,7 +112,7 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
         call(gpt.main, monkeypatch, *common, "--batch", 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_in_processes_of_their_own_give_the_same(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
