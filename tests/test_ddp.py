@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from samo.core.compress import dense_of, named_weights
+from samo.core.ranks import compare_masks
 from tests.ranks import run_ranks
 
 STEPS = 6
@@ -303,3 +304,11 @@ def test_sharded_state_trains_as_one_process_and_skips_the_same_steps(
     numbers = [number for _, _, number in everyones]
     assert sum(numbers) == len(list(model.parameters()))
     assert min(numbers) > 0
+
+
+def test_masks_are_compared_in_a_group_without_a_named_backend() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compare_masks(samo.masks(compressed()), None)
+    finally:
+        dist.destroy_process_group()

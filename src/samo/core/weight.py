@@ -85,7 +85,7 @@ class Weight:
 
     values: nn.Parameter
     dense: Tensor | None
-    """The copy; None until it is first read, and of a streamed weight."""
+    """The copy of a resident weight."""
     traced: Traced | None
     """All that compiled code reads; None of a ragged weight."""
     ragged: Traced | None
