@@ -14,9 +14,9 @@ import json
 import tempfile
 from pathlib import Path
 
-from samo.config import DataConfig, PruneConfig, RunConfig, TrainConfig
 from samo.data.library import write_library_text
-from samo.training.loop import train
+from samo.train.config import DataConfig, PruneConfig, RunConfig, TrainConfig
+from samo.train.loop import train
 
 __all__ = []
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from samo.data.library import write_library_text
-from samo.early_bird.settling import Distance, Settling
-from samo.model_masks import Masks
-from samo.models import GPT
-from samo.pruning.choosing import prune
-from samo.shapes import SHAPES, GPTConfig
+from samo.mask.masks import Masks
+from samo.models.gpt import GPT
+from samo.models.shapes import SHAPES, GPTConfig
+from samo.pruning.prune import prune
+from samo.pruning.settling import Distance, Settling
 
 __all__ = []
 

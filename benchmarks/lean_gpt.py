@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import samo
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 __all__ = []
 

@@ -17,7 +17,7 @@ import torch
 import samo
 from samo.bench.rows import commit
 from samo.bench.timing import in_turns, spread
-from samo.environment import hardware
+from samo.utils.environment import hardware
 
 __all__ = [
     "Row",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from samo.bench.rows import Results, Row, Save, Table, between, digits, markdown, reason
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
-from samo.report.amounts import count, percent
+from samo.utils.formatting import count, percent
 
 __all__ = []
 

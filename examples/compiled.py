@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import samo
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)

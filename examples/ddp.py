@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import samo
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 BATCH, CONTEXT = 16, 64
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import samo
-from samo import mask_files
-from samo.checkpoints import read_manifest
+from samo.checkpoint import read_manifest
+from samo.mask import mask_files
 from tests.pipeline_cases import next_token_loss, tokens
 
 VOCABULARY = 32

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from samo.pipeline.transport import Arrival
-from samo.pipeline.wire import DATA_KINDS, Decoder, Encoder, Packet
+from samo.pipeline.transport.base import Arrival
+from samo.pipeline.transport.wire import DATA_KINDS, Decoder, Encoder, Packet
 
 
 class MemoryNetwork:

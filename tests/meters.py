@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 # Dynamo itself looks at the .grad of a compiled block's input, imports deprecated parts of torch, and makes
 # objects of autograd functions.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samo
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 Step = Callable[[], Tensor]
 

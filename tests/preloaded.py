@@ -8,19 +8,19 @@ import torch.distributed.pipelining
 import torch.nn.parallel
 
 import samo
-from samo.checkpoints import loading, saving
+from samo.checkpoint import load, save
 from samo.kernels import cpu
-from samo.pipeline import api
-from samo.pruning import choosing
+from samo.pipeline import pipeline
+from samo.pruning import prune
 
 __all__ = [
-    "api",
-    "choosing",
     "cpu",
-    "loading",
+    "load",
+    "pipeline",
+    "prune",
     "pytest",
     "samo",
-    "saving",
+    "save",
 ]
 
 torch.set_num_threads(1)

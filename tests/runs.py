@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from samo.mask import Mask
+from samo.mask.mask import Mask
+from samo.mask.masks import Masks
 from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes, total
-from samo.model_masks import Masks
 
 SHAPES = {
     "attention.qkv.weight": (384, 128),

@@ -344,7 +344,7 @@ def test_a_checkpoint_brings_the_ages_back(tmp_path: pathlib.Path) -> None:
 
     fresh = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
     samo.compress_(
-        fresh, samo.Masks.load(tmp_path / "at"), dtype=torch.bfloat16, kernels="reference"
+        fresh, samo.load_masks(tmp_path / "at"), dtype=torch.bfloat16, kernels="reference"
     )
     fresh_opt = samo.AdamW(
         fresh.parameters(), lr=3e-3, weight_decay=0.1, entry_steps=True, kernels="reference"

@@ -43,8 +43,8 @@ from samo.bench.settings import (
 )
 from samo.bench.step import Contest, model_flops, new_model
 from samo.errors import ConfigError, RunError
-from samo.models import GPT
-from samo.shapes import GPTConfig
+from samo.models.gpt import GPT
+from samo.models.shapes import GPTConfig
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from samo import bitmap
+from samo.mask import bitmap
 
 CHUNK = 2**20
 EDGES = [0, 1, 31, 32, 33, 63, 64, 65, 2047, 2048, 2049, 4096, CHUNK - 1, CHUNK, CHUNK + 1]

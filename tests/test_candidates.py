@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from samo.candidates import matching, prunable
+from samo.mask.prunable import matching, prunable
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import samo
-from samo.model_masks import Masks
+from samo.mask.masks import Masks
 
 NORMS = ("1", "5", "9")
 """Of `small_vgg`: each after its convolution, and before an activation and a pool."""

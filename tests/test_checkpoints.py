@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import samo
-from samo import checkpoints
-from samo.checkpoints import manifest as manifests, shards
+from samo import checkpoint
+from samo.checkpoint import manifest as manifests, tensors
+from samo.checkpoint.tensors import source_of, write_tensors
 from samo.errors import CheckpointError, MaskError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -135,7 +136,7 @@ def test_what_is_equal_is_saved_as_equal_bytes(kind: str, tmp_path: Path) -> Non
     for model, opt, name in ((first, first_opt, "b"), (again, again_opt, "c")):
         step(model, opt, seed=2)
         samo.save(tmp_path / name, model, opt)
-    files = [checkpoints.read_manifest(tmp_path / name).files for name in "bc"]
+    files = [checkpoint.read_manifest(tmp_path / name).files for name in "bc"]
     assert files[0] == files[1]  # with their SHA-256
     assert "masks.safetensors" in files[0]
 
@@ -240,7 +241,7 @@ def test_several_optimizers_go_on_bit_for_bit(tmp_path: Path) -> None:
     step(model, opts, 3)
     step(again, again_opts, 3)
     assert_same(state_of(again, *again_opts), state_of(model, *opts))
-    found = checkpoints.read_manifest(tmp_path).optimizers
+    found = checkpoint.read_manifest(tmp_path).optimizers
     assert [entry["class"] for entry in found] == ["samo.AdamW", "torch.optim.SGD", "samo.AdamW"]
     with pytest.raises(
         CheckpointError, match=r"has the state of 3 optimizers \(samo.AdamW, .* was given 2; give"
@@ -373,8 +374,8 @@ def test_the_digits_that_bf16_values_lack_are_saved(tmp_path: Path) -> None:
     opt = samo.AdamW(model.parameters(), lr=0.05, state="lean")
     step(model, opt, 0)
     samo.save(tmp_path, model, opt)
-    found = checkpoints.read_manifest(tmp_path)
-    saved = dict(shards.Shards(tmp_path, found, "optimizer").read())
+    found = checkpoint.read_manifest(tmp_path)
+    saved = dict(tensors.Shards(tmp_path, found, "optimizer").read())
     assert int(saved["body.weight/correction"].count_nonzero()) > 0
     assert {name.partition("/")[2] for name in saved} == {
         "step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "correction",
@@ -384,8 +385,8 @@ def test_the_digits_that_bf16_values_lack_are_saved(tmp_path: Path) -> None:
 def test_a_checkpoint_holds_kept_values_and_each_tensor_once(tmp_path: Path) -> None:
     model = compressed()
     samo.save(tmp_path, model)
-    found = checkpoints.read_manifest(tmp_path)
-    specs = {n: s.shape for n, s in shards.Shards(tmp_path, found, "weights").specs.items()}
+    found = checkpoint.read_manifest(tmp_path)
+    specs = {n: s.shape for n, s in tensors.Shards(tmp_path, found, "weights").specs.items()}
     assert specs == {
         "gain": (),
         "seen": (),
@@ -481,7 +482,7 @@ def test_extra_comes_back(tmp_path: Path) -> None:
     for name, value in extra.items():
         if isinstance(value, Tensor):
             assert_same(found[name], value)
-    manifest = checkpoints.read_manifest(tmp_path)
+    manifest = checkpoint.read_manifest(tmp_path)
     assert set(manifest.extra) | set(manifest.extra_tensors) == set(extra)
     assert sorted(manifest.extra_tensors) == ["empty", "rng", "scalar", "strided"]
 
@@ -537,12 +538,12 @@ def test_a_manifest_that_would_be_too_long_is_refused(
 def test_much_is_split_into_shards_and_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 200)
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 200)
     model, again = compressed(torch.bfloat16), compressed(torch.bfloat16, seed=1)
     opt, again_opt = (samo.AdamW(m.parameters(), lr=0.05) for m in (model, again))
     step(model, opt, 0)
     samo.save(tmp_path, model, opt)
-    found = checkpoints.read_manifest(tmp_path)
+    found = checkpoint.read_manifest(tmp_path)
     names = [f"weights-0000{i}-of-00005.safetensors" for i in (1, 2, 3, 4, 5)]
     assert list(found.files_of("weights")) == names
     assert list(found.files_of("masks")) == ["masks.safetensors"]
@@ -551,22 +552,22 @@ def test_much_is_split_into_shards_and_read_back(
 
 
 def test_masks_are_split_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 20)
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 20)
     model = compressed()
     samo.save(tmp_path, model)
-    files = checkpoints.read_manifest(tmp_path).files_of("masks")
+    files = checkpoint.read_manifest(tmp_path).files_of("masks")
     assert list(files) == [f"masks-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    assert samo.Masks.load(tmp_path) == masks(net())
+    assert samo.load_masks(tmp_path) == masks(net())
     samo.load(tmp_path, compressed(seed=1))
 
 
 def test_one_tensor_is_on_the_host_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
-    monkeypatch.setattr(shards, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 2000)
+    monkeypatch.setattr(tensors, "_CHUNK_BYTES", 64)
     made: list[weakref.ref[Any]] = []
-    bytes_of = shards._bytes_of
+    bytes_of = tensors._bytes_of
 
     def make() -> Tensor:
         assert not any(reference() is not None for reference in made)
@@ -577,9 +578,9 @@ def test_one_tensor_is_on_the_host_at_a_time(
         made.append(weakref.ref(view.obj))
         return view
 
-    monkeypatch.setattr(shards, "_bytes_of", watch)
-    sources = {f"t{i:02}": shards.Source(torch.float32, (100,), make) for i in range(12)}
-    files = shards.write_tensors(tmp_path, "weights", sources)
+    monkeypatch.setattr(tensors, "_bytes_of", watch)
+    sources = {f"t{i:02}": tensors.Source(torch.float32, (100,), make) for i in range(12)}
+    files = tensors.write_tensors(tmp_path, "weights", sources)
     assert list(files) == [f"weights-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     found = {name: value for file in files for name, value in load_file(tmp_path / file).items()}
     assert found.keys() == sources.keys()
@@ -597,8 +598,8 @@ def test_a_file_is_what_safetensors_itself_would_write(tmp_path: Path) -> None:
         "one": torch.tensor(True),
         "none": torch.zeros(0, 7),
     }
-    sources = {name: shards.source_of(name, value) for name, value in tensors.items()}
-    shards.write_tensors(tmp_path, "weights", sources)
+    sources = {name: source_of(name, value) for name, value in tensors.items()}
+    write_tensors(tmp_path, "weights", sources)
     found = load_file(tmp_path / "weights.safetensors")
     assert_same(found, tensors)
     with safe_open(tmp_path / "weights.safetensors", "pt") as file:
@@ -610,12 +611,12 @@ def test_a_file_is_what_safetensors_itself_would_write(tmp_path: Path) -> None:
 
 def test_masks_load_from_a_checkpoint(tmp_path: Path) -> None:
     samo.save(tmp_path, compressed())
-    assert samo.Masks.load(tmp_path) == masks(net())
+    assert samo.load_masks(tmp_path) == masks(net())
     assert samo.Masks.load(next(tmp_path.glob("data-*/masks.safetensors"))) == masks(net())
     model = net()
     samo.compress_(model, samo.Masks({}))
     samo.save(tmp_path, model)
-    assert samo.Masks.load(str(tmp_path)) == samo.Masks({})
+    assert samo.load_masks(str(tmp_path)) == samo.Masks({})
 
 
 def test_a_dense_checkpoint_has_no_masks(tmp_path: Path) -> None:
@@ -623,7 +624,7 @@ def test_a_dense_checkpoint_has_no_masks(tmp_path: Path) -> None:
     with pytest.raises(
         MaskError, match="has no masks: it was saved from a dense model; load it with"
     ):
-        samo.Masks.load(tmp_path)
+        samo.load_masks(tmp_path)
 
 
 def test_damaged_masks_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -631,7 +632,7 @@ def test_damaged_masks_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     file = next(tmp_path.glob("data-*/masks.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=r"masks\.safetensors' is damaged"):
-        samo.Masks.load(tmp_path)
+        samo.load_masks(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -656,7 +657,7 @@ def test_an_optimizer_of_a_dense_model_takes_no_compressed_state(tmp_path: Path)
     samo.save(tmp_path, model, OPTIMIZERS["SGD"](model))
     opt = torch.optim.SGD(dense.parameters(), momentum=0.9)
     message = (
-        r"this one is not compressed; call samo.compress_\(model, samo.Masks.load\('.*'\)\) first"
+        r"this one is not compressed; call samo.compress_\(model, samo.load_masks\('.*'\)\) first"
     )
     with pytest.raises(CheckpointError, match=message):
         samo.load(tmp_path, dense, opt)
@@ -1057,7 +1058,7 @@ def test_state_of_a_module_that_is_no_tensor_is_warned_about(tmp_path: Path) -> 
 def test_many_types_of_buffers_come_back(tmp_path: Path) -> None:
     def build(fill: int) -> nn.Module:
         module = nn.Module()
-        for dtype in shards._DTYPES.values():
+        for dtype in tensors._DTYPES.values():
             module.register_buffer(f"of_{str(dtype)[6:]}", torch.full((3,), fill).to(dtype))
         return module
 
@@ -1073,4 +1074,4 @@ def test_many_types_of_buffers_come_back(tmp_path: Path) -> None:
 def test_a_model_without_tensors_is_saved(tmp_path: Path) -> None:
     samo.save(tmp_path, nn.Sequential(), extra={"a": 1})
     assert samo.load(tmp_path, nn.Sequential()) == {"a": 1}
-    assert checkpoints.read_manifest(tmp_path).num_params == 0
+    assert checkpoint.read_manifest(tmp_path).num_params == 0

@@ -23,9 +23,10 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 import samo
-from samo import checkpoints, durable
-from samo.checkpoints import folder as folders, manifest as manifests, shards
+from samo import checkpoint
+from samo.checkpoint import folder as folders, manifest as manifests, tensors
 from samo.errors import CheckpointError
+from samo.utils import atomic_io
 
 
 @pytest.fixture(autouse=True)
@@ -226,7 +227,7 @@ def test_a_manifest_whose_rename_could_not_be_synced_keeps_its_data(
 def test_an_error_in_the_middle_of_a_save_is_not_disguised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_header", lambda sources: 1 / 0)
+    monkeypatch.setattr(tensors, "_header", lambda sources: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_value(tmp_path / "new", 1.0)
     assert os.listdir(tmp_path) == []
@@ -336,7 +337,7 @@ def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
 def test_two_saves_at_once_are_refused(tmp_path: Path) -> None:
     save_value(tmp_path, 1.0)
     with (
-        durable.locked(tmp_path),
+        atomic_io.locked(tmp_path),
         pytest.raises(
             CheckpointError, match="another process or thread is saving there; give each"
         ),
@@ -351,7 +352,7 @@ def test_a_name_that_is_taken_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
     names = iter(["00000001", "00000002", "00000003"])
     monkeypatch.setattr("secrets.token_hex", lambda _: next(names))
     save_value(tmp_path, 1.0)
-    assert checkpoints.read_manifest(tmp_path).data == "data-00000002"
+    assert checkpoint.read_manifest(tmp_path).data == "data-00000002"
 
 
 # Damage
@@ -380,7 +381,7 @@ def test_any_flipped_or_missing_byte_is_refused_with_the_file(tmp_path: Path) ->
                 "cut": data[:place],
             }[kind]
         )
-        for read in (lambda: samo.load(tmp_path, model, opt), lambda: checkpoints.verify(tmp_path)):
+        for read in (lambda: samo.load(tmp_path, model, opt), lambda: checkpoint.verify(tmp_path)):
             with pytest.raises(CheckpointError) as caught:
                 read()
             assert f"'{file}' is damaged" in str(caught.value), (kind, place)
@@ -396,13 +397,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         data = file.read_bytes()
         file.unlink()
         with pytest.raises(CheckpointError, match=f"'{file}' is missing; take another copy"):
-            checkpoints.verify(tmp_path)
+            checkpoint.verify(tmp_path)
         file.mkdir()
         with pytest.raises(CheckpointError, match=f"'{file}' is damaged: it is no file"):
-            checkpoints.verify(tmp_path)
+            checkpoint.verify(tmp_path)
         file.rmdir()
         file.write_bytes(data)
-    checkpoints.verify(tmp_path)
+    checkpoint.verify(tmp_path)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -415,7 +416,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=f"is not a checkpoint: {message}; write one with samo.save"
         ):
-            checkpoints.read_manifest(tmp_path / name)
+            checkpoint.read_manifest(tmp_path / name)
 
 
 def broken(*_: object, **__: object) -> Any:
@@ -431,13 +432,13 @@ def test_a_file_that_cannot_be_read_is_named(
         with pytest.raises(
             CheckpointError, match=r"manifest.json' cannot be read: Permission denied"
         ):
-            checkpoints.read_manifest(tmp_path)
+            checkpoint.read_manifest(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(hashlib, "file_digest", broken)
         with pytest.raises(
             CheckpointError, match=r"weights.safetensors' cannot be read: Permission"
         ):
-            checkpoints.verify(tmp_path)
+            checkpoint.verify(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(folders.os, "stat", broken)
         with pytest.raises(CheckpointError, match=r"extra.safetensors' cannot be read: Permission"):
@@ -456,7 +457,7 @@ def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def forge_file(path: Path, name: str, data: bytes) -> None:
-    found = checkpoints.read_manifest(path)
+    found = checkpoint.read_manifest(path)
     (path / found.data / name).write_bytes(data)
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     forge(path, lambda content: content["files"].update({name: entry}))
@@ -559,7 +560,7 @@ def test_a_manifest_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"manifest.json' is damaged: it (is no JSON|was not)"
     ):
-        checkpoints.read_manifest(tmp_path)
+        checkpoint.read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("depth", [250, 400, 900, 100_000])
@@ -573,10 +574,10 @@ def test_values_deeper_than_python_can_follow_are_refused(depth: int, tmp_path: 
     text = body.removesuffix("\n}\n") + f',\n"checksum": "{checksum}"\n}}\n'
     (tmp_path / "manifest.json").write_text(text)
     if depth <= 250:
-        assert "deep" in checkpoints.read_manifest(tmp_path).extra
+        assert "deep" in checkpoint.read_manifest(tmp_path).extra
     else:
         with pytest.raises(CheckpointError, match=r"manifest.json' is damaged"):
-            checkpoints.read_manifest(tmp_path)
+            checkpoint.read_manifest(tmp_path)
 
 
 def test_a_manifest_too_large_for_any_checkpoint_is_not_read(
@@ -585,7 +586,7 @@ def test_a_manifest_too_large_for_any_checkpoint_is_not_read(
     save_value(tmp_path, 1.0)
     monkeypatch.setattr(manifests, "MAX_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"is damaged: it has more than 100 bytes"):
-        checkpoints.read_manifest(tmp_path)
+        checkpoint.read_manifest(tmp_path)
 
 
 def test_a_manifest_in_other_words_is_refused(tmp_path: Path) -> None:
@@ -593,7 +594,7 @@ def test_a_manifest_in_other_words_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text())))
     with pytest.raises(CheckpointError, match="was not written by samo, or changed since"):
-        checkpoints.read_manifest(tmp_path)
+        checkpoint.read_manifest(tmp_path)
 
 
 def test_a_manifest_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
@@ -601,7 +602,7 @@ def test_a_manifest_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "manifest.json"
     file.write_text(re.sub(r'"checksum": "\w+"', '"checksum": "00"', file.read_text()))
     with pytest.raises(CheckpointError, match="does not match its own checksum"):
-        checkpoints.read_manifest(tmp_path)
+        checkpoint.read_manifest(tmp_path)
 
 
 def test_another_version_is_refused(tmp_path: Path) -> None:
@@ -610,14 +611,15 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="has version 3, this samo reads version 2; update samo"
     ):
-        checkpoints.read_manifest(tmp_path)
+        checkpoint.read_manifest(tmp_path)
 
 
 def forged_tensors(path: Path, kind: str, change: dict[str, torch.Tensor | None]) -> None:
-    found = checkpoints.read_manifest(path)
-    tensors = {name: value.clone() for name, value in shards.Shards(path, found, kind).read()}
-    tensors = {name: value for name, value in (tensors | change).items() if value is not None}
-    forge_file(path, f"{kind}.safetensors", save_tensors(tensors))
+    found = checkpoint.read_manifest(path)
+    read = tensors.Shards(path, found, kind).read()
+    changed = {name: value.clone() for name, value in read} | change
+    kept = {name: value for name, value in changed.items() if value is not None}
+    forge_file(path, f"{kind}.safetensors", save_tensors(kept))
 
 
 @pytest.mark.parametrize(
@@ -691,8 +693,8 @@ def test_a_tensor_in_two_shards_or_of_an_unknown_type_is_refused(tmp_path: Path)
 
 def test_a_file_that_goes_away_while_it_is_read_is_named(tmp_path: Path) -> None:
     save_value(tmp_path, 1.0)
-    found = checkpoints.read_manifest(tmp_path)
-    opened = shards.Shards(tmp_path, found, "weights")
+    found = checkpoint.read_manifest(tmp_path)
+    opened = tensors.Shards(tmp_path, found, "weights")
     shutil.rmtree(tmp_path / found.data)
     with pytest.raises(
         CheckpointError, match=r"weights.safetensors' is damaged: it is no safetensors"
@@ -715,7 +717,7 @@ def test_masks_of_a_stranger_are_refused(tmp_path: Path) -> None:
 
 def test_the_manifest_says_when_and_by_whom(tmp_path: Path) -> None:
     save_value(tmp_path, 1.0)
-    found = checkpoints.read_manifest(tmp_path)
+    found = checkpoint.read_manifest(tmp_path)
     assert timedelta(0) <= datetime.now(UTC) - found.time < timedelta(minutes=1)
     assert (found.version, found.samo_version) == (2, samo.__version__)
     assert (found.is_compressed, found.dtype, found.num_params, found.kept) == (
@@ -732,9 +734,9 @@ def test_the_manifest_says_when_and_by_whom(tmp_path: Path) -> None:
 def test_a_manifest_is_read_verified_and_copied_without_torch(tmp_path: Path) -> None:
     save_value(tmp_path / "a", 1.0)
     code = (
-        "import sys; from samo import checkpoints\n"
-        "print(checkpoints.verify(sys.argv[1]).num_params)\n"
-        "checkpoints.copy(sys.argv[1], sys.argv[2])\n"
+        "import sys; from samo import checkpoint\n"
+        "print(checkpoint.verify(sys.argv[1]).num_params)\n"
+        "checkpoint.copy(sys.argv[1], sys.argv[2])\n"
         "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)"
     )
     done = subprocess.run(
@@ -747,11 +749,11 @@ def test_a_manifest_is_read_verified_and_copied_without_torch(tmp_path: Path) ->
 def test_a_copy_shares_its_files_and_outlives_the_original(tmp_path: Path) -> None:
     save_value(tmp_path / "last", 1.0)
     save_value(tmp_path / "best", 0.0)
-    checkpoints.copy(tmp_path / "last", str(tmp_path / "best"))
+    checkpoint.copy(tmp_path / "last", str(tmp_path / "best"))
     nodes = [{f.stat().st_ino for f in (tmp_path / n).glob("data-*/*")} for n in ("last", "best")]
     assert nodes[0] == nodes[1]
     assert len(list((tmp_path / "best").iterdir())) == 2
-    a, b = (checkpoints.verify(tmp_path / n) for n in ("last", "best"))
+    a, b = (checkpoint.verify(tmp_path / n) for n in ("last", "best"))
     assert (a.time, a.files, a.extra) == (b.time, b.files, b.extra)
     save_value(tmp_path / "last", 2.0)
     assert (value_in(tmp_path / "last"), value_in(tmp_path / "best")) == (2.0, 1.0)
@@ -768,12 +770,12 @@ def test_where_files_cannot_be_linked_their_bytes_are_copied_and_checked(
 ) -> None:
     monkeypatch.setattr(os, "link", no_links)
     save_value(tmp_path / "last", 1.0)
-    checkpoints.copy(tmp_path / "last", tmp_path / "best")
+    checkpoint.copy(tmp_path / "last", tmp_path / "best")
     assert value_in(tmp_path / "best") == 1.0
     file = next((tmp_path / "last").glob("data-*/weights.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=f"'{file}' is damaged: its bytes do not match"):
-        checkpoints.copy(tmp_path / "last", tmp_path / "best")
+        checkpoint.copy(tmp_path / "last", tmp_path / "best")
     assert value_in(tmp_path / "best") == 1.0
     assert len(list((tmp_path / "best").iterdir())) == 2
 
@@ -786,12 +788,12 @@ def test_a_copy_that_cannot_be_made_leaves_the_target(
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(CheckpointError, match=r"cannot save to '.*best': .*full"):
-            checkpoints.copy(tmp_path / "last", tmp_path / "best")
+            checkpoint.copy(tmp_path / "last", tmp_path / "best")
     next((tmp_path / "last").glob("data-*/weights.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"weights.safetensors' is missing"):
-        checkpoints.copy(tmp_path / "last", tmp_path / "best")
+        checkpoint.copy(tmp_path / "last", tmp_path / "best")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        checkpoints.copy(tmp_path / "none", tmp_path / "best")
+        checkpoint.copy(tmp_path / "none", tmp_path / "best")
     assert value_in(tmp_path / "best") == 2.0
     assert len(list((tmp_path / "best").iterdir())) == 2
 
@@ -800,5 +802,5 @@ def test_a_checkpoint_is_not_copied_onto_itself(tmp_path: Path) -> None:
     save_value(tmp_path / "a", 1.0)
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(ValueError, match=r"cannot copy checkpoint '.*a' onto itself; give another"):
-        checkpoints.copy(tmp_path / "a", tmp_path / "b")
+        checkpoint.copy(tmp_path / "a", tmp_path / "b")
     assert value_in(tmp_path / "a") == 1.0

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
-from samo import checkpoints, durable
-from samo.checkpoints import gathering, loading, saving, shards
+from samo import checkpoint
+from samo.checkpoint import gathering, load, save, tensors
+from samo.utils import atomic_io
 from tests.checkpoint_cases import Case, Layout, Run, contents, draw
 from tests.ranks import run_ranks
 
@@ -76,7 +77,7 @@ def save_and_load(rank: int, num_ranks: int, folder: Path) -> list[str]:
         if rank == 0:  # it has written all of it
             wrong += [f"{path.name} saved {what}" for what in differing(path, folder / case.name)]
         run.close()
-        run = Run(case, layout, samo.Masks.load(path), seed=1)
+        run = Run(case, layout, samo.load_masks(path), seed=1)
         assert samo.load(folder / case.name, run.pipeline, run.opts)["step"] == 3
         again = Path(f"{path}-again")
         samo.save(again, run.pipeline, run.opts, extra=given)
@@ -110,7 +111,7 @@ def train_on(rank: int, num_ranks: int, folder: Path) -> list[str]:
         run.train(2)
         samo.save(folder / "end", run.pipeline, run.opts)
         run.close()
-        run = Run(case, layout, samo.Masks.load(folder / "middle"), seed=1)
+        run = Run(case, layout, samo.load_masks(folder / "middle"), seed=1)
         samo.load(folder / "middle", run.pipeline, run.opts)
         run.train(2)
         samo.save(folder / "again", run.pipeline, run.opts)
@@ -166,7 +167,7 @@ def wrapped(rank: int, num_ranks: int, folder: Path) -> None:
 
 def test_replicas_of_ddp_save_once_and_all_load(tmp_path: Path) -> None:
     run_ranks(2, wrapped, tmp_path)
-    assert set(checkpoints.verify(tmp_path / "last").optimizers[0]["state"]) == {
+    assert set(checkpoint.verify(tmp_path / "last").optimizers[0]["state"]) == {
         "0.weight", "0.bias", "2.weight", "2.bias",
     }  # fmt: skip
     model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16))
@@ -179,12 +180,12 @@ def test_replicas_of_ddp_save_once_and_all_load(tmp_path: Path) -> None:
 def read_parts(rank: int, num_ranks: int, folder: Path) -> tuple[int, str]:
     """Return how many files this rank has compared with their checksums, and what it says of damage."""
     quick_disk()
-    shards.SHARD_BYTES = 2000
+    tensors.SHARD_BYTES = 2000
     run = Run(HALF, Layout(2, 1))
     run.train(1)
     alive: list[weakref.ref[Tensor]] = []
 
-    def watched(*args: Any) -> shards.Source:
+    def watched(*args: Any) -> tensors.Source:
         source = fetched(*args)
 
         def make() -> Tensor:
@@ -198,23 +199,23 @@ def read_parts(rank: int, num_ranks: int, folder: Path) -> tuple[int, str]:
 
         return source._replace(make=make)
 
-    fetched = saving.fetched
+    fetched = save.fetched
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "fetched", watched)
+        patch.setattr(save, "fetched", watched)
         samo.save(folder / "last", run.pipeline, run.opts)
     assert len(alive) >= 20 * (rank == 0)
     checked: list[Path] = []
-    check_file = loading.check_file
+    check_file = load.check_file
 
     def counted(file: Path, entry: Any) -> None:
         checked.append(file)
         check_file(file, entry)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "check_file", counted)
+        patch.setattr(load, "check_file", counted)
         samo.load(folder / "last", run.pipeline, run.opts)
     dist.barrier()
-    manifest = checkpoints.read_manifest(folder / "last")
+    manifest = checkpoint.read_manifest(folder / "last")
     if rank == 0:
         last = folder / "last" / manifest.data / list(manifest.files_of("weights"))[-1]
         last.write_bytes(last.read_bytes()[:-1] + b"!")
@@ -228,7 +229,7 @@ def read_parts(rank: int, num_ranks: int, folder: Path) -> tuple[int, str]:
 
 def test_a_rank_reads_its_part_and_hears_of_damage_in_another(tmp_path: Path) -> None:
     counts, texts = zip(*run_ranks(2, read_parts, tmp_path))
-    assert sum(counts) >= len(checkpoints.read_manifest(tmp_path / "last").files)
+    assert sum(counts) >= len(checkpoint.read_manifest(tmp_path / "last").files)
     assert all("its bytes do not match their checksum" in text for text in texts)
 
 
@@ -251,7 +252,7 @@ def fail_in_turns(rank: int, num_ranks: int, folder: Path) -> list[str]:
             heard.append(f"{type(error).__name__}: {error}")
         dist.barrier()
         assert contents(last) == before, "the old checkpoint stands"
-        checkpoints.verify(last)
+        checkpoint.verify(last)
         dist.barrier()
 
     def save(opt: Any = run.opts, **more: Any) -> None:
@@ -260,7 +261,7 @@ def fail_in_turns(rank: int, num_ranks: int, folder: Path) -> list[str]:
     save()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(durable, "write_new", full_disk)
+            patch.setattr(atomic_io, "write_new", full_disk)
         hear(save)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
@@ -321,7 +322,7 @@ def die_while_saving(
 
 def patch_to_die(how: signal.Signals, after: int) -> None:
     """Be killed, as by kill -9, or stopped when so many tensors have been made ready."""
-    calls, whole = itertools.count(), shards.host_bytes
+    calls, whole = itertools.count(), tensors.host_bytes
 
     def host_bytes(tensor: Tensor) -> Tensor:
         if next(calls) == after:
@@ -331,8 +332,8 @@ def patch_to_die(how: signal.Signals, after: int) -> None:
     def nothing() -> Any:
         os.kill(os.getpid(), how)
 
-    shards.host_bytes = gathering.host_bytes = host_bytes  # type: ignore[attr-defined]
-    saving._nothing = nothing  # what replicas give
+    tensors.host_bytes = gathering.host_bytes = host_bytes  # type: ignore[attr-defined]
+    save._nothing = nothing  # what replicas give
 
 
 @pytest.mark.parametrize(
@@ -349,4 +350,4 @@ def test_a_rank_that_falls_while_saving_ends_all_and_harms_nothing(
         assert f"rank {victim} {fate}, while rank" in text
         assert "pair.cc" not in text
         assert seconds < 10
-    assert checkpoints.verify(tmp_path / "last").extra == {"step": 1}
+    assert checkpoint.verify(tmp_path / "last").extra == {"step": 1}

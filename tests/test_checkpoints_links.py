@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 import samo
-from samo.checkpoints import gathering
-from samo.checkpoints.merging import Origin
+from samo.checkpoint import gathering
+from samo.checkpoint.merging import Origin
+from samo.distributed import links as links_module
+from samo.distributed.links import Links
 from samo.errors import CheckpointError, PeerError
-from samo.parallel import links as links_module
-from samo.parallel.links import Links
 from tests.ranks import run_ranks
 
 # Links

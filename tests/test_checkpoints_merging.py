@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from samo.checkpoints.merging import Origin, merge
+from samo.checkpoint.merging import Origin, merge
 from samo.errors import CheckpointError
 
 ORDER = ["a.weight", "b.weight", "c.weight", "d.weight"]

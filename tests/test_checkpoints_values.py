@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from samo.checkpoints import values
+from samo.checkpoint import values
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 trees = st.recursive(

@@ -20,8 +20,8 @@ from rich.console import Console
 import samo
 from samo.cli import Demo, Inspect, Train, main, parse
 from samo.cli.display import Display
-from samo.models import GPT, GPTConfig
-from samo.training import events
+from samo.models.gpt import GPT, GPTConfig
+from samo.train import events
 
 SMALL = "--steps 6 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 3 --eval-batches 1 --sample-tokens 4".split()  # fmt: skip  # noqa: SIM905
 
@@ -317,7 +317,7 @@ def test_train_resume_report_inspect_and_prune(
         == 0
     )
     assert json.loads(capsys.readouterr().out)["numel"] == 12288
-    assert samo.Masks.load("zeros.safetensors") == samo.Masks.load("runs/notes/checkpoints/last")
+    assert samo.Masks.load("zeros.safetensors") == samo.load_masks("runs/notes/checkpoints/last")
     assert main(["prune", "runs/notes", "--skip", "nothing"]) == 2
     assert "cannot prune 'runs/notes'" in capsys.readouterr().err
 
@@ -479,7 +479,7 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(here: Path, number: sign
     assert process.returncode == 128 + number
     assert "samo train --resume runs/notes" in shown
     assert complaints == ""
-    saved = samo.checkpoints.read_manifest(here / "runs" / "notes" / "checkpoints" / "last")
+    saved = samo.checkpoint.read_manifest(here / "runs" / "notes" / "checkpoints" / "last")
     last_line = json.loads(metrics.read_text().splitlines()[-1])
     assert last_line == {
         "event": "end",
@@ -517,7 +517,7 @@ def test_an_interrupted_run_that_could_not_save_says_so(
         signal.raise_signal(signal.SIGINT)
         raise samo.CheckpointError("no room")
 
-    monkeypatch.setattr("samo.training.snapshot.save", no_room)
+    monkeypatch.setattr("samo.train.snapshot.save", no_room)
     arguments = ["train", "notes.txt", *SMALL, "--save-every", "1", "--save-errors", "continue"]
     assert main(arguments) == 130
     shown = capsys.readouterr().out

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from samo.cli import main
 from samo.cli.display import Display
-from samo.training import events
+from samo.train import events
 from tests.test_cli import SMALL, here
 
 __all__ = ["here"]

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from samo.config import (
+from samo.errors import ConfigError
+from samo.models.gpt import GPT
+from samo.models.shapes import SHAPES, GPTConfig
+from samo.train.config import (
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -16,10 +19,7 @@ from samo.config import (
     gpt_config,
     resolve,
 )
-from samo.config_mesh import MeshConfig
-from samo.errors import ConfigError
-from samo.models import GPT
-from samo.shapes import SHAPES, GPTConfig
+from samo.train.config_mesh import MeshConfig
 
 NOTES = DataConfig(train=(Path("notes.txt"),))
 SHARDED = MeshConfig(shard="weights")

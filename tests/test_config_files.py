@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from samo.config import DataConfig, ModelConfig, OptimConfig, PruneConfig, RunConfig, TrainConfig
-from samo.config_files import changes, from_dict, read_toml, to_dict
 from samo.errors import ConfigError
+from samo.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PruneConfig,
+    RunConfig,
+    TrainConfig,
+)
+from samo.train.config_files import changes, from_dict, read_toml, to_dict
 
 
 def toml(folder: Path, text: str) -> Path:

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from samo import bitmap
 from samo.errors import MaskError
-from samo.layouts import Layout, layouts
-from samo.model_masks import Masks
-from samo.pruning import neighbours
-from samo.pruning.choosing import prune
+from samo.mask import bitmap
+from samo.mask.layouts import Layout, layouts
+from samo.mask.masks import Masks
+from samo.pruning import nm
 from samo.pruning.densities import Pattern, erk_counts, parse_pattern
-from samo.pruning.selection import Entries
+from samo.pruning.prune import prune
+from samo.pruning.topk import Entries
 from tests.test_pruning import model_of, models, reference_hashes, transient_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=4), min_size=1, max_size=6)
@@ -323,7 +323,7 @@ def test_strides_make_no_difference_to_a_pattern() -> None:
 def test_neighbours_whose_hashes_collide_are_taken_in_order(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neighbours, "_MOST_COMPARED", most)
+    monkeypatch.setattr(nm, "_MOST_COMPARED", most)
 
     def few_hashes(self: Entries, index: Tensor) -> Tensor:
         return (index % 2).to(torch.int32)

@@ -28,15 +28,15 @@ from torch import nn
 
 import samo
 from samo import cli
-from samo.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from samo.config_files import read_toml
 from samo.memory.predict import TensorSpec, dense_bytes, total
-from samo.models import GPT
-from samo.report.amounts import size
-from samo.shapes import SHAPES, GPTConfig
-from samo.training import events, folder
-from samo.training.loop import train
-from samo.training.starting import CHANGEABLE
+from samo.models.gpt import GPT
+from samo.models.shapes import SHAPES, GPTConfig
+from samo.train import events, folder
+from samo.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from samo.train.config_files import read_toml
+from samo.train.loop import train
+from samo.train.starting import CHANGEABLE
+from samo.utils.formatting import size
 
 ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"

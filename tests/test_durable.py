@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from samo import durable
+from samo.utils import atomic_io
 
 
 def failing_at(number: int, error: BaseException, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,8 +28,8 @@ def failing_at(number: int, error: BaseException, real: Callable[..., Any]) -> C
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    durable.write_bytes(path, b"old")
-    durable.write_bytes(str(path), b"new" * 1000)
+    atomic_io.write_bytes(path, b"old")
+    atomic_io.write_bytes(str(path), b"new" * 1000)
     assert path.read_bytes() == b"new" * 1000
     assert os.listdir(tmp_path) == ["file"]
 
@@ -37,7 +37,7 @@ def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("file")
-    durable.write_bytes(tmp_path / "link", b"new")
+    atomic_io.write_bytes(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"new"
 
@@ -47,12 +47,12 @@ def test_a_write_that_takes_few_bytes_at_a_time_is_continued(
 ) -> None:
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:7]))
-    durable.write_bytes(tmp_path / "file", bytes(range(100)))
+    atomic_io.write_bytes(tmp_path / "file", bytes(range(100)))
     assert (tmp_path / "file").read_bytes() == bytes(range(100))
 
 
 def test_a_new_file_is_written_piece_by_piece(tmp_path: Path) -> None:
-    durable.write_new(tmp_path / "file", iter([b"a", b"", b"bc"]))
+    atomic_io.write_new(tmp_path / "file", iter([b"a", b"", b"bc"]))
     assert (tmp_path / "file").read_bytes() == b"abc"
 
 
@@ -77,7 +77,7 @@ def test_the_bytes_are_on_the_disk_before_the_name_is_switched_and_the_folder_af
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
     monkeypatch.setattr(os, "write", note_write)
-    durable.write_bytes(tmp_path / "file", b"data")
+    atomic_io.write_bytes(tmp_path / "file", b"data")
     assert done == ["write", "file", "rename", "folder"]
 
 
@@ -91,7 +91,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing_at(1, error, getattr(os, call)))
         with pytest.raises(type(error)):
-            durable.write_bytes(path, b"new")
+            atomic_io.write_bytes(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -100,7 +100,7 @@ def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     error = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "write", failing_at(1, error, os.write))
     with pytest.raises(OSError, match=r"No space left on device: '.*\.file\."):
-        durable.write_bytes(tmp_path / "file", b"new")
+        atomic_io.write_bytes(tmp_path / "file", b"new")
 
 
 def test_a_folder_that_cannot_be_synced_is_an_error_unless_the_system_knows_no_such_thing(
@@ -108,18 +108,18 @@ def test_a_folder_that_cannot_be_synced_is_an_error_unless_the_system_knows_no_s
 ) -> None:
     unknown, broken = OSError(errno.EINVAL, "Invalid"), OSError(errno.EIO, "Input/output error")
     monkeypatch.setattr(os, "fsync", failing_at(1, unknown, os.fsync))
-    durable.sync_folder(tmp_path)
+    atomic_io.sync_folder(tmp_path)
     monkeypatch.setattr(os, "fsync", failing_at(1, broken, os.fsync))
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
-        durable.sync_folder(tmp_path)
+        atomic_io.sync_folder(tmp_path)
 
 
 def test_folders_are_made_and_only_the_new_ones_named(tmp_path: Path) -> None:
-    assert durable.make_folders(tmp_path) == []
-    made = durable.make_folders(tmp_path / "a" / "b")
+    assert atomic_io.make_folders(tmp_path) == []
+    made = atomic_io.make_folders(tmp_path / "a" / "b")
     assert made == [tmp_path / "a", tmp_path / "a" / "b"]
     (tmp_path / "a" / "b" / "file").touch()
-    durable.remove_empty(made)
+    atomic_io.remove_empty(made)
     assert (tmp_path / "a" / "b" / "file").exists()
 
 
@@ -128,11 +128,11 @@ def test_folders_that_cannot_all_be_made_are_not_made(
 ) -> None:
     monkeypatch.setattr(os, "fsync", failing_at(2, OSError(errno.EIO, "broken"), os.fsync))
     with pytest.raises(OSError, match="broken"):
-        durable.make_folders(tmp_path / "a" / "b")
+        atomic_io.make_folders(tmp_path / "a" / "b")
     assert os.listdir(tmp_path) == []
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
-        durable.make_folders(tmp_path / "file")
+        atomic_io.make_folders(tmp_path / "file")
 
 
 def test_a_lock_keeps_others_out_until_it_is_left(tmp_path: Path) -> None:
@@ -140,12 +140,12 @@ def test_a_lock_keeps_others_out_until_it_is_left(tmp_path: Path) -> None:
 
     def other() -> None:
         try:
-            with durable.locked(tmp_path):
+            with atomic_io.locked(tmp_path):
                 pass
         except BlockingIOError as error:
             refused.append(error.filename)
 
-    with durable.locked(tmp_path):
+    with atomic_io.locked(tmp_path):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -159,8 +159,8 @@ def test_a_file_system_without_locks_is_used_without(
 ) -> None:
     error = OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(fcntl, "flock", failing_at(1, error, fcntl.flock))
-    with durable.locked(tmp_path):
+    with atomic_io.locked(tmp_path):
         (tmp_path / "file").touch()
     monkeypatch.setattr(fcntl, "flock", failing_at(1, OSError(errno.EIO, "broken"), fcntl.flock))
-    with pytest.raises(OSError, match="broken"), durable.locked(tmp_path):
+    with pytest.raises(OSError, match="broken"), atomic_io.locked(tmp_path):
         pass

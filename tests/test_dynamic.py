@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import samo
 from samo.core.compress import masks as masks_in, named_weights
 from samo.core.weight import Weight
-from samo.dynamic import choices, schedules
-from samo.dynamic.growth import Growth
+from samo.pruning import choices, schedules
+from samo.pruning.growth import Growth
 from tests.meters import DenseGradients, LargestTensor, small_gpt, tokens
 from tests.ranks import run_ranks
 
@@ -462,7 +462,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
     run(model, opt, moving, 5)
 
     again = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
-    samo.compress_(again, samo.Masks.load(tmp_path / "at"), kernels="reference")
+    samo.compress_(again, samo.load_masks(tmp_path / "at"), kernels="reference")
     again_opt, again_moving = start(again)
     extra = samo.load(tmp_path / "at", again, again_opt)
     again_moving.load_state_dict(extra["moving"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import samo
-from samo.dynamic.members import pattern_of
+from samo.pruning.members import pattern_of
 from tests.test_dynamic import backward, build, weights_of
 
 

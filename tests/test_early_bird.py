@@ -13,10 +13,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import samo
-from samo import bitmap
-from samo.early_bird.settling import Settling
-from samo.mask import Mask
-from samo.model_masks import Masks
+from samo.mask import bitmap
+from samo.mask.mask import Mask
+from samo.mask.masks import Masks
+from samo.pruning.settling import Settling
 
 Distance = Literal["kept", "hamming"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose, cpu, reference
 from samo.kernels.rounding import join, master_dtype, split
-from samo.mask import Mask
+from samo.mask.mask import Mask
 from tests.meters import assert_ulps
 
 IMPLEMENTATIONS: dict[str, Kernels] = {"reference": reference, "cpu": cpu}
@@ -488,7 +488,7 @@ def test_another_cpu_a_forked_child_and_the_next_process_compute_the_same(tmp_pa
 import os, torch
 from samo.kernels import AdamWSettings, AdamWUpdate, cpu, loops, reference
 from samo.kernels.rounding import join
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 assert not any(loops._LANES.values())
 torch.set_num_threads(2)
@@ -567,7 +567,7 @@ def test_samo_works_where_numba_cannot(trouble: str) -> None:
     script = """
 import torch
 from samo.kernels import choose
-from samo.mask import Mask
+from samo.mask.mask import Mask
 kernels = choose(torch.device("cpu"))
 out = torch.zeros(1)
 kernels.compress_(torch.ones(2), Mask.from_bool(torch.tensor([True, False])), out)

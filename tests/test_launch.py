@@ -15,13 +15,13 @@ import pytest
 
 from samo.cli import Launch, _split_launch, main, parse
 from samo.cli.launch import run as launch
-from samo.config import TrainConfig
 from samo.errors import ConfigError, PeerError
-from samo.training import events
-from samo.training.events import Event
-from samo.training.launches import restarted_folder
-from samo.training.loop import train
-from samo.training.typed import command_line, go_on_line
+from samo.train import events
+from samo.train.config import TrainConfig
+from samo.train.events import Event
+from samo.train.launches import restarted_folder
+from samo.train.loop import train
+from samo.train.typed import command_line, go_on_line
 from tests.ranks import run_ranks
 from tests.test_training_ranks import small, text
 

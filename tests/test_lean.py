@@ -24,7 +24,7 @@ from samo.kernels import (
 from samo.kernels.corrections import count_step
 from samo.kernels.reference import adamw_values
 from samo.kernels.rounding import convert_rest, join, rest_dtype, split
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = AdamWSettings(0.9, 0.95, 1e-8)

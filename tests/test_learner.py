@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import samo
-from samo.config import OptimConfig
 from samo.data.batches import IGNORE, Batch
-from samo.models import GPT, GPTConfig
-from samo.training.learner import Learner
+from samo.models.gpt import GPT, GPTConfig
+from samo.train.config import OptimConfig
+from samo.train.learner import Learner
 
 SMALL = GPTConfig(num_layers=2, width=32, num_heads=2, context=16, vocab_size=64)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samo
 from samo.memory.ledger import Ledger, Share
 from samo.memory.predict import KINDS, TensorSpec, dense_bytes, paper_bytes, predict, total
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 from tests.meters import live_storages, small_gpt, tokens
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import samo
-from samo.models import GPT, GPTConfig, draw_weights
+from samo.models.gpt import GPT, GPTConfig, draw_weights
 from samo.pipeline.layers import take_apart
 from samo.pipeline.setup import cuts_of
 from tests.meters import LiveBytes, live_storages

@@ -15,13 +15,13 @@ import torch
 
 import samo
 from samo.cli import main
-from samo.config import PruneConfig
 from samo.data.tokens import Tokens
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
-from samo.training.events import Event
-from samo.training.interrupt import Interrupt
-from samo.training.loop import resume, train
-from samo.training.metrics import Board, MetricsFile
+from samo.train.config import PruneConfig
+from samo.train.events import Event
+from samo.train.interrupt import Interrupt
+from samo.train.loop import resume, train
+from samo.train.metrics import Board, MetricsFile
 from tests.test_cli import SMALL, here
 from tests.test_learner import batch, learner
 from tests.test_training import Watcher, lines, samo_config, small, text
@@ -65,7 +65,7 @@ def test_a_run_that_goes_back_to_its_best_keeps_whole_lines(tmp_path: Path, text
     """Back at the best, then killed before its first save: the next resume starts from there too."""
     run = tmp_path / "run"
     train(small(text, steps=20, eval_every=5, save_every=50), run)
-    best = samo.checkpoints.read_manifest(run / "checkpoints" / "best").extra["progress"]["step"]
+    best = samo.checkpoint.read_manifest(run / "checkpoints" / "best").extra["progress"]["step"]
     longer = replace(samo_config(run), run=replace(samo_config(run).run, steps=40))
 
     class CrashError(Exception):
@@ -153,7 +153,7 @@ def test_other_batches_to_validate_on_start_the_search_for_the_best_anew(
     config = samo_config(run)
     changed = replace(config, run=replace(config.run, steps=12, eval_batches=1))
     resume(run, config=changed)
-    best = samo.checkpoints.read_manifest(run / "checkpoints" / "best").extra["progress"]
+    best = samo.checkpoint.read_manifest(run / "checkpoints" / "best").extra["progress"]
     assert best["step"] > 8
 
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_with_impossible_progress_is_refused(
     run = tmp_path / "run"
     train(small(text, mode="dense"), run)
     last = run / "checkpoints" / "last"
-    extra = samo.checkpoints.read_manifest(last).extra
+    extra = samo.checkpoint.read_manifest(last).extra
     model = learner().model
     samo.save(last, model, extra={**extra, "progress": {**extra["progress"], field: value}})
     with pytest.raises(CheckpointError, match=f"is damaged: its {field} is"):
@@ -175,7 +175,7 @@ def test_a_checkpoint_with_impossible_progress_is_refused(
 
 
 def test_progress_that_a_newer_samo_has_added_is_left_out(tmp_path: Path, text: Path) -> None:
-    from samo.training.snapshot import Progress, _progress
+    from samo.train.snapshot import Progress, _progress
 
     found = _progress(tmp_path, {"step": 3, "mood": "good"})
     assert found == Progress(step=3)
@@ -204,7 +204,7 @@ def test_an_interrupted_sample_is_left_out(
     def impatient(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("samo.training.run.generate", impatient)
+    monkeypatch.setattr("samo.train.run.generate", impatient)
     result = train(small(text), tmp_path / "run")
     assert (result.step, result.sample) == (8, None)
     assert lines(tmp_path / "run", "end")[-1]["reason"] == "done"
@@ -221,7 +221,7 @@ def test_every_token_of_a_usual_text_is_in_its_fingerprint() -> None:
 def test_an_empty_manifest_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").touch()
     samo.save(tmp_path, torch.nn.Linear(2, 2))
-    assert samo.checkpoints.verify(tmp_path).num_params == 6
+    assert samo.checkpoint.verify(tmp_path).num_params == 6
 
 
 def test_brackets_in_a_path_are_no_markup(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

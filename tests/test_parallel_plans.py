@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import samo
-from samo.parallel.mesh import check_sizes, gpu_of, join
+from samo.distributed.mesh import check_sizes, gpu_of, join
 
 
 @given(st.integers(1, 6), st.integers(1, 6))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import samo
-from samo.parallel.peers import Peers
+from samo.distributed.peers import Peers
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 1.0

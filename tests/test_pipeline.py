@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import samo
-from samo.pipeline.nccl import NcclTransport
 from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.transport.nccl import NcclTransport
 from tests.pipeline_cases import (
     compress,
     next_token_loss,

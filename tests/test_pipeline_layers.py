@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import samo
-from samo import models
-from samo.pipeline.batches import cut, weights
+from samo.models import gpt
 from samo.pipeline.filling import build_stage
 from samo.pipeline.layers import take_apart
+from samo.pipeline.microbatch import cut, weights
 from samo.pipeline.partition import parameter_costs, partition
 from tests.pipeline_cases import tiny_gpt, tiny_hf, tokens
 
@@ -157,7 +157,7 @@ class GPT(nn.Module):
     """Somebody else's, of which nothing is known."""
 
 
-class Doubled(models.GPT):
+class Doubled(gpt.GPT):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return 2 * super().forward(*args, **kwargs)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import samo
 from samo.pipeline.runner import Batch, Runner, as_tuple
-from samo.pipeline.transport import Arrival
-from samo.pipeline.wire import Packet
+from samo.pipeline.transport.base import Arrival
+from samo.pipeline.transport.wire import Packet
 from tests.memory_network import MemoryNetwork, MemoryTransport
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import samo
-from samo.pipeline.schedules import TorchRunner
+from samo.pipeline.torch_schedules import TorchRunner
 from tests.pipeline_cases import compress, next_token_loss, tiny_gpt, tokens
 from tests.ranks import run_ranks
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import samo
-from samo.pipeline.wire import Decoder, Encoder, Packet, pack, places, unpack
+from samo.pipeline.transport.wire import Decoder, Encoder, Packet, pack, places, unpack
 
 
 def through_a_buffer(encoder: Encoder, decoder: Decoder, packet: Packet, room: int = 0) -> Packet:
@@ -52,7 +52,7 @@ def test_a_reason_travels_whole() -> None:
 
 
 def words_of(**changes: int) -> list[int]:
-    from samo.pipeline import wire
+    from samo.pipeline.transport import wire
 
     words, _ = Encoder(1).encode(Packet("probe", 0))
     names = ["magic", "kind", "step", "sequence", "micro_batch", "body", "origin", "is_training"]

@@ -13,11 +13,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samo import bitmap
 from samo.errors import MaskError
-from samo.model_masks import Masks
-from samo.pruning.choosing import prune
-from samo.pruning.selection import Entries, flat_slice
+from samo.mask import bitmap
+from samo.mask.masks import Masks
+from samo.pruning.prune import prune
+from samo.pruning.topk import Entries, flat_slice
 
 Scope = Literal["tensor", "global"]
 

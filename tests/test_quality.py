@@ -26,7 +26,7 @@ from torch import nn
 
 import samo
 from samo.errors import DataError, RunError
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 CPU = torch.device("cpu")
 PNG = b"\x89PNG"

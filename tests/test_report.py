@@ -17,8 +17,8 @@ import torch
 from matplotlib.image import imread
 
 import samo
-from samo.mask import Mask
-from samo.model_masks import Masks
+from samo.mask.mask import Mask
+from samo.mask.masks import Masks
 from samo.report import findings, mask_pictures
 from samo.report.figures import NARROW, WIDE
 from samo.report.mask_pictures import (

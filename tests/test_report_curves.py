@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from samo.report import amounts
 from samo.report.curves import smooth, spread, thin
+from samo.utils import formatting
 
 
 def test_smoothing_averages_and_keeps_the_length() -> None:
@@ -91,11 +91,17 @@ def test_labels_far_apart_stay_where_they_are() -> None:
     ],
 )
 def test_sizes_have_three_digits_and_a_unit(value: float | None, text: str) -> None:
-    assert amounts.size(value) == text
+    assert formatting.size(value) == text
 
 
 def test_what_is_not_known_is_a_dash() -> None:
-    writers = (amounts.count, amounts.three_digits, amounts.loss, amounts.percent, amounts.duration)
+    writers = (
+        formatting.count,
+        formatting.three_digits,
+        formatting.loss,
+        formatting.percent,
+        formatting.duration,
+    )
     assert {write(value) for write in writers for value in (None, math.nan, math.inf)} == {"-"}
 
 
@@ -104,13 +110,13 @@ def test_what_is_not_known_is_a_dash() -> None:
     [(0, "0.0 s"), (59.96, "1 min 0 s"), (3599.7, "1 h 0 min"), (86399.9, "1 d 0 h")],
 )
 def test_durations_carry_over(seconds: float, text: str) -> None:
-    assert amounts.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 def test_plain_text_has_nothing_that_breaks_a_file() -> None:
-    assert amounts.plain("a\x00\x1b[1m\ud800b\r\n\tc\u00e9") == "a??[1m?b\n\tc\u00e9"
+    assert formatting.plain("a\x00\x1b[1m\ud800b\r\n\tc\u00e9") == "a??[1m?b\n\tc\u00e9"
 
 
 def test_shortened_text_keeps_both_ends_and_its_length() -> None:
-    assert amounts.shortened("a\n  b", 10) == "a b"
-    assert [len(amounts.shortened("x" * 50, n)) for n in (10, 11)] == [10, 11]
+    assert formatting.shortened("a\n  b", 10) == "a b"
+    assert [len(formatting.shortened("x" * 50, n)) for n in (10, 11)] == [10, 11]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from samo.config import DataConfig, TrainConfig, resolve
-from samo.config_files import to_dict
 from samo.errors import RunError
-from samo.training import events
-from samo.training.folder import RunFolder, free_folder
-from samo.training.interrupt import Interrupt
-from samo.training.metrics import MetricsFile
+from samo.train import events
+from samo.train.config import DataConfig, TrainConfig, resolve
+from samo.train.config_files import to_dict
+from samo.train.folder import RunFolder, free_folder
+from samo.train.interrupt import Interrupt
+from samo.train.metrics import MetricsFile
 
 CONFIG = resolve(TrainConfig(data=DataConfig(train=(Path("notes.txt"),))))
 
@@ -63,7 +63,7 @@ def test_a_record_that_cannot_be_written_is_an_error_with_the_folder(
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("samo.durable.write_bytes", full)
+    monkeypatch.setattr("samo.utils.atomic_io.write_bytes", full)
     with pytest.raises(RunError, match=r"cannot write to '.*run': No space left on device"):
         folder.write_run({})
     folder.close()
@@ -71,7 +71,7 @@ def test_a_record_that_cannot_be_written_is_an_error_with_the_folder(
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path)
-    code = f"from pathlib import Path; from samo.training.folder import RunFolder; RunFolder(Path({str(tmp_path)!r})).lock()"
+    code = f"from pathlib import Path; from samo.train.folder import RunFolder; RunFolder(Path({str(tmp_path)!r})).lock()"
     locked = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )

@@ -6,8 +6,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from samo.config import OptimConfig
-from samo.training.schedule import learning_rate
+from samo.train.config import OptimConfig
+from samo.train.schedule import learning_rate
 
 
 def rates(schedule: str, steps: int, *, warmup: int, final: float) -> list[float]:

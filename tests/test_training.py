@@ -17,17 +17,24 @@ import torch
 from safetensors.torch import load_file
 
 import samo
-from samo.config import DataConfig, ModelConfig, OptimConfig, PruneConfig, RunConfig, TrainConfig
 from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
-from samo.models import GPT
-from samo.shapes import GPTConfig
-from samo.training import compiling, events, masking, starting
-from samo.training.events import Event
-from samo.training.folder import RunFolder
-from samo.training.learner import Learner
-from samo.training.loop import Result, resume, train
-from samo.training.text import open_text
+from samo.models.gpt import GPT
+from samo.models.shapes import GPTConfig
+from samo.train import compiling, events, masking, starting
+from samo.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    PruneConfig,
+    RunConfig,
+    TrainConfig,
+)
+from samo.train.events import Event
+from samo.train.folder import RunFolder
+from samo.train.learner import Learner
+from samo.train.loop import Result, resume, train
+from samo.train.text import open_text
 from tests.meters import ignores_dynamo
 
 WORDS = [
@@ -321,7 +328,7 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path, text: Path) -> None:
 
 
 def samo_config(run: Path) -> TrainConfig:
-    from samo.training.folder import RunFolder
+    from samo.train.folder import RunFolder
 
     return RunFolder(run).config()
 
@@ -403,7 +410,7 @@ def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, text
     train(again, tmp_path / "second")
     pruned = lines(tmp_path / "second", "prune")[0]
     assert pruned["step"] == 0
-    assert samo.Masks.load(tmp_path / "second" / "masks.safetensors") == samo.Masks.load(source)
+    assert samo.Masks.load(tmp_path / "second" / "masks.safetensors") == samo.load_masks(source)
     first_loss = lines(tmp_path / "second", "step")[0]["loss"]
     assert first_loss < lines(tmp_path / "first", "step")[0]["loss"]
 
@@ -449,7 +456,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_last_one_stand
 ) -> None:
     run = tmp_path / "run"
     train(small(text), tmp_path / "whole")
-    fill = Watcher(4, lambda: monkeypatch.setattr("samo.training.snapshot.save", no_room))
+    fill = Watcher(4, lambda: monkeypatch.setattr("samo.train.snapshot.save", no_room))
     with pytest.raises(CheckpointError, match=r"No space left on device"):
         train(small(text), run, listeners=[fill])
     assert lines(run, "end")[-1]["reason"] == "failed"
@@ -463,14 +470,14 @@ def test_a_run_can_be_told_to_go_on_without_checkpoints(
 ) -> None:
     run = tmp_path / "run"
     config = small(text, save_errors="continue")
-    fill = Watcher(4, lambda: monkeypatch.setattr("samo.training.snapshot.save", no_room))
+    fill = Watcher(4, lambda: monkeypatch.setattr("samo.train.snapshot.save", no_room))
     result = train(config, run, listeners=[fill])
     assert result.step == 8
     failures = lines(run, "save_failed")
     assert [line["step"] for line in failures] == [4, 6, 8]
     assert "No space left on device" in failures[0]["reason"]
     assert (
-        samo.checkpoints.read_manifest(run / "checkpoints" / "last").extra["progress"]["step"] == 3
+        samo.checkpoint.read_manifest(run / "checkpoints" / "last").extra["progress"]["step"] == 3
     )
 
 
@@ -513,7 +520,7 @@ def test_best_counts_only_what_is_pruned(tmp_path: Path, text: Path) -> None:
     """Dense weights may be better, but are not what the run is for."""
     config = small(text, steps=12, eval_every=2)
     train(replace(config, prune=PruneConfig(dense_steps=8)), tmp_path / "run")
-    best = samo.checkpoints.read_manifest(tmp_path / "run" / "checkpoints" / "best")
+    best = samo.checkpoint.read_manifest(tmp_path / "run" / "checkpoints" / "best")
     assert best.is_compressed
     after = [line for line in lines(tmp_path / "run", "eval") if line["step"] > 8]
     assert best.extra["progress"]["best_loss"] == min(line["valid_loss"] for line in after)
@@ -536,7 +543,7 @@ def test_a_run_killed_at_20_random_moments_and_resumed_equals_the_undisturbed_on
 ) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["samo.training.loop", "samo.kernels.cpu", "torch.utils.tensorboard"]
+        ["samo.train.loop", "samo.kernels.cpu", "torch.utils.tensorboard"]
     )
 
     def start(run: Path) -> "multiprocessing.context.ForkServerProcess":
@@ -598,7 +605,7 @@ def test_the_first_pruned_weights_are_the_best_if_nothing_after_is_better(
 ) -> None:
     config = replace(small(text), optim=OptimConfig(lr=0.0))
     train(config, tmp_path / "run")
-    best = samo.checkpoints.read_manifest(tmp_path / "run" / "checkpoints" / "best")
+    best = samo.checkpoint.read_manifest(tmp_path / "run" / "checkpoints" / "best")
     assert best.is_compressed
     assert best.extra["progress"]["step"] == 3
 

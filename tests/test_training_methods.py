@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import samo
-from samo.config import OptimConfig, PruneConfig, TrainConfig
-from samo.dynamic.schedules import cubic_sparsity
 from samo.errors import CheckpointError, ConfigError
-from samo.models import GPT
-from samo.shapes import GPTConfig
-from samo.training import events, masking, starting
-from samo.training.learner import Learner
-from samo.training.loop import resume, train
+from samo.models.gpt import GPT
+from samo.models.shapes import GPTConfig
+from samo.pruning.schedules import cubic_sparsity
+from samo.train import events, masking, starting
+from samo.train.config import OptimConfig, PruneConfig, TrainConfig
+from samo.train.learner import Learner
+from samo.train.loop import resume, train
 from tests.test_training import Watcher, assert_same_run, lines, samo_config, small, text
 
 __all__ = ["text"]
@@ -111,7 +111,7 @@ def test_the_ticket_is_what_a_bird_of_the_library_draws(tmp_path: Path, text: Pa
         return learner["one"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("samo.training.loop.new_learner", keep)
+        patch.setattr("samo.train.loop.new_learner", keep)
         train(config_of(text, "settled"), tmp_path / "run", listeners=[Copy()])
     model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
     bird = samo.EarlyBird(model, 0.9, queue=3, threshold=0.3)
@@ -162,7 +162,7 @@ def test_the_best_checkpoint_of_gradual_pruning_is_as_sparse_as_the_last(
 ) -> None:
     config = replace(config_of(text, "gradual", steps=12, eval_every=1), optim=OptimConfig(lr=0.0))
     train(config, tmp_path / "run")
-    best = samo.Masks.load(tmp_path / "run" / "checkpoints" / "best")
+    best = samo.load_masks(tmp_path / "run" / "checkpoints" / "best")
     assert best == masks_file(tmp_path / "run")
 
 
@@ -181,7 +181,7 @@ def test_moving_masks_stay_as_sparse_and_replace_ever_fewer(
         assert 0 < line["dropped"] == line["grown"] <= 0.3 * line["kept"]
     # RigL may grow what it has just dropped; SET replaces as many as the schedule says, or a few less.
     assert changes[-1]["dropped"] < changes[0]["dropped"]
-    assert masks_file(run) == samo.Masks.load(run / "checkpoints" / "last")
+    assert masks_file(run) == samo.load_masks(run / "checkpoints" / "last")
     assert {type(event) for event in watcher.seen} >= {events.Remapped}
 
 
@@ -277,7 +277,7 @@ def test_the_file_of_masks_goes_back_with_the_run(tmp_path: Path, text: Path) ->
     config = config_of(text, "set", eval_every=100)
     with pytest.raises(CrashError):
         train(config, run, listeners=[Watcher(5, crash)])  # saved at 3, changed at 4
-    checkpoint = samo.Masks.load(run / "checkpoints" / "last")
+    checkpoint = samo.load_masks(run / "checkpoints" / "last")
     assert masks_file(run) != checkpoint
     found = []
 
@@ -342,7 +342,7 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_the_undisturbed_one(
     tmp_path: Path, text: Path, name: str
 ) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["samo.training.loop", "samo.kernels.cpu"])
+    context.set_forkserver_preload(["samo.train.loop", "samo.kernels.cpu"])
 
     def start(run: Path) -> "multiprocessing.context.ForkServerProcess":
         process = context.Process(target=train_or_resume, args=(text, run, name))

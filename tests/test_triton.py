@@ -19,7 +19,7 @@ from torch import nn
 import samo
 from samo import kernels as _kernels
 from samo.kernels import AdamWSettings, AdamWUpdate, choose, reference
-from samo.mask import Mask
+from samo.mask.mask import Mask
 from tests.meters import assert_ulps
 
 pytest.importorskip("triton", reason="needs triton")

@@ -16,12 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from samo.cli.agent import Fall, end
-from samo.config_mesh import MeshConfig
+from samo.distributed import watchdog as watching
+from samo.distributed.watchdog import PATIENCE_S, Watch, _Course, place_in_code
 from samo.errors import PeerError
-from samo.parallel import watch as watching
-from samo.parallel.watch import PATIENCE_S, Watch, _Course, place_in_code
-from samo.training import ranks as training_ranks
-from samo.training.ranks import Ranks
+from samo.train import ranks as training_ranks
+from samo.train.config_mesh import MeshConfig
+from samo.train.ranks import Ranks
 from tests.ranks import _processes, run_ranks
 
 
@@ -137,7 +137,7 @@ def test_where_a_rank_waits_is_told_by_functions_of_samo() -> None:
         thread.join()
 
     ranks.first("the text", look)
-    where = "samo.training.ranks.first > samo.training.ranks.together"
+    where = "samo.train.ranks.first > samo.train.ranks.together"
     assert seen[0].startswith(where)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.measure import Row, arguments, in_turns, show, spread, write_rows
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 DENSITY = 0.1
 LR, WEIGHT_DECAY = 1e-3, 0.1

@@ -25,7 +25,7 @@ from benchmarks.measure import (
     write_rows,
 )
 from samo.bench.contenders import held_bytes
-from samo.models import GPT, GPTConfig
+from samo.models.gpt import GPT, GPTConfig
 
 LR = 3e-4
 SPARSITY = 0.9

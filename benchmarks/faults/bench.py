@@ -23,8 +23,8 @@ from typing import Final
 
 import samo
 from benchmarks.measure import Row, arguments, show, write_rows
-from samo.checkpoints import verify
-from samo.training.folder import RunFolder
+from samo.checkpoint import verify
+from samo.train.folder import RunFolder
 
 __all__ = ["main"]
 

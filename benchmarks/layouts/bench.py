@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.measure import Row, arguments, show, write_rows
 from samo.data.library import write_library_text
-from samo.environment import hardware
+from samo.utils.environment import hardware
 
 __all__ = ["main"]
 

@@ -9,7 +9,7 @@ from benchmarks.quality import rates, spreads
 from benchmarks.quality.figures import Curve, Figure, curves_figure, dots_figure
 from benchmarks.quality.pages import figure_data, write_page
 from samo.bench.rows import Table
-from samo.report.amounts import NOTHING, count, duration, size
+from samo.utils.formatting import NOTHING, count, duration, size
 
 __all__ = ["write"]
 

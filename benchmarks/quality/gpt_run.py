@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import samo
 from benchmarks.quality.text import Text, even, order, windows
-from samo.config import OptimConfig
 from samo.memory.predict import TensorSpec, total
-from samo.models import GPT, GPTConfig
-from samo.training.schedule import learning_rate
+from samo.models.gpt import GPT, GPTConfig
+from samo.train.config import OptimConfig
+from samo.train.schedule import learning_rate
 
 __all__ = ["QUICK", "Run", "Settings", "matching_shape", "wait"]
 

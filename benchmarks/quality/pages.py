@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.figures import Figure
-from samo import durable
 from samo.bench.rows import Table, markdown
+from samo.utils import atomic_io
 
 __all__ = ["figure_data", "write_page"]
 
@@ -30,8 +30,8 @@ def write_page(
     Further tables, by their captions, come after the figures.
     """
     for name, (_, (png, svg)) in figures.items():
-        durable.write_bytes(folder / f"{name}.png", png)
-        durable.write_bytes(folder / f"{name}.svg", svg.encode())
+        atomic_io.write_bytes(folder / f"{name}.png", png)
+        atomic_io.write_bytes(folder / f"{name}.svg", svg.encode())
     parts = [
         f"# {title}",
         f"    {command}",
@@ -45,7 +45,7 @@ def write_page(
         ),
         "Every run, with its curve: rows.jsonl. The page is made from it: `--page-only`.",
     ]
-    durable.write_bytes(folder / "README.md", "\n\n".join(parts).encode() + b"\n")
+    atomic_io.write_bytes(folder / "README.md", "\n\n".join(parts).encode() + b"\n")
 
 
 def figure_data(rows: Sequence[Row], key: str) -> tuple[list[float], list[list[float]]]:

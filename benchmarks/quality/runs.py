@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samo import durable
 from samo.bench.rows import environment, reason
 from samo.errors import RunError
+from samo.utils import atomic_io
 
 __all__ = ["Job", "Kept", "Plan", "Row", "add_run_flags", "finish", "kept_rows"]
 
@@ -86,7 +86,7 @@ class Kept:
         """Keep a row, whatever happens afterwards."""
         self.rows.append(row)
         text = "".join(f"{json.dumps(row)}\n" for row in self.rows)
-        durable.write_bytes(self._path, text.encode())
+        atomic_io.write_bytes(self._path, text.encode())
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def kept_rows(folder: Path, settings: Any) -> Iterator[Kept]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with durable.locked(folder):
+        with atomic_io.locked(folder):
             # As JSON gives them back: rows are compared with those of earlier calls.
             plain = None if settings is None else dataclasses.asdict(settings)
             yield Kept(folder, None if plain is None else json.loads(json.dumps(plain)))

@@ -24,10 +24,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from samo.early_bird.settling import Settling
 from samo.errors import MaskError
-from samo.mask import Mask
-from samo.model_masks import Masks
+from samo.mask.mask import Mask
+from samo.mask.masks import Masks
+from samo.pruning.settling import Settling
 
 __all__ = ["ChannelTickets", "Channels", "find_channels"]
 

@@ -8,7 +8,7 @@ from benchmarks.quality import spreads
 from benchmarks.quality.figures import Curve, Figure, curves_figure, dots_figure
 from benchmarks.quality.pages import figure_data, write_page
 from samo.bench.rows import Table
-from samo.report.amounts import NOTHING, count, duration, percent, size
+from samo.utils.formatting import NOTHING, count, duration, percent, size
 
 __all__ = ["write"]
 

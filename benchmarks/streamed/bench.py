@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks.streamed.lines import LINES
 from benchmarks.streamed.page import read_rows, tabulate
-from samo import durable
 from samo.bench.rows import markdown
 from samo.bench.settings import StepConfig, command_line
+from samo.utils import atomic_io
 
 __all__ = ["run_line"]
 
@@ -75,7 +75,7 @@ def main() -> None:
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             text = "".join(f"{json.dumps(row)}\n" for row in rows)
-            durable.write_bytes(options.out, text.encode())
+            atomic_io.write_bytes(options.out, text.encode())
     print("\n" + markdown(tabulate(rows)), flush=True)
 
 

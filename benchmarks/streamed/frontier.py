@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
-from samo.report.amounts import count, percent
 from samo.report.theme import LIGHT, drawing, new_figure, place, to_png
+from samo.utils.formatting import count, percent
 
 __all__ = ["Figure", "draw", "frontier_figure"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.streamed.frontier import frontier_figure
 from benchmarks.streamed.lines import LINES
-from samo import durable
 from samo.bench.rows import Table, digits, markdown
 from samo.bench.settings import command_line
-from samo.report.amounts import NOTHING
+from samo.utils import atomic_io
+from samo.utils.formatting import NOTHING
 
 __all__ = ["merge", "read_rows", "tabulate", "write"]
 
@@ -58,12 +58,12 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
     """Write rows, page and figure."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    durable.write_bytes(folder / "rows.jsonl", text.encode())
+    atomic_io.write_bytes(folder / "rows.jsonl", text.encode())
     figure = frontier_figure([row for row in rows if row["line"] == "frontier"])
     if figure is not None:
         png, svg = figure
-        durable.write_bytes(folder / "frontier.png", png)
-        durable.write_bytes(folder / "frontier.svg", svg.encode())
+        atomic_io.write_bytes(folder / "frontier.png", png)
+        atomic_io.write_bytes(folder / "frontier.svg", svg.encode())
     lines = [name for name in LINES if any(row["line"] == name for row in rows)]
     parts = [
         "# Streamed and compiled weights",
@@ -79,7 +79,7 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
         *(["![Step time over peak memory](frontier.png)"] if figure is not None else []),
         "Every number, with its spread: rows.jsonl. `python -m benchmarks.streamed.page` makes the page from it.",
     ]
-    durable.write_bytes(folder / "README.md", "\n\n".join(parts).encode() + b"\n")
+    atomic_io.write_bytes(folder / "README.md", "\n\n".join(parts).encode() + b"\n")
 
 
 def _line(row: Row) -> tuple[str, ...]:

@@ -18,9 +18,8 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from samo.candidates import prunable as prunable
-    from samo.checkpoints.loading import load as load
-    from samo.checkpoints.saving import save as save
+    from samo.checkpoint.load import load as load, load_masks as load_masks
+    from samo.checkpoint.save import save as save
     from samo.core.compress import (
         compress_ as compress_,
         decompress_ as decompress_,
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
     from samo.core.groups import param_groups as param_groups
     from samo.core.optim import AdamW as AdamW
     from samo.core.remap import remap_ as remap_
-    from samo.dynamic.gradual import GradualPruning as GradualPruning
-    from samo.dynamic.sparse import DynamicSparse as DynamicSparse
-    from samo.early_bird.bird import EarlyBird as EarlyBird
+    from samo.distributed.mesh import mesh as mesh
     from samo.errors import (
         CheckpointError as CheckpointError,
         CompressionError as CompressionError,
@@ -44,32 +41,35 @@ if TYPE_CHECKING:
         SamoError as SamoError,
         TicketError as TicketError,
     )
-    from samo.mask import Mask as Mask
+    from samo.mask.mask import Mask as Mask
+    from samo.mask.masks import Masks as Masks
+    from samo.mask.prunable import prunable as prunable
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
-    from samo.model_masks import Masks as Masks
-    from samo.parallel.mesh import mesh as mesh
-    from samo.pipeline.api import Pipeline as Pipeline
-    from samo.pruning.choosing import prune as prune
+    from samo.pipeline.pipeline import Pipeline as Pipeline
+    from samo.pruning.dynamic import DynamicSparse as DynamicSparse
+    from samo.pruning.early_bird import EarlyBird as EarlyBird
+    from samo.pruning.gradual import GradualPruning as GradualPruning
+    from samo.pruning.prune import prune as prune
 
 __version__: Final = "0.2.0"
 
 _MODULES: Final = {
     "PeerError": "samo.errors",
-    "Pipeline": "samo.pipeline.api",
-    "mesh": "samo.parallel.mesh",
+    "Pipeline": "samo.pipeline.pipeline",
+    "mesh": "samo.distributed.mesh",
     "RunError": "samo.errors",
     "DataError": "samo.errors",
     "ConfigError": "samo.errors",
     "CheckpointError": "samo.errors",
     "AdamW": "samo.core.optim",
     "CompressionError": "samo.errors",
-    "EarlyBird": "samo.early_bird.bird",
-    "DynamicSparse": "samo.dynamic.sparse",
-    "GradualPruning": "samo.dynamic.gradual",
+    "EarlyBird": "samo.pruning.early_bird",
+    "DynamicSparse": "samo.pruning.dynamic",
+    "GradualPruning": "samo.pruning.gradual",
     "Ledger": "samo.memory.ledger",
-    "Mask": "samo.mask",
+    "Mask": "samo.mask.mask",
     "MaskError": "samo.errors",
-    "Masks": "samo.model_masks",
+    "Masks": "samo.mask.masks",
     "SamoError": "samo.errors",
     "TicketError": "samo.errors",
     "compress_": "samo.core.compress",
@@ -77,12 +77,13 @@ _MODULES: Final = {
     "dense_state_dict": "samo.core.compress",
     "masks": "samo.core.compress",
     "ledger": "samo.memory.ledger",
-    "load": "samo.checkpoints.loading",
+    "load": "samo.checkpoint.load",
+    "load_masks": "samo.checkpoint.load",
     "param_groups": "samo.core.groups",
-    "prunable": "samo.candidates",
-    "prune": "samo.pruning.choosing",
+    "prunable": "samo.mask.prunable",
+    "prune": "samo.pruning.prune",
     "remap_": "samo.core.remap",
-    "save": "samo.checkpoints.saving",
+    "save": "samo.checkpoint.save",
 }
 
 __all__ = sorted(_MODULES)

@@ -455,7 +455,7 @@ def test_shards_are_updated_as_whole_parameters(dims: tuple[int, ...]) -> None:
 # What a step costs the host ---------------------------------------------------------------------
 
 SOURCES = str(Path(samo.__file__).parent)
-MODELS = str(Path(SOURCES) / "models.py")
+MODELS = str(Path(SOURCES) / "models/gpt.py")
 
 
 def calls_of(action: Callable[[], object]) -> int:

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 import samo
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose, reference
 from samo.kernels.rounding import join, split
-from samo.mask import Mask
+from samo.mask.mask import Mask
 from tests.meters import assert_ulps, ignores_dynamo, small_gpt, tokens
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from samo.training.loop import train
+from samo.train.loop import train
 from tests.ranks import run_ranks
 from tests.test_training_ranks import lines, small, tensors, text, train_here
 

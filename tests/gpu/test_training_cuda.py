@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from samo.config import OptimConfig
-from samo.training.loop import resume, train
+from samo.train.config import OptimConfig
+from samo.train.loop import resume, train
 from tests.test_training import Watcher, lines, small, text
 
 __all__ = ["text"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from samo.bench.settings import Compile
-from samo.models import GPT
+from samo.models.gpt import GPT
 
 __all__ = []
 

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from samo import kernels
 from samo.core.compress import compress_
 from samo.core.optim import AdamW
-from samo.mask import Mask
+from samo.mask.mask import Mask
+from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
-from samo.model_masks import Masks
 
 __all__ = []
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from samo.bench.rows import Row, digits
-from samo.report.amounts import percent
 from samo.report.theme import LIGHT, drawing, new_figure, place, run_colour, run_dashes, to_png
+from samo.utils.formatting import percent
 
 __all__ = []
 

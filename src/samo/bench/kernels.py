@@ -13,15 +13,16 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from samo import bitmap, kernels
+from samo import kernels
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
 from samo.bench.settings import KernelsConfig
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.core.compress import compress_
 from samo.core.optim import AdamW
-from samo.mask import Mask
-from samo.model_masks import Masks
-from samo.report.amounts import percent
+from samo.mask import bitmap
+from samo.mask.mask import Mask
+from samo.mask.masks import Masks
+from samo.utils.formatting import percent
 
 __all__ = []
 

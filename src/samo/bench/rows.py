@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samo import durable
 from samo.bench.timing import spread
-from samo.environment import hardware, versions
 from samo.errors import RunError
-from samo.report.amounts import NOTHING, size
+from samo.utils import atomic_io
+from samo.utils.environment import hardware, versions
+from samo.utils.formatting import NOTHING, size
 
 __all__ = ["Row"]
 
@@ -172,7 +172,7 @@ class Results:
     def _writes(self, name: str, data: bytes) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            durable.write_bytes(self.folder / name, data)
+            atomic_io.write_bytes(self.folder / name, data)
         except OSError as error:
             raise RunError(
                 f"cannot write to '{self.folder}': {error.strerror}; choose another folder with --out"

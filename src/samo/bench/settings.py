@@ -7,9 +7,9 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from tyro.conf import arg
 
-from samo.config import Auto, OptionalPath
 from samo.errors import ConfigError, nearest
-from samo.shapes import ShapeName
+from samo.models.shapes import ShapeName
+from samo.train.config import Auto, OptionalPath
 
 __all__ = ["BenchConfig", "KernelsConfig", "StepConfig"]
 

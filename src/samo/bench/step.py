@@ -21,12 +21,12 @@ from samo.bench.contenders import Contender, bytes_a_parameter, maker
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
 from samo.bench.settings import Compile, StepConfig, contenders
 from samo.bench.timing import Clock, free, ratio, spread
-from samo.environment import hardware
 from samo.memory.ledger import Ledger
-from samo.models import GPT
-from samo.pruning.choosing import prune
-from samo.report.amounts import NOTHING, count
-from samo.shapes import SHAPES, GPTConfig, ShapeName
+from samo.models.gpt import GPT
+from samo.models.shapes import SHAPES, GPTConfig, ShapeName
+from samo.pruning.prune import prune
+from samo.utils.environment import hardware
+from samo.utils.formatting import NOTHING, count
 
 __all__ = []
 
@@ -363,7 +363,7 @@ def model_flops(shape: GPTConfig, tokens: int) -> float:
 
     Example:
         >>> from samo.bench.step import model_flops
-        >>> from samo.shapes import GPTConfig
+        >>> from samo.models.shapes import GPTConfig
         >>> model_flops(GPTConfig(num_layers=1, width=10, num_heads=1, context=5, vocab_size=7), 1)
         8220.0
     """

@@ -1,6 +1,6 @@
 """The command ``samo``: what can be typed, and where each command lives.
 
-Flags come from the same dataclasses as the Python API (`samo.config`). Nothing heavy is imported until
+Flags come from the same dataclasses as the Python API (`samo.train.config`). Nothing heavy is imported until
 the command is known, so that help is there at once.
 """
 
@@ -29,10 +29,10 @@ from tyro.constructors import (
 
 from samo import __version__
 from samo.bench.settings import KernelsConfig, StepConfig
-from samo.config import Auto, OptionalPath, TrainConfig
-from samo.config_files import read_toml
-from samo.config_mesh import in_any_grid, with_stages
 from samo.errors import ConfigError, PeerError, SamoError
+from samo.train.config import Auto, OptionalPath, TrainConfig
+from samo.train.config_files import read_toml
+from samo.train.config_mesh import in_any_grid, with_stages
 
 __all__ = ["main"]
 
@@ -208,7 +208,7 @@ def parse(arguments: Sequence[str]) -> Command:
                     f"--resume goes on with a run that has its settings and its folder already; leave "
                     f"out --{name}"
                 )
-        from samo.training.folder import RunFolder
+        from samo.train.folder import RunFolder
 
         base = in_any_grid(RunFolder.find(command.resume).config())
     else:

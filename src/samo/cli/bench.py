@@ -14,9 +14,9 @@ from samo.bench.rows import Results, Row, failures, slug
 from samo.bench.settings import QUESTIONS, check, command_line
 from samo.cli import Bench
 from samo.cli.tables import columns
-from samo.environment import hardware
 from samo.errors import ConfigError, RunError
-from samo.training.folder import check_free, free_folder
+from samo.train.folder import check_free, free_folder
+from samo.utils.environment import hardware
 
 __all__ = []
 

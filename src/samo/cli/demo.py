@@ -13,7 +13,11 @@ from rich.console import Console
 from samo.cli import Demo
 from samo.cli.display import Display
 from samo.cli.tables import columns
-from samo.config import (
+from samo.data.library import write_library_text
+from samo.report.findings import saved, tokens_per_s
+from samo.report.page import write_report
+from samo.report.runs import read_run
+from samo.train.config import (
     DataConfig,
     Mode,
     ModelConfig,
@@ -22,13 +26,9 @@ from samo.config import (
     RunConfig,
     TrainConfig,
 )
-from samo.data.library import write_library_text
-from samo.report.amounts import count, duration, loss, percent, plain, size
-from samo.report.findings import saved, tokens_per_s
-from samo.report.page import write_report
-from samo.report.runs import read_run
-from samo.training.folder import check_free, free_folder
-from samo.training.loop import Result, train
+from samo.train.folder import check_free, free_folder
+from samo.train.loop import Result, train
+from samo.utils.formatting import count, duration, loss, percent, plain, size
 
 __all__ = []
 

@@ -7,9 +7,9 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from samo.report.amounts import duration, size
-from samo.training import events
-from samo.training.events import Event
+from samo.train import events
+from samo.train.events import Event
+from samo.utils.formatting import duration, size
 
 __all__ = []
 

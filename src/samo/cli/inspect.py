@@ -12,7 +12,7 @@ from samo.cli import Inspect
 from samo.cli.tables import facts, mask_records, mask_table
 from samo.errors import CheckpointError, ConfigError
 from samo.report import grid
-from samo.report.amounts import count, duration, loss, percent, size
+from samo.utils.formatting import count, duration, loss, percent, size
 
 __all__ = []
 
@@ -66,7 +66,7 @@ def _machine() -> _Found:
     import torch
 
     from samo import kernels
-    from samo.environment import hardware, versions
+    from samo.utils.environment import hardware, versions
 
     found = _Found()
     for package, version in versions().items():
@@ -128,10 +128,10 @@ def _run(path: Path) -> _Found:
 
 
 def _checkpoint(path: Path, *, verify: bool) -> tuple[_Found, list[Table]]:
-    from samo import checkpoints
-    from samo.model_masks import Masks
+    from samo import checkpoint
+    from samo.checkpoint.load import load_masks
 
-    manifest = checkpoints.verify(path) if verify else checkpoints.read_manifest(path)
+    manifest = checkpoint.verify(path) if verify else checkpoint.read_manifest(path)
     found = _Found()
     found.add("checkpoint", str(path))
     found.add("written", f"{manifest.time:%Y-%m-%d %H:%M:%S} UTC by samo {manifest.samo_version}")
@@ -147,7 +147,7 @@ def _checkpoint(path: Path, *, verify: bool) -> tuple[_Found, list[Table]]:
         found.add("checksums", "all right", True)
     if not manifest.is_compressed:
         return found, []
-    masks = Masks.load(path)
+    masks = load_masks(path)
     found.records["tensors"] = mask_records(masks)
     return found, [mask_table(masks)]
 
@@ -163,9 +163,9 @@ def _check_no_text(path: Path) -> None:
 
 
 def _masks(path: Path) -> tuple[_Found, list[Table]]:
-    from samo.model_masks import Masks
+    from samo.checkpoint.load import load_masks
 
-    masks = Masks.load(path)
+    masks = load_masks(path)
     found = _Found()
     found.add("masks", str(path))
     found.add("fingerprint", masks.fingerprint())

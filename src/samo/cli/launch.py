@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from samo.cli import LAUNCH_FLAGS, LAUNCHED, Launch, Train, parse
-from samo.config import resolve
-from samo.config_mesh import MeshConfig, place
 from samo.errors import ConfigError
+from samo.train.config import resolve
+from samo.train.config_mesh import MeshConfig, place
 
 __all__ = []
 
@@ -49,8 +49,8 @@ def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     from samo.cli.agent import Agent, Fall
-    from samo.parallel.watch import PATIENCE_S
-    from samo.training.typed import LAUNCH
+    from samo.distributed.watchdog import PATIENCE_S
+    from samo.train.typed import LAUNCH
 
     logging.disable(logging.ERROR)  # it says in many lines what we say in one
     codes: list[int] = []

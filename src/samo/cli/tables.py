@@ -6,8 +6,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from samo.model_masks import Masks
-from samo.report.amounts import count, percent, plain
+from samo.mask.masks import Masks
+from samo.utils.formatting import count, percent, plain
 
 __all__ = []
 

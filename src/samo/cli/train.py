@@ -11,19 +11,19 @@ from rich.console import Console
 from samo.cli import Train
 from samo.cli.display import Display
 from samo.cli.tables import facts
-from samo.config import TrainConfig
 from samo.errors import RunError, SamoError
 from samo.report import grid
-from samo.report.amounts import loss, plain
 from samo.report.findings import held
 from samo.report.runs import read_run
-from samo.training.events import Event, Listener, Resumed, Started
-from samo.training.folder import RunFolder, free_folder
-from samo.training.launches import is_first_rank, is_restarted, num_ranks, restarted_folder
-from samo.training.loop import Result, resume, train
-from samo.training.ranks import Ranks
-from samo.training.starting import on_this_machine
-from samo.training.typed import go_on_line
+from samo.train.config import TrainConfig
+from samo.train.events import Event, Listener, Resumed, Started
+from samo.train.folder import RunFolder, free_folder
+from samo.train.launches import is_first_rank, is_restarted, num_ranks, restarted_folder
+from samo.train.loop import Result, resume, train
+from samo.train.ranks import Ranks
+from samo.train.starting import on_this_machine
+from samo.train.typed import go_on_line
+from samo.utils.formatting import loss, plain
 
 __all__ = []
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from samo.kernels import Kernels
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 if TYPE_CHECKING:
     from samo.core.weight import Weight

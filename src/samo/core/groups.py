@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samo.candidates import matching
 from samo.core.compress import named_weights
+from samo.mask.prunable import matching
 
 __all__ = ["param_groups"]
 

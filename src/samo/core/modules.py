@@ -17,7 +17,7 @@ from samo.core.dense import DenseWeight
 from samo.core.shards import placed_as, whole
 from samo.core.weight import WRITTEN, Weight, warn_of_pruned
 from samo.errors import CompressionError, MaskError
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 __all__ = []
 

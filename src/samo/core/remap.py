@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samo.arguments import optimizers_of
 from samo.core.compress import check_whole, masks_by_parameter, named_weights
 from samo.core.ranks import outdate_replicas
 from samo.core.transfer import move
 from samo.core.weight import STEPPED, Weight, mark_ragged
 from samo.errors import CompressionError, MaskError, nearest
 from samo.kernels.rounding import convert_rest, master_dtype, split
-from samo.mask import Mask
-from samo.model_masks import Masks
+from samo.mask.mask import Mask
+from samo.mask.masks import Masks
+from samo.utils.validation import optimizers_of
 
 __all__ = ["remap_"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from samo import bitmap
 from samo.kernels.reference import kept_pieces
-from samo.mask import Mask
+from samo.mask import bitmap
+from samo.mask.mask import Mask
 
 __all__ = []
 

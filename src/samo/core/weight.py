@@ -41,7 +41,7 @@ from samo.core.dense import (
 )
 from samo.core.streamed import LOCK as _LOCK, Handed, StreamedWeight
 from samo.errors import CompressionError
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 __all__ = []
 

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from samo import durable
 from samo.errors import DataError
+from samo.utils import atomic_io
 
 __all__ = ["write_library_text"]
 
@@ -63,4 +63,6 @@ def _read(path: Path) -> bytes:
 def _write(path: Path, data: bytes) -> None:
     if path.is_file() and path.read_bytes() == data:
         return  # tokens made from it stay valid
-    durable.write_bytes(path, data)  # another run may have the old file mapped: it must not shrink
+    atomic_io.write_bytes(
+        path, data
+    )  # another run may have the old file mapped: it must not shrink

@@ -27,7 +27,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 __all__ = []
 

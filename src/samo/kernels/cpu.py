@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, loops, reference
 from samo.kernels.corrections import count_step
 from samo.kernels.rounding import master_dtype, rest_dtype
 from samo.kernels.sizes import check_pair, has_plain_tensors, mask_of_copy, set_apart
-from samo.mask import Mask
+from samo.mask import bitmap
+from samo.mask.mask import Mask
 
 if numba.config.DISABLE_JIT:
     raise ImportError(

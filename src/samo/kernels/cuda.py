@@ -16,7 +16,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from samo import bitmap
 from samo.kernels import (
     AdamWSettings,
     AdamWUpdate,
@@ -44,7 +43,8 @@ from samo.kernels.tables import (
     with_gradients,
 )
 from samo.kernels.triton_parts import INTS, KINDS, SCALARS
-from samo.mask import Mask
+from samo.mask import bitmap
+from samo.mask.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 

@@ -34,7 +34,7 @@ from samo.kernels.tables import (
     with_gradients,
 )
 from samo.kernels.triton_parts import KINDS
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 __all__ = ["adamw_lean_"]
 

@@ -29,13 +29,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate, LeanUpdate
 from samo.kernels.corrections import count_step
 from samo.kernels.reference import adamw_values, flattened, pieces, put, refresh
 from samo.kernels.rounding import convert_rest, join, split
 from samo.kernels.sizes import check_update
-from samo.mask import Mask
+from samo.mask import bitmap
+from samo.mask.mask import Mask
 
 __all__ = ["adamw_lean_"]
 

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from samo import bitmap
 from samo.kernels import lean
 from samo.kernels.lean_numbers import invert, random_bits, to_code, to_float, to_signed_float
 from samo.kernels.triton_parts import (
@@ -39,6 +38,7 @@ from samo.kernels.triton_parts import (
     store_master,
     widen,
 )
+from samo.mask import bitmap
 
 __all__ = []
 

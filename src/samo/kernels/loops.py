@@ -14,7 +14,7 @@ from numba import carray, config, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from samo import bitmap
+from samo.mask import bitmap
 
 __all__ = []
 

@@ -8,8 +8,9 @@ itself; elsewhere they are opaque to it.
 import torch
 from torch import Tensor
 
-from samo import bitmap, kernels
-from samo.mask import Mask
+from samo import kernels
+from samo.mask import bitmap
+from samo.mask.mask import Mask
 
 __all__ = []
 

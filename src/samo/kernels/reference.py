@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from samo import bitmap
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.corrections import Corrections, count_step
 from samo.kernels.rounding import join, split
 from samo.kernels.sizes import check_pair, check_update
-from samo.mask import Mask
+from samo.mask import bitmap
+from samo.mask.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 

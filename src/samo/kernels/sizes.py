@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samo.kernels import AdamWUpdate
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 __all__ = []
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from samo.kernels import AdamWUpdate
 from samo.kernels.triton_parts import GRAD
-from samo.mask import Mask
+from samo.mask.mask import Mask
 
 __all__ = []
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from samo import bitmap
+from samo.mask import bitmap
 
 __all__ = []
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from samo.core.compress import masks as masks_of
 from samo.core.ranks import compare_masks
 from samo.errors import MaskError
-from samo.pipeline.schedules import check_schedule
 from samo.pipeline.tied import Tie
+from samo.pipeline.torch_schedules import check_schedule
 
 __all__ = []
 

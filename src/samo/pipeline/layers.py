@@ -147,7 +147,7 @@ def _gpt(model: Any) -> Layers:
 
 
 def _gpt_init(config: Any) -> Callable[[nn.Module], None]:
-    from samo.models import init_weights  # here, since not every pipeline holds a GPT
+    from samo.models.gpt import init_weights  # here, since not every pipeline holds a GPT
 
     return lambda module: init_weights(module, config)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from samo.errors import PeerError, SamoError, first_words
 from samo.pipeline.engine import Action, Engine, Message
 from samo.pipeline.timeline import Event, Pass
-from samo.pipeline.transport import Arrival, Transport, not_come
-from samo.pipeline.wire import DATA_KINDS, Packet, PacketKind
+from samo.pipeline.transport.base import Arrival, Transport, not_come
+from samo.pipeline.transport.wire import DATA_KINDS, Packet, PacketKind
 
 __all__ = ["Batch", "Runner"]
 

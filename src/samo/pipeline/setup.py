@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from samo.pipeline.gloo import GlooTransport
 from samo.pipeline.layers import Layers
-from samo.pipeline.nccl import NcclTransport
 from samo.pipeline.partition import parameter_costs, partition
 from samo.pipeline.stage import Chunk, Stage
 from samo.pipeline.tied import Tie
-from samo.pipeline.transport import Alone, Transport
+from samo.pipeline.transport.base import Alone, Transport
+from samo.pipeline.transport.gloo import GlooTransport
+from samo.pipeline.transport.nccl import NcclTransport
 
 __all__ = []
 

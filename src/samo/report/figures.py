@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from samo.memory.predict import KINDS
-from samo.report import amounts
 from samo.report.curves import Floats, smooth, spread, thin
 from samo.report.findings import Bar, Entry, tokens_per_s
 from samo.report.theme import LIGHT, new_figure, place, run_colour, run_dashes
+from samo.utils import formatting
 
 __all__ = []
 
@@ -72,7 +72,7 @@ def throughput_figure(shown: Sequence[Entry], size: Size) -> Figure:
     """Draw the tokens a second over the steps."""
     figure = new_figure(size.width, round(0.8 * size.height))
     fastest = max((rate for e in shown if (rate := tokens_per_s(e.run)) > 0), default=0.0)
-    draw_throughput(curve_axes(figure, size, shown, amounts.count(fastest)), shown, size)
+    draw_throughput(curve_axes(figure, size, shown, formatting.count(fastest)), shown, size)
     return figure
 
 
@@ -131,7 +131,7 @@ def draw_loss(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
         lows += raw[np.isfinite(raw)].tolist() if len(x) < 10 else seen[np.isfinite(seen)].tolist()
         end = run.last_eval.loss if run.last_eval else _last_finite(mean)
         if math.isfinite(end):
-            labels.append(EndLabel(entry=entry, y=end, text=amounts.loss(end)))
+            labels.append(EndLabel(entry=entry, y=end, text=formatting.loss(end)))
     if heights:
         low, high = min(lows), max([*heights, *lows] if len(heights) < 10 else heights)
         margin = 0.08 * (high - low) or 0.1
@@ -162,7 +162,7 @@ def draw_throughput(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
         if len(x) == 1:
             axes.plot(x, raw, "o", color=colour, markersize=4)
         if math.isfinite(rate := tokens_per_s(run)):
-            labels.append(EndLabel(entry=entry, y=rate, text=amounts.count(rate)))
+            labels.append(EndLabel(entry=entry, y=rate, text=formatting.count(rate)))
             highest = max(highest, float(np.nanpercentile(raw, 99)), rate)
     axes.set_ylim(0, 1.15 * highest or 1.0)
     finish(axes, shown, size, "tokens/s")
@@ -201,7 +201,7 @@ def draw_memory(axes: Axes, bars: Sequence[Bar], *, is_wide: bool, text_size: fl
         weight = "bold" if bar.is_measured else "normal"
         colour = LIGHT["ink"] if bar.entry is None else run_colour(bar.entry.place)
         axes.annotate(
-            amounts.shortened(bar.label, 30 if is_wide else 44),
+            formatting.shortened(bar.label, 30 if is_wide else 44),
             (0, middle if is_wide else row - 0.2),
             xytext=(-10 if is_wide else 0, 0),
             textcoords="offset points",
@@ -212,9 +212,9 @@ def draw_memory(axes: Axes, bars: Sequence[Bar], *, is_wide: bool, text_size: fl
             fontsize=text_size,
             annotation_clip=False,
         )
-        text = amounts.size(bar.total_bytes)
+        text = formatting.size(bar.total_bytes)
         if bar.num_params and is_wide:
-            text += f"   {amounts.three_digits(bar.total_bytes / bar.num_params)} B/param"
+            text += f"   {formatting.three_digits(bar.total_bytes / bar.num_params)} B/param"
         axes.annotate(
             text,
             (bar.total_bytes, middle),
@@ -264,7 +264,7 @@ def mark_prune_steps(axes: Axes, shown: Sequence[Entry]) -> None:
     if not steps:
         return
     first = [e.run for e in shown if e.run.prune is not None and e.run.prune.step == steps[0]]
-    at_first = {amounts.percent(run.prune.sparsity) for run in first if run.prune is not None}
+    at_first = {formatting.percent(run.prune.sparsity) for run in first if run.prune is not None}
     text = "pruned from here on" if any(run.is_pruned_in_steps for run in first) else "pruned"
     if all(run.observations for run in first):
         text = "ticket drawn, pruned"
@@ -290,7 +290,7 @@ def label_ends(axes: Axes, labels: Sequence[EndLabel], size: Size) -> None:
     pixels = axes.get_window_extent().height
     places = spread([label.y for label in labels], 15 * (high - low) / pixels, low, high)
     for label, y in zip(labels, places):
-        name = amounts.shortened(label.entry.label, size.label) + "  " if size.is_wide else ""
+        name = formatting.shortened(label.entry.label, size.label) + "  " if size.is_wide else ""
         axes.annotate(
             name + label.text,
             (1, y),

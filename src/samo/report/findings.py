@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from samo.memory.predict import Kind
-from samo.report import amounts, grid
+from samo.report import grid
 from samo.report.runs import Eval, Run, State
+from samo.utils import formatting
 
 __all__ = []
 
@@ -42,9 +43,9 @@ def entries(runs: Sequence[Run]) -> list[Entry]:
     names = Counter(run.name for run in runs)
     labels: list[str] = []
     for run in runs:
-        label = amounts.shortened(run.name, 60)
+        label = formatting.shortened(run.name, 60)
         if names[run.name] > 1:
-            label = f"{label} ({amounts.shortened(run.path.resolve().name, 30)})"
+            label = f"{label} ({formatting.shortened(run.path.resolve().name, 30)})"
         if label in labels:
             label = f"{label} #{len(labels) + 1}"
         labels.append(label)
@@ -92,11 +93,11 @@ def saved(run: Run) -> float | None:
 def held(run: Run) -> str:
     """Say what model state the run holds, where, and how much less that is than dense training's."""
     if run.state is None:
-        return amounts.NOTHING
+        return formatting.NOTHING
     less, where = saved(run), grid.holder(run)
     parts = [
-        f"{amounts.size(run.state.measured_bytes)}{where and ' '}{where}",
-        f"{amounts.percent(less)} less than dense training" if less and less > 0 else "",
+        f"{formatting.size(run.state.measured_bytes)}{where and ' '}{where}",
+        f"{formatting.percent(less)} less than dense training" if less and less > 0 else "",
         grid.largest(run) if run.num_stages > 1 else "",
     ]
     return ", ".join(filter(None, parts))
@@ -121,7 +122,7 @@ def status(run: Run) -> str:
     known = {"done": "finished", "interrupted": "interrupted", "failed": "failed"}
     if run.end is None:
         return "still running, or killed"
-    return known.get(run.end, amounts.shortened(run.end, 40))
+    return known.get(run.end, formatting.shortened(run.end, 40))
 
 
 def bars(shown: Sequence[Entry]) -> list[Bar]:
@@ -241,7 +242,7 @@ def summary(shown: Sequence[Entry]) -> str:
     """Say in one line what was run."""
     runs = [entry.run for entry in shown]
     counts = {run.num_params for run in runs}
-    of = f" of a model with {amounts.count(min(counts, key=str))} parameters"
+    of = f" of a model with {formatting.count(min(counts, key=str))} parameters"
     if len(counts) > 1 or None in counts:
         of = ""
     if len(runs) == 1:
@@ -250,22 +251,22 @@ def summary(shown: Sequence[Entry]) -> str:
         if layout := grid.ranks(run):
             parts.append(f"on {layout}")
         if run.prune is not None:
-            when = f"at step {amounts.count(run.prune.step)}"
+            when = f"at step {formatting.count(run.prune.step)}"
             if run.is_pruned_in_steps:
-                last = amounts.count(run.changes[-1].step)
-                when = f"from step {amounts.count(run.prune.step)} to {last}"
-            parts.append(f"pruned to {amounts.percent(run.prune.sparsity)} sparsity {when}")
+                last = formatting.count(run.changes[-1].step)
+                when = f"from step {formatting.count(run.prune.step)} to {last}"
+            parts.append(f"pruned to {formatting.percent(run.prune.sparsity)} sparsity {when}")
         tokens = run.steps.tokens[-1] if len(run.steps) else math.nan
-        length = f"{amounts.count(run.last_step)} steps"
+        length = f"{formatting.count(run.last_step)} steps"
         if math.isfinite(tokens):
-            length += f" ({amounts.count(tokens)} tokens)"
+            length += f" ({formatting.count(tokens)} tokens)"
         parts += [length, status(run)]
         line = ", ".join(parts)
     else:
         steps = {run.last_step for run in runs}
-        length = f"{amounts.count(max(steps))} steps"
+        length = f"{formatting.count(max(steps))} steps"
         if len(steps) > 1:
-            length = f"{amounts.count(min(steps))} to {length}"
+            length = f"{formatting.count(min(steps))} to {length}"
         line = f"{len(runs)} runs{of}, {length}"
     return line[0].upper() + line[1:] + "."
 
@@ -278,17 +279,17 @@ def loss_finding(shown: Sequence[Entry]) -> str:
         if run.prune is not None and last.step > run.prune.step:
             before = [e for e in run.evals[: run.prune.evals_before] if math.isfinite(e.loss)]
             text = (
-                f"At {amounts.percent(run.prune.sparsity)} sparsity the validation loss reaches "
-                f"{amounts.loss(last.loss)}"
+                f"At {formatting.percent(run.prune.sparsity)} sparsity the validation loss reaches "
+                f"{formatting.loss(last.loss)}"
             )
             return (
-                f"{text}; it was {amounts.loss(before[-1].loss)} before pruning" if before else text
+                f"{text}; it was {formatting.loss(before[-1].loss)} before pruning"
+                if before
+                else text
             )
-        return (
-            f"The validation loss is {amounts.loss(last.loss)} at step {amounts.count(last.step)}"
-        )
+        return f"The validation loss is {formatting.loss(last.loss)} at step {formatting.count(last.step)}"
     if len(judged) > 1:
-        losses = [amounts.loss(last.loss) for _, last in sorted(judged, key=lambda p: p[1].loss)]
+        losses = [formatting.loss(last.loss) for _, last in sorted(judged, key=lambda p: p[1].loss)]
         low, high = losses[0], losses[-1]
         if low == high:
             return f"All runs have the same validation loss, {low}"
@@ -296,13 +297,13 @@ def loss_finding(shown: Sequence[Entry]) -> str:
         verb = "has" if losses.count(low) == 1 else "have"
         return f"{best} {verb} the lowest validation loss, {low}; {worst} the highest, {high}"
     if len(shown) == 1 and math.isfinite(last_loss(shown[0].run)):
-        return f"The training loss is {amounts.loss(last_loss(shown[0].run))}; not evaluated yet"
+        return f"The training loss is {formatting.loss(last_loss(shown[0].run))}; not evaluated yet"
     return "Loss"
 
 
 def _having(judged: Sequence[tuple[Entry, Eval]], loss: str) -> str:
     """Name the runs with a loss, as far as it is written out."""
-    names = [entry.label for entry, last in judged if amounts.loss(last.loss) == loss]
+    names = [entry.label for entry, last in judged if formatting.loss(last.loss) == loss]
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
@@ -318,9 +319,11 @@ def memory_finding(shown: Sequence[Entry]) -> str:
     entry, state, held = min(stated, key=lambda item: item[2])
     name = _holder(entry, len(stated))
     where = grid.holder(entry.run)
-    text = f"{name} holds {amounts.size(held)}{where and ' '}{where}"
+    text = f"{name} holds {formatting.size(held)}{where and ' '}{where}"
     return (
-        f"{text}, dense training {amounts.size(state.dense_bytes)}" if state.dense_bytes else text
+        f"{text}, dense training {formatting.size(state.dense_bytes)}"
+        if state.dense_bytes
+        else text
     )
 
 
@@ -330,11 +333,11 @@ def throughput_finding(shown: Sequence[Entry]) -> str:
     if not rated:
         return "Throughput"
     if len(rated) == 1:
-        return f"{amounts.count(rated[0][1])} tokens/s"
+        return f"{formatting.count(rated[0][1])} tokens/s"
     rated.sort(key=lambda pair: -pair[1])
     # No ratio: runs made at different times had the machine to themselves or not.
     (_, high), (_, low) = rated[0], rated[-1]
-    return f"{amounts.count(low)} to {amounts.count(high)} tokens/s"
+    return f"{formatting.count(low)} to {formatting.count(high)} tokens/s"
 
 
 # Numbers of the table
@@ -354,48 +357,48 @@ class Quantity:
 
 
 QUANTITIES: Final = (
-    Quantity(name="parameters", value=lambda run: run.num_params, write=amounts.count),
+    Quantity(name="parameters", value=lambda run: run.num_params, write=formatting.count),
     Quantity(
         name="sparsity of pruned tensors",
         value=lambda run: run.prune.sparsity if run.prune else None,
-        write=amounts.percent,
+        write=formatting.percent,
     ),
-    Quantity(name="steps", value=lambda run: run.last_step, write=amounts.count),
-    Quantity(name="tokens", value=lambda run: _last(run.steps.tokens), write=amounts.count),
-    Quantity(name="training loss", value=last_loss, write=amounts.loss, best=min),
+    Quantity(name="steps", value=lambda run: run.last_step, write=formatting.count),
+    Quantity(name="tokens", value=lambda run: _last(run.steps.tokens), write=formatting.count),
+    Quantity(name="training loss", value=last_loss, write=formatting.loss, best=min),
     Quantity(
         name="validation loss",
         value=lambda run: run.last_eval.loss if run.last_eval else None,
-        write=amounts.loss,
+        write=formatting.loss,
         best=min,
     ),
     Quantity(
         name="perplexity",
         value=lambda run: run.last_eval.perplexity if run.last_eval else None,
-        write=amounts.three_digits,
+        write=formatting.three_digits,
         best=min,
     ),
     Quantity(
         name="model state",
         value=lambda run: run.state.measured_bytes if run.state else None,
-        write=amounts.size,
+        write=formatting.size,
         best=min,
     ),
-    Quantity(name="state, B/param", value=bytes_per_param, write=amounts.three_digits, best=min),
-    Quantity(name="saved against dense", value=saved, write=amounts.percent, best=max),
-    Quantity(name="tokens/s", value=tokens_per_s, write=amounts.count, best=max),
-    Quantity(name="step, ms", value=step_ms, write=amounts.three_digits, best=min),
+    Quantity(name="state, B/param", value=bytes_per_param, write=formatting.three_digits, best=min),
+    Quantity(name="saved against dense", value=saved, write=formatting.percent, best=max),
+    Quantity(name="tokens/s", value=tokens_per_s, write=formatting.count, best=max),
+    Quantity(name="step, ms", value=step_ms, write=formatting.three_digits, best=min),
     Quantity(
         name="memory in use",
         value=lambda run: _last(run.steps.memory_bytes),
-        write=amounts.size,
+        write=formatting.size,
         best=min,
         is_of_first_rank=True,
     ),
     Quantity(
-        name="checkpoint", value=lambda run: run.checkpoint_bytes, write=amounts.size, best=min
+        name="checkpoint", value=lambda run: run.checkpoint_bytes, write=formatting.size, best=min
     ),
-    Quantity(name="training time", value=lambda run: run.elapsed_s, write=amounts.duration),
+    Quantity(name="training time", value=lambda run: run.elapsed_s, write=formatting.duration),
 )
 
 

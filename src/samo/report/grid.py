@@ -1,7 +1,7 @@
 """The ranks of a run in words: how many, in which grid, and what each of them holds."""
 
-from samo.report import amounts
 from samo.report.runs import Run
+from samo.utils import formatting
 
 __all__ = []
 
@@ -36,4 +36,4 @@ def holder(run: Run) -> str:
 def largest(run: Run) -> str:
     """Say what the rank holds that holds most; empty for one process, and where it is not known."""
     sizes = run.state.rank_bytes if run.state is not None else ()
-    return f"largest rank {amounts.size(max(sizes))}" if len(sizes) > 1 else ""
+    return f"largest rank {formatting.size(max(sizes))}" if len(sizes) > 1 else ""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from samo.report import amounts
 from samo.report.findings import Entry
 from samo.report.runs import Run
+from samo.utils import formatting
 
 __all__ = []
 
@@ -16,7 +16,7 @@ def ticket_finding(run: Run) -> str:
     apart = "one look so far" if largest is None else f"distance {largest:.3f}"
     if run.prune is None:
         return f"Masks have not settled so far: {apart}, threshold {last.threshold:g}"
-    step = amounts.count(run.prune.step)
+    step = formatting.count(run.prune.step)
     if run.prune.reason == "settled":
         return (
             f"The ticket was drawn at step {step}: the last {last.queue} masks agree, {apart} at most, "
@@ -33,19 +33,17 @@ def change_finding(shown: Sequence[Entry]) -> str:
     run = shown[0].run
     assert run.prune is not None
     number = f"{len(run.changes):,} change{'' if len(run.changes) == 1 else 's'}"
-    last = amounts.count(run.changes[-1].step)
+    last = formatting.count(run.changes[-1].step)
     who = f"{shown[0].label}: " if len(shown) > 1 else ""
     if run.is_pruned_in_steps:
-        sparsity = amounts.percent(run.prune.sparsity)
+        sparsity = formatting.percent(run.prune.sparsity)
         text = f"{number} of the masks, to {sparsity} sparsity at step {last}"
     else:
         shares = [change.replaced for change in run.changes]
         text = (
-            f"{number} of the masks replaced {amounts.percent(shares[0])} of the kept weights at first "
-            f"and {amounts.percent(shares[-1])} at step {last}"
+            f"{number} of the masks replaced {formatting.percent(shares[0])} of the kept weights at first "
+            f"and {formatting.percent(shares[-1])} at step {last}"
         )
         if len(shares) == 1:
-            text = (
-                f"{number} of the masks replaced {amounts.percent(shares[0])} of the kept weights"
-            )
+            text = f"{number} of the masks replaced {formatting.percent(shares[0])} of the kept weights"
     return who + text

@@ -10,12 +10,12 @@ from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Affine2D
 
-from samo.report import amounts
 from samo.report.figures import EndLabel, Size, curve_axes, finish, label_ends
 from samo.report.findings import Entry
 from samo.report.mask_events import Observation, square
 from samo.report.runs import Run
 from samo.report.theme import LIGHT, new_figure, place, run_colour, run_dashes
+from samo.utils import formatting
 
 __all__ = []
 
@@ -167,7 +167,7 @@ def _mark_draw(axes: Axes, run: Run, height: float) -> None:
     axes.plot([run.prune.step], [height], "o", color=LIGHT["ink"], markersize=6, zorder=5)
     why = "settled" if run.prune.reason == "settled" else "limit"
     axes.annotate(
-        f"drawn at step {amounts.count(run.prune.step)}: {why}",
+        f"drawn at step {formatting.count(run.prune.step)}: {why}",
         (run.prune.step, 1),
         xycoords=("data", "axes fraction"),
         xytext=(-5, -3),
@@ -231,10 +231,10 @@ def change_figure(shown: Sequence[Entry], size: Size) -> Figure:
             axes.vlines(x, 0, y, color=colour, linewidth=2.0, alpha=0.5)
             axes.plot(x, y, "o", color=colour, markersize=4.5)
         highest = max(highest, *y)
-        labels.append(EndLabel(entry=entry, y=y[-1], text=amounts.percent(y[-1])))
+        labels.append(EndLabel(entry=entry, y=y[-1], text=formatting.percent(y[-1])))
     axes.set_ylim(0, 1.0 if is_sparser else 1.15 * highest or 1.0)
     finish(axes, shown, size, "pruned" if is_sparser else "kept weights replaced")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amounts.percent(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formatting.percent(value)))
     label_ends(axes, labels, size)
     return figure
 

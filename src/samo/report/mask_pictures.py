@@ -20,13 +20,13 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from samo.errors import SamoError
-from samo.report import amounts
 from samo.report.figures import Size
 from samo.report.theme import LIGHT, new_figure, place
+from samo.utils import formatting
 
 if TYPE_CHECKING:
-    from samo.mask import Mask
-    from samo.model_masks import Masks
+    from samo.mask.mask import Mask
+    from samo.mask.masks import Masks
 
 __all__ = []
 
@@ -86,10 +86,10 @@ def read_masks(run: Path) -> MaskView | str:
     path = run / "masks.safetensors"
     if not path.exists():
         return "there is no masks.safetensors"
-    from samo.model_masks import Masks
+    from samo.checkpoint.load import load_masks
 
     try:
-        return _view(Masks.load(path))
+        return _view(load_masks(path))
     except (SamoError, OSError) as error:
         return str(error)
 
@@ -167,7 +167,7 @@ def density_map(
 
 
 def _bits(mask: "Mask", start: int, number: int) -> NDArray[np.bool_]:
-    from samo import bitmap
+    from samo.mask import bitmap
 
     aligned = start // bitmap.WORD_BITS * bitmap.WORD_BITS
     bits = bitmap.unpack(mask.words, aligned, start + number)[start - aligned :]
@@ -190,12 +190,12 @@ def finding(tensors: Sequence[Tensor]) -> str:
     """Say how the sparsity is spread over the tensors."""
     low = min(tensors, key=lambda tensor: tensor.sparsity)
     high = max(tensors, key=lambda tensor: tensor.sparsity)
-    if amounts.percent(low.sparsity) == amounts.percent(high.sparsity):
+    if formatting.percent(low.sparsity) == formatting.percent(high.sparsity):
         each = f"All {len(tensors):,} pruned tensors are" if len(tensors) > 1 else "One tensor is"
-        return f"{each} {amounts.percent(low.sparsity)} sparse"
+        return f"{each} {formatting.percent(low.sparsity)} sparse"
     return (
-        f"Sparsity runs from {amounts.percent(low.sparsity)} in {low.name} to "
-        f"{amounts.percent(high.sparsity)} in {high.name}"
+        f"Sparsity runs from {formatting.percent(low.sparsity)} in {low.name} to "
+        f"{formatting.percent(high.sparsity)} in {high.name}"
     )
 
 
@@ -208,7 +208,7 @@ def sparsity_figure(tensors: Sequence[Tensor], size: Size) -> Figure:
 
 def _bars(tensors: Sequence[Tensor], size: Size) -> Figure:
     letters = 30 if size.is_wide else 44
-    names = [amounts.shortened(tensor.name, letters) for tensor in tensors]
+    names = [formatting.shortened(tensor.name, letters) for tensor in tensors]
     pitch = 24 if size.is_wide else 38
     figure = new_figure(size.width, pitch * len(tensors) + 26)
     left = 14 + 6.9 * max(map(len, names)) if size.is_wide else 0
@@ -309,7 +309,7 @@ def _heat_map(
     kinds: Sequence[str], layers: Sequence[str], cells: Mapping[tuple[str, str], Tensor], size: Size
 ) -> Figure:
     letters = 26 if size.is_wide else 14
-    names = [amounts.shortened(kind, letters) for kind in kinds]
+    names = [formatting.shortened(kind, letters) for kind in kinds]
     left = 14 + 6.9 * max(map(len, names))
     pitch = 30
     figure = new_figure(size.width, pitch * len(kinds) + 62)

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from samo import durable
 from samo.errors import ConfigError, RunError
 from samo.report import findings, mask_sections, sections
 from samo.report.css import style_sheet
@@ -14,6 +13,7 @@ from samo.report.parts import escaped, listed
 from samo.report.poster import poster
 from samo.report.runs import read_run
 from samo.report.theme import drawing, to_png
+from samo.utils import atomic_io
 
 __all__ = []
 
@@ -75,7 +75,7 @@ def _check_place(out: Path) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     try:
-        durable.write_bytes(path, content)
+        atomic_io.write_bytes(path, content)
     except OSError as error:
         raise RunError(
             f"cannot write '{path}': {error.strerror or error}; give a place that can be written to"

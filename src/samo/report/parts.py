@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from matplotlib.figure import Figure
 
-from samo.report import amounts
 from samo.report.figures import NARROW, WIDE, Size
 from samo.report.findings import Entry
 from samo.report.theme import RUN_COLOURS, drawing, to_svg
+from samo.utils import formatting
 
 __all__ = []
 
@@ -57,7 +57,7 @@ def colour_of(entry: Entry) -> str:
 
 def escaped(value: object) -> str:
     """Write anything as text that HTML takes for nothing else."""
-    return html.escape(" ".join(amounts.plain(str(value)).split()))
+    return html.escape(" ".join(formatting.plain(str(value)).split()))
 
 
 def listed(names: Sequence[str]) -> str:

@@ -8,10 +8,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from samo.memory.predict import KINDS
-from samo.report import amounts, findings
+from samo.report import findings
 from samo.report.figures import WIDE, draw_loss, draw_memory, draw_throughput, label_room
 from samo.report.findings import Bar, Entry
 from samo.report.theme import KIND_NAMES, LIGHT, new_figure, place
+from samo.utils import formatting
 
 __all__ = []
 
@@ -23,11 +24,11 @@ _MOST_BARS: Final = 8
 def poster(shown: Sequence[Entry]) -> Figure:
     """Draw the picture: the losses to the left, memory and throughput to the right."""
     figure = new_figure(_WIDTH, _HEIGHT)
-    names = ", ".join(amounts.shortened(entry.label, 24) for entry in shown[:4])
+    names = ", ".join(formatting.shortened(entry.label, 24) for entry in shown[:4])
     if len(shown) > 4:
         names += f" and {len(shown) - 4} more"
     _write(figure, names, 36, 34, size=20, weight="bold")
-    _write(figure, amounts.shortened(findings.summary(shown), 150), 36, 66, role="muted")
+    _write(figure, formatting.shortened(findings.summary(shown), 150), 36, 66, role="muted")
     label = min(18, max(len(entry.label) for entry in shown))
     size = replace(WIDE, label=label)
     end = label_room(size, shown, "00,000")
@@ -55,7 +56,7 @@ def _memory(figure: Figure, bars: Sequence[Bar], shown: Sequence[Entry]) -> None
     axes = place(figure, left=860, right=175, top=164, bottom=_HEIGHT - 396)
     draw_memory(
         axes,
-        [replace(bar, label=amounts.shortened(bar.label, 26)) for bar in bars],
+        [replace(bar, label=formatting.shortened(bar.label, 26)) for bar in bars],
         is_wide=True,
         text_size=11.5,
     )
@@ -70,7 +71,7 @@ def _most_telling(bars: Sequence[Bar]) -> list[Bar]:
 
 def _title(figure: Figure, text: str, x: float, y: float) -> None:
     size = 13 if len(text) <= 66 else 11.5
-    _write(figure, amounts.shortened(text, 84), x, y, size=size, weight="bold")
+    _write(figure, formatting.shortened(text, 84), x, y, size=size, weight="bold")
 
 
 def _write(

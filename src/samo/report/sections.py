@@ -7,12 +7,13 @@ from functools import partial
 from typing import Final
 
 from samo.memory.predict import KINDS
-from samo.report import amounts, findings, grid, mask_pictures
+from samo.report import findings, grid, mask_pictures
 from samo.report.figures import loss_figure, memory_figure, throughput_figure
 from samo.report.findings import QUANTITIES, Entry
 from samo.report.mask_pictures import MaskView, Picture, sparsity_figure
 from samo.report.parts import colour_of, escaped, figure, listed, role, run_key, section
 from samo.report.theme import KIND_NAMES
+from samo.utils import formatting
 
 __all__ = []
 
@@ -46,7 +47,7 @@ def card(entry: Entry) -> str:
     about = [run.mode if run.mode != entry.label else "", run.dtype, findings.status(run)]
     about.insert(2, grid.ranks(run))
     if run.prune is not None:
-        about.insert(1, f"{amounts.percent(run.prune.sparsity)} sparse")
+        about.insert(1, f"{formatting.percent(run.prune.sparsity)} sparse")
     loss = findings.last_loss(run)
     held = run.state.measured_bytes if run.state else None
     per_param, saved = findings.bytes_per_param(run), findings.saved(run)
@@ -56,30 +57,30 @@ def card(entry: Entry) -> str:
         (
             (
                 "validation loss",
-                amounts.loss(last.loss),
-                f"perplexity {amounts.three_digits(last.perplexity)}",
+                formatting.loss(last.loss),
+                f"perplexity {formatting.three_digits(last.perplexity)}",
             )
             if last
-            else ("training loss", amounts.loss(loss), "not evaluated")
+            else ("training loss", formatting.loss(loss), "not evaluated")
         ),
         (
             "model state",
-            amounts.size(held),
+            formatting.size(held),
             "no ledger in this run"
             if held is None
             else ", ".join(
-                filter(None, [f"{amounts.three_digits(per_param)} B/param", grid.largest(run)])
+                filter(None, [f"{formatting.three_digits(per_param)} B/param", grid.largest(run)])
             ),
         ),
         (
             "saved against dense",
-            amounts.percent(saved),
-            "" if dense is None else f"of {amounts.size(dense)}",
+            formatting.percent(saved),
+            "" if dense is None else f"of {formatting.size(dense)}",
         ),
         (
             "tokens/s",
-            amounts.count(findings.tokens_per_s(run)),
-            f"{amounts.three_digits(ms)} ms a step" if math.isfinite(ms) else "",
+            formatting.count(findings.tokens_per_s(run)),
+            f"{formatting.three_digits(ms)} ms a step" if math.isfinite(ms) else "",
         ),
     ]
     cells = "".join(
@@ -197,7 +198,7 @@ def _mask_picture(picture: Picture) -> str:
         '<div class="pair">'
         f'<div><img src="{picture.map_url}" alt="density map of {name}" style="aspect-ratio:{ratio:.3f}">'
         f"<figcaption>{picture.rows:,} x {picture.columns:,} weights; blocks of {high} x {wide} keep "
-        f"{amounts.percent(picture.lowest)} to {amounts.percent(picture.highest)}</figcaption></div>"
+        f"{formatting.percent(picture.lowest)} to {formatting.percent(picture.highest)}</figcaption></div>"
         f'<div><img src="{picture.zoom_url}" alt="first bits of the mask of {name}" '
         f'style="aspect-ratio:{min(3.0, max(1 / 3, columns / rows)):.3f}">'
         f"<figcaption>rows 0-{rows - 1}, columns 0-{columns - 1}</figcaption></div></div></figure>"
@@ -206,7 +207,7 @@ def _mask_picture(picture: Picture) -> str:
 
 def comparison(shown: Sequence[Entry]) -> Iterable[str]:
     """Put the numbers of all runs side by side."""
-    body = [_row("mode", [escaped(entry.run.mode or amounts.NOTHING) for entry in shown])]
+    body = [_row("mode", [escaped(entry.run.mode or formatting.NOTHING) for entry in shown])]
     if any(entry.run.is_on_many_ranks for entry in shown):
         body.append(_row("ranks", [escaped(grid.ranks(entry.run) or "1") for entry in shown]))
     for quantity in QUANTITIES:
@@ -247,12 +248,12 @@ def samples(shown: Sequence[Entry]) -> Iterable[str]:
         return
     parts = []
     for entry, sample in written:
-        text = amounts.plain(sample.text)
+        text = formatting.plain(sample.text)
         if len(text) > _SAMPLE_LETTERS:
             text = text[:_SAMPLE_LETTERS] + " ..."
         parts.append(
             f'<h3 style="color:var({role(entry)})">{escaped(entry.label)}, step '
-            f"{amounts.count(sample.step)}</h3><pre>{html.escape(text)}</pre>"
+            f"{formatting.count(sample.step)}</h3><pre>{html.escape(text)}</pre>"
         )
     finding = "What the model writes" if len(written) == 1 else "What the models write"
     yield from section("Sample", finding, "".join(parts))
@@ -266,7 +267,7 @@ def settings(shown: Sequence[Entry]) -> Iterable[str]:
     differ = [key for key in keys if len({config.get(key) for config in configs}) > 1]
     if differ:
         body = "".join(
-            _row(escaped(key), [escaped(config.get(key, amounts.NOTHING)) for config in configs])
+            _row(escaped(key), [escaped(config.get(key, formatting.NOTHING)) for config in configs])
             for key in differ
         )
         parts.append(f"<h3>Settings that differ</h3>{_table(shown, body)}<br>")

@@ -1,6 +1,0 @@
-"""Checkpoints: what `samo.save` writes and `samo.load` reads, and what can be asked without torch."""
-
-from samo.checkpoints.folder import copy, verify
-from samo.checkpoints.manifest import DataFile, Manifest, read_manifest
-
-__all__ = ["DataFile", "Manifest", "copy", "read_manifest", "verify"]

@@ -1,0 +1,3 @@
+"""Models of other libraries."""
+
+__all__ = []

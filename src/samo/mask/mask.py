@@ -1,0 +1,303 @@
+"""Which weights of one tensor are kept: `Mask`.
+
+A mask is stored as bits, never as booleans and never as "the weight is not zero": a kept weight may
+be exactly 0 and must stay trainable. ``bitmap.py`` has the layout.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from samo.errors import MaskError
+from samo.mask import bitmap
+
+__all__ = ["Mask"]
+
+
+class Mask:
+    """The kept entries of one tensor, one bit each.
+
+    Example:
+        >>> import torch, samo
+        >>> mask = samo.Mask.from_bool(torch.tensor([[True, False, False], [False, True, True]]))
+        >>> mask
+        Mask(2x3, 3 of 6 kept, sparsity 0.500)
+        >>> mask.to_bool()
+        tensor([[ True, False, False],
+                [False,  True,  True]])
+
+    Args:
+        shape: Shape of the dense tensor.
+        words: Its bits in flat (row-major) order, int32, as ``bitmap.py`` describes.
+
+    Raises:
+        ValueError: ``shape`` is negative, or ``words`` has the wrong type or size, or bits set past
+            the last weight.
+    """
+
+    __slots__ = ("_fingerprint", "_firsts", "kept", "numel", "offsets", "shape", "words")
+
+    def __init__(self, shape: Iterable[int], words: Tensor) -> None:
+        self.shape: Final = tuple(shape)
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"a mask cannot have shape {self.shape}; sizes are 0 or more")
+        self.numel: Final = math.prod(self.shape)
+        expected = bitmap.num_words(self.numel)
+        if words.dtype != torch.int32 or words.shape != (expected,):
+            raise ValueError(
+                f"a mask of {self.numel:,} weights needs {expected:,} int32 words, got "
+                f"{tuple(words.shape)} of {words.dtype}; build masks with Mask.from_bool(tensor)"
+            )
+        if self.numel % (2 * bitmap.WORD_BITS) and bool(
+            bitmap.unpack(words, self.numel // 32 * 32, expected * 32)[self.numel % 32 :].any()
+        ):
+            raise ValueError(
+                f"a mask of {self.numel:,} weights has bits set past its last weight; "
+                "build masks with Mask.from_bool(tensor)"
+            )
+        self.words: Final = words.clone(memory_format=torch.contiguous_format)
+        self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
+        self._fingerprint: str | None = None
+        self._firsts: list[int] | None = None
+
+    @classmethod
+    def from_parts(cls, shape: Iterable[int], words: Tensor, offsets: Tensor, kept: int) -> "Mask":
+        """Put a mask together again from its own parts, which are not copied or checked.
+
+        Example:
+            >>> import torch, samo
+            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
+            >>> samo.Mask.from_parts(mask.shape, mask.words, mask.offsets, mask.kept) == mask
+            True
+        """
+        mask = object.__new__(cls)
+        mask.shape = tuple(shape)  # type: ignore[misc]
+        mask.numel = math.prod(mask.shape)  # type: ignore[misc]
+        mask.words, mask.offsets, mask.kept = words, offsets, kept  # type: ignore[misc]
+        mask._fingerprint = mask._firsts = None
+        return mask
+
+    @classmethod
+    def from_bool(cls, keep: Tensor) -> "Mask":
+        """Build a mask from a boolean tensor, True where the weight is kept.
+
+        Example:
+            >>> import torch, samo
+            >>> samo.Mask.from_bool(torch.eye(4, dtype=torch.bool)).kept
+            4
+
+        Raises:
+            TypeError: ``keep`` is not boolean (a tensor of 0 and 1 is easily taken for weights).
+        """
+        if keep.dtype != torch.bool:
+            raise TypeError(
+                f"Mask.from_bool takes a boolean tensor, got {keep.dtype}; "
+                "say which entries are kept, for example `scores > threshold`"
+            )
+        words = torch.empty(bitmap.num_words(keep.numel()), dtype=torch.int32, device=keep.device)
+        bitmap.pack(keep.reshape(-1), words)
+        return cls(keep.shape, words)
+
+    @classmethod
+    def whole(cls, shape: Iterable[int], device: torch.device | str = "cpu") -> "Mask":
+        """Build a mask that keeps everything.
+
+        Example:
+            >>> import samo
+            >>> samo.Mask.whole((2, 3))
+            Mask(2x3, 6 of 6 kept, sparsity 0.000)
+        """
+        shape = tuple(shape)
+        numel = math.prod(shape)
+        words = torch.full((bitmap.num_words(numel),), -1, dtype=torch.int32, device=device)
+        tail = numel // (2 * bitmap.WORD_BITS) * 2 * bitmap.WORD_BITS
+        if tail < numel:
+            bitmap.pack(torch.ones(numel - tail, dtype=torch.bool, device=device), words, tail)
+        return cls(shape, words)
+
+    def to_bool(self) -> Tensor:
+        """Return the mask as a boolean tensor of its shape: 1 byte a weight, for looking at.
+
+        Example:
+            >>> import torch, samo
+            >>> samo.Mask.from_bool(torch.tensor([True, False])).to_bool()
+            tensor([ True, False])
+        """
+        return bitmap.unpack(self.words, 0, self.numel).view(self.shape)
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the entries that are pruned."""
+        return 1.0 - self.kept / self.numel if self.numel else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: words and block counts."""
+        return self.words.nbytes + self.offsets.nbytes
+
+    def to(self, device: torch.device | str) -> "Mask":
+        """Return this mask on another device (itself if it is there already).
+
+        Example:
+            >>> import torch, samo
+            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
+            >>> mask.to("cpu") is mask
+            True
+        """
+        words = self.words.to(device)
+        return self if words is self.words else Mask(self.shape, words)
+
+    def part(self, index: int) -> "tuple[int, Mask] | None":
+        """Return the mask of one entry along the first dimension, and how many are kept before it.
+
+        None if its bits do not begin and end with blocks: they cannot be looked at alone then.
+
+        Example:
+            >>> import torch, samo
+            >>> keep = torch.zeros(3, 32, 64, dtype=torch.bool)
+            >>> keep[:, :, 0] = True
+            >>> samo.Mask.from_bool(keep).part(2)
+            (64, Mask(32x64, 32 of 2,048 kept, sparsity 0.984))
+        """
+        count = self.shape[0] if len(self.shape) > 1 else 0
+        size = self.numel // count if count else 0
+        if not size or size % bitmap.BLOCK_BITS or not -count <= index < count:
+            return None
+        index, blocks = index % count, size // bitmap.BLOCK_BITS
+        if self._firsts is None:
+            self._firsts = [*self.offsets[::blocks].tolist(), self.kept]
+        first, last = self._firsts[index : index + 2]
+        words = self.words[index * blocks * bitmap.BLOCK_WORDS :][: blocks * bitmap.BLOCK_WORDS]
+        offsets = self.offsets[index * blocks :][:blocks] - first
+        return first, Mask.from_parts(self.shape[1:], words, offsets, last - first)
+
+    def zero_(self, dense: Tensor) -> Tensor:
+        """Set the pruned entries of ``dense`` to exactly 0, in place.
+
+        Example:
+            >>> import torch, samo
+            >>> mask = samo.Mask.from_bool(torch.tensor([True, False, True]))
+            >>> mask.zero_(torch.tensor([1.0, float("nan"), 3.0]))
+            tensor([1., 0., 3.])
+
+        Raises:
+            MaskError: ``dense`` has another shape.
+        """
+        self._check_shape(tuple(dense.shape))
+        flat = dense.detach().reshape(-1)  # a view, or a copy where the strides allow none
+        for start, stop in bitmap.chunks(self.numel):
+            flat[start:stop].masked_fill_(~bitmap.unpack(self.words, start, stop), 0)
+        if not dense.is_contiguous():
+            dense.detach().copy_(flat.view(self.shape))
+        return dense
+
+    def hamming(self, other: "Mask") -> float:
+        """Return the fraction of entries on which two masks differ.
+
+        Example:
+            >>> import torch, samo
+            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
+            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
+            >>> a.hamming(b)
+            0.5
+        """
+        return share_different(self.common(other), self.kept + other.kept, self.numel)
+
+    def distance(self, other: "Mask") -> float:
+        """Return the share of the kept entries that two masks do not have in common.
+
+        This is ``1 - |A and B| / kept``. Unlike `hamming` it means the same at any sparsity: two
+        random masks at sparsity 0.9 differ in only 18 % of their bits but in 90 % of what they keep.
+
+        Example:
+            >>> import torch, samo
+            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
+            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
+            >>> a.distance(b)
+            0.5
+        """
+        return share_apart(self.common(other), max(self.kept, other.kept))
+
+    def common(self, other: "Mask") -> int:
+        """Count the entries that two masks both keep.
+
+        Example:
+            >>> import torch, samo
+            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
+            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
+            >>> a.common(b)
+            1
+
+        Raises:
+            MaskError: The masks have different shapes.
+        """
+        return bitmap.count_common(self.words, self._words_of(other))
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of shape and bits: equal masks, and only those, have equal ones.
+
+        Example:
+            >>> import torch, samo
+            >>> samo.Mask.from_bool(torch.tensor([True, False])).fingerprint()[:12]
+            'dad49eb0cd94'
+        """
+        if self._fingerprint is None:
+            digest = hashlib.sha256(repr(self.shape).encode())
+            digest.update(self.words.cpu().numpy().tobytes())
+            self._fingerprint = digest.hexdigest()
+        return self._fingerprint
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return Mask(self.shape, self.words & self._words_of(other))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return Mask(self.shape, self.words | self._words_of(other))
+
+    def __xor__(self, other: "Mask") -> "Mask":
+        return Mask(self.shape, self.words ^ self._words_of(other))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return self.shape == other.shape and torch.equal(
+            self.words, other.words.to(self.words.device)
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    def __deepcopy__(self, memo: object) -> "Mask":
+        return self  # nobody changes a mask
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Mask, (self.shape, self.words)
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"Mask({shape}, {self.kept:,} of {self.numel:,} kept, sparsity {self.sparsity:.3f})"
+
+    def _words_of(self, other: "Mask") -> Tensor:
+        self._check_shape(other.shape)
+        return other.words.to(self.words.device)
+
+    def _check_shape(self, shape: tuple[int, ...]) -> None:
+        if shape != self.shape:
+            raise MaskError(
+                f"mask has shape {self.shape} but the other side has {shape}; "
+                "build both from the same model"
+            )
+
+
+def share_apart(common: int, kept: int) -> float:
+    """Return the share of the kept entries that two masks do not have in common."""
+    # Not 1 - common / kept, which rounds twice: 3 of 10 would be more than 0.3.
+    return (kept - common) / kept if kept else 0.0
+
+
+def share_different(common: int, kept_of_both: int, numel: int) -> float:
+    """Return the share of all entries on which two masks differ."""
+    return (kept_of_both - 2 * common) / numel if numel else 0.0

@@ -1,0 +1,3 @@
+"""The small GPT that `samo train` trains, its published sizes, and generation."""
+
+__all__ = []

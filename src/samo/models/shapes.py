@@ -1,0 +1,84 @@
+"""The shapes of `samo.models.gpt.GPT`, by name: imports no torch.
+
+The GPT-3 family is that of Brown et al. 2020, table 2.1, with its learning rates. Two of its rows do not
+add up as printed (24 heads of 128 in a width of 2,048; a width of 5,140): 16 heads and 5,120 are meant.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+__all__ = ["GPTConfig", "Shape"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTConfig:
+    """The shape of a `GPT`.
+
+    Example:
+        >>> from samo.models.gpt import GPTConfig
+        >>> GPTConfig(num_layers=2, width=64, num_heads=2).vocab_size
+        256
+    """
+
+    num_layers: int = 4
+    """Transformer blocks."""
+    width: int = 128
+    """Model width D."""
+    num_heads: int = 4
+    """Attention heads; they divide the width."""
+    context: int = 256
+    """Longest sequence, in tokens."""
+    vocab_size: int = 256
+    """Tokens; 256 reads bytes."""
+    is_tied: bool = False
+    """Whether the head shares the embedding's weight."""
+    is_checkpointed: bool = False
+    """Whether each block's activations are computed again in backward instead of stored."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "width", "num_heads", "context", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"num_heads must divide width, got {self.num_heads} heads and width {self.width}"
+            )
+
+
+class Shape(NamedTuple):
+    """A named shape, with the context and the learning rate it is usually trained with."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    context: int
+    lr: float
+
+
+ShapeName = Literal[
+    "tiny",
+    "mini",
+    "small",
+    "gpt3-125m",
+    "gpt3-350m",
+    "gpt3-760m",
+    "gpt3-1.3b",
+    "gpt3-2.7b",
+    "gpt3-6.7b",
+    "gpt3-13b",
+    "gpt3-175b",
+]
+
+SHAPES: Final[dict[ShapeName, Shape]] = {
+    "tiny": Shape(4, 128, 4, 128, 2e-3),  # 0.8 M parameters in its blocks: seconds on a laptop
+    "mini": Shape(6, 256, 8, 256, 1e-3),  # 4.7 M
+    "small": Shape(8, 512, 8, 512, 6e-4),  # 25 M
+    "gpt3-125m": Shape(12, 768, 12, 2048, 6e-4),
+    "gpt3-350m": Shape(24, 1024, 16, 2048, 3e-4),
+    "gpt3-760m": Shape(24, 1536, 16, 2048, 2.5e-4),
+    "gpt3-1.3b": Shape(24, 2048, 16, 2048, 2e-4),
+    "gpt3-2.7b": Shape(32, 2560, 32, 2048, 1.6e-4),
+    "gpt3-6.7b": Shape(32, 4096, 32, 2048, 1.2e-4),
+    "gpt3-13b": Shape(40, 5120, 40, 2048, 1e-4),
+    "gpt3-175b": Shape(96, 12288, 96, 2048, 6e-5),
+}

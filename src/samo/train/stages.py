@@ -1,0 +1,101 @@
+"""A model that lies on several ranks in a row: how its first weights are drawn, and its passes computed."""
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from samo.data.batches import IGNORE, Batch, part_of
+from samo.models.gpt import GPT, draw_weights
+from samo.pipeline.layers import take_apart
+from samo.pipeline.partition import parameter_costs, partition
+from samo.pipeline.pipeline import Pipeline
+from samo.train.config import TrainConfig, gpt_config
+from samo.train.config_mesh import micro_batches
+from samo.train.ranks import Ranks
+
+__all__ = []
+
+
+class Stages:
+    """The stages of a GPT, of which this rank has one.
+
+    Weights are drawn as one process draws them, whatever the number of stages.
+
+    Args:
+        config: Resolved settings.
+        ranks: The grid.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+        assert isinstance(config.data.vocab_size, int)
+        shape = gpt_config(config.model, config.data.vocab_size)
+        with torch.device("meta"):
+            whole = GPT(shape)
+        layers = take_apart(whole)
+        pieces = ranks.num_stages * (2 if config.mesh.pipe_schedule == "interleaved" else 1)
+        cuts = partition(parameter_costs(layers), pieces)
+        own = {
+            name
+            for start, stop in cuts[ranks.stage :: ranks.num_stages]
+            for unit in layers.units[start:stop]
+            for name, _ in unit.named_parameters()
+        }
+        tied = {name for group in layers.tied if own & {*group} for name in group}
+        torch.manual_seed(config.run.seed)
+        weights = draw_weights(shape, lambda name: name in own | tied, config.run.device)
+        self.names: Final = [name for name, _ in whole.named_parameters()]
+        self.num_params: Final = sum(param.numel() for param in whole.parameters())
+        self._rows: Final = _rows(config, ranks)
+        self._divisor = 1.0
+        self._num_replicas: Final = ranks.num_replicas
+        self.pipeline: Final = Pipeline(
+            whole,
+            self._loss,
+            ranks.mesh,
+            micro_batches(config, ranks.num_replicas),
+            schedule=config.mesh.pipe_schedule,
+            cuts=cuts,
+            device=config.run.device,
+            weights=weights,
+            loss_reduction="sum",
+            timeout_s=ranks.timeout_s,
+        )
+
+    def backward(
+        self,
+        batch: Batch,
+        num_tokens: int,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        is_last: bool,
+    ) -> Tensor:
+        """Compute forward and backward of a batch, and return its part of the loss for each token.
+
+        Losses are divided by the tokens of all replicas, whose gradients the pipeline averages.
+        """
+        self._divisor = num_tokens / self._num_replicas
+        loss = self.pipeline.step(
+            batch.inputs_BT, target=batch.targets_BT, is_last=is_last, scaler=scaler
+        )
+        return loss / self._num_replicas
+
+    def loss_sum(self, batch: Batch) -> Tensor:
+        """Return the sum of the losses of a batch, which may have fewer rows than others."""
+        self._divisor = 1.0
+        missing = max(self._rows - len(batch.inputs_BT), 0)  # torch's schedules know one shape
+        inputs_BT = F.pad(batch.inputs_BT, (0, 0, 0, missing))
+        targets_BT = F.pad(batch.targets_BT, (0, 0, 0, missing), value=IGNORE)
+        return self.pipeline.eval(inputs_BT, target=targets_BT)
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        total = F.cross_entropy(
+            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum"
+        )
+        return total / self._divisor
+
+
+def _rows(config: TrainConfig, ranks: Ranks) -> int:
+    rows = part_of(config.run.batch_size, ranks.part)
+    return rows.stop - rows.start

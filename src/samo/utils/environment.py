@@ -1,0 +1,86 @@
+"""Versions and hardware: what a run records of the machine, and what ``samo inspect`` shows."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from samo import __version__
+
+__all__ = ["hardware", "versions"]
+
+_PACKAGES: Final = ("torch", "numpy", "numba", "safetensors", "triton", "transformers")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of samo, Python and what samo builds on, as far as it is installed.
+
+    Example:
+        >>> from samo.utils.environment import versions
+        >>> sorted(versions())[:2]
+        ['numba', 'numpy']
+    """
+    found = {"samo": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Return the device that computes, and the machine around it.
+
+    Example:
+        >>> import torch
+        >>> from samo.utils.environment import hardware
+        >>> hardware(torch.device("cpu"))["device"]
+        'cpu'
+    """
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    else:
+        name, memory = _cpu_name(), _total_memory()
+    return {
+        "device": device.type,
+        "device_name": name,
+        "memory_bytes": memory,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(),
+    }
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Return the bytes of the process on a CPU, the highest allocation so far on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return resident_pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux: the highest so far, in bytes on macOS
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _total_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0

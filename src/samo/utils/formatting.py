@@ -1,0 +1,124 @@
+"""Numbers as people read them: units, thousands separators, no more digits than mean something."""
+
+import math
+import unicodedata
+
+__all__ = []
+
+NOTHING = "-"
+"""What stands where a run said nothing."""
+
+
+def count(value: float | None) -> str:
+    """Write a whole number.
+
+    Example:
+        >>> from samo.utils.formatting import count
+        >>> count(868352), count(None)
+        ('868,352', '-')
+    """
+    return NOTHING if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
+def size(value: float | None) -> str:
+    """Write bytes; GB is 10**9 bytes.
+
+    Example:
+        >>> from samo.utils.formatting import size
+        >>> [size(n) for n in (512, 5_480_000, 13_870_000, 1_234_000_000)]
+        ['512 B', '5.48 MB', '13.9 MB', '1.23 GB']
+    """
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
+        # 999,600 is "1.00 MB", not "1,000 kB"
+        if abs(value) >= 0.9995 * 10**power:
+            return f"{three_digits(value / 10**power)} {unit}"
+    return f"{value:,.0f} B"
+
+
+def three_digits(value: float | None) -> str:
+    """Write a number with three digits, or all of those before the point.
+
+    Example:
+        >>> from samo.utils.formatting import three_digits
+        >>> [three_digits(x) for x in (9.7183, 13.87, 9.9996, 16834.2, float("nan"))]
+        ['9.72', '13.9', '10.0', '16,834', '-']
+    """
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{decimals}f}"
+
+
+def loss(value: float | None) -> str:
+    """Write a loss.
+
+    Example:
+        >>> from samo.utils.formatting import loss
+        >>> loss(2.27449)
+        '2.274'
+    """
+    return NOTHING if value is None or not math.isfinite(value) else f"{value:,.3f}"
+
+
+def percent(fraction: float | None) -> str:
+    """Write a fraction, with one decimal if it has one.
+
+    Example:
+        >>> from samo.utils.formatting import percent
+        >>> percent(0.9), percent(0.60519), percent(0.89999)
+        ('90 %', '60.5 %', '90 %')
+    """
+    if fraction is None or not math.isfinite(fraction):
+        return NOTHING
+    return f"{100 * fraction:.1f}".removesuffix(".0") + " %"
+
+
+def duration(seconds: float | None) -> str:
+    """Write a time span.
+
+    Example:
+        >>> from samo.utils.formatting import duration
+        >>> [duration(s) for s in (4.21, 65, 3 * 3600 + 120, 200_000)]
+        ['4.2 s', '1 min 5 s', '3 h 2 min', '2 d 7 h']
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400:,} d {whole % 86400 // 3600} h"
+
+
+def plain(text: str) -> str:
+    r"""Replace what no file format takes (control characters and the like) by question marks.
+
+    Example:
+        >>> from samo.utils.formatting import plain
+        >>> plain("a\x00b")
+        'a?b'
+    """
+    return "".join(
+        "?" if unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t" else char
+        for char in text.replace("\r\n", "\n")
+    )
+
+
+def shortened(text: str, length: int) -> str:
+    """Cut out the middle of a text on one line that is longer than ``length``.
+
+    Example:
+        >>> from samo.utils.formatting import shortened
+        >>> shortened("transformer.blocks.11.attention.qkv.weight", 20)
+        'transfor...kv.weight'
+    """
+    text = " ".join(plain(text).split())
+    if len(text) <= length:
+        return text
+    head = (length - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (length - 3 - head) :]}"
