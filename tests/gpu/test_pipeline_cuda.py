@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import samo
-from tests.pipeline_cases import next_token_loss, optimizer, reference, tiny_gpt, tokens
+from tests.pipeline.cases import next_token_loss, optimizer, reference, tiny_gpt, tokens
 from tests.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from samo.train.loop import train
 from tests.ranks import run_ranks
-from tests.test_training_ranks import lines, small, tensors, text, train_here
+from tests.train.test_ranks import lines, small, tensors, text, train_here
 
 __all__ = ["text"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import samo
-from tests.test_remapping import CASES, assert_same, dense_state, random_masks, trained
+from tests.core.test_remap import CASES, assert_same, dense_state, random_masks, trained
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 
 from samo.train.config import OptimConfig
 from samo.train.loop import resume, train
-from tests.test_training import Watcher, lines, small, text
+from tests.train.test_loop import Watcher, lines, small, text
 
 __all__ = ["text"]
 

@@ -1,0 +1,172 @@
+"""Models on grids of ranks, for checkpoints that go from any layout into any other."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import samo
+from samo.checkpoint import read_manifest
+from samo.mask import mask_files
+from tests.pipeline.cases import next_token_loss, tokens
+
+VOCABULARY = 32
+
+
+class Embed(nn.Module):
+    """A first layer, whose table may be that of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.table(tokens_BT)
+
+
+class Block(nn.Module):
+    """Matrices, a norm, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 40)
+        self.down = nn.Linear(40, 16)
+        self.register_buffer("place", torch.rand(3))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.down(torch.tanh(self.up(self.norm(x_BTD))))
+
+
+class Head(nn.Module):
+    """A last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.out = nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.out(self.norm(x_BTD))
+
+
+def whole(*, is_tied: bool, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Embed(), *(Block() for _ in range(2)), Head())
+    if is_tied:
+        model[-1].out.weight = model[0].table.weight
+    return model
+
+
+class Case(NamedTuple):
+    """What is trained."""
+
+    dtype: torch.dtype = torch.float32
+    optimizer: Literal["exact", "lean", "sgd", "both"] = "exact"
+    is_tied: bool = False
+
+    @property
+    def name(self) -> str:
+        tied = "-tied" if self.is_tied else ""
+        return f"{str(self.dtype).removeprefix('torch.')}-{self.optimizer}{tied}"
+
+
+class Layout(NamedTuple):
+    """How it lies on ranks."""
+
+    pipe: int
+    data: int
+    schedule: str = "message-driven"
+
+    @property
+    def name(self) -> str:
+        return f"{self.pipe}x{self.data}-{self.schedule}"
+
+
+class Run:
+    """A model in training, in one process (no layout) or on this rank's place of a grid."""
+
+    def __init__(
+        self, case: Case, layout: Layout | None, masks: samo.Masks | None = None, seed: int = 0
+    ) -> None:
+        model = whole(is_tied=case.is_tied, seed=seed)
+        masks = masks or samo.prune(whole(is_tied=case.is_tied), 0.5)
+        mesh = None if layout is None else samo.mesh(layout.pipe, layout.data)
+        self.pipeline = samo.Pipeline(
+            model, next_token_loss, mesh, 4, timeout_s=20,
+            schedule="message-driven" if layout is None else layout.schedule,
+        )  # fmt: skip
+        self.module = self.pipeline.module
+        samo.compress_(
+            self.module,
+            self.pipeline.masks(masks),
+            dtype=case.dtype,
+            value_dtype=torch.bfloat16 if case.optimizer == "lean" else None,
+            kernels="reference",
+        )
+        # By their density, so that stages have other groups than one process.
+        groups = samo.param_groups(self.module, lr=0.01, weight_decay=0.1, density_power=-0.5)
+        self.opts: list[torch.optim.Optimizer] = []
+        if case.optimizer == "sgd":
+            self.opts.append(torch.optim.SGD(groups, momentum=0.9))
+        if case.optimizer == "both":
+            tables = [p for n, p in self.module.named_parameters() if "table" in n or "out" in n]
+            self.opts.append(torch.optim.SGD([{"params": tables}], lr=0.05, momentum=0.9))
+            for group in groups:
+                group["params"] = [p for p in group["params"] if all(p is not t for t in tables)]
+        if case.optimizer != "sgd":
+            state: Any = "lean" if case.optimizer == "lean" else "exact"
+            self.opts.append(samo.AdamW(groups, state=state))
+
+    def train(self, steps: int) -> None:
+        """Train on the same rows on every replica: a mean of equal numbers over 2 or 4 is exact."""
+        for step in range(steps):
+            x, y = tokens(seed=step)
+            self.pipeline.step(x, target=y)
+            for opt in self.opts:
+                opt.step()
+            self.module.zero_grad()
+
+    @torch.no_grad()
+    def randomise(self, seed: int = 7) -> None:
+        """Set values and state to what depends on name and entry alone, not on the layout.
+
+        So that ranks of any layout, and one process, hold the same, without training for it.
+        """
+        aliases = self._aliases()
+        for name, param in self.module.named_parameters():
+            name = aliases.get(name, name)
+            param.copy_(draw(f"{name} values {seed}", param.numel()).view(param.shape))
+            for opt in self.opts:
+                for key, value in opt.state.get(param, {}).items():
+                    drawn = draw(f"{name} {key} {seed}", value.numel()).abs() * 50
+                    value.copy_(torch.full((), 11.0) if key == "step" else drawn.view(value.shape))
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(draw(f"{name} {seed}", buffer.numel()).view(buffer.shape))
+
+    def _aliases(self) -> dict[str, str]:
+        return {name: group[0] for group in self.pipeline.tied for name in group}
+
+    def close(self) -> None:
+        self.pipeline.close()
+
+
+def draw(what: str, size: int) -> Tensor:
+    seed = int.from_bytes(hashlib.sha256(what.encode()).digest()[:4], "little")
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """Return all that a checkpoint says, but for when and under which name it was written."""
+    manifest = read_manifest(path)
+    said: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
+    files = {name: (path / manifest.data / name).read_bytes() for name in said.pop("files")}
+    for key in ("time", "data", "checksum"):
+        del said[key]
+    for name in manifest.files_of("masks"):  # safetensors writes its metadata in any order
+        masks = mask_files.read(path / manifest.data / name)
+        files[name] = repr(({n: w.tolist() for n, w in masks.words.items()}, masks[1:])).encode()
+    return {f"manifest {key}": json.dumps(value) for key, value in said.items()} | files

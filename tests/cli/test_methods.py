@@ -1,0 +1,163 @@
+"""Methods of pruning as they are typed, shown and looked into."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from samo.cli import main
+from samo.cli.display import Display
+from samo.train import events
+from tests.cli.test_cli import SMALL, here
+
+__all__ = ["here"]
+
+BIRD = "--method early-bird --queue 2 --mask-every 1 --warmup-steps 0".split()  # noqa: SIM905
+
+
+def shown(*happened: events.Event) -> str:
+    """Return the lines that a log gets of a run of 100 steps."""
+    printed = io.StringIO()
+    display = Display(Console(file=printed, width=200))
+    for event in (events.Started(step=0, steps=100, time=0.0), *happened):
+        display.on(event)
+    return printed.getvalue()
+
+
+def step_line(step: int) -> events.Stepped:
+    zeros = dict.fromkeys(("lr", "grad_norm", "epoch", "step_ms", "elapsed_s"), 0.0)
+    counts = dict.fromkeys(("tokens", "memory_bytes", "skipped_steps"), 0)
+    return events.Stepped(step=step, phase="samo", loss=2.0, tokens_per_s=9.0, **zeros, **counts)
+
+
+def pruned(reason: events.DrawReason, sparsity: float = 0.9) -> events.Pruned:
+    is_bird = reason in ("settled", "limit")
+    return events.Pruned(
+        step=50,
+        kept=round(100 * (1 - sparsity)),
+        numel=100,
+        sparsity=sparsity,
+        reason=reason,
+        distances=[0.08, 0.0512] if is_bird else [],
+        threshold=0.1 if is_bird else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (pruned("dense_steps"), "pruned 90.0%: 10 of 100 weights kept\n"),
+        (pruned("settled"), "kept; masks have settled: distances 0.080, 0.051, threshold 0.1\n"),
+        (pruned("limit"), "kept; limit reached, masks not settled: distances 0.080, 0.051, thresh"),
+        (
+            pruned("dense_steps", 0.0),
+            "compressed; 100 weights are pruned from here on, step by step",
+        ),
+    ],
+)
+def test_the_line_of_the_draw_says_why(event: events.Pruned, words: str) -> None:
+    assert words in shown(event)
+
+
+def test_lines_of_steps_say_how_masks_stand() -> None:
+    about = {"threshold": 0.1, "queue": 5}
+    seen = events.Observed(step=50, distances=[0.3, 0.2], largest=0.3, **about)  # type: ignore[arg-type]
+    assert "loss 2.000  masks differ by 0.300  9 tokens/s" in shown(seen, step_line(100))
+    assert "masks" not in shown(seen, pruned("dense_steps"), step_line(100)).splitlines()[-1]
+    sizes = {"step": 60, "numel": 100}
+    fewer = events.Remapped(**sizes, kept=40, sparsity=0.6, dropped=20, grown=0)
+    assert "loss 2.000  60.0% pruned  9 tokens/s" in shown(fewer, step_line(100))
+    moved = events.Remapped(**sizes, kept=40, sparsity=0.6, dropped=10, grown=10)
+    assert "loss 2.000  25.0% replaced  9 tokens/s" in shown(moved, step_line(100))
+
+
+def account(step: int, *rank_bytes: int) -> events.Accounted:
+    sums = dict.fromkeys(("num_params", "predicted_bytes", "dense_bytes"), 1)
+    return events.Accounted(
+        step=step,
+        measured_bytes=sum(rank_bytes),
+        paper_bytes=None,
+        measured={},
+        predicted={},
+        weights=None,
+        rank_bytes=[*rank_bytes],
+        **sums,
+    )
+
+
+def moved(step: int) -> events.Remapped:
+    return events.Remapped(step=step, kept=10, numel=100, sparsity=0.9, dropped=1, grown=1)
+
+
+def numbers_of(*happened: events.Event) -> str:
+    """Return what a step's line says at the end of a run, where all lines are shown."""
+    return shown(*happened, step_line(100)).splitlines()[-1]
+
+
+def test_a_share_that_is_replaced_is_shown_while_masks_change() -> None:
+    changes = [pruned("dense_steps"), moved(60), moved(70)]
+    assert "10.0% replaced" in shown(*changes, step_line(80))
+    assert "replaced" not in numbers_of(*changes)
+    assert "10.0% replaced" in numbers_of(*changes, moved(80), moved(90))
+
+
+def test_state_is_that_of_the_phase_and_of_the_first_rank() -> None:
+    assert "state 40.0 kB of 0 B in all  left" in numbers_of(account(1, 40_000))
+    assert "state 30.0 kB of 0 B in all on the first rank" in numbers_of(account(1, 30_000, 50_000))
+    assert "state" not in numbers_of(account(1, 40_000), pruned("dense_steps"))
+
+
+def test_a_ticket_is_drawn_reported_and_looked_into(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "notes.txt", *SMALL, *BIRD, "--threshold", "0.9"]) == 0
+    assert "masks have settled: distances 0." in capsys.readouterr().out
+    page = (here / "runs" / "notes" / "report.html").read_text(encoding="utf-8")
+    assert "The ticket was drawn at step 2: the last 2 masks agree" in page
+    assert main(["inspect", "runs/notes"]) == 0
+    looked = " ".join(capsys.readouterr().out.split())
+    assert "ticket The ticket was drawn at step 2: the last 2 masks agree" in looked
+
+
+def test_moving_masks_are_trained_reported_and_looked_into(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moving = ["--method", "rigl", "--mask-every", "2", "--mask-stop", "6", "--scope", "erk"]
+    assert main(["train", "notes.txt", *SMALL, *moving]) == 0
+    assert main(["train", "--resume", "runs/notes", "--steps", "8"]) == 0
+    assert main(["inspect", "runs/notes"]) == 0
+    assert "2 changes of the masks replaced" in " ".join(capsys.readouterr().out.split())
+    assert "Changing masks" in (here / "runs" / "notes" / "report.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--threshold", "0.2"],
+            "threshold is a setting of method early-bird, and with method mag",
+        ),
+        (["--method", "rigl", "--mode", "dense"], "mode dense prunes nothing, and method would"),
+        (
+            [*BIRD, "--mask-every", "3"],
+            "so none can settle before step 6, and the dense phase ends",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_wrong_usage(
+    here: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert main(["train", "notes.txt", *SMALL, *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("method", ["early-bird", "gradual"])
+def test_a_method_that_begins_with_all_weights_must_fit(
+    here: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    large = ["--shape", "gpt3-175b", "--context", "32", "--device", "cpu", "--method", method]
+    assert main(["train", "notes.txt", *large]) == 2
+    complaint = capsys.readouterr().err
+    assert "a method that needs no dense state (--method rigl), or a larger machine" in complaint

@@ -1,0 +1,370 @@
+"""The launchers of the Triton kernels: what is launched, chosen and kept between steps.
+
+What the kernels compute is tested with all others in test_kernels.py.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import samo
+from samo import kernels as _kernels
+from samo.kernels import AdamWSettings, AdamWUpdate, choose, reference
+from samo.mask.mask import Mask
+from tests.meters import assert_ulps
+
+pytest.importorskip("triton", reason="needs triton")
+cuda: Any = pytest.importorskip("samo.kernels.cuda", reason="needs triton")
+tables: Any = pytest.importorskip("samo.kernels.tables", reason="needs triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SETTINGS = AdamWSettings(0.9, 0.95, 1e-8)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device() -> Iterator[None]:
+    with torch.device(DEVICE):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernels", "arguments"),
+    [
+        ("compile_kernels", "80 --once"),
+        pytest.param("compile_kernels", "90", marks=pytest.mark.long),
+        ("compile_kernels", "90 --once"),
+        ("compile_lean_kernels", "80 --once"),
+        ("compile_lean_kernels", "90 --once"),
+    ],
+)
+def test_every_kernel_compiles_without_a_gpu(kernels: str, arguments: str, tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", f"tests.{kernels}", *arguments.split()]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"sm_{arguments[:2]}: " in done.stdout
+
+
+CONFIGS = [
+    *(cuda.Config("slot", slots, 1) for slots in (32, 64, 128, 256)),
+    *(cuda.Config("entry", words, warps) for words, warps in ((64, 2), (128, 4))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_every_way_to_compress_and_expand_gives_the_same(config: Any, dtype: torch.dtype) -> None:
+    for density in (0.0, 0.05, 0.4):
+        keep = torch.rand(2048 + 77) < density
+        mask, dense = Mask.from_bool(keep), torch.randn(keep.numel()).bfloat16()
+        out = torch.full((mask.kept,), 7.0, dtype=dtype)
+        cuda.launch_compress(config, dense, mask, out)
+        assert torch.equal(out, dense[keep].to(dtype))
+        back = torch.full_like(dense, float("nan"))
+        cuda.launch_expand(out, mask, back)
+        assert torch.equal(back, torch.where(keep, dense, 0.0))
+
+
+@pytest.mark.parametrize("is_skipped", [None, False, True], ids=str)
+def test_an_update_writes_a_whole_copy_or_nothing(is_skipped: bool | None) -> None:
+    keep = torch.rand(2048 + 77) < 0.1
+    mask = Mask.from_bool(keep)
+    vectors = [torch.randn(mask.kept) for _ in range(3)]
+    dense = torch.full((keep.numel(),), 7.0, dtype=torch.bfloat16)
+    moments = vectors[2], vectors[2].square()
+    update = AdamWUpdate(
+        vectors[0], None, vectors[1], *moments, torch.tensor(4.0), 0.01, 0.1, dense, mask
+    )
+    before = update.param.clone(), dense.clone()
+    skip = None if is_skipped is None else torch.tensor(is_skipped)
+    cuda.launch_adamw([update], SETTINGS, skip)
+    if is_skipped:
+        assert torch.equal(update.param, before[0])
+        assert torch.equal(dense, before[1])
+        return
+    assert not torch.equal(update.param, before[0])
+    assert torch.equal(dense[keep], update.param.bfloat16())
+    assert not dense[~keep].any()
+
+
+def test_bits_at_both_ends_of_words_and_blocks_are_found() -> None:
+    numel = 2 * 2048
+    keep = torch.zeros(numel, dtype=torch.bool)
+    keep[[0, 31, 32, 63, 64, 2046, 2047, 2048, 2079, numel - 1]] = True
+    dense = torch.arange(numel, dtype=torch.float32)
+    for config in CONFIGS:
+        out = torch.empty(10)
+        cuda.launch_compress(config, dense, Mask.from_bool(keep), out)
+        assert torch.equal(out, dense[keep])
+        back = torch.full_like(dense, 7.0)
+        cuda.launch_expand(out, Mask.from_bool(keep), back)
+        assert torch.equal(back, dense * keep)
+
+
+def test_the_way_to_compress_follows_the_density() -> None:
+    assert cuda.compress_config(kept=10, numel=10_000) == ("slot", 32, 1)
+    assert cuda.compress_config(kept=500, numel=10_000) == ("slot", 256, 1)
+    assert cuda.compress_config(kept=1000, numel=10_000) == ("slot", 256, 1)
+    assert cuda.compress_config(kept=3000, numel=10_000).way == "entry"
+    assert cuda.compress_config(kept=0, numel=0).way == "slot"
+
+
+def weights(count: int) -> list[AdamWUpdate]:
+    """fp32 parameters with bfloat16 copies, unpruned and pruned in turns, with two rates and decays."""
+    updates = []
+    for index in range(count):
+        keep = torch.rand(300) < (0.1 if index % 2 else 2.0)
+        kept = int(keep.sum())
+        updates.append(
+            AdamWUpdate(
+                torch.zeros(kept),
+                None,
+                torch.randn(kept).bfloat16(),
+                torch.zeros(kept),
+                torch.zeros(kept),
+                torch.tensor(0.0),
+                0.01 if index % 2 else 0.02,
+                0.1 if index % 2 else 0.0,
+                torch.zeros(300, dtype=torch.bfloat16),
+                Mask.from_bool(keep) if index % 2 else None,
+            )
+        )
+    return updates
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    kind = type(cuda.triton_kernels.adamw_all_kernel)
+    run = kind.run
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[self.fn.__name__] += 1
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "run", count)
+    return counts
+
+
+def test_launches_do_not_grow_with_the_number_of_weights(launches: Counter[str]) -> None:
+    for count in (2, 20):
+        launches.clear()
+        updates = weights(count)
+        cuda.find_nonfinite([update.grad for update in updates])
+        cuda.adamw_(updates, SETTINGS, torch.tensor(False))
+        assert dict(launches) == {
+            "find_exponent_kernel": 1,
+            "adamw_scalars_kernel": 1,
+            "adamw_all_kernel": 2,  # with a copy beside the parameter, and without
+            "expand_rows_kernel": 1,
+        }
+        assert all(update.step == 1 for update in updates)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rates_on_the_device_go_into_launches_by_their_type(
+    launches: Counter[str], dtype: torch.dtype
+) -> None:
+    rates = [torch.tensor(0.01), torch.tensor(0.02, dtype=dtype)]
+    updates = [update._replace(lr=rates[index // 2]) for index, update in enumerate(weights(4))]
+    cuda.adamw_(updates, SETTINGS, None)
+    count = len({rate.dtype for rate in rates})
+    assert dict(launches) == {
+        "adamw_scalars_kernel": count,
+        "adamw_all_kernel": 2 * count,  # with a copy to write, and without
+        "expand_rows_kernel": count,
+    }
+    for update, rate in zip(updates, (0.01, 0.01, 0.02, 0.02)):
+        expected = torch.full_like(update.param, rate)
+        torch.testing.assert_close(update.param.abs(), expected, rtol=1e-4, atol=0)
+    rates[0].fill_(0.0)
+    before = [update.param.clone() for update in updates]
+    cuda.adamw_(updates, SETTINGS, None)
+    assert [torch.equal(update.param, old) for update, old in zip(updates, before)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_values_without_a_copy_need_no_mask(launches: Counter[str]) -> None:
+    updates = [update._replace(dense=None) for update in weights(4)]
+    cuda.adamw_(updates, SETTINGS, None)
+    assert dict(launches) == {"adamw_scalars_kernel": 1, "adamw_all_kernel": 1}
+    assert all(update.param.all() for update in updates)
+
+
+def test_a_table_is_sent_again_only_when_an_address_changes() -> None:
+    updates = weights(4)
+    cuda.adamw_(updates, SETTINGS, None)
+    sent = tables._table.cache_info().misses
+    numbers = tables._numbers.cache_info().misses
+    cuda.adamw_(updates, SETTINGS, None)
+    assert tables._table.cache_info().misses == sent
+    assert tables._numbers.cache_info().misses == numbers
+    cuda.adamw_([*updates[:3], updates[3]._replace(grad=updates[3].grad.clone())], SETTINGS, None)
+    assert tables._table.cache_info().misses == sent + 1
+    halved = [update._replace(lr=update.lr / 2) for update in updates]
+    cuda.adamw_(halved, SETTINGS, None)
+    assert tables._table.cache_info().misses == sent + 1
+    assert tables._numbers.cache_info().misses == numbers + 1
+    # One rate for all, and one decay, are handed over with the launch.
+    cuda.adamw_([u._replace(lr=0.5, weight_decay=0.0) for u in updates], SETTINGS, None)
+    assert tables._numbers.cache_info().misses == numbers + 1
+
+
+def test_what_the_kernels_do_not_cover_goes_to_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        original = getattr(reference, name)
+
+        def call(*args: Any) -> None:
+            if name == "compress_" or args[0]:
+                calls.append(name)
+            original(*args)
+
+        monkeypatch.setattr(reference, name, call)
+
+    watch("compress_")
+    watch("adamw_")
+    keep = torch.rand(100) < 0.5
+    mask, dense = Mask.from_bool(keep), torch.randn(100, dtype=torch.float64)
+    out = torch.zeros(mask.kept, dtype=torch.float64)
+    cuda.compress_(dense, mask, out)
+    assert not calls
+    narrow = torch.zeros(mask.kept)
+    cuda.compress_(dense, mask, narrow)
+    assert torch.equal(narrow, dense[keep].float())
+    strided = torch.zeros(2 * mask.kept, dtype=torch.float64)[::2]
+    cuda.compress_(dense, mask, strided)
+    assert torch.equal(strided, dense[keep])
+    assert calls == ["compress_", "compress_"]
+    whole, pruned = weights(2)
+    cuda.adamw_([whole, pruned._replace(dense=torch.zeros(600).bfloat16()[::2])], SETTINGS, None)
+    assert calls == ["compress_", "compress_"]
+    cuda.adamw_([whole._replace(rest=torch.zeros(300))], SETTINGS, None)
+    cuda.adamw_([whole._replace(param=torch.zeros(600)[::2])], SETTINGS, None)
+    assert calls == ["compress_", "compress_", "adamw_", "adamw_"]
+
+
+def test_a_gpu_takes_the_triton_kernels() -> None:
+    assert choose(torch.device("cuda")) is cuda
+    assert choose(torch.device("cpu"), "triton") is cuda
+
+
+@pytest.mark.parametrize("trouble", ["rocm", "mps", "no triton", "interpreter"])
+def test_where_there_is_no_fast_path_one_warning_says_so(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _kernels._warn_once.cache_clear()
+    device = torch.device("mps" if trouble == "mps" else "cuda")
+    message = "no kernels of its own for this device (.*); plain torch operations do the same"
+    if trouble == "rocm":
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+    elif trouble == "no triton":
+        monkeypatch.delattr(_kernels, "cuda")
+        monkeypatch.setitem(sys.modules, "samo.kernels.cuda", None)
+        message = "samo's kernels for cuda need triton, and .*; plain torch operations do the same"
+    elif trouble == "interpreter":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cuda, "IS_INTERPRETED", True)
+        message = "cannot run under TRITON_INTERPRET=1; plain torch operations do the same"
+    with pytest.warns(UserWarning, match=message):
+        assert choose(device) is reference
+    assert choose(device) is reference  # and a second warning would be an error here
+    _kernels._warn_once.cache_clear()
+
+
+def compressed(path: Any, dtype: torch.dtype) -> tuple[nn.Module, samo.AdamW]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 12)).to(DEVICE)
+    samo.compress_(model, samo.prune(model, 0.5), dtype=dtype, kernels=path)
+    groups = samo.param_groups(model, lr=0.01, weight_decay=0.1)
+    return model, samo.AdamW(groups, kernels=path)
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    opt.zero_grad()
+    for _ in range(2):
+        x = torch.randn(5, 12).to(model[0].weight.dtype)
+        (model(x).float().square().mean() * 4).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_model_trains_as_with_the_reference(dtype: torch.dtype) -> None:
+    """Through everything that moves tensors to other addresses."""
+    model, opt = compressed("triton", dtype)
+    twin, twin_opt = compressed("reference", dtype)
+    step(model, opt, 0)
+    step(twin, twin_opt, 0)
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    step(model, opt, 1)
+    model.load_state_dict(saved[0])
+    opt.load_state_dict(saved[1])
+    state = opt.state_dict()
+    model = copy.deepcopy(model).to(DEVICE)
+    groups = samo.param_groups(model, lr=0.01, weight_decay=0.1)
+    opt = samo.AdamW(groups, kernels="triton")
+    opt.load_state_dict(state)
+    for seed in (2, 3):
+        step(model, opt, seed)
+        step(twin, twin_opt, seed)
+    # Some roundings apart in fp32, and so seldom one unit of a 16-bit weight's last place, which the
+    # next gradient sees.
+    digits = torch.finfo(dtype).eps
+    for ours, theirs in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=8 * digits, atol=8 * digits * 0.1)
+    for ours, theirs in ((model[0].weight, twin[0].weight), (model[2].weight, twin[2].weight)):
+        torch.testing.assert_close(ours, theirs, rtol=8 * digits, atol=8 * digits * 0.1)
+        assert torch.equal(ours == 0, theirs == 0)
+    steps = [state["step"].item() for state in opt.state.values()]
+    assert steps == [3.0] * len(steps)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
+    model, opt = compressed("triton", torch.bfloat16)
+    step(model, opt, 0)
+    before = copy.deepcopy(dict(model.state_dict()))
+    dense = model[0].weight.detach().clone()
+    param = next(model.parameters())
+    assert param.grad is not None
+    param.grad[1] = float("inf")
+    opt.step()
+    assert opt.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight, dense)
+
+
+def test_counts_far_into_training_are_exact() -> None:
+    keep_counts = [1, 2, 999, 100_000, 2**24 - 2]
+    updates = [
+        update._replace(step=torch.tensor(float(count)))
+        for update, count in zip(weights(5), keep_counts)
+    ]
+    expected = [
+        AdamWUpdate(*(part.clone() if isinstance(part, torch.Tensor) else part for part in update))
+        for update in updates
+    ]
+    settings = AdamWSettings(0.9, 0.999, 1e-8)
+    cuda.adamw_(updates, settings, None)
+    reference.adamw_(expected, settings, None)
+    for ours, theirs in zip(updates, expected):
+        assert ours.step == theirs.step
+        assert_ulps(ours.param, theirs.param, torch.zeros_like(ours.param), at_most=3)

@@ -1,0 +1,448 @@
+"""Pipelines on real gloo processes: equal to one process bit for bit, and never a hang."""
+
+import copy
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import samo
+from samo.pipeline.runner import Batch, Runner
+from samo.pipeline.transport.nccl import NcclTransport
+from tests.pipeline.cases import (
+    compress,
+    next_token_loss,
+    optimizer,
+    reference,
+    tiny_gpt,
+    tiny_hf,
+    tokens,
+)
+from tests.ranks import run_ranks
+
+MICRO_BATCHES = 4
+SCHEDULES = ["message-driven", "1f1b", "gpipe", "interleaved"]
+Case = tuple[str, str, bool, int]
+"""Schedule, optimizer, whether compressed, rows of a batch."""
+CASES: list[Case] = [
+    *(
+        (schedule, name, is_compressed, 8)
+        for schedule in SCHEDULES
+        for name in ("sgd", "adamw")
+        for is_compressed in (False, True)
+    ),
+    ("message-driven", "adamw", True, 7),
+    ("message-driven", "sgd", False, 5),
+]
+
+
+def num_layers(schedule: str, num_ranks: int) -> int:
+    """Return blocks for one layer on each piece of the model, with those before and after them."""
+    return max(3, 2 * num_ranks - 2) if schedule == "interleaved" else 3
+
+
+def pipe_mesh(num_ranks: int) -> Any:
+    return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pipe",))
+
+
+def train(pipeline: samo.Pipeline, opt: torch.optim.Optimizer, rows: int) -> list[Tensor]:
+    losses = []
+    for seed in range(2):
+        x, y = tokens(rows, seed)
+        opt.zero_grad()
+        losses.append(pipeline.step(x, target=y))
+        opt.step()
+    x, y = tokens(rows, 9)
+    losses.append(pipeline.eval(x, target=y))
+    return losses
+
+
+def work(rank: int, num_ranks: int) -> list[Any]:
+    mesh, results = pipe_mesh(num_ranks), []
+    for schedule, name, is_compressed, rows in CASES:
+        whole = tiny_gpt(num_layers=num_layers(schedule, num_ranks), is_checkpointed=rows == 5)
+        pipeline = samo.Pipeline(
+            copy.deepcopy(whole),
+            next_token_loss,
+            mesh,
+            MICRO_BATCHES,
+            schedule=schedule,
+            timeout_s=20,
+        )
+        if is_compressed:
+            compress(pipeline.module, whole)
+        opt = optimizer(name, pipeline.module, is_compressed=is_compressed)
+        losses = train(pipeline, opt, rows)
+        results.append((losses, {k: v.clone() for k, v in pipeline.module.state_dict().items()}))
+        pipeline.close()
+    return results
+
+
+@functools.cache
+def in_one_process(
+    name: str, is_compressed: bool, rows: int, num_layers: int = 3
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = tiny_gpt(num_layers=num_layers)
+    if is_compressed:
+        compress(model, tiny_gpt(num_layers=num_layers))
+    opt = optimizer(name, model, is_compressed=is_compressed)
+    losses = reference(model, [tokens(rows, seed) for seed in range(2)], MICRO_BATCHES, opt)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    opt_off = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    losses += reference(model, [tokens(rows, 9)], MICRO_BATCHES, opt_off)
+    return losses, state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_pipeline_equals_one_process_bit_for_bit(num_ranks: int) -> None:
+    everyones = run_ranks(num_ranks, work)
+    for place, (schedule, name, is_compressed, rows) in enumerate(CASES):
+        depth = num_layers(schedule, num_ranks)
+        losses, state = in_one_process(name, is_compressed, rows, depth)
+        got: dict[str, Tensor] = {}
+        for results in everyones:
+            assert all(torch.equal(a, b) for a, b in zip(results[place][0], losses, strict=True))
+            assert not got.keys() & results[place][1].keys()
+            got |= results[place][1]
+        assert got.keys() == state.keys()
+        case = f"{schedule} {name} compressed={is_compressed} rows={rows}"
+        assert all(torch.equal(got[k], state[k]) for k in state), case
+
+
+# Hugging Face, tied weights, data axis, tuples ----------------------------------------------------
+
+
+def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
+    mesh = pipe_mesh(num_ranks)
+    results: dict[str, Any] = {}
+    x, y = tokens()
+    for family in ("gpt2", "llama"):
+        model = tiny_hf(family)
+        if family == "gpt2":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        pipeline = samo.Pipeline(model, next_token_loss, mesh, 4, timeout_s=20)
+        loss = pipeline.step(x, target=y)
+        results[family] = loss, {n: p.grad.clone() for n, p in pipeline.module.named_parameters()}
+        pipeline.close()
+    for is_compressed in (False, True):
+        whole = tiny_gpt(is_tied=True)
+        pipeline = samo.Pipeline(copy.deepcopy(whole), next_token_loss, mesh, 4, timeout_s=20)
+        if is_compressed:
+            compress(pipeline.module, whole)
+        opt = optimizer("sgd", pipeline.module, is_compressed=is_compressed)
+        for seed in range(4):
+            a, b = tokens(8, seed)
+            pipeline.step(a, target=b)
+            if seed % 2:  # gradients of two batches add up
+                opt.step()
+                opt.zero_grad()
+        state = {k: v.clone() for k, v in pipeline.module.state_dict().items()}
+        results[f"tied {is_compressed}"] = state
+        pipeline.close()
+    results["timeline"] = timeline(mesh)
+    results["one"] = one_micro_batch(mesh)
+    results["refusals"] = refusals(mesh, rank, num_ranks)
+    results["nccl"] = nccl_way(mesh, rank, num_ranks)
+    return results
+
+
+def timeline(mesh: Any) -> str:
+    pipeline = samo.Pipeline([nn.Linear(2, 2) for _ in range(4)], F.mse_loss, mesh, 4, timeout_s=20)
+    pipeline.step(torch.ones(4, 2), target=torch.ones(4, 2))
+    found = pipeline.timeline()
+    assert all(found.peak_in_flight(s) <= pipeline.num_stages for s in range(pipeline.num_stages))
+    pipeline.close()
+    return found.text(20)
+
+
+def one_micro_batch(mesh: Any) -> tuple[Tensor, Tensor]:
+    """One micro-batch, targets on the last stage alone, inputs on the first, a sum for a loss."""
+    torch.manual_seed(3)
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    loss_fn = nn.MSELoss(reduction="sum")
+    pipeline = samo.Pipeline(
+        copy.deepcopy(layers), loss_fn, mesh, 1, in_flight=1, loss_reduction="sum", timeout_s=20
+    )
+    x = torch.ones(3, 2) if pipeline.stage == 0 else None
+    y = torch.ones(3, 2) if pipeline.stage == pipeline.num_stages - 1 else None
+    loss = pipeline.step(x, target=y)
+    pipeline.close()
+    return loss, loss_fn(nn.Sequential(*layers)(torch.ones(3, 2)), torch.ones(3, 2)).detach()
+
+
+def refusals(mesh: Any, rank: int, num_ranks: int) -> dict[str, str]:
+    said = {}
+    layers = [nn.Linear(2, 2) for _ in range(num_ranks)]
+    pipeline = samo.Pipeline(layers, F.mse_loss, mesh, 4, schedule="1f1b", timeout_s=20)
+    try:
+        pipeline.step(torch.ones(6, 2), target=torch.ones(6, 2))
+    except ValueError as error:
+        said["uneven"] = str(error)
+    try:
+        pipeline.timeline()
+    except ValueError as error:
+        said["timeline"] = str(error)
+    pipeline.close()
+    pipeline = samo.Pipeline(layers, F.mse_loss, mesh, 4, timeout_s=20)
+    try:  # the first stage cannot cut its batch, and everyone hears why
+        pipeline.step(torch.ones(3, 2) if rank == 0 else None, target=torch.ones(8, 2))
+    except (ValueError, samo.PeerError) as error:
+        said["rows"] = str(error)
+    pipeline.close()
+    return said
+
+
+def nccl_way(mesh: Any, rank: int, num_ranks: int) -> Tensor:
+    """The transport for NCCL, with gloo for its links: same packets, tensors apart from headers."""
+    transport = NcclTransport(mesh.get_group(), torch.device("cpu"), timeout_s=20, backend="gloo")
+    runner = Runner(nn.Identity(), transport, in_flight=2, timeout_s=20)
+    inputs = [(torch.full((n, 2), float(n)),) for n in (3, 3, 2)] if rank == 0 else None
+    loss = (lambda number, y: y.sum()) if rank == num_ranks - 1 else None
+    result = runner.run(lambda: Batch(3, inputs, loss, is_training=False))
+    transport.close()
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_models_of_others_tied_weights_and_small_batches(num_ranks: int) -> None:
+    everyones = run_ranks(num_ranks, other_work, timeout_s=100)
+    x, y = tokens()
+    for family in ("gpt2", "llama"):
+        model = tiny_hf(family)
+        opt = torch.optim.SGD(model.parameters(), lr=0.0)
+        call = lambda model, x: model(x, use_cache=False).logits  # noqa: E731
+        losses = reference(model, [(x, y)], 4, opt, call)
+        got: dict[str, Tensor] = {}
+        for results in everyones:
+            assert torch.equal(results[family][0], losses[0])
+            got |= results[family][1]
+        assert got.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(got[n], p.grad) for n, p in model.named_parameters())
+    check_tied(everyones)
+    for results in everyones:
+        assert results["timeline"].count("stage") == num_ranks
+        assert torch.equal(*results["one"])
+        assert results["nccl"] == (9 + 9 + 4) * 2
+        assert "6 rows cannot be cut into 4 equal micro-batches" in results["refusals"]["uneven"]
+        assert "schedule '1f1b' keeps no times" in results["refusals"]["timeline"]
+        assert "x has [3] rows for 4 micro-batches" in results["refusals"]["rows"]
+    assert "rank 0 (stage 0" in everyones[1]["refusals"]["rows"]
+
+
+def check_tied(everyones: list[dict[str, Any]]) -> None:
+    """Compare with one process where embedding and head add up apart, and are then one."""
+    for is_compressed in (False, True):
+        first, last = everyones[0][f"tied {is_compressed}"], everyones[-1][f"tied {is_compressed}"]
+        assert torch.equal(first["embed.weight"], last["head.weight"])
+    model = tiny_gpt(is_tied=True)
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sums: dict[str, Tensor] = {}
+    for seed in range(4):
+        kept = {
+            n: p.grad for n, p in model.named_parameters() if n in ("embed.weight", "head.weight")
+        }
+        model.embed.weight.grad = model.head.weight.grad = None
+        keep = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+        reference(model, [tokens(8, seed)], 4, keep)
+        both = model.embed.weight.grad + model.head.weight.grad
+        for name, param in (
+            ("embed.weight", model.embed.weight),
+            ("head.weight", model.head.weight),
+        ):
+            param.grad = both.clone() if kept[name] is None else kept[name] + both
+        if seed % 2:
+            opt.step()
+            opt.zero_grad()
+    sums = dict(model.state_dict())
+    got = {k: v for results in everyones for k, v in results["tied False"].items()}
+    assert all(torch.equal(got[name], sums[name]) for name in sums)
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"schedule": "1f1c"}, "schedule must be one of .* got '1f1c' .did you mean '1f1b'"),
+        ({"micro_batches": 0}, "micro_batches must be a whole number, 1 or more, got 0"),
+        ({"schedule": "gpipe", "in_flight": 2}, "in_flight=2 has no effect on schedule 'gpipe'"),
+        ({"stages_per_rank": 2}, "only 'interleaved' has several pieces on a rank"),
+        ({"schedule": "interleaved", "stages_per_rank": 1}, "several pieces on a rank, 2 or more"),
+        ({"loss_reduction": "max"}, "loss_reduction must be 'mean' or 'sum', got 'max'"),
+        ({"timeout_s": 0}, "timeout_s must be more than 0 seconds, got 0"),
+        ({"cuts": [(0, 1)]}, "cuts must be 1 ranges that follow each other from layer 0 to 2"),
+        ({"cuts": [(0, 1), (1, 2)]}, "cuts must be 1 ranges"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str) -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with pytest.raises(ValueError, match=text):
+        samo.Pipeline(layers, F.mse_loss, None, settings.pop("micro_batches", 2), **settings)
+
+
+def test_a_mesh_without_the_axis_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mesh:
+        mesh_dim_names = ("data",)
+
+    with pytest.raises(
+        ValueError, match=r"the mesh has dimensions \('data',\), none of them 'pipe'"
+    ):
+        samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, Mesh(), 2)
+
+
+def test_nccl_wants_a_gpu() -> None:
+    with pytest.raises(ValueError, match="NCCL sends between GPUs, got device 'cpu'"):
+        NcclTransport(None, torch.device("cpu"), timeout_s=1)
+
+
+def test_one_stage_needs_no_mesh_and_equals_the_model() -> None:
+    model = tiny_gpt()
+    pipeline = samo.Pipeline(model, next_token_loss, None, MICRO_BATCHES)
+    losses = train(pipeline, optimizer("sgd", pipeline.module, is_compressed=False), 7)
+    expected, state = in_one_process("sgd", False, 7)
+    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+    assert all(
+        torch.equal(value, state[name]) for name, value in pipeline.module.state_dict().items()
+    )
+
+
+def test_a_closed_pipeline_says_so_at_once_and_one_process_goes_on_after_a_bad_batch() -> None:
+    with samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, None, 2) as pipeline:
+        with pytest.raises(ValueError, match=r"x has \[1\] rows for 2 micro-batches"):
+            pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
+        pipeline.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    for do in (pipeline.step, pipeline.eval):
+        with pytest.raises(samo.PeerError, match="the pipeline was closed"):
+            do(torch.ones(2, 2), target=torch.ones(2, 2))
+
+
+PROGRAM = """
+import time, torch, samo
+from torch import nn
+
+class Lingers:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)  # while the interpreter ends: a thread that wakes up now aborts the process
+
+lingers = Lingers()
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.3)
+        return grad
+
+class First(nn.Linear):
+    def forward(self, x):
+        return Slow.apply(super().forward(x))
+
+pipeline = samo.Pipeline(
+    [First(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, samo.mesh(pipe=2), 2, timeout_s=5
+)
+pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
+"""
+
+
+def test_a_program_that_does_not_close_its_pipeline_ends_well() -> None:
+    """The last stage is done while the first still computes; it must not take it along."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(2):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM],
+                env={**os.environ, **place},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
+# Faults ------------------------------------------------------------------------------------------
+
+TIMEOUT = 1.5
+
+
+class Faulty(nn.Module):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.fault = fault
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 6:  # the second micro-batch of the second batch
+            if self.fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.fault == "hangs":
+                time.sleep(20)
+            if self.fault == "raises":
+                raise KeyError("no such layer")
+        return self.linear(x)
+
+
+def faulty_work(rank: int, num_ranks: int, fault: str, bad: int) -> Any:
+    layers = [Faulty(fault if stage == bad else "") for stage in range(num_ranks)]
+    pipeline = samo.Pipeline(layers, F.mse_loss, pipe_mesh(num_ranks), 4, timeout_s=TIMEOUT)
+    x = torch.randn(8, 4)
+    dist.barrier()  # ranks start at different times, and the timeout is short
+    begin = time.monotonic()
+    try:  # what fails in the second batch may be seen at the end of the first
+        pipeline.step(x, target=x)
+        if fault == "sends nonsense" and rank == bad:
+            pipeline._transport._senders[bad - 1].link.encoder.sequence += 3
+        begin = time.monotonic()
+        pipeline.step(x, target=x)
+    except (samo.PeerError, KeyError) as error:
+        blamed = getattr(error, "ranks", None)
+        return time.monotonic() - begin, blamed, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fault", "bad", "said"),
+    [
+        ("dies", 2, "is gone"),
+        pytest.param("dies", 0, "is gone", marks=pytest.mark.slow),
+        ("stops", 1, "has been silent for|did not take what was sent"),
+        pytest.param("hangs", 2, "has been silent for|did not take", marks=pytest.mark.slow),
+        ("raises", 2, "KeyError: 'no such layer'|is gone"),
+        ("sends nonsense", 2, "sent message|is gone"),  # it ends too, when it hears of it
+    ],
+)
+def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int, said: str) -> None:
+    results = run_ranks(4, faulty_work, fault, bad, lost={bad}, timeout_s=20)
+    for rank, result in enumerate(results):
+        if rank == bad:
+            continue
+        seconds, blamed, text = result
+        assert blamed == (bad,), text
+        assert f"rank {bad} (stage {bad} of 4)" in text
+        assert re.search(said, text)
+        assert seconds < 2 * TIMEOUT
