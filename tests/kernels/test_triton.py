@@ -49,7 +49,7 @@ def _on_the_device() -> Iterator[None]:
 )
 def test_every_kernel_compiles_without_a_gpu(kernels: str, arguments: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", f"tests.{kernels}", *arguments.split()]
+    command = [sys.executable, "-m", f"tests.kernels.{kernels}", *arguments.split()]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
