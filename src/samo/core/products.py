@@ -8,7 +8,6 @@ results are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -54,10 +53,22 @@ class Product(torch.autograd.Function):
         ends: Tensor | None,
         layout: Layout,
         operation: Operation,
+        is_deferred: bool,
     ) -> Tensor:
-        ctx.save_for_backward(values, x, ends)
         ctx.layout, ctx.operation, ctx.kept = layout, operation, values.shape[0]
-        return operation.forward(x, layout.expand(values, x.dtype), bias, ends)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(values, x, ends)
+            return operation.forward(x, layout.expand(values, x.dtype), bias, ends)
+        # What torch's operations would save: an input that is not needed may be freed or written to.
+        needs_values, needs_x = ctx.needs_input_grad[:2]
+        saved = x
+        if not needs_values and not operation.needs_input:
+            saved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        ctx.save_for_backward(values if needs_x else None, saved, ends)
+        if is_deferred:
+            shape = operation.shape(x, layout.shape)
+            return x.new_empty_strided(shape, [0] * len(shape))
+        return compute(values, x, bias, ends, layout, operation, needs_values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -74,50 +85,40 @@ class Product(torch.autograd.Function):
         if needs_x:
             weight = layout.expand_again(values, x.dtype, grad)
             grad_x = operation.grad_input(grad, x, weight, ends)
-        return grad_values, grad_x, grad_bias, None, None, None
+        return grad_values, grad_x, grad_bias, None, None, None, None
+
+
+def compute(
+    values: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    layout: Layout,
+    operation: Operation,
+    is_tracked: bool,
+) -> Tensor:
+    """Return the product itself, outside the graph."""
+    dense = layout.expand(values.detach(), x.dtype)
+    if is_tracked and isinstance(operation, Matmul):
+        dense.requires_grad_()  # torch.matmul asks, and computes in another way
+    return operation.forward(x, dense, bias, ends)
 
 
 # Note [Products under checkpointing]
 #
 # torch.utils.checkpoint computes a block again until it has seen all tensors that the block saved, and stops
-# there. Torch's operations save before they compute, so that the last product of a block is not computed
-# again. An autograd function saves after it has computed: the last product, and an expansion, would be for
-# nothing, some 5 % of a step. So in eager code two functions share the work: the first saves and returns a
-# result without memory, the second computes. The gradient of the second is handed to the first as it is.
+# there. Torch's operations save before they compute, so the last product of a block is not computed again. An
+# autograd function saves after it has computed: the last product and its expansion, some 5 % of a step, would
+# be for nothing. So where a backward pass computes again, two functions share the work: `Product` saves and
+# returns a result without memory, `Deferred` computes. The gradient of the second is that of the first.
 
 
-class SavedProduct(Product):
-    """The first half: saves, and returns a tensor of the result's shape that has one entry.
-
-    It saves what torch's operations would: an input that is not needed may be freed, or written to.
-    """
+class Deferred(torch.autograd.Function):
+    """The product whose `Product` has only saved."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        x: Tensor,
-        bias: Tensor | None,
-        ends: Tensor | None,
-        layout: Layout,
-        operation: Operation,
-    ) -> Tensor:
-        needs_values, needs_x = ctx.needs_input_grad[:2]
-        ctx.layout, ctx.operation, ctx.kept = layout, operation, values.shape[0]
-        saved = x
-        if not needs_values and not operation.needs_input:
-            saved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        ctx.save_for_backward(values if needs_x else None, saved, ends)
-        shape = operation.shape(x, layout.shape)
-        return x.new_empty_strided(shape, [0] * len(shape))
-
-
-class ComputedProduct(torch.autograd.Function):
-    """The second half."""
-
-    @staticmethod
-    def forward(ctx: Any, saved: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        return compute()
+    def forward(ctx: Any, saved: Tensor, args: Any) -> Tensor:
+        return compute(*args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -133,20 +134,13 @@ def product(
     operation: Operation,
 ) -> Tensor:
     """Return ``operation(x, expand(values), bias)``, with a backward pass that expands again."""
-
-    def compute() -> Tensor:
-        dense = layout.expand(values.detach(), x.dtype)
-        if is_tracked and isinstance(operation, Matmul):
-            dense.requires_grad_()  # torch.matmul asks, and computes in another way
-        return operation.forward(x, dense, bias, ends)
-
-    is_tracked = values.requires_grad and torch.is_grad_enabled()
+    args = (values, x, bias, ends, layout, operation)
     if not torch.is_grad_enabled():
-        return compute()
-    if torch.compiler.is_compiling():
-        return Product.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
-    saved = SavedProduct.apply(values, x, bias, ends, layout, operation)  # type: ignore[no-untyped-call]
-    return ComputedProduct.apply(saved, compute)  # type: ignore[no-untyped-call]
+        return compute(*args, is_tracked=False)
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return Product.apply(*args, False)  # type: ignore[no-untyped-call]
+    saved = Product.apply(*args, True)  # type: ignore[no-untyped-call]
+    return Deferred.apply(saved, (*args, values.requires_grad))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

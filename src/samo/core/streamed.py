@@ -172,10 +172,16 @@ class StreamedWeight(Expansion, DenseWeight):
                 "torch.jit.trace would keep the weights that it sees as they are; use torch.export, or call "
                 "samo.decompress_(model) first"
             )
-        if func in _FACTS:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            found = handler(*args, **kwargs)
+            if found is not None:
+                return found
+        elif func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        found = super().__torch_function__(func, types, args, kwargs)
+                return func(*args, **kwargs)
+        found = func(*_expanded(args), **dict(zip(kwargs, _expanded(kwargs.values()))))
         # An operation in place returns the expansion that it wrote to: `_follow` takes it up.
         if type(found) is Tensor and args and getattr(found, "_samo_expansion_of", None) is args[0]:
             return args[0]
@@ -370,24 +376,28 @@ def _expanded_one(arg: Any) -> Any:
 
 # Their arguments have the names that they have in torch.
 
+_LINEAR: Final = Matmul(is_transposed=True, is_linear=True), Matmul(False, True)
+_MATMUL: Final = Matmul(is_transposed=False, is_linear=False), Matmul(True, False)
+"""By whether the weight's dimensions are exchanged."""
+
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     if not isinstance(weight, Expansion) or (isinstance(bias, Tensor) and bias.dim() > 1):
         return None
-    return _product(Matmul(not weight._is_flipped, True), input, weight, bias, 2)
+    return _product(_LINEAR[weight._is_flipped], input, weight, bias, 2)
 
 
 def _matmul(input: Any, other: Any = None, *, mat2: Any = None, out: Any = None) -> Tensor | None:
     weight = mat2 if other is None else other
     if not isinstance(weight, Expansion) or out is not None:
         return None
-    return _product(Matmul(weight._is_flipped, False), input, weight, None, 2)
+    return _product(_MATMUL[weight._is_flipped], input, weight, None, 2)
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, **others: Any) -> Tensor | None:
     if others or not isinstance(mat2, Expansion) or input.dim() != 1:
         return None
-    return _product(Matmul(mat2._is_flipped, False), mat1, mat2, input, 2)
+    return _product(_MATMUL[mat2._is_flipped], mat1, mat2, input, 2)
 
 
 def _grouped_mm(
@@ -438,6 +448,7 @@ def _product(
     operation: Operation, x: Any, weight: Any, bias: Any, dims: int, ends: Tensor | None = None
 ) -> Tensor | None:
     """Return a product, or None if it is not one that we know and torch has to do it."""
+    # Every line here counts in every forward pass: a small model waits for the host.
     values, layout = weight._param, weight._layout
     if isinstance(x, Expansion) or isinstance(bias, Expansion):
         return None
