@@ -96,11 +96,11 @@ class Traced(NamedTuple):
     values: Tensor
     dense: Tensor | None
     """The resident weight."""
-    words: Tensor | None
-    offsets: Tensor | None
-    """The mask; None where nothing is pruned."""
-    spec: tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-    """Shape, strides, type, and whether dense gradients are watched."""
+    bitmap: Tensor | None
+    """The mask's `Mask.packed`; None where nothing is pruned."""
+    sizes: str
+    """Shape and strides as text, one guard in place of many; "" while dense gradients are watched."""
+    dtype: torch.dtype
 
 
 class Compress(torch.autograd.Function):

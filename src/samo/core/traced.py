@@ -21,9 +21,8 @@ class TracedLayout(NamedTuple):
 
     shape: torch.Size
     strides: tuple[int, ...]
-    words: Tensor | None
-    """The bits of the mask; None where nothing is pruned."""
-    offsets: Tensor | None
+    bitmap: Tensor | None
+    """The mask; None where nothing is pruned."""
     grad_dtype: torch.dtype
     """That of the values: a compiler takes it for granted, and torch casts what leaves compiled code."""
 
@@ -33,9 +32,9 @@ class TracedLayout(NamedTuple):
 
     def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor | None) -> Tensor:
         """Expand in a backward pass, once its gradient is there: see `samo.kernels.operators.expand`."""
-        if self.words is None or self.offsets is None:
+        if self.bitmap is None:
             return values.to(dtype)
-        dense = expand(values, self.words, self.offsets, list(self.shape), dtype, grad)
+        dense = expand(values, self.bitmap, list(self.shape), dtype, grad)
         if dense.stride() == self.strides:
             return dense
         strided = torch.empty_strided(self.shape, self.strides, dtype=dtype, device=dense.device)
@@ -43,23 +42,24 @@ class TracedLayout(NamedTuple):
 
     def compress_grad(self, grad: Tensor, kept: int) -> Tensor:
         """Return the gradient of the values for that of the dense weight."""
-        if self.words is None or self.offsets is None:
+        if self.bitmap is None:
             return grad.to(self.grad_dtype)
-        return compress(grad, self.words, self.offsets, kept, self.grad_dtype)
+        return compress(grad, self.bitmap, kept, self.grad_dtype)
 
 
 def read(weight: Any, traced: Any) -> Any:
     """Return the dense weight inside `torch.compile` and `torch.export`, or what stands for it.
 
-    ``traced`` is a `samo.core.dense.Traced` of the `Weight`. A resident weight is not refreshed there: optimizers, ``load_state_dict`` and ``.to()`` have done that.
+    ``traced`` is a `samo.core.dense.Traced` of the `Weight`. A resident weight is not refreshed there:
+    optimizers, ``load_state_dict`` and ``.to()`` have done that.
     """
-    values, dense, words, offsets, spec = traced
-    shape, strides, dtype, is_watched = spec
-    if is_watched:
+    values, dense, bitmap, sizes, dtype = traced
+    if not sizes:
         return _read_eagerly(weight)
-    if words is None and values.dtype == dtype:
+    if bitmap is None and values.dtype == dtype:
         return values
-    layout = TracedLayout(torch.Size(shape), strides, words, offsets, values.dtype)
+    shape, strides = [tuple([int(n) for n in part.split()]) for part in sizes.split("/")]
+    layout = TracedLayout(torch.Size(shape), strides, bitmap, values.dtype)
     if torch.compiler._is_exporting_flag or dense is None:
         return Expansion(values, layout, dtype, False)
     if not values.requires_grad or not torch.is_grad_enabled():

@@ -52,7 +52,7 @@ torch.compiler.config.dynamic_sources = ",".join(
         None,
         [
             torch.compiler.config.dynamic_sources,
-            r".*'_samo_weights'.*\.ragged.*",
+            r".*'_samo_weights'.*\.ragged\.values",
         ],
     )
 )
@@ -126,6 +126,7 @@ class Weight:
         device = torch.device("cpu") if param.is_meta else param.device
         kernels = _kernels.choose(device, path)
         self.layout = Layout(param.shape, strides, mask, types.grad_dtype, kernels, [])
+        self.is_vector = mask is None and param.dim() < 2
         if mask is None:
             values = param.detach().to(types.value_dtype, copy=True)
         elif param.is_meta:
@@ -161,6 +162,8 @@ class Weight:
     def read(self, values: Any) -> Any:
         """Return the dense weight for what stands in ``module._parameters``: its values, or others."""
         if torch.compiler.is_compiling():
+            if self.is_vector:  # torch fuses the cast with what reads it
+                return values.to(self.dtype)
             from samo.core.traced import read  # registers operators, which takes time
 
             traced = self.ragged if self.traced is None else self.traced
@@ -207,9 +210,9 @@ class Weight:
     def prepare_traced(self) -> None:
         """Put together what compiled code reads: few objects, for each costs time in each call."""
         shape, strides, mask, _, _, watchers = self.layout
-        words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
-        spec = (tuple(shape), strides, self.dtype, bool(watchers))
-        traced = Traced(self.values, self.dense, words, offsets, spec)
+        sizes = "" if watchers else f"{' '.join(map(str, shape))}/{' '.join(map(str, strides))}"
+        bitmap = None if mask is None else mask.packed
+        traced = Traced(self.values, self.dense, bitmap, sizes, self.dtype)
         self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
 
     def _read_others(self, values: Any) -> Any:
@@ -451,6 +454,7 @@ class Weight:
             "path",
             "is_resident",
             "is_ragged",
+            "is_vector",
             "dtype",
             "dense_dtype",
             "attributes",

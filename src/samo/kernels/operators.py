@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samo import kernels
-from samo.mask import bitmap
+from samo.mask.bitmap import BLOCK_WORDS, num_blocks, num_words as num_words_of
 from samo.mask.mask import Mask
 
 __all__ = []
@@ -18,22 +18,15 @@ _SLOTS = 256
 """One way of compressing for all densities: another one for each would be another graph to compile."""
 
 
-def compress(
-    dense: Tensor, words: Tensor, offsets: Tensor, kept: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the kept entries of a dense tensor."""
+def compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+    """Return the kept entries of a dense tensor; ``bitmap`` is a `Mask.packed`."""
     if dense.is_cuda and _TRITON:
-        return _compress_triton(dense.contiguous(), words, offsets, kept, dtype)
-    return _compress(dense, words, offsets, kept, dtype)
+        return _compress_triton(dense.contiguous(), bitmap, kept, dtype)
+    return _compress(dense, bitmap, kept, dtype)
 
 
 def expand(
-    values: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    after: Tensor | None,
+    values: Tensor, bitmap: Tensor, shape: list[int], dtype: torch.dtype, after: Tensor | None
 ) -> Tensor:
     """Return the dense tensor of kept entries, 0 elsewhere.
 
@@ -41,49 +34,36 @@ def expand(
     cannot take the forward pass's expansion in its place, which would be held in between.
     """
     if values.is_cuda and _TRITON:
-        after = values if after is None else after
-        return _expand_triton(values, words, offsets, after, shape, dtype)
-    return _expand(values, words, offsets, shape, dtype, after)
+        return _expand_triton(values, bitmap, values if after is None else after, shape, dtype)
+    return _expand(values, bitmap, shape, dtype, after)
 
 
 @torch.library.custom_op("samo::compress", mutates_args=())
-def _compress(
-    dense: Tensor, words: Tensor, offsets: Tensor, kept: int, dtype: torch.dtype
-) -> Tensor:
+def _compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     values = torch.empty(kept, dtype=dtype, device=dense.device)
-    mask = Mask.from_parts(dense.shape, words, offsets, kept)
+    mask = Mask.from_packed(dense.shape, bitmap, kept)
     kernels.choose(dense.device).compress_(dense, mask, values)
     return values
 
 
 @_compress.register_fake
-def _(dense: Tensor, words: Tensor, offsets: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+def _(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
     return dense.new_empty(kept, dtype=dtype)
 
 
 @torch.library.custom_op("samo::expand", mutates_args=())
 def _expand(
-    values: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    after: Tensor | None,
+    values: Tensor, bitmap: Tensor, shape: list[int], dtype: torch.dtype, after: Tensor | None
 ) -> Tensor:
     dense = torch.empty(shape, dtype=dtype, device=values.device)
-    mask = Mask.from_parts(shape, words, offsets, values.numel())
+    mask = Mask.from_packed(shape, bitmap, values.numel())
     kernels.choose(values.device).expand_(values, mask, dense)
     return dense
 
 
 @_expand.register_fake
 def _(
-    values: Tensor,
-    words: Tensor,
-    offsets: Tensor,
-    shape: list[int],
-    dtype: torch.dtype,
-    after: Tensor | None,
+    values: Tensor, bitmap: Tensor, shape: list[int], dtype: torch.dtype, after: Tensor | None
 ) -> Tensor:
     return values.new_empty(shape, dtype=dtype)
 
@@ -97,34 +77,29 @@ else:
     _TRITON = not IS_INTERPRETED.value and torch.version.hip is None
 
     @torch.library.triton_op("samo::compress_triton", mutates_args=())
-    def _compress_triton(
-        dense: Tensor, words: Tensor, offsets: Tensor, kept: int, dtype: torch.dtype
-    ) -> Tensor:
+    def _compress_triton(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
         values = torch.empty(kept, dtype=dtype, device=dense.device)
-        torch.library.wrap_triton(compress_by_slot_kernel)[(offsets.numel(),)](
-            dense, words, offsets, values, words.numel() // 2, SLOTS=_SLOTS, num_warps=1
+        num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
+        torch.library.wrap_triton(compress_by_slot_kernel)[(blocks,)](
+            dense, bitmap, bitmap[num_words:], values, num_words // 2, SLOTS=_SLOTS, num_warps=1
         )
         return values
 
     @torch.library.triton_op("samo::expand_triton", mutates_args=())
     def _expand_triton(
-        values: Tensor,
-        words: Tensor,
-        offsets: Tensor,
-        after: Tensor,
-        shape: list[int],
-        dtype: torch.dtype,
+        values: Tensor, bitmap: Tensor, after: Tensor, shape: list[int], dtype: torch.dtype
     ) -> Tensor:
         dense = torch.empty(shape, dtype=dtype, device=values.device)
-        torch.library.wrap_triton(expand_kernel)[(offsets.numel(),)](
+        num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
+        torch.library.wrap_triton(expand_kernel)[(blocks,)](
             values,
-            words,
-            offsets,
+            bitmap,
+            bitmap[num_words:],
             after,
             dense,
             dense.numel(),
-            words.numel(),
-            WORDS=bitmap.BLOCK_WORDS,
+            num_words,
+            WORDS=BLOCK_WORDS,
             num_warps=2,
         )
         return dense

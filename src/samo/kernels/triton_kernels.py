@@ -46,6 +46,7 @@ def compress_by_slot_kernel(dense, words, offsets, out, num_pairs, SLOTS: tl.con
     """Gather the kept entries of a block. Example: [5, 6, 7, 8] with bits 1, 0, 0, 1 gives [5, 8]."""
     block = tl.program_id(0).to(tl.int64)
     pairs = words.to(tl.pointer_type(tl.int64))
+    offsets = offsets.to(tl.pointer_type(tl.int64))  # operators give it as int32
     low, high, ends, count, begin = read_block(pairs, offsets, block, num_pairs)
     first = 0
     while first < count:  # not range(): numpy no longer lets the interpreter take a tensor there
@@ -76,6 +77,7 @@ def expand_kernel(values, words, offsets, after, dense, numel, num_words, WORDS:
     """
     index = tl.program_id(0).to(tl.int64)
     is_kept, ranks = ranks_of(words, index * WORDS, num_words, WORDS)
+    offsets = offsets.to(tl.pointer_type(tl.int64))  # operators give it as int32
     begin = tl.load(offsets + index * (WORDS // BLOCK_WORDS))
     entry = index * WORDS * 32 + tl.arange(0, WORDS * 32)
     entries = tl.load(values + begin + ranks, mask=is_kept, other=0)

@@ -39,7 +39,7 @@ class Mask:
             the last weight.
     """
 
-    __slots__ = ("_fingerprint", "_firsts", "kept", "numel", "offsets", "shape", "words")
+    __slots__ = ("_fingerprint", "_firsts", "_packed", "kept", "numel", "offsets", "shape", "words")
 
     def __init__(self, shape: Iterable[int], words: Tensor) -> None:
         self.shape: Final = tuple(shape)
@@ -59,10 +59,11 @@ class Mask:
                 f"a mask of {self.numel:,} weights has bits set past its last weight; "
                 "build masks with Mask.from_bool(tensor)"
             )
-        self.words: Final = words.clone(memory_format=torch.contiguous_format)
+        self.words = words.clone(memory_format=torch.contiguous_format)
         self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
         self._fingerprint: str | None = None
         self._firsts: list[int] | None = None
+        self._packed: Tensor | None = None
 
     @classmethod
     def from_parts(cls, shape: Iterable[int], words: Tensor, offsets: Tensor, kept: int) -> "Mask":
@@ -77,8 +78,8 @@ class Mask:
         mask = object.__new__(cls)
         mask.shape = tuple(shape)  # type: ignore[misc]
         mask.numel = math.prod(mask.shape)  # type: ignore[misc]
-        mask.words, mask.offsets, mask.kept = words, offsets, kept  # type: ignore[misc]
-        mask._fingerprint = mask._firsts = None
+        mask.words, mask.offsets, mask.kept = words, offsets, kept
+        mask._fingerprint = mask._firsts = mask._packed = None
         return mask
 
     @classmethod
@@ -128,6 +129,35 @@ class Mask:
             tensor([ True, False])
         """
         return bitmap.unpack(self.words, 0, self.numel).view(self.shape)
+
+    @property
+    def packed(self) -> Tensor:
+        """Words and offsets in one int32 tensor, of which they are views from then on.
+
+        Compiled code takes it: each tensor costs the host time in every call.
+        """
+        if self._packed is None:
+            packed = torch.cat([self.words, self.offsets.view(torch.int32)])
+            self.words, offsets = packed.split([len(self.words), 2 * len(self.offsets)])
+            self.offsets, self._packed = offsets.view(torch.int64), packed
+        return self._packed
+
+    @classmethod
+    def from_packed(cls, shape: Iterable[int], packed: Tensor, kept: int) -> "Mask":
+        """Return the mask that `packed` belongs to; nothing is copied or checked.
+
+        Example:
+            >>> import torch, samo
+            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
+            >>> samo.Mask.from_packed(mask.shape, mask.packed, mask.kept) == mask
+            True
+        """
+        shape = tuple(shape)
+        num_words = bitmap.num_words(math.prod(shape))
+        offsets = packed[num_words:].view(torch.int64)
+        mask = cls.from_parts(shape, packed[:num_words], offsets, kept)
+        mask._packed = packed
+        return mask
 
     @property
     def sparsity(self) -> float:
