@@ -376,28 +376,36 @@ def _expanded_one(arg: Any) -> Any:
 
 # Their arguments have the names that they have in torch.
 
-_LINEAR: Final = Matmul(is_transposed=True, is_linear=True), Matmul(False, True)
-_MATMUL: Final = Matmul(is_transposed=False, is_linear=False), Matmul(True, False)
-"""By whether the weight's dimensions are exchanged."""
+_MATMULS: Final = {
+    (is_transposed, is_linear): Matmul(is_transposed, is_linear)
+    for is_transposed in (False, True)
+    for is_linear in (False, True)
+}
+
+
+def _matmul_kind(is_transposed: bool, is_linear: bool) -> Matmul:
+    if torch.compiler.is_compiling():  # which would guard one that it did not see made
+        return Matmul(is_transposed, is_linear)
+    return _MATMULS[is_transposed, is_linear]
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
     if not isinstance(weight, Expansion) or (isinstance(bias, Tensor) and bias.dim() > 1):
         return None
-    return _product(_LINEAR[weight._is_flipped], input, weight, bias, 2)
+    return _product(_matmul_kind(not weight._is_flipped, True), input, weight, bias, 2)
 
 
 def _matmul(input: Any, other: Any = None, *, mat2: Any = None, out: Any = None) -> Tensor | None:
     weight = mat2 if other is None else other
     if not isinstance(weight, Expansion) or out is not None:
         return None
-    return _product(_MATMUL[weight._is_flipped], input, weight, None, 2)
+    return _product(_matmul_kind(weight._is_flipped, False), input, weight, None, 2)
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, **others: Any) -> Tensor | None:
     if others or not isinstance(mat2, Expansion) or input.dim() != 1:
         return None
-    return _product(_MATMUL[mat2._is_flipped], mat1, mat2, input, 2)
+    return _product(_matmul_kind(mat2._is_flipped, False), mat1, mat2, input, 2)
 
 
 def _grouped_mm(
