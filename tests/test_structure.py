@@ -13,25 +13,13 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from tools.import_graph import LAYERS, edges, imports as imported
 
 import samo
 from tests.meters import ignores_dynamo
 
 ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
-
-LAYERS: Final = (
-    {"models", "mask"},
-    {"kernels"},
-    {"core"},
-    {"pruning", "distributed"},
-    {"pipeline"},
-    {"checkpoint", "memory"},
-    {"data", "integrations", "train"},
-    {"bench", "report", "cli"},
-)
-"""Packages, lowest first: each imports from those below, and from its neighbours without a circle.
-Anybody may import `samo.errors` and `samo.utils`."""
 
 ONLY_IN: Final = {
     "matplotlib": "samo.report",
@@ -146,24 +134,18 @@ def test_counting_bytes_loads_nothing_heavy(module: str) -> None:
 # The modules
 
 
-def package(module: str) -> str:
-    return module.split(".")[1]
-
-
 def test_packages_import_from_the_layers_below() -> None:
     height = {name: level for level, layer in enumerate(LAYERS) for name in layer}
-    height |= {"errors": -1, "utils": -1}
-    within = {name: name for name in MODULES if name.count(".") >= 1 and package(name) in height}
-    assert set(MODULES) - set(within) == {"samo", "samo.__main__"}
-    edges = {
-        (package(module), package(name))
-        for module in within
-        for _, name in imports(TREES[module])
-        if name in within
-    }
-    assert not {edge for edge in edges if height[edge[0]] < height[edge[1]]}, "upward imports"
-    graph = {name: {b for a, b in edges if a == name != b} for name in height}
+    folders = {path.parent.name for path in (SOURCE / "samo").glob("*/__init__.py")}
+    assert folders - {"utils"} == set(height), "a package without a layer, or a layer without it"
+    assert not {edge for edge in edges() if height[edge[0]] < height[edge[1]]}, "upward imports"
+    graph = {name: {b for a, b in edges() if a == name} for name in height}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_the_foundation_stands_on_nothing() -> None:
+    for path in [SOURCE / "samo" / "errors.py", *(SOURCE / "samo" / "utils").glob("*.py")]:
+        assert {name.split(".")[1] for name in imported(path)} <= {"errors", "utils", "__version__"}
 
 
 def test_modules_import_without_a_circle() -> None:

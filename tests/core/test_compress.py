@@ -12,7 +12,8 @@ from torch.nn.utils import prune as torch_prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import samo
-from samo.core.compress import masks as masks_of, named_weights
+from samo.core.compress import masks as masks_of
+from samo.core.modules import named_weights
 from tests.core.twins import compressed, mlp, pruned_entries, step
 from tests.meters import SmallResNet
 

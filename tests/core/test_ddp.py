@@ -17,7 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
-from samo.core.compress import dense_of, named_weights
+from samo.core.compress import dense_of
+from samo.core.modules import named_weights
 from samo.core.ranks import compare_masks
 from tests.ranks import run_ranks
 

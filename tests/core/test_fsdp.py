@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import samo
-from samo.core.compress import named_weights
+from samo.core.modules import named_weights
 from tests.ranks import run_ranks
 
 STEPS = 5

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 import samo
 from samo.core import remap, transfer
-from samo.core.compress import masks as masks_in, named_weights
+from samo.core.compress import masks as masks_in
+from samo.core.modules import named_weights
 from samo.core.weight import Weight
 from samo.kernels.rounding import convert_rest, split
 from tests.meters import LargestTensor

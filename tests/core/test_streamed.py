@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import samo
-from samo.core.compress import masks as masks_of, named_weights
-from samo.core.streamed import LOCK, StreamedWeight
+from samo.core.compress import masks as masks_of
+from samo.core.modules import named_weights
+from samo.core.streamed import StreamedWeight
+from samo.core.written import LOCK
 from tests.core.twins import mlp
 from tests.meters import Experts, LiveBytes, SmallResNet, ignores_dynamo, small_gpt, tokens
 

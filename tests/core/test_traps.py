@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import samo
-from samo.core.compress import masks as masks_of, named_weights
-from samo.core.modules import BITMAP
+from samo.core.compress import masks as masks_of
+from samo.core.modules import BITMAP, named_weights
 from samo.core.weight import weight_of
 from tests.core.twins import (
     assert_equal,

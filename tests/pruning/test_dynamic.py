@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samo
-from samo.core.compress import masks as masks_in, named_weights
+from samo.core.compress import masks as masks_in
+from samo.core.modules import named_weights
 from samo.core.weight import Weight
 from samo.pruning import choices, schedules
 from samo.pruning.growth import Growth

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samo.core.compress import named_weights
+from samo.core.modules import named_weights
 from samo.mask.prunable import matching
 
 __all__ = ["param_groups"]

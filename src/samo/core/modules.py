@@ -5,7 +5,7 @@ equal. It has the original's name, and pickles as the original with its compress
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -176,6 +176,22 @@ def weights_in(module: nn.Module) -> dict[str, Weight]:
 
 
 _NONE: Final[dict[str, Weight]] = {}
+
+
+def named_weights(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Weight]]:
+    """Return the compressed weights of a model with the names of their parameters.
+
+    In the order of ``named_parameters()``, and a tied one once, as there.
+    """
+    seen: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for name, weight in weights_in(module).items():
+            if id(weight) in seen and remove_duplicate:
+                continue
+            seen.add(id(weight))
+            yield f"{path}.{name}" if path else name, weight
 
 
 def set_weights(module: nn.Module, weights: dict[str, Weight]) -> None:

@@ -51,7 +51,8 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
 
 def _check_masks_of_shards(module: nn.Module) -> None:
     """Compare masks in the first forward pass of a model that FSDP2 has sharded."""
-    from samo.core.compress import masks, named_weights
+    from samo.core.compress import masks
+    from samo.core.modules import named_weights
 
     if module in _COMPARED:
         return

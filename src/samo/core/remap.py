@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samo.core.compress import check_whole, masks_by_parameter, named_weights
+from samo.core.compress import check_whole
+from samo.core.modules import named_weights
+from samo.core.plan import masks_by_parameter
 from samo.core.ranks import outdate_replicas
 from samo.core.transfer import move
 from samo.core.weight import STEPPED, Weight, mark_ragged

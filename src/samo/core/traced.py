@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samo.core.dense import Expand
-from samo.core.streamed import Expansion
+from samo.core.expansion import Expansion
 from samo.kernels.operators import compress, expand
 
 __all__ = []

@@ -39,7 +39,8 @@ from samo.core.dense import (
     as_dense_weight,
     expand_by_index,
 )
-from samo.core.streamed import LOCK as _LOCK, Handed, StreamedWeight
+from samo.core.streamed import StreamedWeight
+from samo.core.written import LOCK as _LOCK, Handed
 from samo.errors import CompressionError
 from samo.mask.mask import Mask
 
@@ -477,7 +478,8 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
     """Tell the weights of a model if equal layers may keep different numbers of values."""
     counts: dict[torch.Size, set[int]] = {}
     for weight in weights:
-        counts.setdefault(weight.shape, set()).add(weight.kept)
+        if weight.mask is not None:
+            counts.setdefault(weight.shape, set()).add(weight.kept)
     if were_remapped or any(len(found) > 1 for found in counts.values()):
         for weight in weights:
             if weight.mask is not None and not weight.is_ragged:

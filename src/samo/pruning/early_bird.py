@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from samo.core.compress import named_weights
+from samo.core.modules import named_weights
 from samo.errors import CompressionError, TicketError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samo.core.compress import masks, named_weights
+from samo.core.compress import masks
+from samo.core.modules import named_weights
 from samo.core.weight import Weight
 from samo.errors import CompressionError, MaskError
 from samo.mask import bitmap

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.checkpoint.rows import cut_as
-from samo.core.compress import compress_, named_weights
+from samo.core.compress import compress_
 from samo.core.groups import param_groups
+from samo.core.modules import named_weights
 from samo.core.optim import AdamW
 from samo.core.ranks import compare_masks
 from samo.data.batches import IGNORE, Batch

@@ -1,0 +1,166 @@
+"""`Expansion`: a dense weight that is made only where somebody needs it.
+
+torch hands every function of such an object to ``__torch_function__``. Products that samo has a kernel for
+never see the dense weight outside of them (`samo.core.functions`); every other function gets a fresh
+expansion, in the graph of the values. `torch.compile` follows such an object as it is; eager code gets it
+as a tensor, `samo.core.streamed.StreamedWeight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from samo.core.dense import Expand, Layout, expand_by_index
+
+__all__ = []
+
+HANDLERS: Final[dict[Any, Callable[..., Any]]] = {}
+"""What each function becomes; where a handler returns None it is torch's own, on an expansion."""
+
+
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a handler for functions of torch."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+class Expansion:
+    """An expansion that has not been made: values, where they lie, and the type to compute in."""
+
+    _param: Tensor
+    """The values."""
+    _layout: Layout
+    _dtype: torch.dtype
+    _is_flipped: bool
+    """Whether the last two dimensions are exchanged."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        layout: Any,
+        dtype: torch.dtype,
+        is_flipped: bool,
+    ) -> None:
+        self._param, self._layout = values, layout
+        self._dtype, self._is_flipped = dtype, is_flipped
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            found = handler(*args, **kwargs)
+            if found is not None:
+                return found
+        return func(*expanded(args), **dict(zip(kwargs, expanded(kwargs.values()))))
+
+    def _expand(self) -> Tensor:
+        """Make it."""
+        values, layout, dtype = self._param, self._layout, self._dtype
+        if torch.compiler.is_compiling():
+            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
+        elif torch._C._functorch.peek_interpreter_stack() is not None:
+            dense = expand_by_index(values, layout, dtype)
+        elif values.requires_grad and torch.is_grad_enabled():
+            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
+        else:
+            dense = layout.expand(values.detach(), dtype)
+        return dense.transpose(-2, -1) if self._is_flipped else dense
+
+    def _like(self, values: Tensor, layout: Layout, is_flipped: bool) -> Any:
+        return Expansion(values, layout, self._dtype, is_flipped)
+
+    def _sync(self) -> None:
+        """Take up what was written to tensors that the weight gave away."""
+
+    def _part(self, index: Any) -> Any:
+        """Return one of stacked weights without expanding the others; None where that cannot be."""
+        return None
+
+    def _transposed(self, dim0: Any, dim1: Any) -> Any:
+        """Exchange the last two dimensions; None for any others."""
+        dims = len(self._layout.shape)
+        last = ({-2, dims - 2}, {-1, dims - 1})
+        if dims < 2 or not (
+            (dim0 in last[0] and dim1 in last[1]) or (dim0 in last[1] and dim1 in last[0])
+        ):
+            return None
+        return self._like(self._param, self._layout, not self._is_flipped)
+
+    # What compiled code asks of it.
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the dense weight."""
+        shape = list(self._layout.shape)
+        if self._is_flipped:
+            shape[-2:] = shape[-1], shape[-2]
+        return torch.Size(shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("device", "is_cuda"):
+            return getattr(self._param, name)
+        if name == "dtype":
+            return self._dtype
+        return getattr(self._expand(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._part(index)
+        return self._expand()[index] if found is None else found
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._expand() @ other
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return torch.matmul(other, self)  # type: ignore[arg-type]
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        """Exchange two dimensions."""
+        found = self._transposed(dim0, dim1)
+        return self._expand().transpose(dim0, dim1) if found is None else found
+
+    def t(self) -> Any:
+        """Exchange both dimensions."""
+        return self.transpose(0, 1)
+
+    T = mT = property(t)  # noqa: N815
+
+
+OPERATORS: Final = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rtruediv"),
+    *("rfloordiv", "rmod", "rpow", "neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge", "len"),
+    "iter",
+)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: Expansion, *args: Any) -> Any:
+        return getattr(self._expand(), name)(*args)
+
+    return call
+
+
+for _name in OPERATORS:  # which Python looks for in the class alone
+    setattr(Expansion, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def expanded(args: Any) -> list[Any]:
+    return [_expanded_one(arg) for arg in args]
+
+
+def _expanded_one(arg: Any) -> Any:
+    if isinstance(arg, Expansion):
+        return arg._expand()
+    if type(arg) in (list, tuple):
+        return type(arg)(expanded(arg))
+    return arg

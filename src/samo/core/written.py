@@ -1,0 +1,86 @@
+"""Writes to expansions of a streamed weight: the values follow them."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from samo.errors import CompressionError
+
+if TYPE_CHECKING:
+    from samo.core.weight import Weight
+
+__all__ = []
+
+LOCK: Final = threading.RLock()
+"""One thread at a time changes values or a dense copy. Again on the same thread: the garbage collector may
+let go of a written expansion anywhere."""
+
+
+class Handed:
+    """An expansion that is in somebody's hands: the values follow what is written to it.
+
+    At the next use of the weight, or when it is let go.
+    """
+
+    def __init__(self, weight: Weight, index: tuple[int, ...], base: Tensor) -> None:
+        self.base: Final = weakref.ref(base)
+        self._dense: Final = base.detach()  # outlives it, for a last look
+        self._weight: Final = weakref.ref(weight)
+        self._index: Final = index
+        self._mask: Final = weight.mask
+        self._version: int = base._version
+        self._values_version: int = weight.values._version
+        weight.handed.append(self)
+        weakref.finalize(base, self._let_go).atexit = False
+
+    def fits(self, weight: Weight, index: tuple[int, ...]) -> bool:
+        """Whether the values are still those that were expanded."""
+        return self._index == index and self._is_current(weight)
+
+    def _is_current(self, weight: Weight) -> bool:
+        return weight.mask is self._mask and weight.values._version == self._values_version
+
+    def follow(self) -> None:
+        """Take up what was written.
+
+        Raises:
+            CompressionError: The values have changed as well.
+        """
+        with LOCK:
+            weight = self._weight()
+            if weight is None or self._dense._version == self._version:
+                return
+            self._version = self._dense._version
+            if not self._is_current(weight):
+                raise CompressionError(
+                    f"'{weight.name}' was written in two ways since it was last used: through a tensor that "
+                    "module.weight gave, and through its values in model.parameters(); take module.weight "
+                    "anew after a step, or keep to one of them"
+                )
+            self._take(weight)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take(self, weight: Weight) -> None:
+        dense = self._dense.detach()
+        if self._index:
+            dense = weight.layout.expand(weight.values, weight.dtype)
+            dense[self._index] = self._dense
+        weight.take_written(dense)
+        self._dense.copy_(weight.layout.expand(weight.values, weight.dtype)[self._index])
+        self._version, self._values_version = self._dense._version, weight.values._version
+
+    def _let_go(self) -> None:
+        weight = self._weight()
+        try:
+            self.follow()
+        except CompressionError as error:
+            warnings.warn(f"{error}; what was written to the tensor is lost", stacklevel=2)
+        if weight is not None and self in weight.handed:
+            weight.handed.remove(self)
