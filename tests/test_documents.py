@@ -85,7 +85,7 @@ def state_bytes(model: nn.Module, dtype: str) -> tuple[int, int]:
 
 
 def in_words(count: int) -> str:
-    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
 
 
 GENERATED: Final[dict[str, dict[str, Callable[[], str]]]] = {
