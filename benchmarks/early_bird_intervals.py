@@ -1,4 +1,4 @@
-"""When do tickets settle, by the interval of looks and the threshold? Numbers of docs/early-bird.md.
+"""When do tickets settle, by the interval of looks and the threshold? Numbers of docs/masks.md.
 
     python -m benchmarks.early_bird_intervals
     python -m benchmarks.early_bird_intervals --steps 300 --every 1

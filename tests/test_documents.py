@@ -1,26 +1,20 @@
-"""The documents say what is so: help texts, settings, events, sizes, commands.
+"""The documents are true of the code: settings, events, sizes, commands.
 
-What is written between two marks is made from the code: ``python -m tests.test_documents`` rewrites it.
+What stands between two marks is generated: ``python -m tests.test_documents`` rewrites it.
 """
 
 import dataclasses
 import importlib
-import io
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
-from unittest import mock
 
 import pytest
 import torch
@@ -41,27 +35,10 @@ from samo.utils.formatting import size
 ROOT: Final = Path(__file__).parent.parent
 DOCS: Final = ROOT / "docs"
 COMMANDS: Final = ("demo", "train", "launch", "prune", "inspect", "report", "bench")
-QUESTIONS: Final = ("kernels", "step")
 GPT2_VOCABULARY: Final = 50_257
 PAGES: Final = sorted([ROOT / "README.md", ROOT / "screenshots" / "README.md", *DOCS.rglob("*.md")])
 
 # What is generated
-
-
-def help_text(*command: str) -> str:
-    """Return what ``samo COMMAND --help`` prints in a terminal of 100 columns, as a block."""
-    printed = io.TextIOWrapper(
-        io.BytesIO(), encoding="utf-8"
-    )  # tyro draws its boxes for UTF-8 alone
-    with (
-        mock.patch.dict(os.environ, {"COLUMNS": "100"}),
-        redirect_stdout(printed),
-        suppress(SystemExit),
-    ):
-        cli.parse([*command, "--help"])
-    printed.seek(0)
-    lines = [line.rstrip() for line in printed.read().strip().splitlines()]
-    return "\n".join(["```text", *lines, "```"])
 
 
 def size_table() -> str:
@@ -108,19 +85,11 @@ def state_bytes(model: nn.Module, dtype: str) -> tuple[int, int]:
 
 
 def in_words(count: int) -> str:
-    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
 
 
 GENERATED: Final[dict[str, dict[str, Callable[[], str]]]] = {
-    "cli.md": {
-        f"samo {' '.join(command)} --help".replace("  ", " "): partial(help_text, *command)
-        for command in [
-            (),
-            *((name,) for name in COMMANDS),
-            *(("bench", name) for name in QUESTIONS),
-        ]
-    },
-    "tutorial.md": {"shapes and sizes": size_table},
+    "training.md": {"shapes and sizes": size_table},
 }
 """Page, to the name in its marks, to what stands between them."""
 
@@ -158,7 +127,7 @@ def test_the_table_of_sizes_agrees_with_a_real_model() -> None:
 
 def command_lines(text: str) -> Iterator[str]:
     """Yield the lines of a page that a reader types: ``samo ...``, in blocks."""
-    text = re.sub(r"<!-- samo .*?<!-- end -->", "", text, flags=re.DOTALL).replace("\\\n", " ")
+    text = text.replace("\\\n", " ")
     for line in re.findall(r"^(?: {4}|\$ )((?:\.venv/bin/)?samo .*)$", text, re.MULTILINE):
         yield line.partition("  #")[0].strip()
 
@@ -186,40 +155,37 @@ def test_the_commands_of_a_page_can_be_typed(
 
 
 def test_the_page_of_commands_has_them_all() -> None:
-    text = (DOCS / "cli.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## samo (\w+)$", text, re.MULTILINE) == list(COMMANDS)
+    text = section_of("training.md", "Commands")
+    assert re.findall(r"^\| `samo (\w+)`", text, re.MULTILINE) == list(COMMANDS)
     assert {name.__name__.lower() for name in cli._MODULES} == set(COMMANDS)
 
 
 # The config file
 
 
-@pytest.fixture(scope="module")
-def toml() -> str:
+def test_the_example_of_a_config_file_is_read(tmp_path: Path) -> None:
     (block,) = re.findall(
-        r"^```toml\n(.*?)^```$", (DOCS / "cli.md").read_text("utf-8"), re.M | re.S
+        r"^```toml\n(.*?)^```$", (DOCS / "training.md").read_text("utf-8"), re.M | re.S
     )
-    return block
-
-
-def test_the_example_of_a_config_file_holds_the_defaults(toml: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.toml"
-    path.write_text(toml, encoding="utf-8")
-    data = DataConfig(train=(tmp_path / "notes.txt",))
-    assert read_toml(path) == TrainConfig(data=data)
+    path.write_text(block, encoding="utf-8")
+    config = read_toml(path)
+    assert config.data.train == (tmp_path / "notes.txt",)
+    assert (config.prune.method, config.run.steps) == ("early-bird", 4000)
 
 
-def test_the_example_of_a_config_file_names_every_setting(toml: str) -> None:
-    # Without the mark of a comment, what may be left out stands there like the rest.
-    content = tomllib.loads(re.sub(r"^# (\w+ = )", r"\1", toml, flags=re.MULTILINE))
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["train", "--help"])
+    named = set(re.findall(r"--([\w-]+)", capsys.readouterr().out))
     for section in dataclasses.fields(TrainConfig):
-        known = [entry.name for entry in dataclasses.fields(typing.cast(Any, section.type))]
-        assert list(content[section.name]) == known
+        settings = {field.name for field in dataclasses.fields(typing.cast(Any, section.type))}
+        assert {name.replace("_", "-") for name in settings - {"train"}} <= named
 
 
 def test_the_page_lists_what_may_change_when_a_run_goes_on() -> None:
-    text = section_of("cli.md", "What may change with --resume")
-    named = re.findall(r"^\| `(?:--)?([\w-]+)`", text, re.MULTILINE)
+    text = section_of("training.md", "What may change with --resume")
+    named = re.findall(r"`(?:--)?([\w-]+)`", text)
     names = {key.partition(".")[2].replace("_", "-") for key in CHANGEABLE}
     assert sorted(named) == sorted("TEXT" if name == "train" else name for name in names)
 
@@ -235,9 +201,9 @@ def section_of(page: str, title: str) -> str:
     return match[1]
 
 
-def rows_of(text: str) -> dict[str, str]:
-    """Return the first two columns of the tables in a text, without their heads."""
-    return dict(re.findall(r"^\| `([\w.]+)` \| ([^|]+?) \|", text, re.MULTILINE))
+def fields_of(text: str) -> dict[str, str]:
+    """Return the types of the fields that a text lists, as in "- `step` (integer): so many"."""
+    return dict(re.findall(r"^- `([\w.]+)` \(([^)]+)\): ", text, re.MULTILINE))
 
 
 def described(hint: Any) -> str:
@@ -254,10 +220,10 @@ def described(hint: Any) -> str:
 @pytest.mark.parametrize(("kind", "name"), events.NAMES.items(), ids=events.NAMES.values())
 def test_the_page_explains_every_field_of_an_event(kind: type[events.Event], name: str) -> None:
     hints = typing.get_type_hints(kind)
-    common = rows_of(section_of("metrics.md", "What every line has"))
+    common = fields_of(section_of("metrics.md", "What every line has"))
     assert common == {"event": "text", "step": described(hints.pop("step"))}
     hints = {field.name: hints[field.name] for field in dataclasses.fields(kind)[1:]}
-    assert rows_of(section_of("metrics.md", name)) == {n: described(h) for n, h in hints.items()}
+    assert fields_of(section_of("metrics.md", name)) == {n: described(h) for n, h in hints.items()}
 
 
 def test_the_page_explains_no_event_that_does_not_exist() -> None:
@@ -283,12 +249,12 @@ def test_the_page_explains_every_key_of_the_record_of_a_run(run: Path) -> None:
     for part in ("model", "data", "hardware"):
         found |= {f"{part}.{key}" for key in record[part]}
     found -= {"model", "data", "hardware"}
-    assert set(rows_of(section_of("metrics.md", "run.json"))) == found
+    assert set(fields_of(section_of("metrics.md", "run.json"))) == found
 
 
 def test_the_page_lists_what_lies_in_a_run_folder(run: Path) -> None:
     pattern = r"^(?: {4})?([a-z]+[\w./]*?)/? {2,}\w"
-    listed = re.findall(pattern, section_of("cli.md", "The run folder"), re.MULTILINE)
+    listed = re.findall(pattern, section_of("training.md", "The run folder"), re.MULTILINE)
     assert listed == re.findall(pattern, folder.__doc__ or "", re.MULTILINE)
     found = {entry.name for entry in run.iterdir()} - {"checkpoints"}
     assert found | {f"checkpoints/{e.name}" for e in (run / "checkpoints").iterdir()} <= {*listed}
