@@ -182,7 +182,7 @@ def test_replicas_go_on_with_equal_counts_and_are_refused_with_others_until_rebu
     both = run_ranks(2, wrapped_again, kept, is_sharded)
     for found in both:
         assert bool(found["refused"]) == (kept == 0.2)
-        assert kept == 0.5 or "build it anew: ddp = DistributedDataParallel(" in found["refused"]
+        assert kept == 0.5 or "rebuild it: ddp = DistributedDataParallel(" in found["refused"]
         for name, value in found["state"].items():
             assert torch.equal(value, both[0]["state"][name])
             torch.testing.assert_close(value, alone["state"][name], rtol=1e-9, atol=1e-12)
@@ -210,7 +210,7 @@ def wrapped_too_early(rank: int, num_ranks: int) -> None:
     samo.compress_(model, random_masks(0, (0.5, 0.5)))
     ddp = DistributedDataParallel(model)
     samo.remap_(model, random_masks(1, (0.2, 0.2)))
-    with pytest.raises(samo.CompressionError, match="build it anew"):
+    with pytest.raises(samo.CompressionError, match="rebuild it"):
         ddp(torch.randn(4, 70))
 
 

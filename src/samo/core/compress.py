@@ -1,6 +1,6 @@
-"""`compress_` and its way back, and what looks at a compressed model.
+"""`compress_`, `decompress_`, and functions that read a compressed model.
 
-Everything that could be wrong is looked for first, so that a refusal leaves the model as it was.
+All checks run first, so that an error leaves the model unchanged.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from samo.mask.masks import Masks
 __all__ = ["compress_", "decompress_", "dense_state_dict", "masks"]
 
 _CAST: Final = "_samo_cast"
-"""Where the model keeps the types that parameters had which were only cast."""
+"""Attribute with the original dtypes of parameters that were only cast."""
 
 
 def compress_(
@@ -49,15 +49,14 @@ def compress_(
     value_dtype: torch.dtype | None = None,
     kernels: _kernels.Path = "auto",
 ) -> nn.Module:
-    """Make each pruned parameter of a model its kept values, in place.
+    """Replace each pruned parameter of a model by its kept values, in place.
 
-    ``model.parameters()`` and ``state_dict()`` have the same names as before; a pruned weight is 1-D
-    there, its kept entries in flat order. ``module.weight`` still gives the dense weight, in the type
-    that the model computes in, with exact zeros; its gradient arrives compressed. Everything that takes
-    ``model.parameters()`` works as with any model: optimizers, clipping, DistributedDataParallel.
+    ``model.parameters()`` and ``state_dict()`` keep their names; a pruned weight is 1-D there and holds its
+    kept entries in row-major order. ``module.weight`` still returns the dense weight, in the compute dtype,
+    with exact zeros; its gradient is compressed. Everything that takes ``model.parameters()`` works as with
+    any model: optimizers, gradient clipping, DistributedDataParallel.
 
-    A model on the meta device has no memory, and its values get none: load them after
-    ``model.to_empty(device=...)``.
+    A model on the meta device stays there; load its values after ``model.to_empty(device=...)``.
 
     Example:
         >>> import torch, samo
@@ -71,23 +70,22 @@ def compress_(
         (torch.Size([50, 100]), torch.bfloat16)
 
     Args:
-        model: Any module; its parameters are replaced in place. Build optimizers afterwards.
-        masks: Which weights are kept, by parameter name. Parameters without a mask are kept whole, as
-            fp32 parameters with a copy in the compute type where that is narrower.
-        dtype: Type to compute in: bfloat16, float16 (with ``torch.amp.GradScaler``), float32 or
-            float64. By default each weight keeps its own. Buffers, and the scale and shift of batch
-            norms, which torch computes beside fp32 statistics, keep theirs; so do frozen parameters
-            without a mask, which are cast.
-        weights: ``"resident"`` keeps the dense weights between uses. ``"streamed"`` makes each one where it
-            is used, and once more in backward: no dense weight is held, for some percent of the time of
-            a step; unpruned parameters and recurrent layers stay resident. A number is a budget: so many bytes of dense weights are resident, the rest is
-            streamed. Results are the same.
-        grad_dtype: Type of the gradients. By default that of the values, which every optimizer takes;
-            ``torch.bfloat16`` saves two bytes for each and is for `samo.AdamW`. Those of biases and
-            norms stay as wide as their values.
-        value_dtype: Type of the values. By default float32, and float64 for float64 models;
-            ``torch.bfloat16`` is for ``samo.AdamW(state="lean")``, which keeps what rounding leaves over.
-        kernels: ``"auto"`` takes the fastest for the model's device, ``"reference"`` plain torch.
+        model: Any module. Build optimizers afterwards.
+        masks: Kept weights by parameter name. Parameters without a mask stay whole, as fp32 parameters
+            with a copy in the compute dtype if that is narrower.
+        dtype: Compute dtype: bfloat16, float16 (with ``torch.amp.GradScaler``), float32 or float64. By
+            default each weight keeps its own. Buffers and the parameters of batch norms keep theirs;
+            frozen parameters without a mask are cast.
+        weights: ``"resident"`` keeps dense weights between uses. ``"streamed"`` expands each one where it
+            is used, and again in backward, which costs a few percent of a step and holds no dense
+            weight; unpruned parameters and recurrent layers stay resident. A number is a budget in
+            bytes of resident dense weights; the rest are streamed. Results are identical.
+        grad_dtype: Dtype of the gradients; by default that of the values, which every optimizer accepts.
+            ``torch.bfloat16`` saves two bytes per value and needs `samo.AdamW`. Biases and norms always
+            have gradients as wide as their values.
+        value_dtype: Dtype of the values; by default float32, or float64 for float64 models.
+            ``torch.bfloat16`` needs ``samo.AdamW(state="lean")``, which stores the rounding remainder.
+        kernels: ``"auto"`` picks the fastest kernels for the device, ``"reference"`` uses plain torch.
 
     Returns:
         The same model.
@@ -96,7 +94,7 @@ def compress_(
         TypeError: ``model`` is not a module whose parameters can be replaced.
         ValueError: A type or option is not supported, or weights are not finite.
         MaskError: The masks do not fit the model.
-        CompressionError: The model is compressed already, or a module's class cannot be exchanged.
+        CompressionError: The model is already compressed, or a module's class cannot be replaced.
     """
     check_arguments(model, weights, dtype, grad_dtype, value_dtype, kernels)
     with torch.inference_mode(False), torch.no_grad():
@@ -114,7 +112,7 @@ def compress_(
         residents = resident_parameters(plans, changed, weights)
         for module, own in changed.items():
             check_class(module, tuple(own))
-        # From here on nothing is refused.
+        # Nothing below raises.
         model.__dict__[_CAST] = cast = {}
         made = {}
         for key, (name, param, mask, types) in plans.items():
@@ -140,10 +138,10 @@ def compress_(
 
 @torch.no_grad()
 def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """Make a compressed model the ordinary one again, in place: its classes, shapes and types.
+    """Restore an ordinary model in place: original classes, shapes and dtypes.
 
-    For tools that want plain modules: quantisation, fusing, scripting. Pruned entries are exactly 0.
-    Optimizers built on the compressed model do not follow.
+    For tools that need plain modules, such as quantization, fusion or scripting. Pruned entries are exactly
+    0. Rebuild optimizers afterwards.
 
     Example:
         >>> import torch, samo
@@ -154,8 +152,8 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
         (True, 10)
 
     Args:
-        model: A compressed model, or one with compressed parts.
-        dtype: Type of the parameters; by default what each had before it was compressed.
+        model: A model that is compressed, at least in part.
+        dtype: Dtype of the parameters; by default what each had before compression.
 
     Returns:
         The same model.
@@ -190,7 +188,7 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
 
 @torch.no_grad()
 def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the state dict of the ordinary model that a compressed one stands for; new tensors.
+    """Return the state dict of the equivalent ordinary model, as new tensors.
 
     Example:
         >>> import torch, samo
@@ -202,7 +200,7 @@ def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> d
 
     Args:
         model: A compressed model.
-        dtype: Type of the parameters; by default what each had before it was compressed.
+        dtype: Dtype of the parameters; by default what each had before compression.
     """
     state = model.state_dict(keep_vars=True)  # tied ones are one object
     own = model.__dict__.get(_CAST, {})
@@ -224,7 +222,7 @@ def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> d
 
 
 def masks(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> Masks:
-    """Return the masks of a compressed model, or those that a state dict was saved with.
+    """Return the masks of a compressed model or of a state dict.
 
     Example:
         >>> import torch, samo
@@ -239,8 +237,8 @@ def masks(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> Mask
         <All keys matched successfully>
 
     Args:
-        model: A compressed model; with a state dict also the dense one that is to be compressed.
-        state_dict: What ``state_dict()`` of a compressed model gave.
+        model: A compressed model; with ``state_dict``, also the dense model to be compressed.
+        state_dict: A state dict of a compressed model.
 
     Raises:
         MaskError: The state dict has a bitmap that is damaged or does not fit the model.
@@ -256,7 +254,7 @@ def masks(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> Mask
 
 
 def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of a weight as a new dense tensor, in the type that its parameter had."""
+    """Return a weight as a new dense tensor, by default in its original dtype."""
     weight.sync_written()
     dense = weight.layout.new_dense(dtype or weight.dense_dtype, weight.device)
     weight.layout.kernels.expand_(whole(weight.values.detach()), weight.mask, dense)
@@ -264,7 +262,7 @@ def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def check_whole(model: nn.Module, what: str, instead: str) -> None:
-    """Refuse a model whose weights are in shards.
+    """Check that no weight is sharded.
 
     Raises:
         CompressionError: One is.

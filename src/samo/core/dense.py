@@ -1,10 +1,9 @@
 """From values to a dense weight and back: `Layout`, and the two autograd functions on it.
 
-The dense weight of a *resident* weight is made once and handed out at every read, so that it behaves as
-a parameter would: hooks stay on it, and ``module.weight is module.weight``. It shares its memory and its
-version with the resident copy, so a write to it is seen (`samo.core.weight`) and a backward pass over
-overwritten values is refused by autograd. Its node in the graph saves no tensors and serves any number
-of backward passes.
+The dense tensor of a *resident* weight is created once and returned by every read, so that it behaves like
+a parameter: hooks stay on it, and ``module.weight is module.weight``. It shares storage and version counter
+with the resident copy, so writes are noticed (`samo.core.weight`) and autograd rejects a backward pass over
+overwritten values. Its graph node saves no tensors and serves any number of backward passes.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ __all__ = []
 
 
 class Layout(NamedTuple):
-    """All that leads from values to a dense tensor and back; without a reference to the weight."""
+    """Converts values to a dense tensor and back. Holds no reference to the `Weight`."""
 
     shape: torch.Size
     strides: tuple[int, ...]
-    """Of the dense weight: channels_last stays that."""
+    """Strides of the dense weight, so that channels_last is preserved."""
     mask: Mask | None
     grad_dtype: torch.dtype
     kernels: Kernels
     watchers: list[Callable[[Tensor], None]]
-    """Called with each dense gradient before it is compressed: see `Weight.watch`."""
+    """Called with every dense gradient before compression: see `Weight.watch`."""
 
     def compress(self, dense: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the kept entries of a dense tensor; a new one, unless nothing is pruned or cast."""
+        """Return the kept entries of a dense tensor."""
         if self.mask is None:
             return dense.to(dtype)
         values = torch.empty(self.mask.kept, dtype=dtype, device=dense.device)
@@ -46,7 +45,7 @@ class Layout(NamedTuple):
         return values
 
     def compress_grad(self, grad: Tensor, kept: int) -> Tensor:
-        """Return the gradient of the values for that of the dense weight."""
+        """Return the gradient of the values, given that of the dense weight."""
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         for watcher in self.watchers:
@@ -56,7 +55,7 @@ class Layout(NamedTuple):
         return self.compress(grad, self.grad_dtype)
 
     def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a new dense tensor with zeros where nothing is kept."""
+        """Return a new dense tensor with zeros in pruned entries."""
         if self.mask is None:
             return values.to(dtype, copy=True)
         dense = self.new_dense(dtype, values.device)
@@ -70,18 +69,18 @@ class Layout(NamedTuple):
         return self.expand(values, dtype)
 
     def new_dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a dense tensor to be filled, laid out as the parameter was."""
+        """Return an uninitialized dense tensor with the parameter's shape and strides."""
         return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
 
 
 class Expand(torch.autograd.Function):
-    """values -> a dense weight: the resident one, or if that is None a new one; backward compresses."""
+    """values -> dense weight: the resident one if given, else a new one. Backward compresses."""
 
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, dense: Tensor | None, layout: Layout, dtype: torch.dtype
     ) -> Tensor:
-        # Not save_for_backward: the node serves many backward passes, and each would free it.
+        # Not save_for_backward, which would be freed by the first of many backward passes.
         ctx.layout, ctx.kept = layout, values.numel()
         return layout.expand(values, dtype) if dense is None else dense.detach()
 
@@ -91,7 +90,7 @@ class Expand(torch.autograd.Function):
 
 
 class Traced(NamedTuple):
-    """What compiled code reads of a weight: see `samo.core.traced`."""
+    """What compiled code reads from a weight: see `samo.core.traced`."""
 
     values: Tensor
     dense: Tensor | None
@@ -104,7 +103,7 @@ class Traced(NamedTuple):
 
 
 class Compress(torch.autograd.Function):
-    """dense -> values; backward expands. For gradients of gradients."""
+    """dense -> values; backward expands. Used for double backward."""
 
     @staticmethod
     def forward(ctx: Any, dense: Tensor, layout: Layout) -> Tensor:
@@ -120,7 +119,7 @@ class Compress(torch.autograd.Function):
 
 
 def expand_by_index(values: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Expand in plain torch operations: for any values, any number of derivatives, and `torch.func`."""
+    """Expand with plain torch operations, for `torch.func` and higher derivatives."""
     if layout.mask is None:
         return values.to(dtype)
     places = layout.mask.to_bool().view(-1).nonzero().view(-1)
@@ -129,14 +128,14 @@ def expand_by_index(values: Tensor, layout: Layout, dtype: torch.dtype) -> Tenso
 
 
 class DenseWeight(Tensor):
-    """A dense weight that answers for its parameter where a plain tensor could not.
+    """The dense weight as ``module.weight`` returns it; stands in for the parameter.
 
-    Operations on it give plain tensors and cost nothing more. ``.data`` is a view whose writes are seen,
-    ``.grad`` is the parameter's gradient in dense form, and ``requires_grad`` is the parameter's.
+    Operations on it return plain tensors at no extra cost. Writes through ``.data`` are tracked, ``.grad`` is
+    the parameter's gradient in dense form, and ``requires_grad`` is the parameter's.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _is_param = True  # isinstance(module.weight, nn.Parameter), as of the module that it was
+    _is_param = True  # makes isinstance(module.weight, nn.Parameter) true
 
     _samo_weight: weakref.ref[Weight]
 
@@ -154,7 +153,9 @@ class DenseWeight(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         with torch.no_grad():
-            if value.data_ptr() != self.data_ptr():  # not what `weight.data += delta` gives back
+            if (
+                value.data_ptr() != self.data_ptr()
+            ):  # `weight.data += delta` assigns the same memory
                 self._weight.write(value)
 
     @property
@@ -191,7 +192,7 @@ class DenseWeight(Tensor):
 
 
 def as_dense_weight(tensor: Tensor, weight: Weight) -> DenseWeight:
-    """Make a fresh tensor a `DenseWeight` of ``weight``, with the attributes people gave the parameter."""
+    """Turn a new tensor into the `DenseWeight` of ``weight``, with the parameter's custom attributes."""
     tensor.__class__ = DenseWeight
     tensor.__dict__.update(weight.attributes)
     tensor.__dict__["_samo_weight"] = weakref.ref(weight)

@@ -1,9 +1,9 @@
-"""`Expansion`: a dense weight that is made only where somebody needs it.
+"""`Expansion`: a dense weight that is expanded lazily.
 
-torch hands every function of such an object to ``__torch_function__``. Products that samo has a kernel for
-never see the dense weight outside of them (`samo.core.functions`); every other function gets a fresh
-expansion, in the graph of the values. `torch.compile` follows such an object as it is; eager code gets it
-as a tensor, `samo.core.streamed.StreamedWeight`.
+torch passes every function called on it to ``__torch_function__``. Matrix products and convolutions expand
+and free the weight internally (`samo.core.functions`); any other function gets a fresh expansion, in the
+autograd graph of the values. `torch.compile` traces through this object; eager code uses its tensor
+subclass, `samo.core.streamed.StreamedWeight`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from samo.core.dense import Expand, Layout, expand_by_index
 __all__ = []
 
 HANDLERS: Final[dict[Any, Callable[..., Any]]] = {}
-"""What each function becomes; where a handler returns None it is torch's own, on an expansion."""
+"""Replacements for functions of torch. A handler that returns None falls back to an expansion."""
 
 
 def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -33,14 +33,14 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 class Expansion:
-    """An expansion that has not been made: values, where they lie, and the type to compute in."""
+    """A deferred expansion: the values, their layout, and the compute dtype."""
 
     _param: Tensor
     """The values."""
     _layout: Layout
     _dtype: torch.dtype
     _is_flipped: bool
-    """Whether the last two dimensions are exchanged."""
+    """Whether the last two dimensions are transposed."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Expansion:
         return func(*expanded(args), **dict(zip(kwargs, expanded(kwargs.values()))))
 
     def _expand(self) -> Tensor:
-        """Make it."""
+        """Expand now."""
         values, layout, dtype = self._param, self._layout, self._dtype
         if torch.compiler.is_compiling():
             dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
@@ -81,14 +81,14 @@ class Expansion:
         return Expansion(values, layout, self._dtype, is_flipped)
 
     def _sync(self) -> None:
-        """Take up what was written to tensors that the weight gave away."""
+        """Apply pending writes to earlier expansions."""
 
     def _part(self, index: Any) -> Any:
-        """Return one of stacked weights without expanding the others; None where that cannot be."""
+        """Return one of stacked weights without expanding the others, or None if that is impossible."""
         return None
 
     def _transposed(self, dim0: Any, dim1: Any) -> Any:
-        """Exchange the last two dimensions; None for any others."""
+        """Transpose the last two dimensions; return None for other dimensions."""
         dims = len(self._layout.shape)
         last = ({-2, dims - 2}, {-1, dims - 1})
         if dims < 2 or not (
@@ -97,7 +97,7 @@ class Expansion:
             return None
         return self._like(self._param, self._layout, not self._is_flipped)
 
-    # What compiled code asks of it.
+    # Attributes and operators that compiled code uses.
 
     @property
     def shape(self) -> torch.Size:
@@ -125,12 +125,12 @@ class Expansion:
         return torch.matmul(other, self)  # type: ignore[arg-type]
 
     def transpose(self, dim0: int, dim1: int) -> Any:
-        """Exchange two dimensions."""
+        """Transpose two dimensions."""
         found = self._transposed(dim0, dim1)
         return self._expand().transpose(dim0, dim1) if found is None else found
 
     def t(self) -> Any:
-        """Exchange both dimensions."""
+        """Transpose a matrix."""
         return self.transpose(0, 1)
 
     T = mT = property(t)  # noqa: N815
@@ -150,7 +150,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in OPERATORS:  # which Python looks for in the class alone
+for _name in OPERATORS:  # Python looks operators up on the class
     setattr(Expansion, f"__{_name}__", _operator(f"__{_name}__"))
 
 

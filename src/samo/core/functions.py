@@ -1,6 +1,6 @@
-"""The functions of torch that an `Expansion` handles: products, and views that are again expansions.
+"""Functions of torch that an `Expansion` implements: products, and views that stay unexpanded.
 
-Arguments have the names that they have in torch.
+Parameter names match torch's, so that keyword arguments work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MATMULS: Final = {
 
 
 def _matmul_kind(is_transposed: bool, is_linear: bool) -> Matmul:
-    if torch.compiler.is_compiling():  # which would guard one that it did not see made
+    if torch.compiler.is_compiling():  # an object created outside would add guards
         return Matmul(is_transposed, is_linear)
     return _MATMULS[is_transposed, is_linear]
 
@@ -81,13 +81,13 @@ def _convolution(
     if padding == "valid":
         padding = 0
     elif padding == "same" and all(step == 1 for step in stride):
-        # Where it is the same on both sides; torch pads the input first where it is not.
+        # Only symmetric padding; otherwise torch pads the input first.
         total = [each * (size - 1) for each, size in zip(dilation, shape[2:])]
         if any(size % 2 for size in total):
             return None
         padding = [size // 2 for size in total]
     elif isinstance(padding, str):
-        return None  # for torch to refuse
+        return None  # let torch raise its own error
     operation = Convolution(stride, _each(padding, dims), dilation, groups)
     return (
         _product(operation, input, weight, bias, len(shape)) if input.dim() == len(shape) else None
@@ -101,8 +101,8 @@ def _each(value: Any, dims: int) -> list[int]:
 def _product(
     operation: Operation, x: Any, weight: Any, bias: Any, dims: int, ends: Tensor | None = None
 ) -> Tensor | None:
-    """Return a product, or None if it is not one that we know and torch has to do it."""
-    # Every line here counts in every forward pass: a small model waits for the host.
+    """Return the product, or None if torch should compute it from an expansion."""
+    # Keep this cheap: it runs in every forward pass, and small models are host-bound.
     values, layout = weight._param, weight._layout
     if isinstance(x, Expansion) or isinstance(bias, Expansion):
         return None
@@ -118,22 +118,22 @@ def _product(
     device = x.device.type
     is_cast = ends is None and device != "meta" and torch.is_autocast_enabled(device)
     if is_cast and dtype != torch.float64:
-        # Here, not inside: autocast would keep its own 16-bit copy of the weight until backward.
+        # Cast here, because autocast would cache a 16-bit copy of the weight until backward.
         dtype = torch.get_autocast_dtype(device)
         x = x if x.dtype == torch.float64 else x.to(dtype)
         bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
     if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
-        return None  # for torch to refuse
+        return None  # let torch raise its own error
     return product(values, x, bias, ends, layout, operation)
 
 
 _PLAIN: Final = (Tensor, nn.Parameter)
-"""Types of an input that has no ways of its own."""
+"""Input types without a `__torch_function__` of their own."""
 
 
 @implements(Tensor.detach, torch.detach)
 def _detach(weight: Any) -> Any:
-    """Return a view that a write is followed from: torch's own would not keep the expansion alive."""
+    """Return a view whose writes are tracked; torch's own would not keep the expansion alive."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return None
     owner = weight._samo_weight()

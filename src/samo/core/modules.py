@@ -1,7 +1,7 @@
-"""The class of a module with compressed parameters: a property for each, and what must know of them.
+"""The class of a module with compressed parameters: a property for each.
 
-One subclass for each original class, made once and cached, so that `torch.compile` sees equal blocks as
-equal. It has the original's name, and pickles as the original with its compressed parameters.
+There is one cached subclass per original class, so that `torch.compile` sees equal blocks as equal. It
+keeps the original's name, and pickles as the original plus its compressed parameters.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ from samo.mask.mask import Mask
 __all__ = []
 
 _WEIGHTS: Final = "_samo_weights"
-"""Where a module keeps its weights, by the names of their parameters."""
+"""Attribute that maps parameter names to weights."""
 
 BITMAP: Final = "_bitmap"
-"""Suffix of a mask's name in a state dict: its bits and their SHA-256, as bytes."""
+"""Suffix of a mask's key in a state dict, which holds its bits and their SHA-256."""
 
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 class CompressedModule(nn.Module):
-    """What a module with compressed parameters does otherwise than the module it was."""
+    """Behaviour shared by all modules with compressed parameters."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Stand before the original's: a registry of its subclasses has no use for this one."""
+        """Skip the original's, which may keep a registry of subclasses."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in weights_in(self) and isinstance(value, nn.Parameter):
@@ -47,7 +47,7 @@ class CompressedModule(nn.Module):
         weights_in(self).pop(name, None)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `__setattr__`: another tensor under the name of a weight would be trained without its mask."""
+        """Assign as `__setattr__` does: a plain parameter here would be trained without the mask."""
         if name in weights_in(self) and param is not None:
             if isinstance(param, DTensor):  # FSDP2 sets the attribute
                 raise CompressionError(
@@ -60,7 +60,7 @@ class CompressedModule(nn.Module):
             super().register_parameter(name, param)
 
     def _assign(self, name: str, value: nn.Parameter) -> None:
-        """Let ``module.weight = parameter`` reach the values."""
+        """Make ``module.weight = parameter`` write the values."""
         weights = weights_in(self)
         weight = weights[name]
         if isinstance(value, DenseWeight):  # module.weight = other.weight ties the two
@@ -77,7 +77,7 @@ class CompressedModule(nn.Module):
             weight.values.requires_grad_(value.requires_grad)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Return the parameter by its name: the values, not the dense weight."""
+        """Return the values, not the dense weight."""
         path, _, name = target.rpartition(".")
         module = self.get_submodule(path)
         if name in weights_in(module):
@@ -85,7 +85,7 @@ class CompressedModule(nn.Module):
         return super().get_parameter(target)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move values to another device, but leave them their type: another one is for computing."""
+        """Move the values, but keep their dtype: ``.half()`` only changes the compute dtype."""
         weights = weights_in(self)
         own = {id(weight.values) for weight in weights.values()}
         own |= {id(weight.values.grad) for weight in weights.values()}
@@ -122,7 +122,7 @@ class CompressedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take compressed values if their mask is the weight's own, or a dense weight."""
+        """Accept compressed values with the same mask, or a dense weight."""
         weights = weights_in(self)
         for name, weight in weights.items():
             key = prefix + name
@@ -148,10 +148,10 @@ class CompressedModule(nn.Module):
             if values is not None and values is not weight.values:  # assign=True
                 weight.bind(values)
             else:
-                weight.refresh()  # for compiled code, which does not ask whether it is stale
+                weight.refresh()  # compiled code does not check whether it is stale
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load as ever; what a dense state dict holds in pruned entries is told once for all of it."""
+        """Load, with a single warning for nonzero pruned entries of a dense state dict."""
         written: dict[str, int] = {}
         token = WRITTEN.set(written)
         try:
@@ -166,7 +166,7 @@ class CompressedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         for weight in weights_in(self).values():
-            weight.sync_written()  # the values are copied before their weight is
+            weight.sync_written()  # values are copied before their weight
         return rebuild, (original_class(self), tuple(weights_in(self))), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
@@ -195,7 +195,7 @@ def named_weights(
 
 
 def set_weights(module: nn.Module, weights: dict[str, Weight]) -> None:
-    """Give a module its compressed parameters, and the class that knows of them."""
+    """Give a module its compressed parameters and its subclass."""
     module.__dict__[_WEIGHTS] = weights
     for name, weight in weights.items():
         module._parameters[name] = weight.values
@@ -203,13 +203,13 @@ def set_weights(module: nn.Module, weights: dict[str, Weight]) -> None:
 
 
 def clear_weights(module: nn.Module) -> None:
-    """Give a module the class back that it had."""
+    """Restore a module's original class."""
     module.__class__ = original_class(module)
     module.__dict__.pop(_WEIGHTS, None)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before it was compressed."""
+    """Return the class of a module before compression."""
     return type(module).__dict__.get("_samo_original", type(module))
 
 
@@ -225,7 +225,7 @@ def compressed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
     namespace |= {name: _property(name) for name in names}
     namespace |= {name + BITMAP: _bitmap_property(name) for name in names}
     if issubclass(cls, nn.RNNBase):
-        # It computes with a list of its own, and gives cuDNN one block of memory for all of it.
+        # RNNs compute with their own list of weights, which cuDNN wants in one buffer.
         namespace["_flat_weights"] = property(_flat_weights, lambda self, weights: None)
         namespace["flatten_parameters"] = lambda self: None
     return type(cls)(cls.__name__, (CompressedModule, cls), namespace)  # type: ignore[misc]
@@ -260,7 +260,7 @@ def _property(name: str) -> property:
 
 
 def _bitmap_property(name: str) -> property:
-    """Give what a state dict has beside the values: torch.distributed.checkpoint looks for all of it."""
+    """Expose the mask's state dict entry as an attribute, for torch.distributed.checkpoint."""
 
     def get(self: nn.Module) -> Tensor:
         weight = weights_in(self).get(name)
@@ -305,7 +305,7 @@ def from_bytes(name: str, saved: Any, shape: Iterable[int]) -> Mask:
 
 
 def compare(saved: Any, mask: Mask) -> str:
-    """Return what is wrong with a saved mask, beside the one that a weight has; nothing if they agree."""
+    """Describe how a saved mask differs from the weight's; return "" if they are equal."""
     own = to_bytes(mask)
     if not isinstance(saved, Tensor) or saved.dtype != torch.uint8 or saved.shape != own.shape:
         return "comes with a bitmap of another size or type: it belongs to another weight"
@@ -323,10 +323,10 @@ def compare(saved: Any, mask: Mask) -> str:
 
 
 def check_class(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Refuse a module whose class cannot be exchanged, and leave it as it is.
+    """Check that a module's class can be replaced.
 
     Raises:
-        CompressionError: Its class allows no subclass, or no other class for an object.
+        CompressionError: The class cannot be subclassed or reassigned.
     """
     cls = type(module)
     try:

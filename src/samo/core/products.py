@@ -1,9 +1,8 @@
-"""The product of a streamed weight: an autograd function that holds no dense weight for backward.
+"""Products with a streamed weight: autograd functions that save no dense weight for backward.
 
-It saves its input and the values. Backward expands them again, and compresses the gradient of the weight
-as soon as it is there, so that at most one dense weight and one dense gradient exist at a time. Each kind
-of product is computed by the torch operations, forward and backward, that autograd would use itself: the
-results are equal bit for bit.
+Forward saves the input and the values. Backward expands the values again and compresses the weight's
+gradient immediately, so at most one dense weight and one dense gradient are alive. Each product uses the
+same torch operations, forward and backward, as autograd would, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ __all__ = []
 
 
 class Operation(Protocol):
-    """What is computed from an input and a weight."""
+    """A product of an input and a weight."""
 
     needs_input: ClassVar[bool]
-    """Whether the gradient of the input takes more of it than its shape and strides."""
+    """Whether the input's gradient needs more of the input than its shape and strides."""
 
     def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
         """Return the shape of the product."""
@@ -35,14 +34,14 @@ class Operation(Protocol):
     def grad_weight(
         self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias, of those that are needed."""
+        """Return the gradients of weight and bias, where needed."""
 
     def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
         """Return the gradient of the input."""
 
 
 class Product(torch.autograd.Function):
-    """``operation(x, expand(values), bias)``, in the type of ``x``."""
+    """``operation(x, expand(values), bias)``, in the dtype of ``x``."""
 
     @staticmethod
     def forward(
@@ -59,7 +58,7 @@ class Product(torch.autograd.Function):
         if torch.compiler.is_compiling():
             ctx.save_for_backward(values, x, ends)
             return operation.forward(x, layout.expand(values, x.dtype), bias, ends)
-        # What torch's operations would save: an input that is not needed may be freed or written to.
+        # Save what torch's operations would: an input that is not needed may be freed or overwritten.
         needs_values, needs_x = ctx.needs_input_grad[:2]
         saved = x
         if not needs_values and not operation.needs_input:
@@ -81,7 +80,7 @@ class Product(torch.autograd.Function):
             dense, grad_bias = operation.grad_weight(grad, x, ends, layout.shape, needs)
             if needs_values:
                 grad_values = layout.compress_grad(dense, ctx.kept)
-            del dense  # before the weight is expanded
+            del dense  # free it before expanding the weight
         if needs_x:
             weight = layout.expand_again(values, x.dtype, grad)
             grad_x = operation.grad_input(grad, x, weight, ends)
@@ -97,24 +96,24 @@ def compute(
     operation: Operation,
     is_tracked: bool,
 ) -> Tensor:
-    """Return the product itself, outside the graph."""
+    """Compute the product outside the graph."""
     dense = layout.expand(values.detach(), x.dtype)
     if is_tracked and isinstance(operation, Matmul):
-        dense.requires_grad_()  # torch.matmul asks, and computes in another way
+        dense.requires_grad_()  # torch.matmul folds dimensions differently if it does
     return operation.forward(x, dense, bias, ends)
 
 
 # Note [Products under checkpointing]
 #
-# torch.utils.checkpoint computes a block again until it has seen all tensors that the block saved, and stops
-# there. Torch's operations save before they compute, so the last product of a block is not computed again. An
-# autograd function saves after it has computed: the last product and its expansion, some 5 % of a step, would
-# be for nothing. So where a backward pass computes again, two functions share the work: `Product` saves and
-# returns a result without memory, `Deferred` computes. The gradient of the second is that of the first.
+# torch.utils.checkpoint stops recomputing a block once every saved tensor of the block has been seen. torch's
+# operations save before they compute, so a block's last product is never recomputed. An autograd function
+# saves after it computes, which would waste the last product and its expansion: 5 % of a step. During
+# recomputation (inside a backward pass) we therefore split the work: `Product` saves and returns a result
+# without storage, and `Deferred` computes. The gradient of `Deferred` is passed on unchanged.
 
 
 class Deferred(torch.autograd.Function):
-    """The product whose `Product` has only saved."""
+    """Computes a product whose `Product` only saved."""
 
     @staticmethod
     def forward(ctx: Any, saved: Tensor, args: Any) -> Tensor:
@@ -133,7 +132,7 @@ def product(
     layout: Layout,
     operation: Operation,
 ) -> Tensor:
-    """Return ``operation(x, expand(values), bias)``, with a backward pass that expands again."""
+    """Return ``operation(x, expand(values), bias)``; backward expands again."""
     args = (values, x, bias, ends, layout, operation)
     if not torch.is_grad_enabled():
         return compute(*args, is_tracked=False)
@@ -151,7 +150,7 @@ class Matmul:
 
     is_transposed: bool
     is_linear: bool
-    """Which of torch's functions: F.linear, or else addmm and matmul."""
+    """Whether to use F.linear, or addmm and matmul."""
 
     def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
         """Return the shape of the product."""
@@ -161,7 +160,7 @@ class Matmul:
         """Return the product."""
         if self.is_linear:
             out = F.linear(x, dense if self.is_transposed else dense.t(), bias)
-            # Of more than two dimensions it is a view, and autograd forbids to write to one of ours.
+            # With more than two dimensions it is a view, and autograd forbids in-place writes to ours.
             return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, out.shape)
         factor = dense.t() if self.is_transposed else dense
         return torch.matmul(x, factor) if bias is None else torch.addmm(bias, x, factor)
@@ -183,13 +182,13 @@ class Matmul:
         """Return the gradient of the input."""
         factor = dense if self.is_transposed else dense.t()
         grad = grad.reshape(-1, grad.shape[-1])
-        if _is_column_major(x):  # then torch gives a gradient of its strides
+        if _is_column_major(x):  # match the strides of torch's gradient
             return factor.t().mm(grad.t()).t().view(x.shape)
         return grad.mm(factor).view(x.shape)
 
 
 def _is_column_major(x: Tensor) -> bool:
-    """Whether ``x`` as a matrix has its columns in one piece."""
+    """Return whether ``x``, viewed as a matrix, is column-major."""
     if x.dim() > 2 and not x.is_contiguous():
         x = torch.empty_strided(x.shape, x.stride(), device="meta").reshape(-1, x.shape[-1])
     return x.stride() == (1, x.shape[0])
@@ -226,7 +225,7 @@ class Convolution:
         self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias."""
-        nothing = grad.new_empty(1).expand(shape)  # its entries do not matter
+        nothing = grad.new_empty(1).expand(shape)  # only its shape is used
         found = self._backward(grad, x, nothing, [False, *needs])
         return found[1], found[2]
 
@@ -252,7 +251,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """Rows of ``x`` up to each of ``ends`` by a weight of their own: a mixture of experts."""
+    """A mixture of experts: the rows of ``x`` up to each of ``ends`` times their own weight."""
 
     needs_input: ClassVar = False
 

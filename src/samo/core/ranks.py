@@ -1,4 +1,4 @@
-"""Masks on several ranks: replicas must have the same ones, and a step is skipped by all or none."""
+"""Checks that replicas and shards have the same masks on every rank."""
 
 import hashlib
 import weakref
@@ -15,15 +15,15 @@ from samo.errors import CompressionError, MaskError
 __all__ = []
 
 _SEEN: Final[weakref.WeakKeyDictionary[DistributedDataParallel, bool]] = weakref.WeakKeyDictionary()
-"""Wrappers whose masks are the same everywhere, and whether parameters still have their lengths."""
+"""DDP wrappers whose masks were compared; False if their parameters were resized since."""
 
 
 def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
-    """Compare masks in the first forward pass of each DistributedDataParallel, or of a sharded model.
+    """Compare masks in the first forward pass under DistributedDataParallel or FSDP2.
 
     Raises:
         MaskError: They differ; on every rank.
-        CompressionError: Parameters have other lengths since, for which it has no buffers.
+        CompressionError: Parameters were resized after the wrapper allocated its buffers.
     """
     if torch.compiler.is_compiling():
         return
@@ -39,8 +39,8 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
         or replicas._get_ddp_logging_data()["total_parameter_size_bytes"] != nbytes
     ):
         raise CompressionError(
-            "masks that keep another number of weights have changed the lengths of parameters since this "
-            "DistributedDataParallel was built, and it would send their gradients no more; build it anew: "
+            "new masks changed the lengths of parameters after this DistributedDataParallel was built, and "
+            "it would no longer reduce their gradients; rebuild it: "
             "ddp = DistributedDataParallel(ddp.module)"
         )
     from samo.core.compress import masks
@@ -50,7 +50,7 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
 
 
 def _check_masks_of_shards(module: nn.Module) -> None:
-    """Compare masks in the first forward pass of a model that FSDP2 has sharded."""
+    """Compare masks in the first forward pass of an FSDP2 model."""
     from samo.core.compress import masks
     from samo.core.modules import named_weights
 
@@ -64,29 +64,29 @@ def _check_masks_of_shards(module: nn.Module) -> None:
 
 
 _COMPARED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""Sharded models whose masks are the same on all ranks."""
+"""Sharded models whose masks were compared."""
 
 
 def replicas_of(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
-    """Return the wrappers that have run with any of these parameters, the last one last."""
+    """Return the DDP wrappers that have run with any of these parameters, oldest first."""
     wanted = {id(param) for param in params}
     return [r for r in list(_SEEN) if any(id(param) in wanted for param in r.parameters())]
 
 
 def group_of(param: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that have replicas of a parameter, as far as a DistributedDataParallel tells."""
+    """Return the process group of the last DDP wrapper that ran with a parameter, if any."""
     found = replicas_of([param])
     return found[-1].process_group if found else None
 
 
 def outdate_replicas(params: Iterable[Tensor]) -> None:
-    """Let wrappers of parameters that have another length now refuse their next forward pass."""
+    """Make DDP wrappers of resized parameters reject their next forward pass."""
     for replicas in replicas_of(params):
         _SEEN[replicas] = False
 
 
 def compare_masks(masks: Any, group: dist.ProcessGroup | None) -> None:
-    """Refuse masks that are not the same on all ranks of a group, all of which call this.
+    """Check that masks are equal on all ranks of a group. Collective.
 
     Raises:
         MaskError: They differ.

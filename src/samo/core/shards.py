@@ -1,4 +1,4 @@
-"""Parameters that several ranks hold in shards: DTensors, as FSDP2 makes them of a model's parameters."""
+"""Helpers for DTensor parameters, as FSDP2 creates them."""
 
 from collections.abc import Iterable
 
@@ -17,12 +17,12 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is, or put together from the shards of all ranks, which all ask for it."""
+    """Return a plain tensor unchanged, or gather a DTensor. Collective for DTensors."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def placed_as(values: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of what all ranks have, if ``like`` is in shards."""
+    """Shard a tensor the way ``like`` is sharded, if it is."""
     if not isinstance(like, DTensor):
         return values
     values = values.to(like.device)

@@ -1,8 +1,8 @@
-"""What ``module.weight`` is where the weight is streamed: a tensor without memory, until it is used.
+"""`StreamedWeight`: what ``module.weight`` returns for a streamed weight, a tensor without storage.
 
-Facts (shape, type, device) it answers itself; a transpose or one expert of a stack is again such a tensor.
-The same object serves in threads, copies and repeated passes. A write to an expansion means the weight:
-see `samo.core.written`.
+It knows its shape, dtype and device. A transpose, or one expert of a stack, is another such tensor. It has
+no mutable state, so threads, copies and repeated passes can share it. For writes to expansions see
+`samo.core.written`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = []
 
 
 class StreamedWeight(Expansion, DenseWeight):
-    """The same as a tensor, for eager code: a weight as far as anybody can see."""
+    """An `Expansion` that is a tensor, for eager code."""
 
     _index: tuple[int, ...]
-    """Which one of stacked weights it is; () for the whole."""
+    """Index into stacked weights; () for the whole weight."""
 
     @staticmethod
     def __new__(
@@ -85,7 +85,7 @@ class StreamedWeight(Expansion, DenseWeight):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = func(*expanded(args), **dict(zip(kwargs, expanded(kwargs.values()))))
-        # An operation in place returns the expansion that it wrote to: `_follow` takes it up.
+        # An in-place operation returns the expansion it wrote to; return the weight instead, as torch would.
         if type(found) is Tensor and args and getattr(found, "_samo_expansion_of", None) is args[0]:
             return args[0]
         return found
@@ -118,12 +118,12 @@ class StreamedWeight(Expansion, DenseWeight):
         return dense
 
     def _expand_detached(self, weight: Weight) -> Tensor:
-        """Make it, or return the one there is, outside the graph."""
+        """Expand outside the graph, or return a live expansion."""
         base = self._shared(weight)
         return base.transpose(-2, -1) if self._is_flipped else base.view_as(base)
 
     def _shared(self, weight: Weight) -> Tensor:
-        """Return the expansion that somebody still holds, or a new one: writes to one are seen in all."""
+        """Return a live expansion or a new one, so that all readers see each other's writes."""
         for handed in tuple(weight.handed):
             base = handed.base()
             if base is not None and handed.fits(weight, self._index) and not base.requires_grad:
@@ -147,10 +147,10 @@ class StreamedWeight(Expansion, DenseWeight):
             weight.sync_written()
 
     def _part(self, index: Any) -> StreamedWeight | None:
-        """Return one of stacked weights, if its bits begin and end with blocks of the mask."""
+        """Return one of stacked weights, if its bits are aligned to blocks of the mask."""
         layout = self._layout
         mask = layout.mask
-        # Watchers want the gradient of the whole.
+        # Watchers need the gradient of the whole weight.
         if len(layout.shape) < 3 or mask is None or layout.watchers:
             return None
         self._sync()
@@ -166,7 +166,7 @@ class StreamedWeight(Expansion, DenseWeight):
         values = self._param.narrow(0, first, part.kept)
         return self._like(values, own, self._is_flipped, (index % layout.shape[0],))
 
-    # As a tensor it has these from torch, which asks `__torch_function__`.
+    # Tensor's own, which dispatch to `__torch_function__`.
     shape = Tensor.shape
     t, transpose, T, mT = Tensor.t, Tensor.transpose, Tensor.T, Tensor.mT  # noqa: N815
     __getitem__ = Tensor.__getitem__
@@ -177,20 +177,20 @@ class StreamedWeight(Expansion, DenseWeight):
 
     @property
     def data(self) -> Tensor:
-        """An expansion; what is written to it is taken over at the next use of the weight."""
+        """An expansion; writes to it reach the values at the weight's next use."""
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if self._is_param:
-            self._sync()  # `weight.data += delta` gives back what it has written to
+            self._sync()  # `weight.data += delta` assigns the tensor it just wrote to
             self._weight.write(value)
         else:
             self.detach().copy_(value)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the values do."""
+        """Whether the values require a gradient."""
         return self._param.requires_grad
 
     @requires_grad.setter
@@ -198,7 +198,7 @@ class StreamedWeight(Expansion, DenseWeight):
         self._weight.values.requires_grad = value
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Refuse: there is no one dense gradient to call it with."""
+        """Raise an error: the dense gradient is never materialized outside the product."""
         raise CompressionError(
             f"'{self._weight.name}' is streamed: its dense gradient exists only inside the product's "
             "backward pass; register the hook on the values in model.parameters(), or compress the "
@@ -254,4 +254,4 @@ _FACTS: Final = {
     torch.is_floating_point,
     torch.is_complex,
 }
-"""What the tensor without memory knows itself."""
+"""Functions that need no expansion."""

@@ -1,4 +1,4 @@
-"""Reading a weight inside `torch.compile` and `torch.export`: the same, in operators that they can see."""
+"""Reading a weight inside `torch.compile` and `torch.export`, through operators they can trace."""
 
 from typing import Any, NamedTuple
 
@@ -13,25 +13,24 @@ __all__ = []
 
 
 class TracedLayout(NamedTuple):
-    """What `samo.core.dense.Layout` does, in operators that a compiler sees.
+    """`samo.core.dense.Layout` in traceable operators.
 
-    Nothing here may look at the number of values: blocks of a model that differ in nothing else are then
-    compiled once.
+    It never inspects the number of values, so blocks that differ only in their kept counts share a graph.
     """
 
     shape: torch.Size
     strides: tuple[int, ...]
     bitmap: Tensor | None
-    """The mask; None where nothing is pruned."""
+    """The packed mask; None if nothing is pruned."""
     grad_dtype: torch.dtype
-    """That of the values: a compiler takes it for granted, and torch casts what leaves compiled code."""
+    """The values' dtype, as compilers assume; torch casts gradients that leave compiled code."""
 
     def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the dense tensor of ``values``."""
+        """Return the expanded ``values``."""
         return self.expand_again(values, dtype, None)
 
     def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor | None) -> Tensor:
-        """Expand in a backward pass, once its gradient is there: see `samo.kernels.operators.expand`."""
+        """Expand in backward, after its gradient is ready: see `samo.kernels.operators.expand`."""
         if self.bitmap is None:
             return values.to(dtype)
         dense = expand(values, self.bitmap, list(self.shape), dtype, grad)
@@ -41,17 +40,17 @@ class TracedLayout(NamedTuple):
         return strided.copy_(dense)
 
     def compress_grad(self, grad: Tensor, kept: int) -> Tensor:
-        """Return the gradient of the values for that of the dense weight."""
+        """Return the gradient of the values, given that of the dense weight."""
         if self.bitmap is None:
             return grad.to(self.grad_dtype)
         return compress(grad, self.bitmap, kept, self.grad_dtype)
 
 
 def read(weight: Any, traced: Any) -> Any:
-    """Return the dense weight inside `torch.compile` and `torch.export`, or what stands for it.
+    """Return the dense weight in a traced program, or an `Expansion` of it.
 
-    ``traced`` is a `samo.core.dense.Traced` of the `Weight`. A resident weight is not refreshed there:
-    optimizers, ``load_state_dict`` and ``.to()`` have done that.
+    ``traced`` is the `samo.core.dense.Traced` of the `Weight`. Resident weights are not refreshed here;
+    optimizers, ``load_state_dict`` and ``.to()`` have done that already.
     """
     values, dense, bitmap, sizes, dtype = traced
     if not sizes:
@@ -69,6 +68,6 @@ def read(weight: Any, traced: Any) -> Any:
 
 @torch.compiler.disable
 def _read_eagerly(weight: Any) -> Any:
-    """Leave compiled code for a dense weight whose gradient comes to eager code: watchers wait there."""
+    """Break the graph, so that watchers see the dense gradient in eager code."""
     dense = weight.read(weight.values)
     return dense._expand() if isinstance(dense, Expansion) else dense

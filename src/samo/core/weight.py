@@ -1,16 +1,14 @@
-"""`Weight`: what belongs to one compressed parameter of a model.
+"""`Weight`: the state of one compressed parameter.
 
-The values are the parameter. The dense weight of a *streamed* one is made where it is used
-(`samo.core.streamed`); that of a *resident* one is a copy of the values in the compute type, kept between
-uses:
+The parameter is the values. A *streamed* dense weight is expanded where it is used
+(`samo.core.streamed`); a *resident* one is a copy of the values in the compute dtype, kept between uses:
 
-    values   1-D, fp32      in module._parameters, in the optimizer, in state_dict()
-    dense    own shape      what module.weight shows; zeros where pruned
+    values   1-D, fp32      in module._parameters, the optimizer and state_dict()
+    dense    full shape     what module.weight returns; zeros where pruned
 
-Both may be written: values by optimizers, ``load_state_dict`` or anybody else; the dense weight by who
-writes to ``module.weight``. Whoever changed last is followed at the next read, told by torch's version
-counters. Writes through ``.data`` of the *values* raise none: after a step of any optimizer the copies of
-its parameters are made anew, whatever the counters say.
+Both can be written: the values by optimizers or ``load_state_dict``, the dense weight through
+``module.weight``. The next read syncs them by torch's version counters. Writes through ``.data`` of the
+values do not bump a counter, so every optimizer step refreshes the dense weights of its parameters.
 """
 
 import warnings
@@ -46,8 +44,8 @@ from samo.mask.mask import Mask
 
 __all__ = []
 
-# torch.compile takes the length of a parameter as fixed, and would compile equal blocks with unequal masks
-# once for each. This is the name that it has for such values. All others stay fixed: it costs less.
+# torch.compile specializes on the length of a parameter and would recompile equal blocks whose masks keep
+# different counts. This pattern marks those lengths dynamic. The rest stay static, which is faster.
 torch.compiler.config.dynamic_sources = ",".join(
     filter(
         None,
@@ -59,7 +57,7 @@ torch.compiler.config.dynamic_sources = ",".join(
 )
 
 _FIRST: Final = 2**63 - 1
-"""Number of a node that runs as soon as its gradient is there, as torch's own of a parameter does."""
+"""Sequence number of a node that runs as soon as its gradient is ready, like AccumulateGrad."""
 
 
 class Types(NamedTuple):
@@ -72,39 +70,38 @@ class Types(NamedTuple):
 
 
 class Weight:
-    """The values of one parameter, where they lie, and the dense weight that is computed with.
+    """The values of one parameter, their mask, and the dense weight used in computation.
 
     Args:
         name: Name of the parameter, for messages.
         param: The dense parameter that it was.
-        mask: Which entries are kept; None for an unpruned parameter that is computed with in a
-            narrower type.
-        types: Types of the dense weight, the values and their gradient.
-        path: Which kernels are used.
-        is_resident: Whether the dense weight is kept between uses.
+        mask: Kept entries; None for an unpruned parameter that computes in a narrower dtype.
+        types: Dtypes of the dense weight, the values and the gradient.
+        path: Which kernels to use.
+        is_resident: Whether to keep the dense weight between uses.
     """
 
     values: nn.Parameter
     dense: Tensor | None
     """The copy of a resident weight."""
     traced: Traced | None
-    """All that compiled code reads; None of a ragged weight."""
+    """Everything compiled code reads; None if the weight is ragged."""
     ragged: Traced | None
-    """The same of a ragged one, whose number of values compiled code must not take for a constant."""
+    """The same for a ragged weight, whose length must stay dynamic in compiled code."""
     _streamed: StreamedWeight | None
-    """What is handed out of a streamed weight."""
+    """What `read` returns for a streamed weight."""
     handed: list[Handed]
-    """Its expansions that are in somebody's hands, and may be written to."""
+    """Live expansions returned to callers, who may write to them."""
     _plain: DenseWeight | None
-    """The copy as it is handed out without gradients, and with them."""
+    """The resident copy, as returned without and with gradients."""
     _tracked: DenseWeight | None
     _version: int
     _dense_version: int
     _address: int
     _taken: nn.Parameter | None = None
-    """What `take_over` took over last: it comes and goes in every pass."""
+    """The last parameter passed to `take_over`; FSDP2 swaps it in and out in every pass."""
     mesh: DeviceMesh | None = None
-    """The ranks that have shards of the values, if they were ever sharded."""
+    """Mesh over which the values are sharded, if they ever were."""
 
     def __init__(
         self,
@@ -140,7 +137,7 @@ class Weight:
 
     @property
     def mask(self) -> Mask | None:
-        """Which entries are kept; None if all are."""
+        """Kept entries; None if nothing is pruned."""
         return self.layout.mask
 
     @property
@@ -155,26 +152,26 @@ class Weight:
 
     @property
     def device(self) -> torch.device:
-        """Where values and dense weight are."""
+        """Device of the values and the dense weight."""
         return self.values.device
 
     # What module.weight gives -------------------------------------------------------------------
 
     def read(self, values: Any) -> Any:
-        """Return the dense weight for what stands in ``module._parameters``: its values, or others."""
+        """Return the dense weight for the tensor in ``module._parameters``: usually the values."""
         if torch.compiler.is_compiling():
             if self.is_vector:  # torch fuses the cast with what reads it
                 return values.to(self.dtype)
             from samo.core.traced import read  # registers operators, which takes time
 
             traced = self.ragged if self.traced is None else self.traced
-            # In this order: the name that the compiler sees first is the one it takes.
+            # Read `traced` first: the compiler names a tensor by where it first sees it.
             return read(self, traced) if traced.values is values else self._read_others(values)  # type: ignore[union-attr]
         if values is not self.values:
             return self._read_others(values)
         if not self.is_resident:
             return self._read_streamed()
-        if (  # `sync` asks the same; here each call counts, in every forward pass
+        if (  # inlined from `sync`: this runs in every forward pass
             values._version != self._version
             or values.data_ptr() != self._address
             or self.dense is None
@@ -186,16 +183,16 @@ class Weight:
         if self._tracked is None:
             assert self.dense is not None
             tracked = Expand.apply(values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
-            # The engine takes nodes made last first, and this one serves for many passes: left alone,
-            # it would wait for the end of each, and all dense gradients with it.
+            # Autograd runs the most recent nodes first. This node is older than the pass it serves and would
+            # run last, keeping every dense gradient alive until then.
             tracked.grad_fn._set_sequence_nr(_FIRST)
             self._tracked = as_dense_weight(tracked, self)
         return self._tracked
 
     def _read_streamed(self) -> Tensor:
-        """Return the weight as a tensor without memory; whole parameters as they are, if of the right type.
+        """Return the weight as a tensor without storage.
 
-        Shards are what wrappers read here for themselves.
+        Sharded values are returned as they are, for wrappers such as FSDP2 that read the attribute.
         """
         if isinstance(self.values, DTensor) or (
             self.mask is None and self.values.dtype == self.dtype
@@ -209,7 +206,7 @@ class Weight:
         return self._streamed
 
     def prepare_traced(self) -> None:
-        """Put together what compiled code reads: few objects, for each costs time in each call."""
+        """Collect what compiled code reads. Every object costs guard time in every call."""
         shape, strides, mask, _, _, watchers = self.layout
         sizes = "" if watchers else f"{' '.join(map(str, shape))}/{' '.join(map(str, strides))}"
         bitmap = None if mask is None else mask.packed
@@ -217,9 +214,9 @@ class Weight:
         self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
 
     def _read_others(self, values: Any) -> Any:
-        """Expand values that are not the weight's own, as `torch.func.functional_call` brings."""
+        """Expand other values in place of the weight's own, as `torch.func.functional_call` passes."""
         if not isinstance(values, Tensor) or hasattr(values, "__tensor_flatten__"):
-            return values  # None, or shards that a wrapper reads here for itself
+            return values  # None, or shards read by a wrapper
         if values.shape == self.shape and self.mask is not None:
             return values  # a dense weight
         if values.shape[-1:] != self.values.shape[-1:]:
@@ -230,7 +227,7 @@ class Weight:
         return expand_by_index(values, self.layout, self.dtype)
 
     def watch(self, watcher: Callable[[Tensor], None]) -> Callable[[], None]:
-        """Call ``watcher`` with each dense gradient from now on; what is returned ends that."""
+        """Call ``watcher`` with every dense gradient; return a function that removes it."""
         watchers = self.layout.watchers
         watchers.append(watcher)
         self.prepare_traced()
@@ -241,15 +238,15 @@ class Weight:
 
         return end
 
-    # Values and dense weight follow each other --------------------------------------------------
+    # Keeping values and dense weight in sync ----------------------------------------------------
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def sync(self) -> None:
-        """Let the side that was not written follow the one that was.
+        """Update whichever of values and dense weight is stale.
 
         Raises:
-            CompressionError: Both were.
+            CompressionError: Both were written.
         """
         with _LOCK:
             is_moved = (
@@ -267,7 +264,7 @@ class Weight:
                 self._refresh()
 
     def sync_written(self) -> None:
-        """Let the values follow a write to ``module.weight`` before they are looked at."""
+        """Apply writes to ``module.weight`` to the values, before the values are used."""
         for handed in tuple(self.handed):
             handed.follow()
         if self._is_written():
@@ -279,7 +276,7 @@ class Weight:
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make a resident dense weight anew, whatever the version counters say."""
+        """Recompute a resident dense weight, regardless of version counters."""
         if self.dense is not None:
             with _LOCK:
                 self._refresh()
@@ -305,7 +302,7 @@ class Weight:
                 self._refresh()
 
     def note(self) -> None:
-        """Note that values and dense weight agree."""
+        """Record that values and dense weight agree."""
         assert self.dense is not None
         self._version, self._address = self.values._version, self.values.data_ptr()
         self._dense_version = self.dense._version
@@ -321,10 +318,10 @@ class Weight:
         self.note()
 
     def _adopt(self) -> None:
-        """Follow a write to the dense weight; entries that it left alone keep all their digits."""
+        """Apply a write to the dense weight; entries it did not change keep their full precision."""
         assert self.dense is not None
         self._take(self.dense)
-        self._tracked = None  # an operation in place gave it another history
+        self._tracked = None  # the in-place write changed its history
         self._refresh()
 
     def _take(self, dense: Tensor) -> None:
@@ -336,12 +333,12 @@ class Weight:
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_written(self, dense: Tensor) -> None:
-        """Take up what was written to an expansion of a streamed weight."""
+        """Apply a write to an expansion of a streamed weight."""
         with _LOCK:
             self._take(dense)
 
     def check_pruned(self, dense: Tensor) -> None:
-        """Warn if a dense tensor has entries other than 0 where nothing is kept."""
+        """Warn if a dense tensor has nonzero entries where the weight is pruned."""
         if self.mask is None:
             return
         kept = self.layout.compress(dense, dense.dtype)
@@ -355,9 +352,9 @@ class Weight:
     # Identity -----------------------------------------------------------------------------------
 
     def bind(self, values: nn.Parameter) -> None:
-        """Take ``values`` as the parameter, and make its dense weight anew.
+        """Make ``values`` the parameter and build its dense weight.
 
-        At once: compiled code cannot make it, and would expand in every pass.
+        Eagerly, because compiled code cannot build it and would expand in every pass.
         """
         if isinstance(values, DTensor):
             if self.mesh is None:
@@ -368,7 +365,7 @@ class Weight:
                 self._place(values.device)
             if values.grad_dtype != self.layout.grad_dtype:
                 values.grad_dtype = self.layout.grad_dtype
-            self._streamed = None  # with shards it waits for the whole values to come back
+            self._streamed = None  # sharded values keep it until the full values return
         self.values = values
         self.dense = self._plain = self._tracked = None
         self.handed = []
@@ -381,10 +378,10 @@ class Weight:
             self.prepare_traced()
 
     def take_over(self, values: nn.Parameter) -> None:
-        """Compute with the parameter that somebody else puts in the place of ours, as FSDP2 does.
+        """Compute with a parameter that replaces ours, such as FSDP2's unsharded one.
 
-        Its owner writes to it unseen, so a resident copy would go stale: the weight is streamed from
-        now on. The owner also says which type to compute in, and which type gradients have.
+        FSDP2 writes to it without bumping versions, so a resident copy would go stale: the weight becomes
+        streamed. The new parameter also sets the compute and gradient dtype.
         """
         if values is self._taken:
             self.values = values
@@ -398,7 +395,7 @@ class Weight:
         self.bind(values)
 
     def _place(self, device: torch.device) -> None:
-        """Bring the mask to the device of the values."""
+        """Move the mask to a device."""
         if device.type != "meta":
             mask = None if self.mask is None else self.mask.to(device)
             kernels = _kernels.choose(device, self.path)
@@ -407,16 +404,16 @@ class Weight:
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_mask(self, mask: Mask, values: Tensor, grad: Tensor | None) -> None:
-        """Take another mask, with the values and the gradient that belong to it.
+        """Switch to another mask, with matching values and gradient.
 
-        A backward pass over what was computed before is refused: its gradients are of the old mask.
+        Later backward passes through graphs built with the old mask raise an error.
         """
         param = self.values
         with _LOCK:
-            param.grad = None  # torch compares its length with that of the values
+            param.grad = None  # torch checks its length against the values
             if values.shape != param.shape:
-                # A loss that is still held keeps the node alive that takes up gradients, and that
-                # insists on the old length; values of another type make torch forget it.
+                # A loss that is still alive keeps the AccumulateGrad node, which checks the old length.
+                # Changing the dtype makes torch drop that node.
                 other = torch.float32 if values.dtype == torch.float64 else torch.float64
                 param.data = values.new_empty(0, dtype=other)
             param.data = values
@@ -431,24 +428,24 @@ class Weight:
             self.prepare_traced()
 
     def retire(self) -> None:
-        """Note that nothing computes with the values any more, so that no optimizer goes on with them."""
+        """Mark the values as unused, so that optimizers over them raise an error."""
         _RETIRED[self.values] = self.name
 
     def release(self) -> None:
-        """Let go of the values until `follow`: torch swaps only tensors that nothing refers to."""
+        """Drop references until `follow`: torch only swaps tensors without other references."""
         self.sync_written()
         _WEIGHTS.pop(self.values, None)
         self.dense = self._plain = self._tracked = self._streamed = self._taken = None
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Follow what ``Module._apply`` has done to the values: another device, another compute type."""
+        """Adopt the device and compute dtype that ``Module._apply`` gave the values."""
         dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         self.dtype = dtype if dtype.is_floating_point else self.dtype
         self._place(self.device)
         self.bind(self.values)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and deepcopy take along: the rest is made anew."""
+        """Return the state for pickle and deepcopy; the rest is rebuilt."""
         self.sync_written()
         kept = (
             "name",
@@ -470,12 +467,12 @@ class Weight:
         vars(self).update(state)
         kernels = _kernels.choose(self.values.device, self.path)
         self.layout = Layout(torch.Size(shape), strides, mask, grad_dtype, kernels, [])
-        self.values.__dict__.update(self.attributes)  # which a deep copy of a parameter lacks
+        self.values.__dict__.update(self.attributes)  # deepcopy drops them
         self.bind(self.values)
 
 
 def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
-    """Tell the weights of a model if equal layers may keep different numbers of values."""
+    """Mark a model's weights as ragged if layers of equal shape may keep different counts."""
     counts: dict[torch.Size, set[int]] = {}
     for weight in weights:
         if weight.mask is not None:
@@ -488,7 +485,7 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
 
 
 class _OldMask:
-    """Refuses the gradients of a mask that a weight no longer has."""
+    """Raises an error for gradients of a replaced mask."""
 
     def __init__(self, name: str) -> None:
         self.name: Final = name
@@ -502,7 +499,7 @@ class _OldMask:
 
 
 WRITTEN: Final[ContextVar[dict[str, int] | None]] = ContextVar("written", default=None)
-"""What was written to pruned entries, by name, while a state dict is loaded."""
+"""Counts of nonzero pruned entries by name, collected while a state dict is loaded."""
 
 
 def warn_of_pruned(name: str, written: int, stacklevel: int) -> None:
@@ -563,14 +560,14 @@ def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
                     raise CompressionError(
                         f"this {type(opt).__name__} was built before decompress_ or fully_shard and "
                         f"holds the values that '{_RETIRED[param]}' had, which nothing computes with any "
-                        "more; build it anew on model.parameters()"
+                        "more; rebuild it on model.parameters()"
                     )
                 weight = weight_from(param)
                 if weight is not None:
                     raise CompressionError(
                         f"this {type(opt).__name__} was built before compress_ and holds the dense "
                         f"parameter that '{weight.name}' was, which nothing computes with any more; "
-                        "build it anew on model.parameters()"
+                        "rebuild it on model.parameters()"
                     )
     if opt not in STEPPED:
         _check_lengths(opt)
@@ -595,7 +592,7 @@ def _check_lengths(opt: Optimizer) -> None:
 
 @torch.compiler.disable
 def _after_step(opt: Optimizer, args: object, kwargs: object) -> None:
-    """Make dense weights anew: not every optimizer raises versions (ZeroRedundancyOptimizer)."""
+    """Refresh dense weights: not every optimizer bumps versions (ZeroRedundancyOptimizer does not)."""
     if not hasattr(opt, "refreshes_dense_weights"):
         for weight in weights_among(opt):
             weight.refresh()

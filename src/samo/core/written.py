@@ -1,4 +1,4 @@
-"""Writes to expansions of a streamed weight: the values follow them."""
+"""Writes to expansions of a streamed weight reach its values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 __all__ = []
 
 LOCK: Final = threading.RLock()
-"""One thread at a time changes values or a dense copy. Again on the same thread: the garbage collector may
-let go of a written expansion anywhere."""
+"""Held while values or a dense copy change. Reentrant, because the garbage collector may finalize a
+written expansion anywhere."""
 
 
 class Handed:
-    """An expansion that is in somebody's hands: the values follow what is written to it.
+    """An expansion returned to a caller.
 
-    At the next use of the weight, or when it is let go.
+    Writes to it reach the values at the weight's next use, or when the expansion is freed.
     """
 
     def __init__(self, weight: Weight, index: tuple[int, ...], base: Tensor) -> None:
         self.base: Final = weakref.ref(base)
-        self._dense: Final = base.detach()  # outlives it, for a last look
+        self._dense: Final = base.detach()  # outlives `base`, for the final check
         self._weight: Final = weakref.ref(weight)
         self._index: Final = index
         self._mask: Final = weight.mask
@@ -40,17 +40,17 @@ class Handed:
         weakref.finalize(base, self._let_go).atexit = False
 
     def fits(self, weight: Weight, index: tuple[int, ...]) -> bool:
-        """Whether the values are still those that were expanded."""
+        """Return whether the expansion is current for this part of the weight."""
         return self._index == index and self._is_current(weight)
 
     def _is_current(self, weight: Weight) -> bool:
         return weight.mask is self._mask and weight.values._version == self._values_version
 
     def follow(self) -> None:
-        """Take up what was written.
+        """Apply writes to the values.
 
         Raises:
-            CompressionError: The values have changed as well.
+            CompressionError: The values changed too.
         """
         with LOCK:
             weight = self._weight()
@@ -60,8 +60,8 @@ class Handed:
             if not self._is_current(weight):
                 raise CompressionError(
                     f"'{weight.name}' was written in two ways since it was last used: through a tensor that "
-                    "module.weight gave, and through its values in model.parameters(); take module.weight "
-                    "anew after a step, or keep to one of them"
+                    "module.weight gave, and through its values in model.parameters(); read module.weight "
+                    "again after a step, or write through one of the two only"
                 )
             self._take(weight)
 
