@@ -34,6 +34,7 @@ LAYERS: Final = (
 Anybody may import `samo.errors` and `samo.utils`."""
 
 ONLY_IN: Final = {
+    "jinja2": "samo.report",
     "matplotlib": "samo.report",
     "numba": "samo.kernels",
     "rich": "samo.cli",

@@ -3,16 +3,16 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from samo.memory.predict import KINDS
-from samo.report.curves import Floats, smooth, spread
+from samo.report.curves import smooth, spread
 from samo.report.findings import last_loss, tokens_per_s
 from samo.report.model_state import Bar
 from samo.report.runs import Run, finite_evals
@@ -28,8 +28,7 @@ _START: Final = 0.05
 """Fraction of a run whose losses, much higher than all later ones, do not stretch the axis."""
 _MARKERS: Final = 40
 _LETTERS: Final = 18
-_MOST_LINES: Final = 3 * RUN_COLOURS
-"""More lines cannot be told apart."""
+_AGREE: Final = ListedColormap([LIGHT["run2"]])
 
 Label = tuple[str, str, float]
 """Text, colour and height of what is written at the end of a curve."""
@@ -126,57 +125,31 @@ def memory_figure(bars: Sequence[Bar]) -> Figure:
 
 
 def density_figure(masks: Mapping[str, tuple[int, int]]) -> Figure:
-    """Draw the fraction that each tensor keeps over its layer, one line for each kind of tensor.
+    """Draw the fraction of weights that each tensor keeps over its layer, one line for each kind.
 
     Args:
         masks: Kept weights and all weights of each tensor.
     """
-    kinds = by_layer(masks)
-    names = list(kinds)[:_MOST_LINES]
-    room = 16 + 7.4 * max(min(len(name), 26) for name in names)
+    kinds: dict[str, dict[int, float]] = {}
+    for name, (kept, numel) in masks.items():
+        layer = re.search("[0-9]+", name)  # blocks.3.mlp.0.weight: layer 3 of blocks.*.mlp.0
+        kind = re.sub("[0-9]+", "*", name.removesuffix(".weight"), count=1)
+        kinds.setdefault(kind, {})[int(layer[0]) if layer else 0] = kept / max(numel, 1)
+    names = list(kinds)[: 3 * RUN_COLOURS]  # more lines cannot be told apart
+    room = 16 + 7.4 * max(min(len(name), _LETTERS + 8) for name in names)
     figure = new_figure(_WIDTH, 264)
     axes = place(figure, left=_LEFT, right=room, top=26, bottom=40)
     labels: list[Label] = []
     for number, name in enumerate(names):
-        layers, y = list(kinds[name]), list(kinds[name].values())
+        layers, y = zip(*sorted(kinds[name].items()))
         colour, dashes = run_colour(number), run_dashes(number)
         axes.plot(layers, y, color=colour, linestyle=dashes, marker="o", markersize=3.5)
-        labels.append((formatting.shortened(name, 26), colour, y[-1]))
-    last = max(max(layers) for layers in kinds.values())
-    axes.set_xlim(-0.3, last + 0.3)
-    axes.set_ylim(0, 1.15 * max(max(layers.values()) for layers in kinds.values()) or 1.0)
+        labels.append((formatting.shortened(name, _LETTERS + 8), colour, y[-1]))
+    axes.set_xlim(-0.3, max(max(kinds[name]) for name in names) + 0.3)
+    axes.set_ylim(0, 1.15 * max(max(kinds[name].values()) for name in names) or 1.0)
     _finish_axes(axes, "weights kept", "layer", percent=True)
     _label_ends(axes, labels)
     return figure
-
-
-def by_layer(masks: Mapping[str, tuple[int, int]]) -> dict[str, dict[int, float]]:
-    """Sort densities by kind of tensor and layer, which is the first number in the name.
-
-    Of many kinds, those that differ in further numbers (of experts) are taken together. A tensor
-    without a number is drawn at layer 0.
-
-    Example:
-        >>> from samo.report.figures import by_layer
-        >>> by_layer({"blocks.0.mlp.weight": (1, 4), "blocks.1.mlp.weight": (2, 4), "head.weight": (4, 4)})
-        {'mlp': {0: 0.25, 1: 0.5}, 'head': {0: 1.0}}
-    """
-    places = {}
-    for name in masks:
-        parts = re.split(r"(?:^|\.)([0-9]+)(?:\.|$)", name.removesuffix(".weight"), maxsplit=1)
-        before, layer, kind = parts if len(parts) == 3 else (parts[0], "0", "")
-        places[name] = kind or before or "weight", int(layer)
-    if len({kind for kind, _ in places.values()}) > _MOST_LINES:
-        places = {n: (re.sub(r"\b[0-9]+\b", "*", k), layer) for n, (k, layer) in places.items()}
-    sums: dict[str, dict[int, tuple[int, int]]] = {}
-    for name, (kept, numel) in masks.items():
-        kind, layer = places[name]
-        so_far = sums.setdefault(kind, {}).get(layer, (0, 0))
-        sums[kind][layer] = so_far[0] + kept, so_far[1] + numel
-    return {
-        kind: {layer: kept / max(numel, 1) for layer, (kept, numel) in sorted(layers.items())}
-        for kind, layers in sums.items()
-    }
 
 
 def ticket_figure(run: Run) -> Figure:
@@ -189,7 +162,9 @@ def ticket_figure(run: Run) -> Figure:
     for row, look in enumerate(looks):
         known = look.distances[-row:] if row else []
         cells[row, row - len(known) : row] = known
-    grid.imshow(_shades(cells, threshold), interpolation="none", aspect="auto")
+    agree = np.where(cells <= threshold, 1.0, np.nan)
+    grid.imshow(cells, cmap="Blues", vmin=0.0, interpolation="none", aspect="auto")
+    grid.imshow(agree, cmap=_AGREE, interpolation="none", aspect="auto")
     ticks = np.unique(np.linspace(0, len(looks) - 1, 5).astype(int)).tolist()
     names = [f"{looks[tick].step:,}" for tick in ticks]
     grid.set_xticks(ticks, names)
@@ -214,17 +189,6 @@ def ticket_figure(run: Run) -> Figure:
         why = "settled" if run.prune.reason == "settled" else "limit"
         _mark_step(axes, run.prune.step, f"drawn at step {run.prune.step:,}: {why}")
     return figure
-
-
-def _shades(cells: Floats, threshold: float) -> Floats:
-    """Colour distances: green within the threshold, blue beyond, the stronger the further apart."""
-    highest = max(float(np.nanmax(cells, initial=threshold)), 1e-9)
-    agree = cells <= threshold
-    colours = np.empty((*cells.shape, 4))
-    colours[..., :3] = np.where(agree[..., None], to_rgb(LIGHT["run2"]), to_rgb(LIGHT["accent"]))
-    colours[..., 3] = np.where(agree, 0.9, 0.15 + 0.8 * np.nan_to_num(cells) / highest)
-    colours[np.isnan(cells), 3] = 0.0
-    return colours
 
 
 def change_figure(runs: Sequence[Run]) -> Figure:
@@ -325,10 +289,11 @@ def _mark_pruning(axes: Axes, runs: Sequence[Run]) -> None:
 
 def _mark_step(axes: Axes, step: int, text: str) -> None:
     axes.axvline(step, color=LIGHT["muted"], linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-    is_late = step > 0.6 * axes.get_xlim()[1]
-    ha, shift = ("right", -5) if is_late else ("left", 5)
-    coordinates = ("data", "axes fraction")
-    _write(axes, text, (step, 1), (shift, -3), coordinates, ha=ha, va="top", color=LIGHT["muted"])
+    share = step / axes.get_xlim()[1]
+    ha, shift = ("right", -5) if share > 0.6 else ("left", 5)
+    y, va, up = (0, "bottom", 4) if share < 0.15 else (1, "top", -3)  # curves start at the top left
+    where, style = ("data", "axes fraction"), {"ha": ha, "va": va, "color": LIGHT["muted"]}
+    _write(axes, text, (step, y), (shift, up), where, **style)
 
 
 def _end_label(run: Run, value: str, y: float) -> Label:
@@ -352,23 +317,9 @@ def _write(
     at: tuple[float, float],
     shift: tuple[float, float],
     coordinates: str | tuple[str, str] = "data",
-    *,
-    ha: str = "left",
-    va: str = "center",
-    color: str = LIGHT["ink"],
-    weight: str = "normal",
+    **style: Any,
 ) -> None:
     """Write text ``shift`` pixels from a point."""
-    axes.annotate(
-        text,
-        at,
-        xycoords=coordinates,
-        xytext=shift,
-        textcoords="offset points",
-        ha=ha,
-        va=va,
-        color=color,
-        weight=weight,
-        fontsize=11.5,
-        annotation_clip=False,
-    )
+    style = {"va": "center", "color": LIGHT["ink"], "fontsize": 11.5, **style}
+    shifted: Any = {"textcoords": "offset points", "annotation_clip": False}
+    axes.annotate(text, at, shift, xycoords=coordinates, **shifted, **style)

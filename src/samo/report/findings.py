@@ -189,11 +189,8 @@ def loss_finding(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         return "Loss"
     if last is None:
-        return (
-            f"The training loss is {loss(last_loss(run))}; not validated yet"
-            if run.steps
-            else "Loss"
-        )
+        value = loss(last_loss(run))
+        return f"The training loss is {value}; not validated yet" if run.steps else "Loss"
     if run.prune and run.masks and last.step > run.prune.step:
         before = finite_evals(run.events[: run.events.index(run.prune)])
         was = f"; it was {loss(before[-1].valid_loss)} before pruning" if before else ""
@@ -209,9 +206,10 @@ def _ranking(judged: Sequence[tuple[float, Run]]) -> str:
     if high - low <= _SAME_LOSS * abs(low):
         span = loss(low) if loss(low) == loss(high) else f"{loss(low)} to {loss(high)}"
         return f"All runs reach about the same validation loss, {span}"
-    best = [run.label for value, run in judged if value - low <= _SAME_LOSS * abs(low)]
-    worst = [run.label for value, run in judged if high - value <= _SAME_LOSS * abs(high)]
-    worst = [label for label in worst if label not in best]
+    near_low = [run.label for value, run in judged if value - low <= _SAME_LOSS * abs(low)]
+    near_high = [run.label for value, run in judged if high - value <= _SAME_LOSS * abs(high)]
+    best = [label for label in near_low if label not in near_high]
+    worst = [label for label in near_high if label not in near_low]
     verb = "has" if len(best) == 1 else "have"
     text = f"{listed(best)} {verb} the lowest validation loss, {_about(low, best)}; "
     text += f"{listed(worst)} the highest, {_about(high, worst)}"
@@ -313,7 +311,7 @@ QUANTITIES: Final = (
     Quantity("tokens/s", tokens_per_s, count, max, _SAME_SPEED, HARDWARE),
     Quantity("step, ms", step_ms, three_digits),
     Quantity(
-        "memory in use, first rank",
+        "memory in use",
         lambda run: run.steps[-1].memory_bytes if run.steps else None,
         size,
     ),
