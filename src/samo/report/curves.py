@@ -1,5 +1,8 @@
 """Curves made ready to draw: smoothed, and their labels moved apart."""
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,30 +34,21 @@ def smooth(y: Floats, window: int) -> Floats:
     return mean
 
 
-def spread(values: list[float], gap: float, low: float, high: float) -> list[float]:
+def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Move labels apart until no two are closer than ``gap``, keeping their order.
 
     Example:
         >>> from samo.report.curves import spread
-        >>> spread([5.0, 5.0, 9.0], gap=2.0, low=0.0, high=10.0)
-        [4.0, 6.0, 9.0]
+        >>> spread([5.0, 5.0, 9.0, 10.0], gap=2.0, low=0.0, high=10.0)
+        [4.0, 6.0, 8.0, 10.0]
     """
-    if not values:
-        return []
-    gap = min(gap, (high - low) / len(values))
-    order = sorted(range(len(values)), key=lambda i: (values[i], i))
-    groups: list[tuple[float, int]] = []  # centre and number of labels that touch each other
-    for i in order:
-        centre, size = min(max(values[i], low), high), 1
-        while groups and groups[-1][0] + gap * (groups[-1][1] + size) / 2 > centre:
-            before, number = groups.pop()
-            centre = (before * number + centre * size) / (number + size)
-            size += number
-            half = gap * (size - 1) / 2
-            centre = min(max(centre, low + half), high - half)
-        groups.append((centre, size))
-    places = [centre + gap * (k - (size - 1) / 2) for centre, size in groups for k in range(size)]
-    moved = [0.0] * len(values)
-    for i, place in zip(order, places):
-        moved[i] = place
-    return moved
+    gap = min(gap, (high - low) / max(len(values), 1))
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = [min(max(value, low), high) for value in values]
+    for below, i in itertools.pairwise(order):
+        places[i] = max(places[i], places[below] + gap)
+    limit = high
+    for i in reversed(order):
+        places[i] = min(places[i], limit)
+        limit = places[i] - gap
+    return places

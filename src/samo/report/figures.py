@@ -95,7 +95,7 @@ def memory_figure(bars: Sequence[Bar]) -> Figure:
     left = min(230.0, 14 + 6.9 * max(len(bar.label) for bar in bars))
     axes = place(figure, left=left, right=166, top=4, bottom=6)
     axes.set_axis_off()
-    widest = max(bar.total for bar in bars)
+    widest = max(bar.total for bar in bars) or 1
     axes.set_xlim(0, widest)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     for row, bar in enumerate(bars):
@@ -163,7 +163,10 @@ def ticket_figure(run: Run) -> Figure:
         known = look.distances[-row:] if row else []
         cells[row, row - len(known) : row] = known
     agree = np.where(cells <= threshold, 1.0, np.nan)
-    grid.imshow(cells, cmap="Blues", vmin=0.0, interpolation="none", aspect="auto")
+    most = 1.4 * cells[np.isfinite(cells)].max(
+        initial=threshold
+    )  # no blue too dark for a dark page
+    grid.imshow(cells, cmap="Blues", vmin=0.0, vmax=most, interpolation="none", aspect="auto")
     grid.imshow(agree, cmap=_AGREE, interpolation="none", aspect="auto")
     ticks = np.unique(np.linspace(0, len(looks) - 1, 5).astype(int)).tolist()
     names = [f"{looks[tick].step:,}" for tick in ticks]

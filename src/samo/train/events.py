@@ -69,9 +69,7 @@ class Stepped(Event):
     grad_norm: float
     """Before clipping."""
     tokens: int
-    """Tokens trained on so far."""
     epoch: float
-    """Passes over the training text so far."""
     tokens_per_s: float
     """Since the last line, without validation, saving and compiling."""
     step_ms: float
@@ -92,7 +90,6 @@ class Evaluated(Event):
     """In nats per token."""
     perplexity: float
     tokens: int
-    """Tokens trained on so far."""
     elapsed_s: float
     """Training time so far, over all resumes."""
 
@@ -116,9 +113,8 @@ class Pruned(Event):
     """The masks are drawn: pruned weights stay 0 from the next step."""
 
     kept: int
-    """Weights kept in the pruned matrices."""
+    """Of the ``numel`` weights of the pruned matrices."""
     numel: int
-    """Weights of those matrices."""
     sparsity: float
     reason: DrawReason
     """The dense phase is over, masks were given, they settled, or they had not at the limit."""
@@ -162,7 +158,6 @@ class Accounted(Event):
     measured: dict[str, int]
     """Measured bytes by kind (`samo.memory.predict.KINDS`)."""
     predicted: dict[str, int]
-    """Predicted bytes by kind."""
     weights: str | int | None
     """Dense weights are resident, streamed, or resident up to this many bytes; None before pruning."""
     rank_bytes: list[int]
@@ -209,7 +204,6 @@ class Saved(Event):
     """A checkpoint was written."""
 
     path: str
-    """Relative to the run folder."""
     bytes: int
     seconds: float
 
@@ -226,7 +220,6 @@ class Sampled(Event):
     """The model generated text."""
 
     text: str
-    """Prompt and continuation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
