@@ -22,6 +22,7 @@ ROOT: Final = Path(__file__).parent.parent
 SOURCE: Final = ROOT / "src"
 
 ONLY_IN: Final = {
+    "jinja2": "samo.report",
     "matplotlib": "samo.report",
     "numba": "samo.kernels",
     "rich": "samo.cli",

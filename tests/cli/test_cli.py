@@ -292,7 +292,7 @@ def test_train_resume_report_inspect_and_prune(
     assert "What may change: --compile, --data, --eval-batches" in complaint
 
     assert main(["report", "runs/notes", "runs/notes-2", "--out", "both.html"]) == 0
-    assert capsys.readouterr().out.split() == ["both.html", "both.png"]
+    assert capsys.readouterr().out.split() == ["both.html"]
 
     assert main(["inspect", "runs/notes-2"]) == 0
     assert "done, step 8 of 8" in capsys.readouterr().out

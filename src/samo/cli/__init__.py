@@ -116,7 +116,7 @@ class Report:
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
     """Run folders."""
     out: OptionalPath = None
-    """The page to write, and a picture beside it; report.html in the first run if nothing is said."""
+    """The page to write; by default report.html in the first run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ from rich.table import Table
 from samo.cli import Inspect
 from samo.cli.tables import facts, mask_records, mask_table
 from samo.errors import CheckpointError, ConfigError
-from samo.report import grid
 from samo.utils.formatting import count, duration, loss, percent, size
 
 __all__ = []
@@ -85,37 +84,36 @@ def _machine() -> _Found:
 
 
 def _run(path: Path) -> _Found:
-    from samo.report.findings import entries, held, tokens_per_s
-    from samo.report.mask_course import change_finding, ticket_finding
+    from samo.report.findings import change_finding, held, ranks, ticket_finding, tokens_per_s
     from samo.report.runs import read_run
 
     run = read_run(path)
     found = _Found()
     found.add("run", run.name)
-    found.add("command", run.command)
-    found.add("started", run.started)
-    settings = run.config.get("run")
+    found.add("command", str(run.about.get("command", "")))
+    found.add("started", str(run.about.get("started", "")))
+    settings = run.section("config").get("run")
     steps = settings.get("steps") if isinstance(settings, dict) else None
     status = run.end or "running, or killed"
     found.add("status", f"{status}, step {run.last_step:,} of {count(steps)}", status)
     found.records["step"] = run.last_step
     found.add("mode", f"{run.mode}, {run.dtype}")
-    if run.is_on_many_ranks:
-        found.add("ranks", grid.ranks(run), run.num_stages * run.num_replicas)
+    if run.num_ranks > 1:
+        found.add("ranks", ranks(run), run.num_ranks)
     found.add("parameters", count(run.num_params), run.num_params)
-    if run.prune is not None:
+    if run.prune is not None and run.masks is not None:
         when = f"from step {run.prune.step:,} on"
         if run.is_pruned_in_steps:
             when = f"pruned from step {run.prune.step:,} to {run.changes[-1].step:,}"
-        shown = f"{percent(run.prune.sparsity)} of {run.prune.numel:,} weights, {when}"
-        found.add("sparsity", shown, run.prune.sparsity)
+        shown = f"{percent(run.masks.sparsity)} of {run.masks.numel:,} weights, {when}"
+        found.add("sparsity", shown, run.masks.sparsity)
     if run.observations:
         found.add("ticket", ticket_finding(run))
     if run.changes:
-        found.add("masks", change_finding(entries([run])))
+        found.add("masks", change_finding(run))
     if run.last_eval is not None:
-        shown = f"{loss(run.last_eval.loss)} at step {run.last_eval.step:,}"
-        found.add("validation loss", shown, run.last_eval.loss)
+        shown = f"{loss(run.last_eval.valid_loss)} at step {run.last_eval.step:,}"
+        found.add("validation loss", shown, run.last_eval.valid_loss)
     if run.state is not None:
         found.add("model state", held(run), run.state.measured_bytes)
     found.add("tokens per second", count(tokens_per_s(run)), tokens_per_s(run))

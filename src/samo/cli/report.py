@@ -14,5 +14,5 @@ def run(command: Report) -> int:
     if not command.runs:
         raise ConfigError("no run to report on; name a run folder: samo report runs/notes")
     page = write_report(command.runs, command.out or command.runs[0] / "report.html")
-    sys.stdout.write(f"{page}\n{page.with_suffix('.png')}\n")
+    sys.stdout.write(f"{page}\n")
     return 0

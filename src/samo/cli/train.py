@@ -12,8 +12,7 @@ from samo.cli import Train
 from samo.cli.display import Display
 from samo.cli.tables import facts
 from samo.errors import RunError, SamoError
-from samo.report import grid
-from samo.report.findings import held
+from samo.report.findings import held, ranks as mesh_of
 from samo.report.runs import read_run
 from samo.train.config import TrainConfig
 from samo.train.events import Event, Listener, Resumed, Started
@@ -117,7 +116,7 @@ class Headline:
         lines = [f"run folder: {self._folder}"] if self._is_new else []
         if not self._is_new and not isinstance(event, Resumed):
             lines.append("no checkpoint was written before: the run begins anew at its first step")
-        if layout := grid.ranks(read_run(self._folder)):
+        if layout := mesh_of(read_run(self._folder)):
             lines.append(layout)
         for line in lines:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -133,8 +132,8 @@ def summarise(console: Console, result: Result) -> None:
         page = f"none: {error}"
     run = read_run(result.folder)
     rows = {"validation loss": loss(result.valid_loss)}
-    if run.is_on_many_ranks:
-        rows["ranks"] = grid.ranks(run)
+    if run.num_ranks > 1:
+        rows["ranks"] = mesh_of(run)
     if run.state is not None:
         rows["model state"] = held(run)
     rows["checkpoints"] = str(result.folder / "checkpoints")

@@ -1,3 +1,3 @@
-"""What a run did, as a page for the eye: read run folders, draw them, write one HTML file."""
+"""The report of one or several runs: read run folders, draw figures, write one HTML file."""
 
 __all__ = []

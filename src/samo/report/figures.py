@@ -1,310 +1,328 @@
-"""The figures of the report: loss, memory, throughput. Each draws into axes that somebody else made.
-
-Every figure comes in two sizes, `WIDE` for a desk and `NARROW` for a phone, where labels move from
-beside the data to above it and lines have fewer points.
-"""
+"""The figures of the report: losses, memory, throughput, and masks over layers and over time."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from samo.memory.predict import KINDS
-from samo.report.curves import Floats, smooth, spread, thin
-from samo.report.findings import Bar, Entry, tokens_per_s
-from samo.report.theme import LIGHT, new_figure, place, run_colour, run_dashes
+from samo.report.curves import smooth, spread
+from samo.report.findings import last_loss, tokens_per_s
+from samo.report.model_state import Bar
+from samo.report.runs import Run, finite_evals
+from samo.report.theme import LIGHT, RUN_COLOURS, new_figure, place, run_colour, run_dashes
+from samo.train.events import Stepped
 from samo.utils import formatting
 
 __all__ = []
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """How large a figure is drawn."""
-
-    name: str
-    width: int
-    """Pixels."""
-    height: int
-    """Pixels, of a figure with curves."""
-    points: int
-    """Most points of a curve."""
-    label: int
-    """Most letters of a run's label beside its curve; 0 for none."""
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether labels fit beside what they name."""
-        return self.label > 0
-
-
-WIDE: Final = Size(name="wide", width=760, height=330, points=2000, label=18)
-NARROW: Final = Size(name="narrow", width=350, height=270, points=800, label=0)
-
-_LEFT: Final = 48
+_WIDTH: Final = 760
+_LEFT: Final = 52
 _START: Final = 0.05
-"""Share of a run whose losses, much higher than all later ones, do not stretch the axis."""
+"""Fraction of a run whose losses, much higher than all later ones, do not stretch the axis."""
 _MARKERS: Final = 40
+_LETTERS: Final = 18
+_AGREE: Final = ListedColormap([LIGHT["run2"]])
+
+Label = tuple[str, str, float]
+"""Text, colour and height of what is written at the end of a curve."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndLabel:
-    """What stands beside the end of a run's curve."""
-
-    entry: Entry
-    y: float
-    text: str
-
-
-def loss_figure(shown: Sequence[Entry], size: Size) -> Figure:
-    """Draw the losses over the steps."""
-    figure = new_figure(size.width, size.height)
-    draw_loss(curve_axes(figure, size, shown, "0.000"), shown, size)
-    return figure
-
-
-def throughput_figure(shown: Sequence[Entry], size: Size) -> Figure:
-    """Draw the tokens a second over the steps."""
-    figure = new_figure(size.width, round(0.8 * size.height))
-    fastest = max((rate for e in shown if (rate := tokens_per_s(e.run)) > 0), default=0.0)
-    draw_throughput(curve_axes(figure, size, shown, formatting.count(fastest)), shown, size)
-    return figure
-
-
-def memory_figure(bars: Sequence[Bar], size: Size) -> Figure:
-    """Draw bytes of model state as stacked bars."""
-    pitch = 34 if size.is_wide else 46
-    figure = new_figure(size.width, pitch * len(bars) + 10)
-    left = min(230.0, 14 + 6.9 * max(len(bar.label) for bar in bars)) if size.is_wide else 0
-    axes = place(figure, left=left, right=166 if size.is_wide else 68, top=4, bottom=6)
-    draw_memory(axes, bars, is_wide=size.is_wide)
-    return figure
-
-
-def curve_axes(figure: Figure, size: Size, shown: Sequence[Entry], value: str) -> Axes:
-    """Add axes that leave room to the right for labels with values as long as ``value``."""
-    return place(figure, left=_LEFT, right=label_room(size, shown, value), top=26, bottom=40)
-
-
-def label_room(size: Size, shown: Sequence[Entry], value: str) -> float:
-    """Return the pixels that the labels beside the ends of curves need."""
-    longest = max((min(len(entry.label), size.label) for entry in shown), default=0)
-    return 16 + (8.2 if size.is_wide else 7.4) * (len(value) + (longest + 2) * size.is_wide)
-
-
-def draw_loss(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
-    """Draw raw losses faintly, smoothed ones on top, evaluations as circles and the prune step."""
-    labels, heights, lows = [], [], []
-    for entry in shown:
-        run, colour, dashes = entry.run, run_colour(entry.place), run_dashes(entry.place)
-        x, raw = np.asarray(run.steps.step), np.asarray(run.steps.loss)
-        spans = [(start, stop) for start, stop, _ in run.steps.spans]
-        mean = smooth(raw, spans)
-        axes.plot(*thin(x, raw, size.points), color=colour, alpha=0.22, linewidth=0.9)
-        for start, stop in spans:
-            line = thin(x[start:stop], mean[start:stop], size.points)
-            axes.plot(*line, color=colour, linestyle=dashes, linewidth=_width(entry, shown))
-        if len(x) == 1:
-            axes.plot(x, raw, "o", color=colour, markersize=4)
-        at = np.array([float(e.step) for e in run.evals])
-        valid = np.array([e.loss for e in run.evals])
+def loss_figure(runs: Sequence[Run]) -> Figure:
+    """Draw training losses, faint and smoothed, and validation losses as circles."""
+    figure, axes = _curve_figure(330, runs, "0.000")
+    labels: list[Label] = []
+    visible: list[float] = []
+    for run in runs:
+        colour = run_colour(run.place)
+        _draw_phases(axes, run, runs, lambda step: step.loss)
         axes.plot(
-            at,
-            valid,
+            [e.step for e in run.evals],
+            [e.valid_loss for e in run.evals],
             "o",
             color=LIGHT["page"],
             markeredgecolor=colour,
             markeredgewidth=1.6,
             markersize=5.5,
-            markevery=max(1, -(-len(at) // _MARKERS)),
+            markevery=max(1, len(run.evals) // _MARKERS),
             clip_on=False,
             zorder=4,
         )
-        after = _START * run.last_step
-        seen = np.concatenate([mean[x >= after], valid[at >= after]])
-        heights += seen[np.isfinite(seen)].tolist()
-        lows += raw[np.isfinite(raw)].tolist() if len(x) < 10 else seen[np.isfinite(seen)].tolist()
-        end = run.last_eval.loss if run.last_eval else _last_finite(mean)
-        if math.isfinite(end):
-            labels.append(EndLabel(entry=entry, y=end, text=formatting.loss(end)))
-    if heights:
-        low, high = min(lows), max([*heights, *lows] if len(heights) < 10 else heights)
-        margin = 0.08 * (high - low) or 0.1
-        axes.set_ylim(low - margin, high + margin)
-    finish(axes, shown, size, "loss, nats per token")
-    mark_prune_steps(axes, shown)
-    label_ends(axes, labels, size)
+        late = _START * run.last_step
+        losses = [step.loss for step in run.steps if step.step >= late]
+        losses = [loss for loss in losses if math.isfinite(loss)]
+        visible += np.percentile(losses, [1, 99]).tolist() if losses else []
+        visible += [e.valid_loss for e in finite_evals(run.evals) if e.step >= late]
+        if run.last_eval or losses:
+            end = run.last_eval.valid_loss if run.last_eval else last_loss(run)
+            labels.append(_end_label(run, formatting.loss(end), end))
+    if visible:
+        margin = 0.08 * (max(visible) - min(visible)) or 0.1
+        axes.set_ylim(min(visible) - margin, max(visible) + margin)
+    _finish(axes, runs, "loss, nats per token")
+    _mark_pruning(axes, runs)
+    _label_ends(axes, labels)
+    return figure
 
 
-def _width(entry: Entry, shown: Sequence[Entry]) -> float:
-    """Return a line's width: of a few runs the first is widest, to be seen under an equal one."""
-    return 2.0 if len(shown) > 3 else 2.0 + 1.5 * (len(shown) - 1 - list(shown).index(entry))
-
-
-def draw_throughput(axes: Axes, shown: Sequence[Entry], size: Size) -> None:
-    """Draw tokens a second: each line faintly, smoothed on top, from 0 on."""
-    labels, highest = [], 0.0
-    for entry in shown:
-        run, colour = entry.run, run_colour(entry.place)
-        x, raw = np.asarray(run.steps.step), np.asarray(run.steps.tokens_per_s)
-        spans = [(start, stop) for start, stop, _ in run.steps.spans]
-        mean = smooth(raw, spans)
-        axes.plot(*thin(x, raw, size.points), color=colour, alpha=0.22, linewidth=0.9)
-        for start, stop in spans:
-            line = thin(x[start:stop], mean[start:stop], size.points)
-            dashes, width = run_dashes(entry.place), _width(entry, shown)
-            axes.plot(*line, color=colour, linestyle=dashes, linewidth=width)
-        if len(x) == 1:
-            axes.plot(x, raw, "o", color=colour, markersize=4)
+def throughput_figure(runs: Sequence[Run]) -> Figure:
+    """Draw tokens per second from 0, faint and smoothed."""
+    figure, axes = _curve_figure(264, runs, "00,000")
+    labels: list[Label] = []
+    highest = 0.0
+    for run in runs:
+        _draw_phases(axes, run, runs, lambda step: step.tokens_per_s)
         if math.isfinite(rate := tokens_per_s(run)):
-            labels.append(EndLabel(entry=entry, y=rate, text=formatting.count(rate)))
-            highest = max(highest, float(np.nanpercentile(raw, 99)), rate)
+            labels.append(_end_label(run, formatting.count(rate), rate))
+            rates = [step.tokens_per_s for step in run.steps]
+            highest = max(highest, float(np.nanpercentile(rates, 99)), rate)
     axes.set_ylim(0, 1.15 * highest or 1.0)
-    finish(axes, shown, size, "tokens/s")
-    mark_prune_steps(axes, shown)
-    label_ends(axes, labels, size)
+    _finish(axes, runs, "tokens/s")
+    _mark_pruning(axes, runs)
+    _label_ends(axes, labels)
+    return figure
 
 
-def draw_memory(axes: Axes, bars: Sequence[Bar], *, is_wide: bool, text_size: float = 12.0) -> None:
-    """Draw one stacked bar a row, its label to the left or above it, its sum to the right.
-
-    Measured bars are solid; what comes from a formula is pale.
-    """
+def memory_figure(bars: Sequence[Bar]) -> Figure:
+    """Draw one stacked bar a row: solid if measured, pale if it comes from arithmetic."""
+    figure = new_figure(_WIDTH, 34 * len(bars) + 10)
+    left = min(230.0, 14 + 6.9 * max(len(bar.label) for bar in bars))
+    axes = place(figure, left=left, right=166, top=4, bottom=6)
     axes.set_axis_off()
-    widest = max(bar.total_bytes for bar in bars)
+    widest = max(bar.total for bar in bars) or 1
     axes.set_xlim(0, widest)
     axes.set_ylim(len(bars) - 0.5, -0.5)
-    height = 0.6 if is_wide else 0.34
     for row, bar in enumerate(bars):
-        middle = row if is_wide else row + 0.2
-        parts: list[tuple[str, int]] = [
-            (kind, bar.kinds[kind]) for kind in KINDS if bar.kinds.get(kind)
-        ]
-        left = 0.0
-        for role, width in parts or [("whole", bar.total_bytes)]:
+        start = 0
+        for kind in (*KINDS, "whole"):
+            width = bar.kinds.get(kind, 0)
             axes.barh(
-                middle,
+                row,
                 width,
-                left=left,
-                height=height,
-                color=LIGHT[role],
-                alpha=1.0 if bar.is_measured else 0.55,
+                left=start,
+                height=0.6,
+                color=LIGHT[kind],
+                alpha=0.55 if bar.place is None else 1.0,
                 edgecolor=LIGHT["page"],
                 linewidth=0.8 if width > 0.015 * widest else 0.0,  # a thin part would be all edge
             )
-            left += width
-        weight = "bold" if bar.is_measured else "normal"
-        colour = LIGHT["ink"] if bar.entry is None else run_colour(bar.entry.place)
-        axes.annotate(
-            formatting.shortened(bar.label, 30 if is_wide else 44),
-            (0, middle if is_wide else row - 0.2),
-            xytext=(-10 if is_wide else 0, 0),
-            textcoords="offset points",
-            ha="right" if is_wide else "left",
-            va="center",
-            color=colour,
-            weight=weight,
-            fontsize=text_size,
-            annotation_clip=False,
-        )
-        text = formatting.size(bar.total_bytes)
-        if bar.num_params and is_wide:
-            text += f"   {formatting.three_digits(bar.total_bytes / bar.num_params)} B/param"
-        axes.annotate(
-            text,
-            (bar.total_bytes, middle),
-            xytext=(7, 0),
-            textcoords="offset points",
-            va="center",
-            color=LIGHT["ink"],
-            weight=weight,
-            fontsize=text_size - 0.5,
-            annotation_clip=False,
-        )
+            start += width
+        weight = "normal" if bar.place is None else "bold"
+        colour = LIGHT["ink"] if bar.place is None else run_colour(bar.place)
+        label = formatting.shortened(bar.label, 30)
+        _write(axes, label, (0, row), (-10, 0), ha="right", color=colour, weight=weight)
+        text = formatting.size(bar.total)
+        if bar.num_params:
+            text += f"   {formatting.three_digits(bar.total / bar.num_params)} B/param"
+        _write(axes, text, (bar.total, row), (7, 0), weight=weight)
+    return figure
 
 
-def finish(axes: Axes, shown: Sequence[Entry], size: Size, quantity: str) -> None:
-    """Give curves over steps their axes, and say above them what they show."""
-    axes.set_xlim(0, max([entry.run.last_step for entry in shown if entry.run.last_step] or [1]))
+def density_figure(masks: Mapping[str, tuple[int, int]]) -> Figure:
+    """Draw the fraction of weights that each tensor keeps over its layer, one line for each kind.
+
+    Args:
+        masks: Kept weights and all weights of each tensor.
+    """
+    kinds: dict[str, dict[int, float]] = {}
+    for name, (kept, numel) in masks.items():
+        layer = re.search("[0-9]+", name)  # blocks.3.mlp.0.weight: layer 3 of blocks.*.mlp.0
+        kind = re.sub("[0-9]+", "*", name.removesuffix(".weight"), count=1)
+        kinds.setdefault(kind, {})[int(layer[0]) if layer else 0] = kept / max(numel, 1)
+    names = list(kinds)[: 3 * RUN_COLOURS]  # more lines cannot be told apart
+    room = 16 + 7.4 * max(min(len(name), _LETTERS + 8) for name in names)
+    figure = new_figure(_WIDTH, 264)
+    axes = place(figure, left=_LEFT, right=room, top=26, bottom=40)
+    labels: list[Label] = []
+    for number, name in enumerate(names):
+        layers, y = zip(*sorted(kinds[name].items()))
+        colour, dashes = run_colour(number), run_dashes(number)
+        axes.plot(layers, y, color=colour, linestyle=dashes, marker="o", markersize=3.5)
+        labels.append((formatting.shortened(name, _LETTERS + 8), colour, y[-1]))
+    axes.set_xlim(-0.3, max(max(kinds[name]) for name in names) + 0.3)
+    axes.set_ylim(0, 1.15 * max(max(kinds[name].values()) for name in names) or 1.0)
+    _finish_axes(axes, "weights kept", "layer", percent=True)
+    _label_ends(axes, labels)
+    return figure
+
+
+def ticket_figure(run: Run) -> Figure:
+    """Draw all distances between early-bird's masks as a map, and the one that decides over steps."""
+    looks = run.observations
+    threshold = looks[-1].threshold
+    figure = new_figure(_WIDTH, 330)
+    grid = place(figure, left=_LEFT, right=_WIDTH - _LEFT - 264, top=26, bottom=40)
+    cells = np.full((len(looks), len(looks)), np.nan)
+    for row, look in enumerate(looks):
+        known = look.distances[-row:] if row else []
+        cells[row, row - len(known) : row] = known
+    agree = np.where(cells <= threshold, 1.0, np.nan)
+    most = 1.4 * cells[np.isfinite(cells)].max(
+        initial=threshold
+    )  # no blue too dark for a dark page
+    grid.imshow(cells, cmap="Blues", vmin=0.0, vmax=most, interpolation="none", aspect="auto")
+    grid.imshow(agree, cmap=_AGREE, interpolation="none", aspect="auto")
+    ticks = np.unique(np.linspace(0, len(looks) - 1, 5).astype(int)).tolist()
+    names = [f"{looks[tick].step:,}" for tick in ticks]
+    grid.set_xticks(ticks, names)
+    grid.set_yticks(ticks, names)
+    grid.spines["bottom"].set_visible(False)
+    grid.set_xlabel("step of the earlier masks", fontsize=11)
+    _title(grid, "step of the later masks")
+
+    axes = place(figure, left=_LEFT + 264 + 84, right=24, top=26, bottom=40)
+    full = [look for look in looks if len(look.distances) >= look.queue - 1]
+    x, y = [look.step for look in full], [look.largest or 0.0 for look in full]
+    axes.plot(x, y, color=LIGHT["accent"], linewidth=2.0, marker="o", markersize=3)
+    axes.axhline(threshold, color=LIGHT["run2"], linewidth=1.4, linestyle="--", zorder=1)
+    axes.set_xlim(0, 1.04 * max(looks[-1].step, run.prune.step if run.prune else 0) or 1)
+    axes.set_ylim(0, 1.15 * max([*y, threshold, 0.01]))
+    _finish_axes(axes, f"largest distance among {looks[-1].queue} masks in a row", "step")
+    is_low = threshold < 0.15 * axes.get_ylim()[1]  # no room between the line and the axis
+    va, shift = ("bottom", 4) if is_low else ("top", -4)
+    text = f"threshold {threshold:g}"
+    _write(axes, text, (0, threshold), (4, shift), va=va, color=LIGHT["run2"], weight="bold")
+    if run.prune is not None:
+        why = "settled" if run.prune.reason == "settled" else "limit"
+        _mark_step(axes, run.prune.step, f"drawn at step {run.prune.step:,}: {why}")
+    return figure
+
+
+def change_figure(runs: Sequence[Run]) -> Figure:
+    """Draw the sparsity over steps, or where it is constant the fraction replaced at each change."""
+    figure, axes = _curve_figure(264, runs, "00.0 %")
+    labels: list[Label] = []
+    highest = 0.0
+    is_sparser = runs[0].is_pruned_in_steps
+    for run in runs:
+        colour = run_colour(run.place)
+        x = [change.step for change in run.changes]
+        if is_sparser and run.prune is not None:
+            x = [run.prune.step, *x, run.last_step]
+            y = [run.prune.sparsity, *(change.sparsity for change in run.changes)]
+            y.append(y[-1])
+            axes.step(x, y, where="post", color=colour, linestyle=run_dashes(run.place))
+        else:
+            y = [change.replaced for change in run.changes]
+            axes.vlines(x, 0, y, color=colour, linewidth=2.0, alpha=0.5)
+            axes.plot(x, y, "o", color=colour, markersize=4.5)
+        highest = max(highest, *y)
+        labels.append(_end_label(run, formatting.percent(y[-1]), y[-1]))
+    axes.set_ylim(0, 1.0 if is_sparser else 1.15 * highest or 1.0)
+    what = "weights pruned" if is_sparser else "kept weights replaced"
+    _finish(axes, runs, what, percent=True)
+    _label_ends(axes, labels)
+    return figure
+
+
+# Parts of figures
+
+
+def _curve_figure(height: int, runs: Sequence[Run], value: str) -> tuple[Figure, Axes]:
+    """Return axes with room on the right for labels with values as long as ``value``."""
+    letters = max(min(len(run.label), _LETTERS) for run in runs) + 2 + len(value)
+    figure = new_figure(_WIDTH, height)
+    return figure, place(figure, left=_LEFT, right=16 + 8.2 * letters, top=26, bottom=40)
+
+
+def _draw_phases(
+    axes: Axes, run: Run, runs: Sequence[Run], value: Callable[[Stepped], float]
+) -> None:
+    """Draw a quantity of the logged steps, faint and smoothed.
+
+    The mean is taken apart for each phase: one across the step of pruning would hide its jump.
+    """
+    colour, dashes = run_colour(run.place), run_dashes(run.place)
+    # Of a few runs the first is widest, and shows beneath an equal one.
+    width = 2.0 if len(runs) > 3 else 2.0 + 1.5 * (len(runs) - 1 - list(runs).index(run))
+    window = max(5, len(run.steps) // 50)
+    for phase in run.phases:
+        x = [step.step for step in phase]
+        raw = np.array([value(step) for step in phase])
+        marker = "o" if len(x) == 1 else None
+        axes.plot(x, raw, color=colour, alpha=0.22, linewidth=0.9, marker=marker)
+        smoothed = smooth(raw, window)
+        axes.plot(x, smoothed, color=colour, linestyle=dashes, linewidth=width)
+
+
+def _finish(axes: Axes, runs: Sequence[Run], quantity: str, *, percent: bool = False) -> None:
+    axes.set_xlim(0, max(run.last_step for run in runs) or 1)
+    _finish_axes(axes, quantity, "step", percent=percent)
+
+
+def _finish_axes(axes: Axes, quantity: str, x: str, *, percent: bool = False) -> None:
+    """Set ticks and grid, and write what the axes show."""
     axes.grid(axis="y")
-    axes.xaxis.set_major_locator(
-        MaxNLocator(7 if size.is_wide else 4, integer=True, steps=[1, 2, 2.5, 5, 10])
-    )
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     low, high = axes.get_ylim()
     decimals = 0 if high - low > 10 else 1 if high - low > 1 else 2
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, decimals)))
-    axes.set_xlabel("step", fontsize=11)
-    axes.annotate(  # above the axis and upright, where it is read first
-        quantity,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(-_LEFT, 12),
-        textcoords="offset points",
-        color=LIGHT["muted"],
-        fontsize=11,
-    )
+    write = formatting.percent if percent else lambda value: f"{value:,.{decimals}f}"
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axes.set_xlabel(x, fontsize=11)
+    _title(axes, quantity)
 
 
-def _tick(value: float, decimals: int) -> str:
-    return f"{value / 1e6:,.1f}M" if abs(value) >= 1e6 else f"{value:,.{decimals}f}"
+def _title(axes: Axes, text: str) -> None:
+    """Write what the y axis shows above it, where it is read first."""
+    at, shift = (0, 1), (-_LEFT, 12)
+    _write(axes, text, at, shift, "axes fraction", va="bottom", color=LIGHT["muted"])
 
 
-def mark_prune_steps(axes: Axes, shown: Sequence[Entry]) -> None:
-    """Draw a line where masks were drawn, and say how many weights they prune."""
-    steps = sorted({entry.run.prune.step for entry in shown if entry.run.prune is not None})
-    for step in steps:
-        axes.axvline(step, color=LIGHT["muted"], linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-    if not steps:
-        return
-    first = [e.run for e in shown if e.run.prune is not None and e.run.prune.step == steps[0]]
-    at_first = {formatting.percent(run.prune.sparsity) for run in first if run.prune is not None}
-    text = "pruned from here on" if any(run.is_pruned_in_steps for run in first) else "pruned"
-    if all(run.observations for run in first):
-        text = "ticket drawn, pruned"
-    if len(at_first) == len(steps) == 1:
-        text += f"{',' if ' on' in text else ''} to {at_first.pop()} sparsity"
-    is_late = steps[0] > 0.6 * axes.get_xlim()[1]
-    axes.annotate(
-        text,
-        (steps[0], 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-5 if is_late else 5, -3),
-        textcoords="offset points",
-        ha="right" if is_late else "left",
-        va="top",
-        color=LIGHT["muted"],
-        fontsize=11,
-    )
+def _mark_pruning(axes: Axes, runs: Sequence[Run]) -> None:
+    """Mark the steps at which masks were drawn, and write the sparsity if all runs share both."""
+    pruned = [run for run in runs if run.prune]
+    steps = {run.prune.step for run in pruned if run.prune}
+    sparsities = {formatting.percent(run.masks.sparsity) for run in pruned if run.masks}
+    text = "pruned"
+    if len(sparsities) == 1:
+        text += f" to {sparsities.pop()}"
+        if all(run.is_pruned_in_steps for run in pruned):
+            text = text.replace("pruned", "pruned step by step")
+    for step in sorted(steps):
+        _mark_step(axes, step, text if step == min(steps) else "")
 
 
-def label_ends(axes: Axes, labels: Sequence[EndLabel], size: Size) -> None:
-    """Write each run's name and value beside the end of its curve, moved apart where they touch."""
+def _mark_step(axes: Axes, step: int, text: str) -> None:
+    axes.axvline(step, color=LIGHT["muted"], linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+    share = step / axes.get_xlim()[1]
+    ha, shift = ("right", -5) if share > 0.6 else ("left", 5)
+    y, va, up = (0, "bottom", 4) if share < 0.15 else (1, "top", -3)  # curves start at the top left
+    where, style = ("data", "axes fraction"), {"ha": ha, "va": va, "color": LIGHT["muted"]}
+    _write(axes, text, (step, y), (shift, up), where, **style)
+
+
+def _end_label(run: Run, value: str, y: float) -> Label:
+    name = formatting.shortened(run.label, _LETTERS)
+    return f"{name}  {value}", run_colour(run.place), y
+
+
+def _label_ends(axes: Axes, labels: Sequence[Label]) -> None:
+    """Write labels beside the ends of curves, moved apart where they would touch."""
     low, high = axes.get_ylim()
-    pixels = axes.get_window_extent().height
-    places = spread([label.y for label in labels], 15 * (high - low) / pixels, low, high)
-    for label, y in zip(labels, places):
-        name = formatting.shortened(label.entry.label, size.label) + "  " if size.is_wide else ""
-        axes.annotate(
-            name + label.text,
-            (1, y),
-            xycoords=("axes fraction", "data"),
-            xytext=(10, 0),
-            textcoords="offset points",
-            va="center",
-            color=run_colour(label.entry.place),
-            weight="bold",
-            fontsize=12 if size.is_wide else 11,
-            annotation_clip=False,
-        )
+    gap = 15 * (high - low) / axes.get_window_extent().height
+    places = spread([y for _, _, y in labels], gap, low, high)
+    for (text, colour, _), y in zip(labels, places):
+        coordinates = ("axes fraction", "data")
+        _write(axes, text, (1, y), (10, 0), coordinates, color=colour, weight="bold")
 
 
-def _last_finite(values: Floats) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if len(finite) else math.nan
+def _write(
+    axes: Axes,
+    text: str,
+    at: tuple[float, float],
+    shift: tuple[float, float],
+    coordinates: str | tuple[str, str] = "data",
+    **style: Any,
+) -> None:
+    """Write text ``shift`` pixels from a point."""
+    style = {"va": "center", "color": LIGHT["ink"], "fontsize": 11.5, **style}
+    shifted: Any = {"textcoords": "offset points", "annotation_clip": False}
+    axes.annotate(text, at, shift, xycoords=coordinates, **shifted, **style)

@@ -1,406 +1,320 @@
-"""What the runs show, in numbers and sentences: pure arithmetic, nothing is drawn here."""
+"""What the runs show, in numbers and sentences. Nothing is drawn here.
+
+A sentence ranks runs only where a careful reader would: losses within 1 % of each other and speeds
+within 5 % are "about the same", and runs on other data or hardware are not compared at all.
+"""
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from samo.memory.predict import Kind
-from samo.report import grid
-from samo.report.runs import Eval, Run, State
-from samo.utils import formatting
+from samo.report.model_state import holder
+from samo.report.runs import Run, finite_evals
+from samo.utils.formatting import NOTHING, count, duration, loss, percent, size, three_digits
 
 __all__ = []
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A run in the company of others: its label, and the place that gives it its colour."""
-
-    run: Run
-    label: str
-    place: int
+_SAME_LOSS: Final = 0.01
+"""Other seeds move the loss of a run by about this fraction,"""
+_SAME_SPEED: Final = 0.05
+"""and other load on the machine its speed."""
+DATA: Final = ("data", "fingerprint")
+HARDWARE: Final = ("hardware", "device_name")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
-    """One bar of the memory figure."""
-
-    label: str
-    total_bytes: int
-    kinds: Mapping[Kind, int]
-    """Bytes by kind; empty where only their sum is known."""
-    num_params: int | None
-    is_measured: bool
-    entry: Entry | None = None
-    """The run it belongs to; None for dense training and the paper's formula."""
-
-
-def entries(runs: Sequence[Run]) -> list[Entry]:
-    """Give each run a label of its own: its name, and its folder where names repeat."""
-    names = Counter(run.name for run in runs)
-    labels: list[str] = []
-    for run in runs:
-        label = formatting.shortened(run.name, 60)
-        if names[run.name] > 1:
-            label = f"{label} ({formatting.shortened(run.path.resolve().name, 30)})"
-        if label in labels:
-            label = f"{label} #{len(labels) + 1}"
-        labels.append(label)
-    return [
-        Entry(run=run, label=label, place=i) for i, (run, label) in enumerate(zip(runs, labels))
-    ]
+# Numbers of a run
 
 
 def tokens_per_s(run: Run) -> float:
-    """Return the median throughput of the last phase, without the first line, which warms up."""
-    return _median_of_last_phase(run, run.steps.tokens_per_s)
+    """Return the median throughput of the last phase without its first line, which warms up."""
+    return _median([step.tokens_per_s for step in run.phases[-1]] if run.steps else [])
 
 
 def step_ms(run: Run) -> float:
-    """Return the median step time of the last phase."""
-    return _median_of_last_phase(run, run.steps.step_ms)
+    """Return the median step time of the last phase without its first line."""
+    return _median([step.step_ms for step in run.phases[-1]] if run.steps else [])
 
 
-def _median_of_last_phase(run: Run, column: Sequence[float]) -> float:
-    start = run.steps.phases[-1][0] if run.steps.phases else 0
-    values = [value for value in column[start:] if math.isfinite(value)]
+def _median(values: Sequence[float]) -> float:
+    values = [value for value in values if math.isfinite(value)]
     return statistics.median(values[1:] if len(values) > 2 else values) if values else math.nan
 
 
 def last_loss(run: Run) -> float:
-    """Return the mean training loss over the last fiftieth of the run, at least its last line."""
-    number = max(1, len(run.steps) // 50)
-    values = [value for value in run.steps.loss[-number:] if math.isfinite(value)]
+    """Return the mean training loss over the last fiftieth of the logged steps."""
+    steps = run.steps[-max(1, len(run.steps) // 50) :]
+    values = [step.loss for step in steps if math.isfinite(step.loss)]
     return statistics.fmean(values) if values else math.nan
 
 
-def lost_losses(run: Run) -> int:
-    """Count the logged losses that are not numbers."""
-    return sum(map(math.isnan, run.steps.loss))
-
-
 def saved(run: Run) -> float | None:
-    """Return the share of dense training's model state that this run does not hold."""
+    """Return the fraction of dense training's model state that this run does not hold."""
     state = run.state
-    if state is None or state.measured_bytes is None or not state.dense_bytes:
-        return None
-    return 1.0 - state.measured_bytes / state.dense_bytes
+    return 1 - state.measured_bytes / state.dense_bytes if state and state.dense_bytes else None
+
+
+def bytes_per_param(run: Run) -> float | None:
+    """Return measured bytes of model state per dense parameter."""
+    state = run.state
+    return state.measured_bytes / state.num_params if state and state.num_params else None
+
+
+# A run in words
+
+
+def ranks(run: Run) -> str:
+    """Return the mesh of ranks, such as "4 ranks: 2 stages x 2 replicas"; empty for one process."""
+    axes = [(run.num_stages, "stages"), (run.num_replicas, "replicas")]
+    axes = [(number, name) for number, name in axes if number > 1]
+    parts = " x ".join(f"{number:,} {name}" for number, name in axes)
+    return f"{run.num_ranks:,} ranks: {parts}" if parts else ""
+
+
+def largest_rank(run: Run) -> str:
+    """Return what the rank with the most model state holds; empty for one process."""
+    sizes = run.state.rank_bytes if run.state else []
+    return f"largest rank {size(max(sizes))}" if len(sizes) > 1 else ""
 
 
 def held(run: Run) -> str:
-    """Say what model state the run holds, where, and how much less that is than dense training's."""
+    """Return the model state of a run, where it is, and how much less it is than dense training's."""
     if run.state is None:
-        return formatting.NOTHING
-    less, where = saved(run), grid.holder(run)
+        return NOTHING
+    less = saved(run) or 0
     parts = [
-        f"{formatting.size(run.state.measured_bytes)}{where and ' '}{where}",
-        f"{formatting.percent(less)} less than dense training" if less and less > 0 else "",
-        grid.largest(run) if run.num_stages > 1 else "",
+        f"{size(run.state.measured_bytes)}{_where(run)}",
+        f"{percent(less)} less than dense training" if less > 0 else "",
+        largest_rank(run) if run.num_stages > 1 else "",
     ]
     return ", ".join(filter(None, parts))
 
 
-def bytes_per_param(run: Run) -> float | None:
-    """Return measured bytes of model state for each dense parameter."""
-    state, count = run.state, accounted_params(run)
-    if state is None or state.measured_bytes is None or not count:
-        return None
-    return state.measured_bytes / count
-
-
-def accounted_params(run: Run) -> int | None:
-    """Return the dense parameters that the account is about: a tied weight counts on each of its stages."""
-    count = run.state.num_params if run.state is not None else None
-    return count or run.num_params
+def _where(run: Run) -> str:
+    if run.num_stages > 1:
+        return f" in {run.num_stages:,} stages together"
+    return " on each rank" if run.num_replicas > 1 else ""
 
 
 def status(run: Run) -> str:
-    """Say how the run ended."""
-    known = {"done": "finished", "interrupted": "interrupted", "failed": "failed"}
-    if run.end is None:
-        return "still running, or killed"
-    return known.get(run.end, formatting.shortened(run.end, 40))
+    """Return how the run ended."""
+    return {None: "still running, or killed", "done": "finished"}.get(run.end, run.end or "")
 
 
-def bars(shown: Sequence[Entry]) -> list[Bar]:
-    """Return the bars of the memory figure: dense training, the paper's formula, then each run.
+def about(run: Run) -> str:
+    """Return how a run trains and how it ended, in a few words."""
+    sparsity = f"{percent(run.masks.sparsity)} sparse" if run.masks else ""
+    return ", ".join(filter(None, [run.mode, sparsity, run.dtype, ranks(run), status(run)]))
 
-    Baselines that several runs share are shown once. Of more than three runs, predictions that
-    equal what was measured are left out.
-    """
-    stated = [entry for entry in shown if entry.run.state is not None]
-    return [
-        *_baseline("dense training", stated, lambda state: state.dense_bytes, dense_kinds),
-        *_baseline("SAMO paper (formula)", stated, lambda state: state.paper_bytes, paper_kinds),
-        *(bar for entry in stated for bar in _bars_of(entry, len(stated))),
+
+def warnings(run: Run) -> str:
+    """Return what is wrong with a run; empty if nothing is."""
+    lost = sum(math.isnan(step.loss) for step in run.steps)
+    broken = f"{run.broken_lines:,} line{'s' * (run.broken_lines > 1)} of metrics.jsonl"
+    notes = [
+        f"{lost:,} of {len(run.steps):,} logged losses are not finite" if lost else "",
+        f"{broken} could not be read" if run.broken_lines else "",
+        "it failed" if run.end == "failed" else "",
+        "" if run.steps else "no step was logged",
     ]
+    return "; ".join(filter(None, notes))
 
 
-def _baseline(
-    label: str,
-    stated: Sequence[Entry],
-    size_of: Callable[[State], int | None],
-    kinds_of: Callable[[Run], Mapping[Kind, int]],
-) -> list[Bar]:
-    sizes: dict[int, list[Entry]] = {}
-    for entry in stated:
-        if entry.run.state is not None and (size := size_of(entry.run.state)):
-            sizes.setdefault(size, []).append(entry)
-    found = []
-    for size, sharing in sizes.items():
-        run = sharing[0].run
-        whose = f"{label}, {sharing[0].label}" if len(sizes) > 1 else label
-        found.append(
-            Bar(
-                label=whose,
-                total_bytes=size,
-                kinds=kinds_of(run),
-                num_params=accounted_params(run),
-                is_measured=False,
-            )
-        )
-    return found
-
-
-def _holder(entry: Entry, num_stated: int) -> str:
-    """Name who holds the memory: samo, if the one run with an account is compressed already."""
-    is_compressed = entry.run.mode == "samo" and entry.run.prune is not None
-    return "samo" if is_compressed and num_stated == 1 else entry.label
-
-
-def _bars_of(entry: Entry, num_stated: int) -> list[Bar]:
-    run, state = entry.run, entry.run.state
-    assert state is not None
-    name = _holder(entry, num_stated)
-    found = []
-    for what, size, kinds in (
-        ("predicted", state.predicted_bytes, state.predicted),
-        ("measured", state.measured_bytes, state.measured),
-    ):
-        is_repeated = num_stated > 3 and what == "predicted" and size == state.measured_bytes
-        if size and not is_repeated:
-            found.append(
-                Bar(
-                    label=f"{name}, {what}",
-                    total_bytes=size,
-                    kinds=kinds if sum(kinds.values()) == size else {},
-                    num_params=accounted_params(run),
-                    is_measured=what == "measured",
-                    entry=entry,
-                )
-            )
-    return found
-
-
-def dense_kinds(run: Run) -> dict[Kind, int]:
-    """Split dense training's bytes by kind; empty if they do not add up to what the run says."""
-    state, count = run.state, accounted_params(run)
-    if state is None or not state.dense_bytes or not count:
-        return {}
-    sizes = {
-        "float32": (4, 4, 0),
-        "bfloat16": (2, 6, 4),
-        "float16": (2, 6, 4),
-        "float64": (8, 8, 0),
-    }
-    if run.dtype not in sizes:
-        return {}
-    dense, gradients, values = (size * count for size in sizes[run.dtype])
-    moments = state.dense_bytes - dense - gradients - values
-    if moments < 0 or moments % (4 * count):
-        return {}  # something is frozen: the run knows the sum, not its parts
-    return {"dense": dense, "values": values, "gradients": gradients, "moments": moments}
-
-
-def paper_kinds(run: Run) -> dict[Kind, int]:
-    """Split the paper's 2 + 24f bytes by kind; empty if they do not add up to what the run says.
-
-    For each kept weight: index 4, gradients 2 + 4, fp32 master 4 and its 16-bit copy 2, moments 8.
-    Unpruned tensors are trained densely there: weights 2, gradients 6, master 4, moments 8.
-    """
-    state, prune, count = run.state, run.prune, accounted_params(run)
-    if state is None or prune is None or not count:
-        return {}
-    kept, unpruned = prune.kept, count - prune.numel
-    kinds: dict[Kind, int] = {
-        "dense": 2 * count,
-        "bitmap": 4 * kept,
-        "values": 6 * kept + 4 * unpruned,
-        "gradients": 6 * (kept + unpruned),
-        "moments": 8 * (kept + unpruned),
-    }
-    return kinds if sum(kinds.values()) == state.paper_bytes else {}
-
-
-# Sentences
-
-
-def summary(shown: Sequence[Entry]) -> str:
-    """Say in one line what was run."""
-    runs = [entry.run for entry in shown]
-    counts = {run.num_params for run in runs}
-    of = f" of a model with {formatting.count(min(counts, key=str))} parameters"
-    if len(counts) > 1 or None in counts:
-        of = ""
-    if len(runs) == 1:
-        run = runs[0]
-        parts = [f"{run.mode or 'one'} run{of}"]
-        if layout := grid.ranks(run):
-            parts.append(f"on {layout}")
-        if run.prune is not None:
-            when = f"at step {formatting.count(run.prune.step)}"
-            if run.is_pruned_in_steps:
-                last = formatting.count(run.changes[-1].step)
-                when = f"from step {formatting.count(run.prune.step)} to {last}"
-            parts.append(f"pruned to {formatting.percent(run.prune.sparsity)} sparsity {when}")
-        tokens = run.steps.tokens[-1] if len(run.steps) else math.nan
-        length = f"{formatting.count(run.last_step)} steps"
-        if math.isfinite(tokens):
-            length += f" ({formatting.count(tokens)} tokens)"
-        parts += [length, status(run)]
-        line = ", ".join(parts)
+def ticket_finding(run: Run) -> str:
+    """Say when and why early-bird drew its ticket, or how far from it the masks are."""
+    last = run.observations[-1]
+    apart = "one look so far" if last.largest is None else f"distance {last.largest:.3f}"
+    if run.prune is None:
+        return f"Masks have not settled so far: {apart}, threshold {last.threshold:g}"
+    drawn = f"The ticket was drawn at step {run.prune.step:,}"
+    if run.prune.reason == "settled":
+        why = f": the last {last.queue} masks agree, {apart} at most"
     else:
-        steps = {run.last_step for run in runs}
-        length = f"{formatting.count(max(steps))} steps"
-        if len(steps) > 1:
-            length = f"{formatting.count(min(steps))} to {length}"
-        line = f"{len(runs)} runs{of}, {length}"
-    return line[0].upper() + line[1:] + "."
+        why = f", the limit: masks had not settled, {apart}"
+    return f"{drawn}{why}, threshold {last.threshold:g}"
 
 
-def loss_finding(shown: Sequence[Entry]) -> str:
+def change_finding(run: Run) -> str:
+    """Say how the masks of a run changed after they were drawn."""
+    first, last = run.changes[0], run.changes[-1]
+    number = f"{len(run.changes):,} change{'s' * (len(run.changes) > 1)} of the masks"
+    if run.is_pruned_in_steps:
+        return f"{number}, to {percent(last.sparsity)} sparsity at step {last.step:,}"
+    replaced = f"{number} replaced {percent(first.replaced)} of the kept weights"
+    if first is last:
+        return replaced
+    return f"{replaced} at first and {percent(last.replaced)} at step {last.step:,}"
+
+
+def density_finding(masks: Mapping[str, tuple[int, int]]) -> str:
+    """Say how sparsity is spread over tensors, from the kept weights and all weights of each."""
+    sparsity = {name: 1 - kept / max(numel, 1) for name, (kept, numel) in masks.items()}
+    low, high = min(sparsity, key=sparsity.__getitem__), max(sparsity, key=sparsity.__getitem__)
+    texts = percent(sparsity[low]), percent(sparsity[high])
+    if texts[0] == texts[1]:
+        return f"All pruned tensors are {texts[0]} sparse"
+    return f"Sparsity runs from {texts[0]} in {low} to {texts[1]} in {high}"
+
+
+# Several runs in words
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """Say in one line what was run."""
+    sizes = {run.num_params for run in runs}
+    of = f" of a model with {count(runs[0].num_params)} parameters" if len(sizes) == 1 else ""
+    if len(runs) > 1:
+        low, high = min(run.last_step for run in runs), max(run.last_step for run in runs)
+        steps = f"{high:,} steps" if low == high else f"{low:,} to {high:,} steps"
+        return f"{len(runs)} runs{of}, {steps}."
+    run = runs[0]
+    parts = [f"A {run.mode} run{of}", f"on {ranks(run)}" if run.num_ranks > 1 else ""]
+    if run.prune and run.masks:
+        when = f"at step {run.prune.step:,}"
+        if run.is_pruned_in_steps:
+            when = f"from step {run.prune.step:,} to {run.changes[-1].step:,}"
+        parts.append(f"pruned to {percent(run.masks.sparsity)} sparsity {when}")
+    tokens = f" ({run.steps[-1].tokens:,} tokens)" if run.steps else ""
+    parts += [f"{run.last_step:,} steps{tokens}", status(run)]
+    return ", ".join(filter(None, parts)) + "."
+
+
+def loss_finding(runs: Sequence[Run]) -> str:
     """Say what the loss curves show."""
-    judged = [(entry, last) for entry in shown if (last := entry.run.last_eval) is not None]
-    if len(shown) == 1 and judged:
-        run, last = shown[0].run, judged[0][1]
-        if run.prune is not None and last.step > run.prune.step:
-            before = [e for e in run.evals[: run.prune.evals_before] if math.isfinite(e.loss)]
-            text = (
-                f"At {formatting.percent(run.prune.sparsity)} sparsity the validation loss reaches "
-                f"{formatting.loss(last.loss)}"
-            )
-            return (
-                f"{text}; it was {formatting.loss(before[-1].loss)} before pruning"
-                if before
-                else text
-            )
-        return f"The validation loss is {formatting.loss(last.loss)} at step {formatting.count(last.step)}"
+    judged = [(last.valid_loss, run) for run in runs if (last := run.last_eval)]
     if len(judged) > 1:
-        losses = [formatting.loss(last.loss) for _, last in sorted(judged, key=lambda p: p[1].loss)]
-        low, high = losses[0], losses[-1]
-        if low == high:
-            return f"All runs have the same validation loss, {low}"
-        best, worst = (_having(judged, loss) for loss in (low, high))
-        verb = "has" if losses.count(low) == 1 else "have"
-        return f"{best} {verb} the lowest validation loss, {low}; {worst} the highest, {high}"
-    if len(shown) == 1 and math.isfinite(last_loss(shown[0].run)):
-        return f"The training loss is {formatting.loss(last_loss(shown[0].run))}; not evaluated yet"
-    return "Loss"
+        return _ranking(judged)
+    run, last = runs[0], runs[0].last_eval
+    if len(runs) > 1:
+        return "Loss"
+    if last is None:
+        value = loss(last_loss(run))
+        return f"The training loss is {value}; not validated yet" if run.steps else "Loss"
+    if run.prune and run.masks and last.step > run.prune.step:
+        before = finite_evals(run.events[: run.events.index(run.prune)])
+        was = f"; it was {loss(before[-1].valid_loss)} before pruning" if before else ""
+        sparsity = percent(run.masks.sparsity)
+        return f"At {sparsity} sparsity the validation loss reaches {loss(last.valid_loss)}{was}"
+    return f"The validation loss is {loss(last.valid_loss)} at step {last.step:,}"
 
 
-def _having(judged: Sequence[tuple[Entry, Eval]], loss: str) -> str:
-    """Name the runs with a loss, as far as it is written out."""
-    names = [entry.label for entry, last in judged if formatting.loss(last.loss) == loss]
+def _ranking(judged: Sequence[tuple[float, Run]]) -> str:
+    low, high = min(value for value, _ in judged), max(value for value, _ in judged)
+    if differ([run for _, run in judged], DATA):
+        return f"Validation losses from {loss(low)} to {loss(high)}, of different texts"
+    if high - low <= _SAME_LOSS * abs(low):
+        span = loss(low) if loss(low) == loss(high) else f"{loss(low)} to {loss(high)}"
+        return f"All runs reach about the same validation loss, {span}"
+    near_low = [run.label for value, run in judged if value - low <= _SAME_LOSS * abs(low)]
+    near_high = [run.label for value, run in judged if high - value <= _SAME_LOSS * abs(high)]
+    best = [label for label in near_low if label not in near_high]
+    worst = [label for label in near_high if label not in near_low]
+    verb = "has" if len(best) == 1 else "have"
+    text = f"{listed(best)} {verb} the lowest validation loss, {_about(low, best)}; "
+    text += f"{listed(worst)} the highest, {_about(high, worst)}"
+    steps = {run.last_step for _, run in judged}
+    return f"{text} (after different numbers of steps)" if len(steps) > 1 else text
+
+
+def _about(value: float, labels: Sequence[str]) -> str:
+    return loss(value) if len(labels) == 1 else f"about {value:.2f}"
+
+
+def memory_finding(runs: Sequence[Run]) -> str:
+    """Say what the memory bars show."""
+    stated = [(run.state.measured_bytes, run.state.dense_bytes, run) for run in runs if run.state]
+    least, dense, run = min(stated, key=lambda each: each[0])
+    text = f"{holder(run, len(stated))} holds {size(least)}{_where(run)}"
+    return f"{text}, dense training {size(dense)}"
+
+
+def throughput_finding(runs: Sequence[Run]) -> str:
+    """Say what the throughput curves show."""
+    rates = [rate for run in runs if math.isfinite(rate := tokens_per_s(run))]
+    low, high = min(rates, default=math.nan), max(rates, default=math.nan)
+    if len(rates) < 2:
+        return f"{count(low)} tokens/s"
+    span = f"{count(low)} to {count(high)} tokens/s"
+    if differ(runs, HARDWARE):
+        return f"{span}, on different hardware"
+    return f"About the same speed: {span}" if high <= (1 + _SAME_SPEED) * low else span
+
+
+def differ(runs: Sequence[Run], key: tuple[str, str]) -> bool:
+    """Return whether runs have different values of a key in a section of run.json."""
+    section, name = key
+    return len({str(run.section(section).get(name)) for run in runs}) > 1
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join names: a, b and c."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def memory_finding(shown: Sequence[Entry]) -> str:
-    """Say what the memory bars show."""
-    stated = [
-        (entry, state, state.measured_bytes)
-        for entry in shown
-        if (state := entry.run.state) is not None and state.measured_bytes
-    ]
-    if not stated:
-        return "Model state"
-    entry, state, held = min(stated, key=lambda item: item[2])
-    name = _holder(entry, len(stated))
-    where = grid.holder(entry.run)
-    text = f"{name} holds {formatting.size(held)}{where and ' '}{where}"
-    return (
-        f"{text}, dense training {formatting.size(state.dense_bytes)}"
-        if state.dense_bytes
-        else text
-    )
+# The table that compares runs
 
 
-def throughput_finding(shown: Sequence[Entry]) -> str:
-    """Say what the throughput curves show."""
-    rated = [(entry, rate) for entry in shown if math.isfinite(rate := tokens_per_s(entry.run))]
-    if not rated:
-        return "Throughput"
-    if len(rated) == 1:
-        return f"{formatting.count(rated[0][1])} tokens/s"
-    rated.sort(key=lambda pair: -pair[1])
-    # No ratio: runs made at different times had the machine to themselves or not.
-    (_, high), (_, low) = rated[0], rated[-1]
-    return f"{formatting.count(low)} to {formatting.count(high)} tokens/s"
-
-
-# Numbers of the table
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Quantity:
-    """A row of the table that compares runs."""
+    """A row of the table."""
 
     name: str
     value: Callable[[Run], float | None]
     write: Callable[[float | None], str]
     best: Callable[[Sequence[float]], float] | None = None
-    """Which of several values is best: `min` or `max`; None where none is."""
-    is_of_first_rank: bool = False
-    """Whether it is the first rank's, where there are several."""
+    """Which of several values is best: `min` or `max`."""
+    tolerance: float = 0.0
+    """Values within this fraction of the best are as good."""
+    needs: tuple[str, str] | None = None
+    """What must be equal in run.json for values to be compared."""
+
+    def row(self, runs: Sequence[Run]) -> list[tuple[str, bool]] | None:
+        """Return text and whether it is among the best, for each run; None if no run knows it.
+
+        Example:
+            >>> from samo.report.findings import Quantity
+            >>> speed = Quantity("speed", float, "{:.0f}".format, max, tolerance=0.05)
+            >>> speed.row([100, 98, 50])  # stand-ins for runs
+            [('100', True), ('98', True), ('50', False)]
+        """
+        values = [math.nan if (v := self.value(run)) is None else v for run in runs]
+        known = list(filter(math.isfinite, values))
+        if not known:
+            return None
+        is_best = [False] * len(runs)
+        if self.best is not None and not (self.needs and differ(runs, self.needs)):
+            best = self.best(known)
+            is_best = [abs(value - best) <= self.tolerance * abs(best) for value in values]
+        if sum(is_best) == len(known):
+            is_best = [False] * len(runs)  # none is better than another
+        return list(zip(map(self.write, values), is_best))
 
 
 QUANTITIES: Final = (
-    Quantity(name="parameters", value=lambda run: run.num_params, write=formatting.count),
+    Quantity("parameters", lambda run: run.num_params, count),
+    Quantity("sparsity", lambda run: run.masks.sparsity if run.masks else None, percent),
+    Quantity("steps", lambda run: run.last_step, count),
+    Quantity("tokens", lambda run: run.steps[-1].tokens if run.steps else None, count),
+    Quantity("training loss", last_loss, loss, min, _SAME_LOSS, DATA),
     Quantity(
-        name="sparsity of pruned tensors",
-        value=lambda run: run.prune.sparsity if run.prune else None,
-        write=formatting.percent,
+        "validation loss",
+        lambda run: run.last_eval.valid_loss if run.last_eval else None,
+        loss,
+        min,
+        _SAME_LOSS,
+        DATA,
     ),
-    Quantity(name="steps", value=lambda run: run.last_step, write=formatting.count),
-    Quantity(name="tokens", value=lambda run: _last(run.steps.tokens), write=formatting.count),
-    Quantity(name="training loss", value=last_loss, write=formatting.loss, best=min),
+    Quantity("model state", lambda run: run.state.measured_bytes if run.state else None, size, min),
+    Quantity("state, B/param", bytes_per_param, three_digits),
+    Quantity("saved against dense", saved, percent),
+    Quantity("tokens/s", tokens_per_s, count, max, _SAME_SPEED, HARDWARE),
+    Quantity("step, ms", step_ms, three_digits),
     Quantity(
-        name="validation loss",
-        value=lambda run: run.last_eval.loss if run.last_eval else None,
-        write=formatting.loss,
-        best=min,
+        "memory in use",
+        lambda run: run.steps[-1].memory_bytes if run.steps else None,
+        size,
     ),
-    Quantity(
-        name="perplexity",
-        value=lambda run: run.last_eval.perplexity if run.last_eval else None,
-        write=formatting.three_digits,
-        best=min,
-    ),
-    Quantity(
-        name="model state",
-        value=lambda run: run.state.measured_bytes if run.state else None,
-        write=formatting.size,
-        best=min,
-    ),
-    Quantity(name="state, B/param", value=bytes_per_param, write=formatting.three_digits, best=min),
-    Quantity(name="saved against dense", value=saved, write=formatting.percent, best=max),
-    Quantity(name="tokens/s", value=tokens_per_s, write=formatting.count, best=max),
-    Quantity(name="step, ms", value=step_ms, write=formatting.three_digits, best=min),
-    Quantity(
-        name="memory in use",
-        value=lambda run: _last(run.steps.memory_bytes),
-        write=formatting.size,
-        best=min,
-        is_of_first_rank=True,
-    ),
-    Quantity(
-        name="checkpoint", value=lambda run: run.checkpoint_bytes, write=formatting.size, best=min
-    ),
-    Quantity(name="training time", value=lambda run: run.elapsed_s, write=formatting.duration),
+    Quantity("checkpoint", lambda run: run.saved.bytes if run.saved else None, size),
+    Quantity("training time", lambda run: run.elapsed_s, duration),
 )
-
-
-def _last(column: Sequence[float]) -> float | None:
-    return column[-1] if len(column) else None

@@ -1,25 +1,28 @@
-"""Write the report: one HTML file that needs nothing else, and one picture for a README or a talk."""
+"""Write the report: one self-contained HTML file from ``template.html`` and ``style.css``."""
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
-from samo.errors import ConfigError, RunError
-from samo.report import findings, mask_sections, sections
-from samo.report.css import style_sheet
-from samo.report.findings import Entry
-from samo.report.mask_pictures import MaskView, read_masks
-from samo.report.parts import escaped, listed
-from samo.report.poster import poster
-from samo.report.runs import read_run
-from samo.report.theme import drawing, to_png
-from samo.utils import atomic_io
+import jinja2
+from markupsafe import Markup
+
+from samo.errors import ConfigError, RunError, SamoError
+from samo.report import figures, findings, theme
+from samo.report.model_state import bars
+from samo.report.runs import Run, read_runs
+from samo.utils import atomic_io, formatting
 
 __all__ = []
 
+_SECTIONS: Final = ("model", "data", "hardware", "ranks", "versions")
+"""What the page lists of run.json besides the settings."""
+
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Write a page about one or several runs, and a picture of the same name beside it.
+    """Write a page about one or several runs.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -29,8 +32,8 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         ...     about = {"format": "samo-run", "version": 1, "name": "notes"}
         ...     _ = (run / "run.json").write_text(json.dumps(about))
         ...     page = write_report([run], run / "report.html")
-        ...     page.name, (run / "report.png").exists(), "<h1>notes</h1>" in page.read_text()
-        ('report.html', True, True)
+        ...     "<h1>notes</h1>" in page.read_text()
+        True
 
     Equal runs give equal files, byte for byte.
 
@@ -43,76 +46,92 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         RunError: A run cannot be read, or the report cannot be written.
     """
     out = Path(out)
-    _check_names(runs, out)
-    shown = findings.entries([read_run(path) for path in runs])
-    _check_place(out)
-    masks = [read_masks(entry.run.path) if entry.run.prune else "" for entry in shown]
-    page = _page(shown, masks)
-    with drawing():
-        picture = to_png(poster(shown))
-    _write(out, page.encode("utf-8", "replace"))
-    _write(out.with_suffix(".png"), picture)
-    return out
-
-
-def _check_names(runs: Sequence[Path], out: Path) -> None:
     if not runs:
-        raise ConfigError("no run to report on; give one or more folders that 'samo train' wrote")
+        raise ConfigError("no run to report on; pass one or more folders that 'samo train' wrote")
     if out.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(
-            f"a report is an HTML file with a picture beside it, got '{out}'; give a name that ends "
-            "in .html"
-        )
-
-
-def _check_place(out: Path) -> None:
-    """Refuse what cannot end well before the drawing starts."""
+        raise ConfigError(f"a report is an HTML file, got '{out}'; pass a name that ends in .html")
+    shown = read_runs(runs)
     if not os.path.isdir(out.parent):  # unlike Path's own, never an OSError
         raise RunError(f"cannot write '{out}': there is no folder '{out.parent}'; create it first")
     if os.path.isdir(out):
-        raise RunError(f"cannot write '{out}': it is a folder; give the name of a file")
-
-
-def _write(path: Path, content: bytes) -> None:
+        raise RunError(f"cannot write '{out}': it is a folder; pass the name of a file")
+    page = _render(shown)
     try:
-        atomic_io.write_bytes(path, content)
+        atomic_io.write_bytes(out, page.encode("utf-8", "replace"))
     except OSError as error:
         raise RunError(
-            f"cannot write '{path}': {error.strerror or error}; give a place that can be written to"
+            f"cannot write '{out}': {error.strerror or error}; pass a place that can be written to"
         ) from None
+    return out
 
 
-def _page(shown: Sequence[Entry], masks: Sequence[MaskView | str]) -> str:
-    title = f"{len(shown)} runs"
-    if len(shown) < 4:
-        title = listed([entry.label for entry in shown])
-    parts = [
-        "<header>",
-        '<p class="eyebrow">samo training report</p>',
-        f"<h1>{escaped(title)}</h1>",
-        f'<p class="summary">{escaped(findings.summary(shown))}</p>',
-        *sections.warnings(shown),
-        "</header>",
-        '<section class="cards">',
-        *map(sections.card, shown),
-        "</section>",
-        *sections.loss(shown),
-        *sections.memory(shown),
-        *sections.throughput(shown),
-        *mask_sections.tickets(shown),
-        *mask_sections.changes(shown),
-        *sections.masks(shown, masks),
-        *sections.comparison(shown),
-        *sections.samples(shown),
-        *sections.settings(shown),
-        *sections.method(shown),
-        f"<footer>{escaped(sections.origin(shown))}</footer>",
-    ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n'  # or a browser asks the server for one
-        f"<title>{escaped(title)} - samo report</title>\n"
-        f"<style>{style_sheet()}</style>\n</head>\n"
-        "<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body>\n</html>\n"
+def _render(runs: Sequence[Run]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,  # names, settings and samples are not ours
+        finalize=lambda value: value if isinstance(value, Markup) else formatting.plain(str(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
+    names = itertools.count()
+
+    def figure(kind: str, content: object) -> Markup:
+        with theme.drawing(f"{kind}{next(names)}"):
+            return Markup(theme.to_svg(getattr(figures, f"{kind}_figure")(content)))
+
+    found = bars(runs)
+    settings = [_flat(run.section("config")) for run in runs]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows = [(key, [each.get(key, formatting.NOTHING) for each in settings]) for key in keys]
+    return environment.get_template("template.html").render(
+        runs=runs,
+        bars=found,
+        kinds=[kind for kind in theme.KIND_NAMES if any(bar.kinds.get(kind) for bar in found)],
+        masks=_masks(runs),
+        figure=figure,
+        findings=findings,
+        formatting=formatting,
+        theme=theme,
+        differing=[(key, values) for key, values in rows if len(set(values)) > 1],
+        about=[
+            {"command": run.about.get("command", ""), "started": run.about.get("started", "")}
+            | config
+            | _flat({name: run.section(name) for name in _SECTIONS})
+            for run, config in zip(runs, settings)
+        ],
+    )
+
+
+def _masks(runs: Sequence[Run]) -> list[tuple[list[str], Mapping[str, tuple[int, int]] | str]]:
+    """Read each different set of masks once.
+
+    Returns:
+        The labels of its runs, and kept weights and all weights of each tensor, or what is wrong.
+    """
+    from samo.checkpoint.load import load_masks  # imports torch
+
+    found: dict[str, tuple[list[str], Mapping[str, tuple[int, int]] | str]] = {}
+    for run in runs:
+        path = run.path / "masks.safetensors"
+        if not run.prune or not path.exists():
+            continue
+        try:
+            masks = load_masks(path)
+            sizes = {name: (mask.kept, mask.numel) for name, mask in masks.items()}
+            found.setdefault(masks.fingerprint(), ([], sizes))[0].append(run.label)
+        except (SamoError, OSError) as error:
+            found[str(error)] = ([run.label], str(error))
+    return list(found.values())
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings as ``optim.lr`` and their values as text."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value != "":
+            is_large = type(value) is int and abs(value) >= 10_000
+            flat[f"{prefix}{key}"] = f"{value:,}" if is_large else str(value)
+    return flat

@@ -1,10 +1,10 @@
-"""One look for every figure: the colours by role, and SVG that follows the page into the dark.
+"""The look of every figure: colours by role, matplotlib's settings, and export to SVG and PNG.
 
-Figures are drawn in the light colours. No two roles share one, so that `to_svg` can put the role
-back in its place (``#0072b2`` becomes ``var(--run0)``) and the page's style sheet decides.
+Figures are drawn in the light colours. No two roles share one, so `to_svg` can replace a colour by
+the variable of its role (``#0072b2`` by ``var(--run0)``), which the page defines for light and dark.
 
-Runs have the colours of Okabe and Ito, which the colour-blind can tell apart; a seventh run starts
-over with a dashed line. Kinds of memory are shades of slate, so that nobody takes them for runs.
+Runs have the colours of Okabe and Ito, which are safe for colour-blind readers; a seventh run starts
+over with a dashed line. Kinds of memory are mostly shades of slate, unlike runs.
 """
 
 import io
@@ -20,59 +20,36 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from samo.memory.predict import Kind
-
 __all__ = []
 
-LIGHT: Final = {
-    "page": "#fdfdfc",
-    "panel": "#f5f5f2",
-    "line": "#e3e3de",
-    "ink": "#1d2126",
-    "muted": "#666d76",
-    "run0": "#0072b2",
-    "run1": "#d55e00",
-    "run2": "#009e73",
-    "run3": "#b35c8e",
-    "run4": "#c98600",
-    "run5": "#3d9fd6",
-    "dense": "#33445c",
-    "bitmap": "#d1495b",
-    "gradients": "#62809e",
-    "values": "#98b0c3",
-    "moments": "#c3d1dc",
-    "corrections": "#c9b79c",
-    "ages": "#8a7fa8",
-    "buckets": "#7fa88a",
-    "whole": "#a9adb2",
-    "accent": "#2f7fc1",
+_COLOURS: Final = {
+    "page": ("#fdfdfc", "#15181c"),
+    "panel": ("#f5f5f2", "#1d2126"),
+    "line": ("#e3e3de", "#343a42"),
+    "ink": ("#1d2126", "#eceef0"),
+    "muted": ("#666d76", "#9aa3ad"),
+    "run0": ("#0072b2", "#4ba6df"),
+    "run1": ("#d55e00", "#f08040"),
+    "run2": ("#009e73", "#2cc295"),
+    "run3": ("#b35c8e", "#e29cc4"),
+    "run4": ("#c98600", "#f0b840"),
+    "run5": ("#3d9fd6", "#a3d8f7"),
+    "dense": ("#33445c", "#dbe6f0"),
+    "bitmap": ("#d1495b", "#f06a7c"),
+    "gradients": ("#62809e", "#9db8d1"),
+    "values": ("#98b0c3", "#6b87a2"),
+    "moments": ("#c3d1dc", "#465c73"),
+    "corrections": ("#c9b79c", "#8c7a5c"),
+    "ages": ("#8a7fa8", "#8f84b5"),
+    "buckets": ("#7fa88a", "#84b592"),
+    "whole": ("#a9adb2", "#6a7077"),
+    "accent": ("#2f7fc1", "#4c9be0"),
 }
-DARK: Final = {
-    "page": "#15181c",
-    "panel": "#1d2126",
-    "line": "#343a42",
-    "ink": "#eceef0",
-    "muted": "#9aa3ad",
-    "run0": "#4ba6df",
-    "run1": "#f08040",
-    "run2": "#2cc295",
-    "run3": "#e29cc4",
-    "run4": "#f0b840",
-    "run5": "#a3d8f7",
-    "dense": "#dbe6f0",
-    "bitmap": "#f06a7c",
-    "gradients": "#9db8d1",
-    "values": "#6b87a2",
-    "moments": "#465c73",
-    "corrections": "#8c7a5c",
-    "ages": "#8f84b5",
-    "buckets": "#84b592",
-    "whole": "#6a7077",
-    "accent": "#4c9be0",
-}
+LIGHT: Final = {role: light for role, (light, _) in _COLOURS.items()}
+DARK: Final = {role: dark for role, (_, dark) in _COLOURS.items()}
 
 RUN_COLOURS: Final = 6
-KIND_NAMES: Final[dict[Kind, str]] = {
+KIND_NAMES: Final = {
     "dense": "dense weights",
     "bitmap": "mask",
     "values": "values",
@@ -81,6 +58,7 @@ KIND_NAMES: Final[dict[Kind, str]] = {
     "corrections": "corrections",
     "ages": "ages of entries",
     "buckets": "buckets of DDP",
+    "whole": "all kinds together",
 }
 
 _RC: Final[dict[Any, Any]] = {
@@ -106,18 +84,21 @@ _RC: Final[dict[Any, Any]] = {
     "ytick.major.size": 0.0,
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
+    "path.simplify_threshold": 0.5,  # pixels: a curve of 100,000 points becomes 90 kB of SVG
     "svg.fonttype": "none",  # text stays text: sharp, small, found by the browser's search
 }
-_NEEDLESS: Final = r"<metadata>.*?</metadata>|<!--.*?-->|<defs>\s*<style.*?</style>\s*</defs>"
-_ROLES: Final = {colour: f"var(--{role})" for role, colour in LIGHT.items()}
 _DPI: Final = 72  # an SVG unit is a point, so sizes below are CSS pixels
 
 
 @contextmanager
 def drawing(salt: str = "samo") -> Iterator[None]:
-    """Draw inside of this: matplotlib's own defaults, our look on top, the user's settings not at all."""
+    """Apply the look, whatever the user's settings of matplotlib.
+
+    Args:
+        salt: Makes the ids in an SVG unique; the name of the figure on a page with several.
+    """
     with warnings.catch_warnings(), matplotlib.rc_context():
-        # A name may have letters that the font lacks; a browser finds them elsewhere.
+        # A name may have characters that the font lacks; browsers substitute another font.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_RC | {"svg.hashsalt": salt})
@@ -152,34 +133,17 @@ def run_dashes(place: int) -> str:
     return ("-", "--", ":")[place // RUN_COLOURS % 3]
 
 
-def to_svg(figure: Figure, label: str, name: str) -> str:
-    """Return a figure as an ``<svg>`` element for a page that has other figures too.
-
-    Args:
-        figure: Drawn within `drawing`.
-        label: What it shows, for those who cannot see it; escaped already.
-        name: Its name on the page. Ids start with it, since they must not repeat on a page.
-    """
+def to_svg(figure: Figure) -> str:
+    """Return a figure as an ``<svg>`` element whose colours are variables of the page's style sheet."""
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = re.sub(_NEEDLESS, "", text[text.index("<svg") :].strip(), flags=re.DOTALL)
-    box = re.search(r'viewBox="[^"]*"', text)
-    assert box, "matplotlib's SVG has a viewBox"
-    head = f'<svg {box[0]} role="img" aria-label="{label}">'
-    # Inside of tags only: a run may be called "#0072b2".
-    body = re.sub(r"<[^>]*>", lambda tag: _themed(tag[0], name), text[text.index(">") + 1 :])
-    return head + re.sub(r"\s*\n\s*", " ", body)
-
-
-def _themed(tag: str, name: str) -> str:
-    if tag.startswith("<g "):  # nobody refers to groups
-        tag = re.sub(r' id="[^"]*"', "", tag)
-    tag = re.sub(r'\bid="', f'id="{name}-', tag)
-    tag = re.sub(r'(?:xlink:)?href="#', f'href="#{name}-', tag).replace("url(#", f"url(#{name}-")
-    tag = re.sub("|".join(_ROLES), lambda colour: _ROLES[colour[0]], tag)
-    return tag.replace("'DejaVu Sans', sans-serif", "var(--font)")
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    svg = buffer.getvalue()
+    svg = re.sub('<g id="[^"]*"', "<g", svg[svg.index("<svg") :])  # ids of groups repeat on a page
+    for role, colour in LIGHT.items():
+        svg = svg.replace(f": {colour}", f": var(--{role})")
+    return svg
 
 
 def to_png(figure: Figure) -> bytes:

@@ -1,13 +1,22 @@
-"""What happens in a run, as data: the lines of ``metrics.jsonl``, and what a display is told.
+"""The events of a run: what training reports to its listeners, and the lines of ``metrics.jsonl``.
 
-Each class is one kind of line; ``docs/metrics.md`` explains every field. Imports no torch.
+Each class is one kind of line. `Event.to_json` writes it, `from_json` and `read_events` read it back:
+
+    Evaluated(step=5, ...)  <->  {"event": "eval", "step": 5, "valid_loss": 2.0, ...}
+
+``docs/metrics.md`` explains every field. Imports no torch.
 """
 
-import dataclasses
 import json
 import math
-from dataclasses import dataclass
+import typing
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Literal, Protocol
+
+from samo.errors import RunError
 
 __all__ = []
 
@@ -22,20 +31,20 @@ class Event:
     step: int
 
     def to_json(self) -> str:
-        """Return the line of ``metrics.jsonl``; what is not finite becomes null.
+        """Return the line of ``metrics.jsonl``. Floats that are not finite become null.
 
         Example:
             >>> from samo.train.events import Evaluated
             >>> Evaluated(step=5, valid_loss=2.0, perplexity=7.4, tokens=640, elapsed_s=1.5).to_json()
             '{"event": "eval", "step": 5, "valid_loss": 2.0, "perplexity": 7.4, "tokens": 640, "elapsed_s": 1.5}'
         """
-        values = {f.name: _finite(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        values = {entry.name: _finite(getattr(self, entry.name)) for entry in fields(self)}
         return json.dumps({"event": NAMES[type(self)], **values})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started(Event):
-    """The run begins, at step 0 or at a checkpoint."""
+    """The run starts at its first step."""
 
     steps: int
     """Steps the run will have taken at its end."""
@@ -45,35 +54,32 @@ class Started(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed(Started):
-    """The run goes on from a checkpoint."""
+    """The run resumes from a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stepped(Event):
-    """An optimizer step, every ``log_every`` of them and at the last."""
+    """An optimizer step: every ``log_every`` steps, and the last."""
 
     phase: Phase
     """How the step was taken: dense, or samo (compressed state)."""
     loss: float
-    """Training loss of this step: nats for each token."""
+    """Training loss of this step in nats per token."""
     lr: float
-    """Learning rate."""
     grad_norm: float
-    """Norm of the gradient before clipping."""
+    """Before clipping."""
     tokens: int
-    """Tokens learned from so far."""
     epoch: float
-    """Times the whole text has been seen so far."""
     tokens_per_s: float
-    """Speed since the last line, validation, saving and compiling not counted."""
+    """Since the last line, without validation, saving and compiling."""
     step_ms: float
-    """Time for one step since the last line, validation, saving and compiling not counted."""
+    """Time per step since the last line, without validation, saving and compiling."""
     memory_bytes: int
-    """On a CPU the memory of the process, on a GPU the highest allocation so far; all of it."""
+    """On a CPU the memory of the process, on a GPU the peak allocation so far."""
     skipped_steps: int
-    """Steps that changed nothing so far, because a gradient was not finite."""
+    """Steps so far that changed nothing because a gradient was not finite."""
     elapsed_s: float
-    """Time of training so far, over all resumes."""
+    """Training time so far, over all resumes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,122 +87,116 @@ class Evaluated(Event):
     """A validation."""
 
     valid_loss: float
-    """Loss on the validation text: nats for each token."""
+    """In nats per token."""
     perplexity: float
-    """e to the power of that."""
     tokens: int
-    """Tokens learned from so far."""
     elapsed_s: float
-    """Time of training so far, over all resumes."""
+    """Training time so far, over all resumes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed(Event):
-    """Early-bird looked at the masks that pruning would give now."""
+    """Early-bird compared the masks that pruning would give now with earlier ones."""
 
     distances: list[float]
-    """Distances to masks before, oldest first: to all of them, or to those in the queue."""
+    """To earlier masks, oldest first: to all of them, or to those in the queue."""
     largest: float | None
-    """The largest distance within the queue; null for the first masks of all."""
+    """The largest distance within the queue; None for the first masks."""
     threshold: float
     """The largest distance at which masks agree."""
     queue: int
-    """Masks that must agree, the newest counted."""
+    """Number of masks that must agree, including the newest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pruned(Event):
-    """The masks are drawn; from the next step on pruned weights stay 0."""
+    """The masks are drawn: pruned weights stay 0 from the next step."""
 
     kept: int
-    """Weights kept in the pruned matrices."""
+    """Of the ``numel`` weights of the pruned matrices."""
     numel: int
-    """Weights of those matrices."""
     sparsity: float
-    """Fraction pruned."""
     reason: DrawReason
-    """Why now: the dense phase was over, masks were given, they have settled, or had not at the limit."""
+    """The dense phase is over, masks were given, they settled, or they had not at the limit."""
     distances: list[float]
-    """Early-bird: distances of the newest masks to the others in the queue, oldest first."""
+    """Early-bird: from the newest masks to the others in the queue, oldest first."""
     threshold: float | None
-    """Early-bird: the largest distance at which masks agree; null for other methods."""
+    """Early-bird: the largest distance at which masks agree."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remapped(Event):
-    """The masks have changed; weights that were dropped stay 0 from here on."""
+    """The masks changed: dropped weights are 0 from here on, grown weights start at 0."""
 
     kept: int
-    """Weights kept in the pruned matrices now."""
     numel: int
-    """Weights of those matrices."""
     sparsity: float
-    """Fraction pruned."""
     dropped: int
-    """Weights that are no longer kept."""
     grown: int
-    """Weights that are kept anew; they start at 0."""
+
+    @property
+    def replaced(self) -> float:
+        """Grown weights as a fraction of those kept before."""
+        return self.grown / max(self.kept + self.dropped - self.grown, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accounted(Event):
-    """The bytes of model state, after the first step of a phase and at the end."""
+    """The bytes of model state, after the first step of a phase and at the end.
+
+    On the first rank they are those of all stages together, on other ranks their own.
+    """
 
     num_params: int
     """Dense parameters of the model."""
     measured_bytes: int
-    """Model state held now."""
     predicted_bytes: int
-    """The same by arithmetic."""
     dense_bytes: int
     """What dense training would hold."""
     paper_bytes: int | None
-    """What the SAMO paper's formula gives; null without masks."""
+    """What the formula of the SAMO paper gives; None without masks."""
     measured: dict[str, int]
-    """Measured bytes by kind: dense (weights), bitmap, values, gradients, moments, corrections, ages."""
+    """Measured bytes by kind (`samo.memory.predict.KINDS`)."""
     predicted: dict[str, int]
-    """Predicted bytes by kind."""
     weights: str | int | None
-    """How dense weights are held: resident, streamed, or the bytes that may stay; null before pruning."""
+    """Dense weights are resident, streamed, or resident up to this many bytes; None before pruning."""
     rank_bytes: list[int]
-    """Measured bytes of every rank; the numbers above are of all stages together on the first rank, of
-    each alone on the others."""
+    """Measured bytes of every rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountedAgain(Accounted):
-    """The same after the first step of a resumed run; for displays, and in no file, which has it."""
+    """The same after the first step of a resumed run. For displays: the file already has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled(Event):
-    """Blocks were compiled in this step: the first of a phase, or one after masks have changed."""
+    """Blocks were compiled in this step: the first of a phase, or one after the masks changed."""
 
     seconds: float
-    """Time it took, which is not in that of the step."""
+    """Not included in the time of the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiling(Event):
-    """Blocks begin to be compiled in the next step; for displays, and in no file."""
+    """The next step compiles blocks. For displays: not written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged(Event):
-    """What a rank has sent since the run was started or resumed; on many ranks only."""
+    """What a rank has sent since the run started or resumed; only with several ranks."""
 
     rank: int
-    """Which one."""
     stage: int
     """Its place on the axis pipe."""
     replica: int
     """Its place on the axis data."""
     gradient_bytes: int
-    """Bytes of gradients that this rank has added up with other replicas, in the type they are sent in."""
+    """Bytes of gradients reduced with other replicas, in the type they are sent in."""
     activation_bytes: int
     """Bytes sent to neighbouring stages; torch's own schedules do not count them."""
     memory_bytes: int
-    """As of a step, of this rank."""
+    """As in `Stepped`, of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,40 +204,34 @@ class Saved(Event):
     """A checkpoint was written."""
 
     path: str
-    """Where, in the run folder."""
     bytes: int
-    """Size of its files."""
     seconds: float
-    """Time it took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotSaved(Event):
-    """A checkpoint could not be written; the last good one stands."""
+    """A checkpoint could not be written; the last good one remains."""
 
     reason: str
-    """What was wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled(Event):
-    """The model wrote something."""
+    """The model generated text."""
 
     text: str
-    """Prompt and continuation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended(Event):
-    """The run is over, or this part of it."""
+    """The run, or this part of it, is over."""
 
     reason: Literal["done", "interrupted", "failed"]
-    """Why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ticked(Event):
-    """An optimizer step, every one of them; for displays, and in no file."""
+    """Any optimizer step. For displays: not written."""
 
 
 NAMES: dict[type[Event], str] = {
@@ -256,13 +250,93 @@ NAMES: dict[type[Event], str] = {
     Sampled: "sample",
     Ended: "end",
 }
+"""The events that are written, and their names in the file."""
+
+_KINDS = {name: kind for kind, name in NAMES.items()}
+_FIELDS = {kind: typing.get_type_hints(kind) for kind in NAMES}
 
 
 class Listener(Protocol):
-    """Somebody who is told what happens."""
+    """Receives the events of a run."""
 
     def on(self, event: Event) -> None:
-        """Take notice of an event."""
+        """Handle an event."""
+
+
+def from_json(line: str | bytes) -> Event | None:
+    """Return the event of a line; None for a kind that this version does not know.
+
+    Unknown fields are ignored. A float that is null becomes NaN.
+
+    Example:
+        >>> from samo.train.events import from_json
+        >>> from_json('{"event": "end", "step": 9, "reason": "done"}')
+        Ended(step=9, reason='done')
+
+    Raises:
+        ValueError: The line is not the whole JSON of an event, or a field is missing or of another type.
+    """
+    try:
+        record = json.loads(line)
+        kind = _KINDS.get(record["event"])
+        if kind is None:
+            return None
+        return kind(**{name: _typed(record[name], hint) for name, hint in _FIELDS[kind].items()})
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not an event: {error!r}") from None
+
+
+def read_events(path: Path) -> tuple[list[Event], int]:
+    """Read a file of events, also while the run writes it.
+
+    Returns:
+        The events, and the number of lines that cannot be read: a kill may leave one, the last.
+
+    Raises:
+        RunError: The file cannot be read. A missing one is empty: the run has not begun.
+    """
+    events, broken = [], 0
+    try:
+        with open(path, "rb") as file:
+            for line in filter(bytes.strip, file):
+                try:
+                    event = from_json(line)
+                except ValueError:
+                    broken += 1
+                    continue
+                if event is not None:
+                    events.append(event)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RunError(
+            f"'{path}' cannot be read: {error.strerror or error}; make it readable, or leave this run "
+            "out"
+        ) from None
+    return events, broken
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Return a JSON value as the type of a field."""
+    if type(value) is hint and hint is not float:  # not isinstance: a bool is not a number
+        return value
+    if hint is float and (value is None or type(value) in (int, float)):
+        number = math.nan if value is None else float(value)
+        return number if math.isfinite(number) else math.nan
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal and value in inner:
+        return value
+    if origin is list and isinstance(value, list):
+        return [_typed(item, inner[0]) for item in value]
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(item, inner[1]) for key, item in value.items()}
+    if origin is UnionType:
+        if value is None and NoneType in inner:
+            return None
+        for option in inner:
+            with suppress(ValueError):
+                return _typed(value, option)
+    raise ValueError(f"{value!r} is not of type {hint}")
 
 
 def _finite(value: Any) -> Any:

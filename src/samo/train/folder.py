@@ -144,13 +144,19 @@ class RunFolder:
         try:
             record = json.loads(self.run_file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
-            raise RunError(f"'{self.run_file}' cannot be read: {error}") from None
+            raise RunError(
+                f"'{self.run_file}' cannot be read: {error}; it is the JSON that 'samo train' writes at "
+                "its start, take another copy of the run"
+            ) from None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise RunError(f"'{self.run_file}' is not the record of a run (format {FORMAT!r})")
+            raise RunError(
+                f"'{self.run_file}' is not the record of a run (format {FORMAT!r}); pass a folder that "
+                "'samo train' wrote"
+            )
         if record.get("version") != VERSION:
             raise RunError(
                 f"'{self.run_file}' has version {record.get('version')!r}, this samo reads version "
-                f"{VERSION}; use the samo it was written with"
+                f"{VERSION}; use the samo it was written with, or update samo"
             )
         return record
 

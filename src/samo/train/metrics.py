@@ -1,7 +1,6 @@
-"""The record of a run: ``metrics.jsonl``, and TensorBoard's event files where that is installed."""
+"""Where the events of a run go: ``metrics.jsonl``, and TensorBoard if it is installed."""
 
 import importlib.util
-import json
 import logging
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Writes events as lines of JSON, each of them whole or not at all.
+    """Appends events as lines of JSON, each of them whole or not at all.
 
     Args:
-        path: The file; created if it is not there.
-        size: Bytes that are valid, None for all; what lies behind was written after the checkpoint a
-            run goes on from, and is dropped, and so is a line that was cut by a kill.
-        on_error: Whether a line that cannot be written ends the run.
+        path: The file; created if missing.
+        size: Bytes that are valid, None for all. The rest was written after the checkpoint that the
+            run resumes from and is dropped, as is a line cut by a kill.
+        on_error: Whether a line that cannot be written stops the run.
     """
 
     def __init__(
@@ -32,11 +31,10 @@ class MetricsFile:
         self._path = path
         self._on_error = on_error
         try:
+            # Unbuffered: readers see every event at once, and a kill loses none.
             self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115
-            there = self._file.read()
-            self.size = there[:size].rfind(b"\n") + 1
-            self._file.truncate(self.size)
-            self._file.seek(self.size)
+            self.size = self._file.read()[:size].rfind(b"\n") + 1
+            self._cut()
         except OSError as error:
             raise RunError(f"cannot write metrics to '{path}': {error.strerror}") from error
 
@@ -44,80 +42,67 @@ class MetricsFile:
         """Write an event.
 
         Raises:
-            RunError: The line could not be written, and the run is to stop then.
+            RunError: The line could not be written, and ``on_error`` is "stop".
         """
         if type(event) not in events.NAMES:
             return
         line = event.to_json().encode() + b"\n"
         try:
-            written = self._file.write(line)
-            if written != len(line):
+            if self._file.write(line) != len(line):
                 raise OSError(28, "No space left on device")
             self.size += len(line)
         except OSError as error:
             message = f"cannot write metrics to '{self._path}': {error.strerror}"
-            self._file.truncate(self.size)
-            self._file.seek(self.size)
+            self._cut()
             if self._on_error == "stop":
-                raise RunError(f"{message}; make room, then go on with --resume") from error
+                raise RunError(f"{message}; make room, then resume with --resume") from error
             _logger.warning("%s; the line is dropped", message)
+
+    def _cut(self) -> None:
+        self._file.truncate(self.size)
+        self._file.seek(self.size)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class RankFile:
-    """Writes what one rank other than the first has to tell: its traffic, memory and state.
+class RankFile(MetricsFile):
+    """Writes the events of a rank other than the first: its traffic, memory and state.
 
     Args:
         path: The file.
         step: Where the run stands; lines of later steps are dropped.
-        on_error: Whether a line that cannot be written ends the run.
+        on_error: Whether a line that cannot be written stops the run.
     """
 
     def __init__(self, path: Path, *, step: int, on_error: Literal["stop", "continue"]) -> None:
         size = 0
-        with suppress(OSError), open(path, "rb") as file:
+        with suppress(OSError, ValueError), open(path, "rb") as file:
             for line in file:
-                if _step_of(line) > step:
+                event = events.from_json(line)
+                if event is not None and event.step > step:
                     break
                 size += len(line)
-        self._file = MetricsFile(path, size=size, on_error=on_error)
+        super().__init__(path, size=size, on_error=on_error)
 
     def on(self, event: Event) -> None:
-        """Write an event, if it is of this rank's own.
+        """Write an event of this rank; ignore the others.
 
         Raises:
-            RunError: The line could not be written, and the run is to stop then.
+            RunError: The line could not be written, and ``on_error`` is "stop".
         """
         if isinstance(event, events.Started | events.Exchanged | events.Accounted | events.Ended):
-            self._file.on(event)
-
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        return self._file.size
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _step_of(line: bytes) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+            super().on(event)
 
 
 class Board:
-    """Writes losses, learning rate and speed as TensorBoard shows them."""
+    """Writes losses, learning rate, speed and masks as TensorBoard's event files."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that were taken after the checkpoint a run goes on from are hidden.
+        # Hides steps that were taken after the checkpoint that a run resumes from.
         self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
 
     def on(self, event: Event) -> None:
@@ -147,5 +132,5 @@ class Board:
 
 
 def has_tensorboard() -> bool:
-    """Return whether TensorBoard's event files can be written here."""
+    """Return whether TensorBoard is installed."""
     return importlib.util.find_spec("tensorboard") is not None
