@@ -319,11 +319,13 @@ def test_a_stage_that_does_not_come_ends_the_step(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(dist, "all_reduce", broken)
     monkeypatch.setattr(pipeline, "_links", SimpleNamespace(group=None))
-    with pytest.raises(samo.PeerError, match="another rank did not come"):
+    with pytest.raises(samo.PeerError, match="another rank did not join"):
         pipeline.clip_grad_norm_(1.0)
     runner = object.__new__(TorchRunner)  # its own needs several ranks
     monkeypatch.setattr(pipeline, "_runner", runner)
-    with pytest.raises(samo.PeerError, match=r"did not come \(Connection closed by peer\)"):
+    with pytest.raises(
+        samo.PeerError, match=r"did not join a collective \(Connection closed by peer\)"
+    ):
         pipeline.clip_grad_norm_(1.0)
     pipeline.close()
     with pytest.raises(samo.PeerError, match="the pipeline was closed"):
@@ -340,6 +342,6 @@ def test_what_a_stage_finds_by_itself_is_not_the_fault_of_another() -> None:
     pipeline = samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, None, 1)
     for runner in (pipeline._runner, object.__new__(TorchRunner)):
         with pytest.raises(samo.CompressionError, match="not reduced"):
-            runner.together(refuse)
+            runner.run_collective(refuse)
         with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
-            runner.together(fill)
+            runner.run_collective(fill)

@@ -109,11 +109,11 @@ class Engine:
         waiting = 0 if self.is_first else self.activations - self.forwards
         return waiting + self.forwards - self.backwards
 
-    def expected(self) -> tuple[int, int]:
-        """Return how many messages come from the stage before and from the one after."""
-        before = 0 if self.is_first else self.num_micro_batches
-        after = 0 if self.is_last else self.num_micro_batches + 1
-        return before, after
+    def senders(self) -> list[int]:
+        """Return the neighbours that have more to send in this batch."""
+        before = [] if self.activations == self.num_micro_batches else [self.stage - 1]
+        after = [] if self.is_last or self._has_loss else [self.stage + 1]
+        return before + after
 
     def receive(self, message: Message) -> None:
         """Take in a message.

@@ -220,7 +220,7 @@ class Pipeline:
         self._has_more = not is_last
         loss = self._run(x, target, is_training=True, scaler=scaler)
         if is_last:
-            self._runner.together(self._share_gradients)
+            self._runner.run_collective(self._share_gradients)
         else:
             self._versions = [t.leave(self.module, old) for t, old in zip(ties, self._aside)]
         return loss
@@ -264,7 +264,7 @@ class Pipeline:
         is_largest = norm_type == math.inf
         if self._links is not None:
             group, op = self._links.group, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-            self._runner.together(lambda: dist.all_reduce(total, op, group=group))
+            self._runner.run_collective(lambda: dist.all_reduce(total, op, group=group))
         norm = total if is_largest else total.pow(1.0 / norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(

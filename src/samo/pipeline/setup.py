@@ -12,7 +12,7 @@ from samo.pipeline.layers import Layers
 from samo.pipeline.partition import parameter_costs, partition
 from samo.pipeline.stage import Chunk, Stage
 from samo.pipeline.tied import Tie
-from samo.pipeline.transport.base import Alone, Transport
+from samo.pipeline.transport.base import Transport
 from samo.pipeline.transport.gloo import GlooTransport
 from samo.pipeline.transport.nccl import NcclTransport
 
@@ -116,6 +116,6 @@ def transport_of(
 ) -> Transport:
     """Return the links of this rank to its neighbours."""
     if group is None:
-        return Alone()
+        return Transport()
     is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
     return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout_s=timeout_s)

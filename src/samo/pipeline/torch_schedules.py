@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samo.errors import SamoError, nearest
 from samo.pipeline.runner import Batch, Result
-from samo.pipeline.transport.base import not_come
+from samo.pipeline.transport.base import collective_error
 
 __all__ = ["FIXED", "SCHEDULES", "TorchRunner", "check_schedule"]
 
@@ -105,7 +105,7 @@ class TorchRunner:
         dist.broadcast(told, self._last_rank, group=self.group)
         return told[0].to(_LOSS_TYPES[int(told[1])])
 
-    def together(self, do: Callable[[], Result]) -> Result:
+    def run_collective(self, do: Callable[[], Result]) -> Result:
         """Do what needs other stages outside of a batch.
 
         Raises:
@@ -116,7 +116,7 @@ class TorchRunner:
         except (SamoError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            raise not_come(error) from error
+            raise collective_error(error) from error
 
     def _loss(self, output: Any, number: Tensor, **_: Any) -> Tensor:
         """Return what goes backward of the weighted loss of a micro-batch."""
