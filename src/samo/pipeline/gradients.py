@@ -1,4 +1,4 @@
-"""What becomes of a stage's gradients after a batch: a mean over replicas, and one verdict of all stages."""
+"""Gradients after a batch: the mean over replicas, a found-inf shared by all stages, and their norm."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = []
+__all__ = ["average_gradients", "partial_norm", "sync_found_inf"]
 
 _BUCKET_BYTES: Final = 2**26
 """Gradients that are copied into one buffer and reduced together."""
 
 
 @torch.no_grad()
-def average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace gradients by their mean over replicas; what no replica has a gradient of stays without."""
+def average_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace gradients by their mean over replicas. One that no replica has stays None."""
     for bucket in _buckets([param for param in params if param.requires_grad]):
         grads = [_dense_grad(param) for param in bucket]
         used = [param.grad is not None for param in bucket]
@@ -32,13 +32,13 @@ def average(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def spoil_together(
+def sync_found_inf(
     params: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Put a NaN into every gradient of all stages if any of them has one that is not finite.
 
-    Whoever steps, an optimizer or a gradient scaler, then skips the same steps on all stages. Nobody waits
-    for the device.
+    Optimizers and gradient scalers then skip the same steps on all stages. The host does not wait for the
+    device.
     """
     found = [_entries(grad) for param in params if (grad := param.grad) is not None]
     found = [entries for entries in found if entries.numel()]
@@ -54,7 +54,7 @@ def spoil_together(
 
 @torch.no_grad()
 def partial_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return what is added up over stages for a norm, or the largest magnitude; in fp64."""
+    """Return a stage's term of a norm's sum, or its largest magnitude; in fp64."""
     norms = [
         torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
         for grad in grads
@@ -67,7 +67,7 @@ def partial_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device
 
 
 def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters with gradients of one type, in an order that is the same on all replicas."""
+    """Yield parameters with gradients of one dtype, in an order that is the same on all replicas."""
     open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
     for param in params:
         dtype = _grad_dtype(param)

@@ -44,10 +44,9 @@ class GlooTransport(Transport):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
         super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
         self.device: Final = device
-        # The runner gives up first, and names the neighbour; this limit only ends threads.
-        self.limit_s: Final = 2 * timeout_s + 5
-        self.host_group: Final = self.new_group("gloo")  # all stages, for tensors on the host
-        self.group = self.host_group  # the same, for tensors on the device
+        self.timeout_s: Final = timeout_s
+        self.host_group: Final = new_group(self.ranks, "gloo", timeout_s)  # for tensors on the host
+        self.group = self.host_group  # for tensors on the device
         self.inbox: Final[queue.SimpleQueue[tuple[Arrival, Ready]]] = queue.SimpleQueue()
         self._receivers: Final = {stage: _Receiver(self, stage) for stage in self.neighbours}
         self._senders: Final = {stage: _Sender(self, stage) for stage in self.neighbours}
@@ -90,21 +89,6 @@ class GlooTransport(Transport):
             sender.queue.put(None)
         for thread in (*self._receivers.values(), *self._senders.values()):
             thread.join(timeout=0.2)
-
-    def new_group(self, backend: str) -> dist.ProcessGroup:
-        """Return new connections between all stages.
-
-        Always all of them: torch names a group by how many its ranks have created, so ranks that have
-        created different numbers of groups never meet.
-        """
-        group = dist.new_group(
-            list(self.ranks),
-            timeout=datetime.timedelta(seconds=self.limit_s),
-            backend=backend,
-            use_local_synchronization=True,
-        )
-        assert isinstance(group, dist.ProcessGroup), "this rank is one of the ranks"
-        return group
 
     # Called by the threads; NCCL overrides the tensors' way. The tag of a message is its sender.
 
@@ -231,11 +215,32 @@ def _report(transport: GlooTransport, stage: int, error: Exception, begin: float
     said: PeerError | TimeoutError | ConnectionError
     if isinstance(error, PeerError):
         said = error
-    elif time.monotonic() - begin >= transport.limit_s:
+    elif time.monotonic() - begin >= limit_of(transport.timeout_s):
         said = TimeoutError(first_words(error))
     else:
         said = ConnectionError(first_words(error))
     transport.inbox.put((Arrival(stage, error=said), None))
+
+
+def limit_of(timeout_s: float) -> float:
+    """Return the backend's own timeout: the runner gives up earlier, and names the neighbour."""
+    return 2 * timeout_s + 5
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Create connections between some ranks, all of which call this.
+
+    torch names a group by how many its ranks have created, so ranks that have created different
+    numbers of groups never meet: all stages create the same number.
+    """
+    group = dist.new_group(
+        list(ranks),
+        timeout=datetime.timedelta(seconds=limit_of(timeout_s)),
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of the ranks"
+    return group
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

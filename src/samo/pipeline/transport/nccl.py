@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samo.pipeline.transport.gloo import GlooTransport, Ready, Send
+from samo.pipeline.transport.gloo import GlooTransport, Ready, Send, new_group
 from samo.pipeline.transport.wire import TensorSpec
 
 __all__ = ["NcclTransport"]
@@ -43,11 +43,11 @@ class NcclTransport(GlooTransport):
                 "gloo backend for a CPU"
             )
         super().__init__(group, device, timeout_s=timeout_s)
-        self.group = self.new_group(backend)
+        self.group = new_group(self.ranks, backend, timeout_s)
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         for stage in range(self.num_stages - 1):  # all stages create all of them, in one order
             for link in ((stage, stage + 1), (stage + 1, stage)):
-                self._links[link] = self.new_group(backend)
+                self._links[link] = new_group(self.ranks, backend, timeout_s)
 
     def isend_tensors(self, tensors: Sequence[Tensor], stage: int, ready: Ready) -> list[Send]:
         """Put the tensors into the GPU's queue."""
