@@ -145,60 +145,54 @@ def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
         pipeline.close()
     results["timeline"] = timeline(mesh)
     results["one"] = one_micro_batch(mesh)
-    results["refusals"] = refusals(mesh, rank, num_ranks)
+    results["refusal"] = refusals(mesh, rank)
     results["nccl"] = nccl_way(mesh, rank, num_ranks)
     return results
 
 
 def timeline(mesh: Any) -> str:
-    pipeline = samo.Pipeline([nn.Linear(2, 2) for _ in range(4)], F.mse_loss, mesh, 4, timeout_s=20)
-    pipeline.step(torch.ones(4, 2), target=torch.ones(4, 2))
-    found = pipeline.timeline()
-    assert all(found.peak_in_flight(s) <= pipeline.num_stages for s in range(pipeline.num_stages))
-    pipeline.close()
+    layers = [nn.Linear(2, 2) for _ in range(4)]
+    with samo.Pipeline(layers, F.mse_loss, mesh, 4, timeout_s=20) as pipeline:
+        pipeline.step(torch.ones(4, 2), target=torch.ones(4, 2))
+        found = pipeline.timeline()
+    assert all(found.peak_in_flight(stage) <= 3 for stage in range(3))
     return found.text(20)
 
 
 def one_micro_batch(mesh: Any) -> tuple[Tensor, Tensor]:
     """One micro-batch, targets on the last stage alone, inputs on the first, a sum for a loss."""
     torch.manual_seed(3)
-    layers = [nn.Linear(2, 2) for _ in range(4)]
+    layers, ones = [nn.Linear(2, 2) for _ in range(4)], torch.ones(3, 2)
     loss_fn = nn.MSELoss(reduction="sum")
-    pipeline = samo.Pipeline(
+    with samo.Pipeline(
         copy.deepcopy(layers), loss_fn, mesh, 1, in_flight=1, loss_reduction="sum", timeout_s=20
-    )
-    x = torch.ones(3, 2) if pipeline.stage == 0 else None
-    y = torch.ones(3, 2) if pipeline.stage == pipeline.num_stages - 1 else None
-    loss = pipeline.step(x, target=y)
-    pipeline.close()
-    return loss, loss_fn(nn.Sequential(*layers)(torch.ones(3, 2)), torch.ones(3, 2)).detach()
+    ) as pipeline:
+        is_first, is_last = pipeline.stage == 0, pipeline.stage == pipeline.num_stages - 1
+        loss = pipeline.step(ones if is_first else None, target=ones if is_last else None)
+    return loss, loss_fn(nn.Sequential(*layers)(ones), ones).detach()
 
 
-def refusals(mesh: Any, rank: int, num_ranks: int) -> dict[str, str]:
-    said = {}
-    layers = [nn.Linear(2, 2) for _ in range(num_ranks)]
-    pipeline = samo.Pipeline(layers, F.mse_loss, mesh, 4, schedule="1f1b", timeout_s=20)
-    try:
-        pipeline.step(torch.ones(6, 2), target=torch.ones(6, 2))
-    except ValueError as error:
-        said["uneven"] = str(error)
-    try:
-        pipeline.timeline()
-    except ValueError as error:
-        said["timeline"] = str(error)
-    pipeline.close()
-    pipeline = samo.Pipeline(layers, F.mse_loss, mesh, 4, timeout_s=20)
-    try:  # the first stage cannot cut its batch, and everyone hears why
+def refusals(mesh: Any, rank: int) -> str:
+    """Return what a rank says of a batch that the first stage cannot cut."""
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    with samo.Pipeline(layers, F.mse_loss, mesh, 4, schedule="1f1b", timeout_s=20) as pipeline:
+        with pytest.raises(ValueError, match="6 rows cannot be cut into 4 equal micro-batches"):
+            pipeline.step(torch.ones(6, 2), target=torch.ones(6, 2))
+        with pytest.raises(ValueError, match="schedule '1f1b' records no times"):
+            pipeline.timeline()
+    with (
+        samo.Pipeline(layers, F.mse_loss, mesh, 4, timeout_s=20) as pipeline,
+        pytest.raises((ValueError, samo.PeerError)) as caught,
+    ):
         pipeline.step(torch.ones(3, 2) if rank == 0 else None, target=torch.ones(8, 2))
-    except (ValueError, samo.PeerError) as error:
-        said["rows"] = str(error)
-    pipeline.close()
-    return said
+    return str(caught.value)
 
 
 def nccl_way(mesh: Any, rank: int, num_ranks: int) -> Tensor:
     """The transport for NCCL, with gloo for its links: same packets, tensors apart from headers."""
-    transport = NcclTransport(mesh.get_group(), torch.device("cpu"), timeout_s=20, backend="gloo")
+    transport = NcclTransport(
+        mesh["pipe"].get_group(), torch.device("cpu"), timeout_s=20, backend="gloo"
+    )
     runner = Runner(nn.Identity(), transport, in_flight=2, timeout_s=20)
     inputs = [(torch.full((n, 2), float(n)),) for n in (3, 3, 2)] if rank == 0 else None
     loss = (lambda number, y: y.sum()) if rank == num_ranks - 1 else None
@@ -224,10 +218,8 @@ def test_hugging_face_models_tied_weights_and_small_batches() -> None:
         assert results["timeline"].count("stage") == 3
         assert torch.equal(*results["one"])
         assert results["nccl"] == (9 + 9 + 4) * 2
-        assert "6 rows cannot be cut into 4 equal micro-batches" in results["refusals"]["uneven"]
-        assert "schedule '1f1b' records no times" in results["refusals"]["timeline"]
-        assert "x has [3] rows for 4 micro-batches" in results["refusals"]["rows"]
-    assert "rank 0 (stage 0" in everyone[1]["refusals"]["rows"]
+        assert "x has [3] rows for 4 micro-batches" in results["refusal"]
+    assert "rank 0 (stage 0" in everyone[1]["refusal"]
 
 
 def check_tied(everyone: list[dict[str, Any]]) -> None:

@@ -1,8 +1,7 @@
 """Gradients after a batch: the mean over replicas, a found-inf shared by all stages, and their norm."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,25 +9,30 @@ from torch import Tensor, nn
 
 __all__ = ["average_gradients", "partial_norm", "sync_found_inf"]
 
-_BUCKET_BYTES: Final = 2**26
-"""Gradients that are copied into one buffer and reduced together."""
-
 
 @torch.no_grad()
 def average_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Replace gradients by their mean over replicas. One that no replica has stays None."""
-    for bucket in _buckets([param for param in params if param.requires_grad]):
-        grads = [_dense_grad(param) for param in bucket]
-        used = [param.grad is not None for param in bucket]
-        counts = torch.tensor(used, dtype=grads[0].dtype).to(grads[0].device, non_blocking=True)
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), counts])
-        dist.all_reduce(flat, group=group)
-        flat.div_(group.size())
-        *means, counts = flat.split([*(grad.numel() for grad in grads), len(bucket)])
-        if not all(used):  # the one case in which the host waits for the device
-            used = (counts > 0).tolist()
-        for param, grad, mean, is_used in zip(bucket, grads, means, used):
-            param.grad = grad.copy_(mean.view_as(grad)) if is_used else None
+    params = [param for param in params if param.requires_grad]
+    if not params:
+        return
+    used = [param.grad is not None for param in params]
+    counts = torch.tensor(used, dtype=torch.float32).to(params[0].device, non_blocking=True)
+    dist.all_reduce(counts, group=group)
+    if not all(used):  # the one case in which the host waits for the device
+        used = (counts > 0).tolist()
+    grads = []
+    for param in (param for param, is_used in zip(params, used) if is_used):
+        if param.grad is None:
+            param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+        # Embeddings may have sparse gradients, of other rows on each replica.
+        param.grad = param.grad.to_dense().contiguous()
+        grads.append(param.grad)
+    works = [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]
+    for work in works:
+        work.wait()
+    if grads:
+        torch._foreach_div_(grads, group.size())
 
 
 @torch.no_grad()
@@ -64,29 +68,6 @@ def partial_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device
     if norm_type == math.inf:
         return each.max().nan_to_num(math.inf, math.inf)  # a maximum over ranks may lose a NaN
     return each.pow(norm_type).sum()
-
-
-def _buckets(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters with gradients of one dtype, in an order that is the same on all replicas."""
-    open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
-    for param in params:
-        dtype = _grad_dtype(param)
-        bucket = open_buckets.setdefault(dtype, [])
-        bucket.append(param)
-        if sum(param.numel() for param in bucket) * dtype.itemsize >= _BUCKET_BYTES:
-            yield open_buckets.pop(dtype)
-    yield from open_buckets.values()
-
-
-def _grad_dtype(param: nn.Parameter) -> torch.dtype:
-    return (param.grad_dtype or param.dtype) if param.grad is None else param.grad.dtype
-
-
-def _dense_grad(param: nn.Parameter) -> Tensor:
-    """Return a gradient, or zeros in its place."""
-    if param.grad is None:
-        return torch.zeros_like(param, dtype=_grad_dtype(param))
-    return param.grad.to_dense() if param.grad.is_sparse else param.grad
 
 
 def _entries(grad: Tensor) -> Tensor:
