@@ -24,13 +24,7 @@ ActionKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message from a neighbour.
-
-    Example:
-        >>> from samo.pipeline.engine import Message
-        >>> Message("activation", 3).micro_batch
-        3
-    """
+    """A message from a neighbour."""
 
     kind: MessageKind
     micro_batch: int
@@ -38,13 +32,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do now: "receive" waits for a message, "step" means that all gradients are complete.
-
-    Example:
-        >>> from samo.pipeline.engine import Action
-        >>> Action("forward", 0).kind
-        'forward'
-    """
+    """What to do now: "receive" waits for a message, "step" means that all gradients are complete."""
 
     kind: ActionKind
     micro_batch: int = -1

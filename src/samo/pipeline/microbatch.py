@@ -49,14 +49,7 @@ def cut(batch: object, num_micro_batches: int, name: str) -> list[tuple[Tensor, 
 
 
 def count_targets(target: Any) -> float | Tensor:
-    """Count the terms of a mean loss: entries, without those that cross-entropy ignores.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.microbatch import count_targets
-        >>> int(count_targets(torch.tensor([3, -100, 5]))), count_targets(torch.zeros(2, 3))
-        (2, 6)
-    """
+    """Count the terms of a mean loss: entries, without those that cross-entropy ignores."""
     first = target if isinstance(target, Tensor) else target[0]
     if first.is_floating_point() or first.dtype == torch.bool:
         return first.numel()
@@ -64,14 +57,7 @@ def count_targets(target: Any) -> float | Tensor:
 
 
 def zero_loss(output: Any) -> Tensor:
-    """Return a loss of 0 with gradients of 0, also if the output is not finite.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.microbatch import zero_loss
-        >>> zero_loss(torch.full((2, 3), torch.inf))
-        tensor(0.)
-    """
+    """Return a loss of 0 with gradients of 0, also if the output is not finite."""
     tensors = [output] if isinstance(output, Tensor) else list(output)
     floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
     zeros = [t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0).sum() for t in floats]

@@ -136,15 +136,21 @@ class Pipeline:
         transport = Transport() if self._links is None else self._links
         # Also closes links of a program that ends without close(), before torch's own exit handlers.
         self._finalizer: Final = weakref.finalize(self, transport.close)
-        self._runner: Final[Runner | TorchRunner] = (
-            Runner(
-                self.module, transport, in_flight=self.in_flight[self.stage], timeout_s=timeout_s
+        self._runner: Runner | TorchRunner
+        if schedule == "message-driven" or group is None:
+            limit = self.in_flight[self.stage]
+            self._runner = Runner(self.module, transport, in_flight=limit, timeout_s=timeout_s)
+        else:
+            self._runner = TorchRunner(
+                schedule,
+                self.module,
+                numbers,
+                pieces,
+                self.num_stages,
+                group,
+                self.device,
+                micro_batches,
             )
-            if schedule == "message-driven" or group is None
-            else TorchRunner(
-                schedule, self.module, numbers, pieces, self.num_stages, group, micro_batches
-            )
-        )
         if self._replicas is not None:
             _sync_module_states(self.module, self._replicas[0], _BROADCAST_BYTES, 0, ())
         for tie in self._own_ties:

@@ -12,13 +12,7 @@ Pass = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
-    """One pass of one micro-batch through one stage, from ``start`` to ``end`` in seconds.
-
-    Example:
-        >>> from samo.pipeline.timeline import Event
-        >>> Event(0.0, 1.5, 0, "forward", 3).end
-        1.5
-    """
+    """One pass of one micro-batch through one stage, from ``start`` to ``end`` in seconds."""
 
     start: float
     end: float

@@ -51,6 +51,7 @@ class TorchRunner:
         pieces: First layer and the one after the last, of each piece.
         num_pieces: Pieces on all ranks.
         group: Ranks in the order of the stages.
+        device: This rank's device.
         num_micro_batches: Micro-batches of every batch.
     """
 
@@ -62,6 +63,7 @@ class TorchRunner:
         pieces: Sequence[tuple[int, int]],
         num_pieces: int,
         group: dist.ProcessGroup,
+        device: torch.device,
         num_micro_batches: int,
     ) -> None:
         from torch.distributed import pipelining  # takes seconds to import
@@ -69,7 +71,7 @@ class TorchRunner:
         self.schedule: Final = schedule
         self.num_micro_batches: Final = num_micro_batches
         self.group: Final = group
-        self.device: Final = next(module.parameters(), torch.empty(0)).device
+        self.device: Final = device
         ranks = dist.get_process_group_ranks(group)
         self._last_rank: Final = ranks[(num_pieces - 1) % len(ranks)]
         self._batch: Batch | None = None
@@ -77,9 +79,7 @@ class TorchRunner:
         stages, place = [], 0
         for number, (start, stop) in zip(numbers, pieces):
             chunk = Chunk(module, place, place + stop - start)
-            stages.append(
-                pipelining.PipelineStage(chunk, number, num_pieces, self.device, group=group)
-            )
+            stages.append(pipelining.PipelineStage(chunk, number, num_pieces, device, group=group))
             place += stop - start
         self._schedule: Final = getattr(pipelining, _CLASSES[schedule])(
             stages if schedule == "interleaved" else stages[0],

@@ -128,7 +128,6 @@ class _Receiver(threading.Thread):
         super().__init__(name=f"samo-receive-{stage}", daemon=True)
         self.is_wanted: Final[queue.SimpleQueue[bool]] = queue.SimpleQueue()
         self._transport, self._stage = transport, stage
-        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         self._sequence = 0
         self.start()
 
@@ -146,8 +145,9 @@ class _Receiver(threading.Thread):
                 is_open = packet.kind != "end"
 
     def _receive(self) -> tuple[Packet, Ready]:
-        self._transport.recv(self._header, self._stage)
-        packet, specs = decode(self._header, stage=self._stage, sequence=self._sequence)
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._transport.recv(header, self._stage)
+        packet, specs = decode(header, stage=self._stage, sequence=self._sequence)
         self._sequence += 1
         if not specs:
             return packet, None
@@ -192,22 +192,24 @@ class _Sender(threading.Thread):
     def run(self) -> None:
         while (entry := self.queue.get()) is not None:
             begin = time.monotonic()
-            header, tensors, ready = entry
             try:
-                sends = [self._transport.isend(header, self._stage)]
-                sends += self._transport.isend_tensors(tensors, self._stage, ready)
-                for work, _ in sends:
-                    work.wait()
+                self._send(*entry)
             except Exception as error:
                 _report(self._transport, self._stage, error, begin)
                 with self._changed:
                     self._is_broken = True
                     self._changed.notify_all()
                 return
-            del entry, tensors, sends
+            del entry  # its tensors, before the next one is waited for
             with self._changed:
                 self._num_pending -= 1
                 self._changed.notify_all()
+
+    def _send(self, header: Tensor, tensors: list[Tensor], ready: Ready) -> None:
+        sends = [self._transport.isend(header, self._stage)]
+        sends += self._transport.isend_tensors(tensors, self._stage, ready)
+        for work, _ in sends:
+            work.wait()
 
 
 def _report(transport: GlooTransport, stage: int, error: Exception, begin: float) -> None:

@@ -33,11 +33,6 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 class Packet:
     """A message with its tensors.
 
-    Example:
-        >>> from samo.pipeline.transport.wire import Packet
-        >>> Packet("probe", step=3).tensors
-        ()
-
     Attributes:
         kind: Data ("activation", "gradient", "loss") or control ("probe", "alive", "abort", "end").
         step: Number of the batch.
