@@ -127,26 +127,36 @@ class TicketError(SamoError, RuntimeError):
 
 
 class PeerError(SamoError, RuntimeError):
-    """Another rank died, hung or sent nonsense; the message names it.
+    """Another rank died, hung or sent something invalid; the message names it.
 
     Example:
         >>> import samo
-        >>> error = samo.PeerError("rank 3 (stage 1) is gone", ranks=(3,), stage=1)
-        >>> error.ranks, error.stage
-        ((3,), 1)
+        >>> error = samo.PeerError("rank 3 (stage 1) is gone", rank=3, stage=1)
+        >>> error.rank, error.stage, error.is_timeout
+        (3, 1, False)
 
     Args:
-        message: Who did what, and what to do.
-        ranks: The ranks that are known to be at fault.
-        stage: The pipeline stage at fault, if it is one.
+        message: Which rank did what, and what to do.
+        ranks: The ranks that failed, if several are known.
+        rank: The rank that failed, if known.
+        stage: Its pipeline stage, if it has one.
+        is_timeout: Whether it failed by not answering in time.
     """
 
     def __init__(
-        self, message: str, ranks: tuple[int, ...] = (), *, stage: int | None = None
+        self,
+        message: str,
+        ranks: tuple[int, ...] = (),
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        is_timeout: bool = False,
     ) -> None:
         super().__init__(message)
-        self.ranks = ranks
+        self.ranks = ranks if rank is None else (rank,)
+        self.rank = rank
         self.stage = stage
+        self.is_timeout = is_timeout
 
 
 def first_words(error: BaseException) -> str:

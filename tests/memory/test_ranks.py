@@ -13,8 +13,7 @@ from torch import nn
 
 import samo
 from samo.models.gpt import GPT, GPTConfig, draw_weights
-from samo.pipeline.layers import take_apart
-from samo.pipeline.setup import cuts_of
+from samo.pipeline.split import check_cuts, take_apart
 from tests.meters import LiveBytes, live_storages
 from tests.pipeline.cases import next_token_loss
 from tests.ranks import run_ranks
@@ -141,7 +140,7 @@ def test_a_stage_that_draws_the_weights_of_one_process_holds_one_block_and_one_t
     layers = take_apart(on_meta(config))
     block = sum(param.nbytes for _, param in layers.units[1].named_parameters())
     table = 4 * 700 * 32
-    for start, stop in cuts_of(None, layers, 4):
+    for start, stop in check_cuts(None, layers, 4):
         own = {n for unit in layers.units[start:stop] for n, _ in unit.named_parameters()}
         own |= {name for group in layers.tied if own & {*group} for name in group}
         with LiveBytes() as meter:

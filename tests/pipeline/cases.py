@@ -10,8 +10,6 @@ from torch import Tensor, nn
 import samo
 from samo.models.gpt import GPT, GPTConfig
 
-Step = Callable[[], Tensor]
-
 
 def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     if logits_BTV.dtype.itemsize < 4:
@@ -68,26 +66,31 @@ def compress(module: nn.Module, whole: nn.Module) -> None:
     samo.compress_(module, mine, kernels="reference")
 
 
+def accumulate(
+    model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, micro_batches: int
+) -> Tensor:
+    """Compute forward and backward in one process, micro-batch after micro-batch; return the loss."""
+    pieces = list(zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches)))
+    counts = [int((target != -100).sum()) for _, target in pieces]
+    total: Tensor | None = None
+    for (part, target), number in zip(pieces, counts):
+        loss = next_token_loss(model(part), target) * (number / sum(counts))
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
 def reference(
     model: nn.Module,
     batches: list[tuple[Tensor, Tensor]],
     micro_batches: int,
     opt: torch.optim.Optimizer,
-    call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
 ) -> list[Tensor]:
-    """Train in one process, micro-batch after micro-batch; return the losses."""
+    """Train in one process; return the losses."""
     losses = []
     for x, y in batches:
         opt.zero_grad()
-        counts = [int((piece != -100).sum()) for piece in y.tensor_split(micro_batches)]
-        total: Tensor | None = None
-        for part, wanted, number in zip(
-            x.tensor_split(micro_batches), y.tensor_split(micro_batches), counts
-        ):
-            loss = next_token_loss(call(model, part), wanted) * (number / sum(counts))
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        losses.append(total)
+        losses.append(accumulate(model, x, y, micro_batches))
         opt.step()
     return losses

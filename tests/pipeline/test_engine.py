@@ -22,7 +22,7 @@ def durations(seed: int, jitter: float):
     return duration
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(
     num_stages=st.integers(1, 8),
     num_micro_batches=st.integers(1, 16),
@@ -92,13 +92,13 @@ def test_a_slow_link_makes_a_fixed_order_wait_and_not_the_message_driven_one() -
 
 def test_alternating_beats_backward_first_when_passes_jitter() -> None:
     spans: dict[str, float] = {"alternate": 0.0, "backward": 0.0}
-    for seed in range(30):
+    for seed in range(20):
         for prefer in ("alternate", "backward"):
             spans[prefer] += simulate(4, 16, prefer=prefer, duration=durations(seed, 0.5)).span
     assert spans["alternate"] < 0.97 * spans["backward"]
 
 
-# One engine --------------------------------------------------------------------------------------
+# One engine
 
 
 def test_a_backward_pass_comes_before_a_forward_pass_but_not_twice_in_a_row() -> None:
@@ -113,12 +113,13 @@ def test_a_backward_pass_comes_before_a_forward_pass_but_not_twice_in_a_row() ->
         Action("send_activation", 3),
         Action("backward", 1),
     ]
-    strict = Engine(0, 2, 4, in_flight=3, prefer="backward")
+    eager = Engine(0, 2, 4, in_flight=3, prefer="backward")
     for _ in range(6):
-        strict.next()
-    strict.receive(Message("gradient", 0))
-    strict.receive(Message("gradient", 1))
-    assert [strict.next().kind for _ in range(3)] == ["backward", "backward", "forward"]
+        eager.next()
+    eager.receive(Message("gradient", 0))
+    assert eager.senders() == [1]
+    eager.receive(Message("gradient", 1))
+    assert [eager.next().kind for _ in range(3)] == ["backward", "backward", "forward"]
 
 
 @pytest.mark.parametrize(
@@ -157,9 +158,7 @@ def test_settings_out_of_range_are_refused(arguments, text) -> None:
 
 @pytest.mark.parametrize("in_flight", [0, [1, 2], [1, 2, 0]])
 def test_limits_must_be_one_for_each_stage(in_flight) -> None:
-    with pytest.raises(
-        ValueError, match="in_flight must be 1 or more, for all stages or for each of 3"
-    ):
+    with pytest.raises(ValueError, match="in_flight must be 1 or more, for all stages or for each"):
         in_flight_limits(in_flight, 3)
 
 
@@ -176,7 +175,7 @@ def test_a_deadlock_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         simulate(2, 3)
 
 
-# Timelines ---------------------------------------------------------------------------------------
+# Timelines
 
 F0, B0 = Event(0, 1, 0, "forward", 0), Event(1, 3, 0, "backward", 0)
 

@@ -1,8 +1,8 @@
 """Runners in threads, over a network in memory that delays: gradients, tuples, and whom to blame."""
 
 import copy
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -33,26 +33,36 @@ class TwoWays(nn.Module):
         return self.linear(x) + index.unsqueeze(1), index + 1
 
 
-def run_threads(stages: list[nn.Module], batches: list[Batch], *, seed: int, timeout: float = 20.0):
+def run_threads(
+    stages: list[nn.Module], batches: list[Batch], *, seed: int = 0, timeout_s: float = 20.0
+) -> list[Any]:
+    """Run two batches on each stage, in threads; return losses or the error of each."""
     network = MemoryNetwork(len(stages), seed=seed, max_delay=0.003)
-    results: list[Any] = [None] * len(stages)
 
-    def work(stage: int) -> None:
-        runner = Runner(stages[stage], network.transport(stage), in_flight=2, timeout_s=timeout)
+    def work(stage: int) -> Any:
+        runner = Runner(stages[stage], network.transport(stage), in_flight=2, timeout_s=timeout_s)
         try:
-            results[stage] = [runner.run(lambda: batches[stage]) for _ in range(2)]
+            return [runner.run(lambda: batches[stage]) for _ in range(2)]
         except Exception as error:
-            results[stage] = error
+            with pytest.raises(samo.PeerError, match="the pipeline failed earlier"):
+                runner.run(lambda: batches[stage])
+            return error
 
-    threads = [threading.Thread(target=work, args=(s,)) for s in range(len(stages))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    with ThreadPoolExecutor(len(stages)) as pool:
+        return list(pool.map(work, range(len(stages))))
 
 
-@pytest.mark.parametrize("seed", range(5))
+def one_row(number: int, output: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+def run_last(network: MemoryNetwork, timeout_s: float = 5, num_micro_batches: int = 1) -> Any:
+    """Run a batch on the last of two stages; packets of the other one come from the test."""
+    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=timeout_s)
+    return runner.run(lambda: Batch(num_micro_batches, loss=one_row))
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_tuples_and_layers_that_work_in_place_give_the_gradients_of_one_process(seed: int) -> None:
     stages: list[nn.Module] = [TwoWays(), TwoWays(), TwoWays()]
     # The received tensor is changed in place, as a convolution's ReLU often does.
@@ -94,41 +104,34 @@ def test_without_training_nothing_gets_a_gradient() -> None:
     assert all(param.grad is None for stage in stages for param in stage.parameters())
 
 
-def test_a_stage_that_falls_silent_is_named_by_all_others() -> None:
-    network = MemoryNetwork(4, seed=0)
-    errors: list[Any] = [None] * 4
-    hangs = threading.Event()
+class Fails(nn.Module):
+    """Fails in its first forward pass."""
 
-    class Hangs(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hangs.wait(5)
-            return x
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
 
-    def work(stage: int) -> None:
-        module = Hangs() if stage == 2 else nn.Identity()
-        runner = Runner(module, network.transport(stage), in_flight=2, timeout_s=0.4)
-        inputs = [(torch.ones(1, requires_grad=False),)] * 4 if stage == 0 else None
-        loss = (lambda number, y: y.sum()) if stage == 3 else None
-        try:
-            runner.run(lambda: Batch(4, inputs, loss, is_training=False))
-        except samo.PeerError as error:
-            errors[stage] = error
-        if stage == 1:
-            with pytest.raises(samo.PeerError, match="the pipeline ended with an earlier error"):
-                runner.run(lambda: Batch(4))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "hangs":
+            time.sleep(1.2)
+        if self.how == "raises":
+            raise KeyError("no such layer")
+        return x
 
-    threads = [threading.Thread(target=work, args=(s,), daemon=True) for s in range(4)]
-    begin = time.monotonic()
-    for thread in threads:
-        thread.start()
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("hangs", "has been silent for"), ("raises", "KeyError: 'no such layer'")]
+)
+def test_a_stage_that_fails_is_named_by_all_others(how: str, text: str) -> None:
+    stages = [Fails(how if stage == 2 else "") for stage in range(4)]
+    batches = [Batch(4, is_training=False) for _ in range(4)]
+    batches[0] = Batch(4, [(torch.ones(1),)] * 4, is_training=False)
+    batches[3] = Batch(4, loss=one_row, is_training=False)
+    errors = run_threads(stages, batches, timeout_s=0.4)
     for stage in (0, 1, 3):
-        threads[stage].join()
-    assert time.monotonic() - begin < 3
-    hangs.set()
-    threads[2].join()
-    for stage in (0, 1, 3):
-        assert errors[stage].ranks == (2,)
-        assert str(errors[stage]).startswith("rank 2 (stage 2 of 4) has been silent for")
+        assert (errors[stage].rank, errors[stage].stage) == (2, 2)
+        assert str(errors[stage]).startswith(f"rank 2 (stage 2 of 4) {text}")
+    assert any(errors[stage].is_timeout for stage in (1, 3)) == (how == "hangs")
 
 
 @pytest.mark.parametrize(
@@ -144,10 +147,9 @@ def test_a_stage_that_falls_silent_is_named_by_all_others() -> None:
 def test_a_packet_out_of_place_names_its_sender(packet: Packet, text: str) -> None:
     network = MemoryNetwork(2)
     network.transport(0).send(1, packet)
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=5)
     with pytest.raises(samo.PeerError, match=text) as caught:
-        runner.run(lambda: Batch(2, loss=lambda number, y: y.sum()))
-    assert caught.value.ranks == (0,)
+        run_last(network, num_micro_batches=2)
+    assert caught.value.rank == 0
 
 
 class Disordered(MemoryTransport):
@@ -160,49 +162,61 @@ class Disordered(MemoryTransport):
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_last_words_count_more_than_a_closed_connection(is_early: bool) -> None:
-    gone = Arrival(0, None, RuntimeError("Connection closed by peer"))
+def test_an_abort_counts_more_than_a_closed_connection(is_early: bool) -> None:
+    gone = Arrival(0, error=ConnectionError("Connection closed by peer"))
     abort = Arrival(0, Packet("abort", 0, origin=2, reason="OSError: disk"))
     transport = Disordered(MemoryNetwork(3), 1, 3)
-    end = Arrival(0, Packet("end", 0))
-    transport.arrivals = [end, abort, gone] if is_early else [gone, abort]
+    transport.arrivals = [Arrival(0, Packet("end", 0)), gone, abort] if is_early else [gone, abort]
     runner = Runner(nn.Identity(), transport, in_flight=1, timeout_s=5)
     with pytest.raises(samo.PeerError, match=r"rank 2 \(stage 2 of 3\) OSError: disk") as caught:
         runner.run(lambda: Batch(1))
-    assert caught.value.ranks == (2,)
+    assert caught.value.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "is_timeout"),
+    [
+        (ConnectionError("Connection closed"), r"is gone \(Connection closed\)", False),
+        (TimeoutError("Timed out"), r"did not answer \(Timed out\)", True),
+        (samo.PeerError("stage 0 sent an invalid header"), r"of 3\) sent an invalid header", False),
+    ],
+)
+def test_a_broken_link_names_the_stage_at_its_end(error, text: str, is_timeout: bool) -> None:
+    transport = Disordered(MemoryNetwork(3), 1, 3)
+    transport.arrivals = [Arrival(0, error=error)]
+    runner = Runner(nn.Identity(), transport, in_flight=1, timeout_s=5)
+    with pytest.raises(samo.PeerError, match=text) as caught:
+        runner.run(lambda: Batch(1))
+    assert (caught.value.rank, caught.value.is_timeout) == (0, is_timeout)
+
+
+ONE = Packet("activation", 0, 0, (torch.ones(1),), (False,))
 
 
 def test_a_batch_ends_when_each_neighbour_has_ended_it() -> None:
-    """A rank that leaves earlier takes along a neighbour that still waits for messages."""
+    """A rank that exits earlier takes down a neighbour that still waits for messages."""
     network = MemoryNetwork(2)
     other = network.transport(0)
-    other.send(1, Packet("activation", 0, 0, (torch.ones(1),), (False,)))
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=5)
-    done = threading.Event()
-
-    def work() -> None:
-        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
-        done.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    said = []
-    while "end" not in said:
-        arrival = other.receive(1.0)
-        assert arrival is not None
-        assert arrival.packet is not None
-        said.append(arrival.packet.kind)
-    assert not done.wait(0.1)
-    other.send(1, Packet("end", 0))
-    assert done.wait(2)
-    thread.join()
+    other.send(1, ONE)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run_last, network)
+        kinds = []
+        while "end" not in kinds:
+            arrival = other.receive(1.0)
+            assert arrival is not None
+            assert arrival.packet is not None
+            kinds.append(arrival.packet.kind)
+        with pytest.raises(TimeoutError):
+            done.result(timeout=0.1)
+        other.send(1, Packet("end", 0))
+        assert done.result(timeout=2) == 1
 
 
 @pytest.mark.parametrize(
     ("more", "text"),
     [
         ((), r"rank 0 .stage 0 of 2. has not ended its batch for 0\.[34]"),
-        ((Packet("activation", 0, 1, (torch.ones(1),), (False,)),), "sent more than belongs to the"),
+        ((ONE,), "sent more than belongs to the"),
         ((Packet("abort", 0, origin=0, reason="OSError: disk"),), "OSError: disk"),
     ],
 )  # fmt: skip
@@ -210,12 +224,10 @@ def test_a_neighbour_that_does_not_end_its_batch_is_named(
     more: tuple[Packet, ...], text: str
 ) -> None:
     network = MemoryNetwork(2)
-    other = network.transport(0)
-    for packet in (Packet("activation", 0, 0, (torch.ones(1),), (False,)), *more):
-        other.send(1, packet)
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=0.1)
+    for packet in (ONE, *more):
+        network.transport(0).send(1, packet)
     with pytest.raises(samo.PeerError, match=text):
-        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
+        run_last(network, timeout_s=0.1)
 
 
 def test_gradients_that_do_not_fit_name_their_sender() -> None:
@@ -226,20 +238,14 @@ def test_gradients_that_do_not_fit_name_their_sender() -> None:
         runner.run(lambda: Batch(1, [(torch.ones(1, 1),)]))
 
 
-def test_a_neighbour_that_is_there_and_sends_nothing_is_given_up_in_the_end() -> None:
+def test_a_neighbour_that_is_alive_and_sends_no_data_is_given_up_in_the_end() -> None:
     network = MemoryNetwork(2)
-    runner = Runner(nn.Identity(), network.transport(1), in_flight=1, timeout_s=0.1)
-    is_done = threading.Event()
-
-    def answer() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run_last, network, timeout_s=0.1)
         other = network.transport(0)
-        while not is_done.is_set():
+        while not done.done():
             if other.receive(0.02) is not None:
                 other.send(1, Packet("alive", 0))
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    with pytest.raises(samo.PeerError, match=r"is there, but has sent nothing for 0\.3"):
-        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
-    is_done.set()
-    thread.join()
+        with pytest.raises(samo.PeerError, match=r"is alive, but has sent no data for 0\.3") as e:
+            done.result()
+    assert e.value.is_timeout

@@ -1,144 +1,107 @@
-"""Weights that two stages use: equal masks, gradients added once, failures with a name."""
+"""Weights that several stages use: equal masks, and gradients that are cleared like all others."""
 
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
 
 import samo
-from samo.pipeline.checking import check_ties
-from samo.pipeline.layers import take_apart
-from samo.pipeline.setup import connected
-from samo.pipeline.tied import Tie, ties_of
+from samo.pipeline.tied import TiedWeight
+from tests.pipeline.cases import compress, next_token_loss, tiny_gpt, tokens
 from tests.ranks import run_ranks
 
-TIE = Tie(("0.weight",), (0, 1))
+TIMEOUT = 20
+CLEARED = [(is_compressed, to_none) for is_compressed in (False, True) for to_none in (False, True)]
 
 
-def plain() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8, bias=False))
-
-
-def compressed(seed: int) -> nn.Module:
-    model = plain()
-    return samo.compress_(model, samo.prune(model, 0.5, method="random", seed=seed))
-
-
-def connected_tie() -> Tie:
-    assert dist.group.WORLD is not None
-    return connected([TIE], dist.group.WORLD, 20)[0]
-
-
-def test_ties_are_found_where_a_weight_lies_on_two_ranks() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    layers = take_apart(model)
-    assert ties_of(layers, [(0, 2), (2, 3)], 2) == [Tie(("0.weight", "2.weight"), (0, 1))]
-    assert ties_of(layers, [(0, 3)], 1) == []
-
-
-def add_once(rank: int, num_ranks: int) -> Any:
-    tie = connected_tie()
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(2, 2))
-    tie.copy_weight(module)
-    module[0].weight.grad = torch.full((2, 2), 10.0)
-    aside = tie.set_aside(module)
-    if rank == 1:  # the other one had no gradient at all
-        module[0].weight.grad = torch.full((2, 2), 3.0)
-    tie.add_up(module, aside)
-    return module[0].weight.detach(), module[0].weight.grad
-
-
-def test_gradients_are_added_once_to_what_was_there_before() -> None:
-    (first, first_grad), (second, second_grad) = run_ranks(2, add_once)
-    assert torch.equal(first, second)
-    for grad in (first_grad, second_grad):
-        assert torch.equal(grad, torch.full((2, 2), 13.0))
-
-
-def said_of(tie: Tie, module: nn.Module) -> str:
-    assert dist.group.WORLD is not None
-    try:
-        check_ties([tie], module, dist.group.WORLD)
-    except samo.MaskError as error:
-        return str(error)
-    return ""
-
-
-def compare(rank: int, num_ranks: int) -> list[str]:
-    """A third stage has no part in the tied weight, and hears of it too."""
-    tie, is_third = connected_tie(), rank == 2
-    elsewhere: nn.Module = nn.Sequential(nn.Tanh())
+def clear_between(rank: int, num_ranks: int) -> list[dict[str, Tensor]]:
+    """Compute three batches, clear gradients before the last one, and return what it leaves."""
+    mesh = samo.mesh(pipe=2)
     found = []
-    for module in (
-        plain(),
-        compressed(1),
-        compressed(1 + rank),
-        plain() if rank else compressed(1),
-    ):
-        found.append(said_of(tie, elsewhere if is_third else module))
-    module = compressed(1)
-    for seeds in ((1, 1), (2, 2), (2, 3)):  # masks that change later
-        if not is_third:
-            samo.remap_(module, samo.prune(plain(), 0.5, method="random", seed=seeds[rank]))
-        found.append(said_of(tie, elsewhere if is_third else module))
+    for is_compressed, to_none in CLEARED:
+        whole = tiny_gpt(is_tied=True)
+        pipeline = samo.Pipeline(whole, next_token_loss, mesh, 2, timeout_s=TIMEOUT)
+        module = pipeline.module
+        if is_compressed:
+            compress(module, tiny_gpt(is_tied=True))
+        for seed, is_last in ((0, True), (1, False), (2, True)):
+            if seed == 2:
+                module.zero_grad(set_to_none=to_none)
+            x, y = tokens(8, seed)
+            pipeline.step(x, target=y, is_last=is_last)
+        found.append({name: param.grad.clone() for name, param in module.named_parameters()})
+        pipeline.close()
     return found
 
 
-def test_different_masks_on_two_stages_are_refused_by_all() -> None:
-    for found in run_ranks(3, compare):
-        assert list(map(bool, found)) == [False, False, True, True, False, False, True]
-        assert {text.partition(";")[0] for text in found if text} == {
-            "tied weight '0.weight' has different masks on stages (0, 1)"
-        }
+def test_gradients_cleared_between_batches_are_cleared_for_tied_weights_too() -> None:
+    results = run_ranks(2, clear_between)
+    for number, (is_compressed, to_none) in enumerate(CLEARED):
+        model = tiny_gpt(is_tied=True)
+        if is_compressed:
+            compress(model, tiny_gpt(is_tied=True))
+        x, y = tokens(8, 2)
+        next_token_loss(model(x), y).backward()
+        wanted = dict(model.named_parameters())
+        for found in results:
+            for name, grad in found[number].items():
+                expected = wanted["embed.weight" if name == "head.weight" else name].grad
+                case = f"compressed={is_compressed} to_none={to_none}: {name}"
+                torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6, msg=case)
 
 
-def remap_one(rank: int, num_ranks: int) -> str:
-    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pipe",))
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    model[1].weight = model[0].weight
-    pipeline = samo.Pipeline(model, F.mse_loss, mesh, 1, timeout_s=10)
-    masks = samo.prune(model, 0.5)
-    samo.compress_(pipeline.module, pipeline.masks(masks))
-    x = torch.ones(1, 8)
-    pipeline.step(x, target=x)
-    if rank == 0:
-        other = samo.prune(plain(), 0.5, method="random", seed=1)
-        samo.remap_(pipeline.module, other)
-    with pytest.raises(samo.MaskError) as found:
-        pipeline.step(x, target=x)
-    pipeline.close()
-    return str(found.value)
+@pytest.mark.parametrize("brought", [3.0, 0.0, None])
+def test_the_gradient_of_earlier_steps_stays_unless_it_was_cleared(brought: float | None) -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    weight = module[0].weight
+
+    def earlier_after(do: Callable[[], object]) -> Tensor | None:
+        tie = TiedWeight(("0.weight",), (0, 1))
+        weight.grad = torch.full((2, 2), 10.0)
+        tie.before_batch(module)
+        weight.grad = None if brought is None else torch.full((2, 2), brought)
+        tie.after_batch(module)
+        do()
+        tie.before_batch(module)
+        if brought is None:
+            assert weight.grad is None or not weight.grad.any(), "it is not counted twice"
+        return tie._earlier
+
+    kept = earlier_after(lambda: None)
+    assert kept is not None
+    assert torch.equal(kept, torch.full((2, 2), 10.0))
+    assert earlier_after(module.zero_grad) is None
+    assert earlier_after(lambda: module.zero_grad(set_to_none=False)) is None
 
 
-def test_a_tied_weight_that_one_stage_alone_remaps_is_refused_by_both() -> None:
-    for said in run_ranks(2, remap_one):
-        assert "'0.weight' has different masks on stages (0, 1)" in said
+def different_masks(rank: int, num_ranks: int) -> list[str]:
+    """Return the errors of three pipelines; the stage in the middle does not hold the tied weight."""
+    mesh, x = samo.mesh(pipe=num_ranks), torch.ones(1, 8)
+    said = []
+    for fault in ("one is dense", "different", "remapped later"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        model[2].weight = model[0].weight
+        masks = [samo.prune(model, 0.5, method="random", seed=seed) for seed in range(3)]
+        pipeline = samo.Pipeline(model, F.mse_loss, mesh, 1, timeout_s=TIMEOUT)
+        if fault != "one is dense" or rank != 0:
+            seed = rank if fault == "different" else 0
+            samo.compress_(pipeline.module, pipeline.masks(masks[seed]))
+        if fault == "remapped later":
+            pipeline.step(x, target=x)
+            samo.remap_(pipeline.module, pipeline.masks(masks[1]))
+            pipeline.step(x, target=x)  # the same on both
+            if rank == 0:
+                samo.remap_(pipeline.module, pipeline.masks(masks[2]))
+        with pytest.raises(samo.MaskError) as caught:
+            pipeline.step(x, target=x)
+        said.append(str(caught.value).partition(";")[0])
+        pipeline.close()
+    return said
 
 
-def test_a_stage_that_does_not_add_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = samo.Pipeline(nn.Sequential(nn.Linear(2, 2)), F.mse_loss, None, 1)
-
-    def broken() -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(pipeline, "_share_gradients", broken)
-    with pytest.raises(
-        samo.PeerError, match=r"another rank did not come \(Connection closed by peer"
-    ) as e:
-        pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
-    assert e.value.ranks == ()
-    pipeline._runner._failure = None
-
-    def silent() -> None:
-        raise samo.PeerError("rank 9 did not come", ranks=(9,))
-
-    monkeypatch.setattr(pipeline, "_share_gradients", silent)
-    with pytest.raises(samo.PeerError, match="rank 9 did not come"):  # who is named stays
-        pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
+def test_different_masks_of_a_tied_weight_are_refused_by_all_stages() -> None:
+    text = "tied weight '0.weight' has different masks on stages (0, 2)"
+    assert run_ranks(3, different_masks) == [[text] * 3] * 3

@@ -1,15 +1,9 @@
-"""Pipelines over the axis `pipe`: a rank holds some layers and computes whatever message comes first.
+"""Pipelines over the axis `pipe`: a rank holds some layers and computes whichever message comes first.
 
+- pipeline: `samo.Pipeline`; gradients, tied: what stages reduce after a batch
+- split, stage, microbatch: how a model and a batch are cut
 - engine, timeline: decide and record; no torch, no I/O
-- wire, transport: what is sent, and what a network has to offer
-- gloo, nccl: networks
-- layers, partition: what a model is cut into, and where
-- stage, filling: the layers of a rank, and how they come to their values
-- batches, tied: micro-batches and their weights in the loss; weights that two stages use
-- gradients: the mean over replicas, and one verdict of all stages on what is not finite
-- runner: does what the engine decides
-- schedules: orders that torch.distributed.pipelining runs
-- checking: what is refused; setup: settings, carried out; api: `samo.Pipeline`
+- runner: does what the engine decides, over a transport; torch_schedules: torch's own schedules
 """
 
 __all__ = []

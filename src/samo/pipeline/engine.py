@@ -1,10 +1,9 @@
 """What one stage does next: a pure state machine, messages in and actions out.
 
-No step is planned ahead. A stage computes whatever its messages allow, and never holds more micro-batches
-than it promised. If both a backward and a forward pass are possible, it takes the backward pass, which
-frees memory; but not twice in a row (``prefer="alternate"``), since the stages after it live on what it
-sends forward. Each directed link delivers in the order of
-sending, so micro-batches pass every stage in the order 0, 1, 2, ..., forward as well as backward:
+Nothing is planned ahead. A stage computes whatever its messages allow, up to its limit of micro-batches in
+flight. If both passes are possible, it takes the backward pass, which frees memory; but not twice in a row
+(``prefer="alternate"``), since later stages wait for what it sends forward. Each directed link delivers
+in the order of sending, so micro-batches pass every stage in the order 0, 1, 2, ..., forward and backward:
 gradients are added up in the same order in every run, whatever the delays are.
 """
 
@@ -25,13 +24,7 @@ ActionKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What came in from a neighbour.
-
-    Example:
-        >>> from samo.pipeline.engine import Message
-        >>> Message("activation", 3).micro_batch
-        3
-    """
+    """A message from a neighbour."""
 
     kind: MessageKind
     micro_batch: int
@@ -39,13 +32,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What to do now; "receive" is to wait for a message, "step" that all gradients are complete.
-
-    Example:
-        >>> from samo.pipeline.engine import Action
-        >>> Action("forward", 0).kind
-        'forward'
-    """
+    """What to do now: "receive" waits for a message, "step" means that all gradients are complete."""
 
     kind: ActionKind
     micro_batch: int = -1
@@ -67,9 +54,9 @@ class Engine:
         stage: This stage, counted from 0.
         num_stages: Number of stages.
         num_micro_batches: Micro-batches of the batch.
-        in_flight: Micro-batches that may have gone forward and not yet backward here, at most.
-        prefer: What to do where both passes are possible: "backward", or "alternate" for a backward
-            pass that does not follow a backward pass.
+        in_flight: Limit of micro-batches between their forward and their backward pass here.
+        prefer: Which of two possible passes to take: "backward", or "alternate" for a backward pass
+            that does not follow a backward pass.
     """
 
     def __init__(
@@ -109,11 +96,11 @@ class Engine:
         waiting = 0 if self.is_first else self.activations - self.forwards
         return waiting + self.forwards - self.backwards
 
-    def expected(self) -> tuple[int, int]:
-        """Return how many messages come from the stage before and from the one after."""
-        before = 0 if self.is_first else self.num_micro_batches
-        after = 0 if self.is_last else self.num_micro_batches + 1
-        return before, after
+    def senders(self) -> list[int]:
+        """Return the neighbours that have more to send in this batch."""
+        before = [] if self.activations == self.num_micro_batches else [self.stage - 1]
+        after = [] if self.is_last or self._has_loss else [self.stage + 1]
+        return before + after
 
     def receive(self, message: Message) -> None:
         """Take in a message.
@@ -121,32 +108,28 @@ class Engine:
         Raises:
             PeerError: It is not the one that is due on its link.
         """
+        n = self.num_micro_batches
         if message.kind == "activation":
-            self._check(message, self.activations, is_due=not self.is_first, sender=self.stage - 1)
+            self._check(message, self.activations, not self.is_first, sender=self.stage - 1)
             self.activations += 1
         elif message.kind == "gradient":
             is_due = not self.is_last and self.gradients < self.forwards
-            self._check(message, self.gradients, is_due=is_due, sender=self.stage + 1)
+            self._check(message, self.gradients, is_due, sender=self.stage + 1)
             self.gradients += 1
         else:
-            is_due = not self.is_last and self.gradients == self.num_micro_batches
-            last = self.num_micro_batches - 1
-            self._check(message, last, is_due=is_due and not self._has_loss, sender=self.stage + 1)
+            is_due = not self.is_last and self.gradients == n and not self._has_loss
+            self._check(message, n - 1, is_due, sender=self.stage + 1)
             self._has_loss = True
 
     def next(self) -> Action:
-        """Decide what to do now, and take it for done."""
+        """Decide what to do now, and count it as done."""
         if self._due:
             return self._due.pop(0)
-        can_go_forward = self.can_go_forward and self.forwards - self.backwards < self.in_flight
-        if self.can_go_backward and not (
-            can_go_forward
-            and self._was_backward
-            and self.prefer == "alternate"
-            and not self.is_last
-        ):
+        is_forward = self.can_go_forward and self.forwards - self.backwards < self.in_flight
+        is_turn = self._was_backward and self.prefer == "alternate" and not self.is_last
+        if self.can_go_backward and not (is_forward and is_turn):
             return self.backward()
-        if can_go_forward:
+        if is_forward:
             return self.forward()
         if self.backwards == self.num_micro_batches and (self.is_last or self._has_loss):
             if not self.is_first and not self._is_loss_sent:
@@ -157,21 +140,21 @@ class Engine:
 
     @property
     def can_go_backward(self) -> bool:
-        """Whether what the next backward pass needs is there."""
+        """Whether the input of the next backward pass has arrived."""
         return self.backwards < (self.forwards if self.is_last else self.gradients)
 
     @property
     def can_go_forward(self) -> bool:
-        """Whether what the next forward pass needs is there; the limit is not looked at."""
+        """Whether the input of the next forward pass has arrived, whatever the limit is."""
         return self.forwards < self.activations
 
     @property
     def has_due(self) -> bool:
-        """Whether something must be sent before the next pass."""
+        """Whether a send comes before the next pass."""
         return bool(self._due)
 
     def forward(self) -> Action:
-        """Take the next forward pass for done."""
+        """Count the next forward pass as done."""
         micro_batch, self.forwards = self.forwards, self.forwards + 1
         self._was_backward = False
         if not self.is_last:
@@ -179,14 +162,14 @@ class Engine:
         return Action("forward", micro_batch)
 
     def backward(self) -> Action:
-        """Take the next backward pass for done."""
+        """Count the next backward pass as done."""
         micro_batch, self.backwards = self.backwards, self.backwards + 1
         self._was_backward = True
         if not self.is_first:
             self._due.append(Action("send_gradient", micro_batch))
         return Action("backward", micro_batch)
 
-    def _check(self, message: Message, due: int, *, is_due: bool, sender: int) -> None:
+    def _check(self, message: Message, due: int, is_due: bool, *, sender: int) -> None:
         if is_due and message.micro_batch == due < self.num_micro_batches:
             return
         wanted = f"{message.kind} {due} was due" if is_due else f"no {message.kind} was due"
@@ -199,7 +182,7 @@ class Engine:
 
 
 def in_flight_limits(in_flight: int | Sequence[int] | None, num_stages: int) -> tuple[int, ...]:
-    """Return the limit of each stage: ``in_flight`` for all, one for each, or the number of stages.
+    """Return the limit of each stage, by default the number of stages.
 
     Example:
         >>> from samo.pipeline.engine import in_flight_limits

@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches, and weigh their losses so that the batch size alone decides."""
+"""Cut a batch into micro-batches, and weight their losses so that their sum is the loss of the batch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,17 +7,17 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["count_targets", "cut", "nothing", "weights"]
+__all__ = ["count_targets", "cut", "loss_weights", "zero_loss"]
 
 Tensors = Tensor | tuple[Tensor, ...]
 Count = Callable[[Any], float | Tensor]
 Reduction = Literal["mean", "sum"]
-IGNORED: Final = -100
-"""What torch's cross-entropy leaves out, unless told otherwise."""
+IGNORE_INDEX: Final = -100
+"""The target that torch's cross-entropy ignores by default."""
 
 
-def cut(batch: Tensors, num_micro_batches: int, what: str) -> list[tuple[Tensor, ...]]:
-    """Return micro-batches: rows in order, as even as can be, the first ones larger by one.
+def cut(batch: object, num_micro_batches: int, name: str) -> list[tuple[Tensor, ...]]:
+    """Return micro-batches: rows in order, as even as possible, the first ones larger by one.
 
     Example:
         >>> import torch
@@ -26,7 +26,7 @@ def cut(batch: Tensors, num_micro_batches: int, what: str) -> list[tuple[Tensor,
         [3, 2, 2]
 
     Raises:
-        TypeError: It is no tensor and no tuple of them.
+        TypeError: It is not a tensor or a tuple of tensors.
         ValueError: There are fewer rows than micro-batches, or tensors of different lengths.
     """
     tensors = (batch,) if isinstance(batch, Tensor) else batch
@@ -36,61 +36,44 @@ def cut(batch: Tensors, num_micro_batches: int, what: str) -> list[tuple[Tensor,
         or not all(isinstance(t, Tensor) and t.dim() for t in tensors)
     ):
         raise TypeError(
-            f"{what} must be a tensor with rows or a tuple of them, got {type(batch).__name__}; every "
+            f"{name} must be a tensor with rows or a tuple of them, got {type(batch).__name__}; every "
             "rank may pass it, the stage that needs it must"
         )
     lengths = {len(tensor) for tensor in tensors}
     if len(lengths) > 1 or min(lengths) < num_micro_batches:
         raise ValueError(
-            f"{what} has {sorted(lengths)} rows for {num_micro_batches} micro-batches; all its tensors "
+            f"{name} has {sorted(lengths)} rows for {num_micro_batches} micro-batches; all its tensors "
             "must have the same number, one for each micro-batch or more"
         )
-    pieces = [tensor.tensor_split(num_micro_batches) for tensor in tensors]
-    return list(zip(*pieces))
+    return list(zip(*(tensor.tensor_split(num_micro_batches) for tensor in tensors)))
 
 
 def count_targets(target: Any) -> float | Tensor:
-    """Count what a mean loss divides by: entries, less those that cross-entropy ignores.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.microbatch import count_targets
-        >>> int(count_targets(torch.tensor([3, -100, 5]))), count_targets(torch.zeros(2, 3))
-        (2, 6)
-    """
+    """Count the terms of a mean loss: entries, without those that cross-entropy ignores."""
     first = target if isinstance(target, Tensor) else target[0]
     if first.is_floating_point() or first.dtype == torch.bool:
         return first.numel()
-    return (first != IGNORED).sum()
+    return (first != IGNORE_INDEX).sum()
 
 
-def nothing(output: Any) -> Tensor:
-    """Return a loss of 0 whose gradients are 0, whatever the output holds.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.microbatch import nothing
-        >>> nothing(torch.full((2, 3), torch.inf))
-        tensor(0.)
-    """
+def zero_loss(output: Any) -> Tensor:
+    """Return a loss of 0 with gradients of 0, also if the output is not finite."""
     tensors = [output] if isinstance(output, Tensor) else list(output)
     floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point()]
     zeros = [t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0).sum() for t in floats]
     return sum(zeros[1:], zeros[0]) if zeros else torch.zeros(())
 
 
-def weights(
+def loss_weights(
     targets: Sequence[tuple[Tensor, ...]], reduction: Reduction, count: Count | None
 ) -> list[float]:
-    """Return the factor of each micro-batch's loss, such that their sum is the loss of the batch.
+    """Return the weight of each micro-batch's loss: 0 without targets, NaN if no micro-batch has any.
 
     Example:
         >>> import torch
-        >>> from samo.pipeline.microbatch import cut, weights
-        >>> weights(cut(torch.zeros(4, 1), 3, "target"), "mean", None)
+        >>> from samo.pipeline.microbatch import cut, loss_weights
+        >>> loss_weights(cut(torch.zeros(4, 1), 3, "target"), "mean", None)
         [0.5, 0.25, 0.25]
-
-    One that has no targets has the factor 0; where none has any, all are NaN, as a mean over nothing.
     """
     if reduction == "sum":
         return [1.0] * len(targets)

@@ -11,28 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _sync_module_states
 
+from samo.core.compress import masks as masks_of
+from samo.core.ranks import compare_masks
 from samo.errors import PeerError
 from samo.mask.masks import Masks
-from samo.pipeline.checking import check_even, check_replicas, check_settings, check_ties
 from samo.pipeline.engine import in_flight_limits
-from samo.pipeline.filling import Source, build_stage
-from samo.pipeline.gradients import average, partial_norm, spoil_together
-from samo.pipeline.layers import LayersLike, take_apart
-from samo.pipeline.microbatch import Count, Reduction, Tensors, cut, nothing, weights as weigh
+from samo.pipeline.gradients import average_gradients, partial_norm, sync_found_inf
+from samo.pipeline.microbatch import Count, Reduction, Tensors, cut, loss_weights, zero_loss
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.setup import (
-    chunks_of,
-    connected,
-    cuts_of,
-    data_groups,
-    device_of,
-    pipe_group,
-    transport_of,
-)
-from samo.pipeline.tied import Tie, ties_of
+from samo.pipeline.split import LayersLike, check_cuts, take_apart
+from samo.pipeline.stage import Source, build_stage
+from samo.pipeline.tied import check_tied_masks, find_tied
 from samo.pipeline.timeline import Timeline
-from samo.pipeline.torch_schedules import TorchRunner
-from samo.pipeline.transport.gloo import GlooTransport
+from samo.pipeline.torch_schedules import TorchRunner, check_schedule
+from samo.pipeline.transport.base import Transport
+from samo.pipeline.transport.gloo import GlooTransport, new_group
+from samo.pipeline.transport.nccl import NcclTransport
 
 __all__ = ["Pipeline"]
 
@@ -42,13 +36,13 @@ _BROADCAST_BYTES: Final = 250 * 2**20  # DistributedDataParallel's
 class Pipeline:
     """Trains a model whose layers lie on several ranks; every rank runs the same program.
 
-    `step` computes forward and backward of all micro-batches and adds up gradients; the optimizer is
-    the caller's, on the parameters of ``pipeline.module``, which holds this rank's layers under the
+    `step` computes forward and backward of all micro-batches and accumulates gradients. The optimizer is
+    the caller's, over the parameters of ``pipeline.module``, which holds this rank's layers under the
     names they have in the whole model, compressed or not. Losses, gradients and updates are those of one
-    process that computes the same micro-batches one after the other, bit for bit on a CPU.
+    process that computes the same micro-batches in sequence, bit for bit on a CPU.
 
-    A mesh may have a dimension "data" beside "pipe": then each stage has replicas, which start with the
-    values of the first, compute batches of their own, and share the mean of their gradients.
+    If the mesh has a dimension "data" too, each stage has replicas: they start with the values of the
+    first, compute batches of their own, and average their gradients.
 
     Example:
         >>> import torch, samo
@@ -62,31 +56,31 @@ class Pipeline:
         True
 
     Args:
-        layers: ``nn.Sequential``, a list of layers or of functions that make one, samo's GPT, or
-            Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take no memory but
-            for those of the rank's own stage.
+        layers: ``nn.Sequential``, a list of layers or of functions that build one, samo's GPT, or
+            Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take memory only on
+            the rank that holds them.
         loss_fn: Called with the output and the target of a micro-batch; returns a scalar.
-        mesh: A device mesh with a dimension called "pipe", and "data" where stages have replicas; None
-            for one stage in this process.
+        mesh: A device mesh with a dimension "pipe", and "data" if stages have replicas; None for one
+            stage in this process.
         micro_batches: Number of micro-batches a batch is cut into.
-        schedule: "message-driven", or "1f1b", "gpipe" and "interleaved" as torch runs them.
-        in_flight: Micro-batches a stage may hold, one number or one for each stage; the number of
-            stages by default. Only for "message-driven".
-        stages_per_rank: Pieces of the model on each rank, for "interleaved".
+        schedule: "message-driven", or torch's "1f1b", "gpipe" and "interleaved".
+        in_flight: Micro-batches a stage may hold, one number or one for each stage; by default the
+            number of stages. Only for "message-driven".
+        stages_per_rank: Pieces of the model on each rank, for "interleaved"; 2 by default.
         cuts: First layer and the one after the last of each stage, as `partition` returns them; by
             default even in the number of weights.
-        device: Where the stage computes; the mesh's device by default.
+        device: Where the stage computes; by default the mesh's device.
         weights: Values by name, or safetensors: a file, or a folder of files. Each rank reads its own.
-        seed: For layers that have no values yet.
+        seed: Seed of layers that have no values yet.
         tied: Groups of parameter names that are one weight, where the model does not show it.
-        loss_reduction: Whether ``loss_fn`` is a mean, as usual, or a sum over what it is given.
-        count: How many terms a mean loss has for a target; entries other than -100 by default.
-        timeout_s: Seconds of silence after which another rank is given up. Longer than anything a rank
-            does between two batches.
+        loss_reduction: Whether ``loss_fn`` returns a mean or a sum over its targets.
+        count: Number of terms of a mean loss, for a target; by default its entries other than -100.
+        timeout_s: Seconds of silence after which another rank is given up. Must be longer than anything
+            a rank does between two batches.
 
     Raises:
-        ValueError: A setting is out of range, or layers cannot be cut so.
-        TypeError: The layers are none of the above.
+        ValueError: A setting is out of range, or the layers cannot be cut so.
+        TypeError: The layers are of no known kind.
     """
 
     def __init__(
@@ -108,55 +102,50 @@ class Pipeline:
         count: Count | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        group = pipe_group(mesh)
+        group = _pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
-        self.stage: Final = 0 if group is None else dist.get_rank(group)
-        check_settings(
+        _check_settings(
             schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout_s
         )
         per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
+        self.stage: Final = 0 if group is None else dist.get_rank(group)
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
         self.schedule: Final = schedule
         self.in_flight: Final = in_flight_limits(in_flight, num_ranks)
-        self.device: Final = device_of(device, mesh)
+        self.device: Final = _device(device, mesh)
         self.mesh: Final = mesh
-        row = take_apart(layers, tied)
-        self.names: Final = tuple(name for unit in row.units for name in unit.tensor_names())
-        self.tied: Final = row.tied
-        self.cuts: Final = cuts_of(cuts, row, self.num_stages)
-        mine = list(range(self.stage, self.num_stages, num_ranks))
+        split = take_apart(layers, tied)
+        self.names: Final = tuple(name for unit in split.units for name in unit.tensor_names())
+        self.tied: Final = split.tied
+        self.cuts: Final = check_cuts(cuts, split, self.num_stages)
+        numbers = range(self.stage, self.num_stages, num_ranks)
+        pieces = [self.cuts[number] for number in numbers]
         self.module: Final = build_stage(
-            row, [self.cuts[i] for i in mine], device=self.device, seed=seed, weights=weights
+            split, pieces, device=self.device, seed=seed, weights=weights
         )
         self._loss_fn = loss_fn
         self._reduction: Final[Reduction] = loss_reduction
         self._count = count
-        self._replicas: Final = data_groups(mesh, timeout_s)
         self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
-        self._transport: Final = transport_of(group, self.device, timeout_s)
-        # None for one stage in this process.
-        self._links = self._transport if isinstance(self._transport, GlooTransport) else None
-        self._ties: Final = connected(ties_of(row, self.cuts, num_ranks), group, timeout_s)
-        # Also where a program ends without a word, and before torch's own end.
-        self._finalizer: Final = weakref.finalize(self, self._transport.close)
-        self._has_more = False
-        self._aside: list[Tensor | None] = []
-        self._versions: list[int] = []
+        self._replicas: Final = _data_groups(mesh, timeout_s)
+        self._links: Final = _connect(group, self.device, timeout_s)
+        self._ties: Final = find_tied(split, self.cuts, group, timeout_s)
+        self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
+        transport = Transport() if self._links is None else self._links
+        # Also closes links of a program that ends without close(), before torch's own exit handlers.
+        self._finalizer: Final = weakref.finalize(self, transport.close)
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
-            self._runner = Runner(
-                self.module,
-                self._transport,
-                in_flight=self.in_flight[self.stage],
-                timeout_s=timeout_s,
-            )
+            limit = self.in_flight[self.stage]
+            self._runner = Runner(self.module, transport, in_flight=limit, timeout_s=timeout_s)
         else:
-            chunks = chunks_of(self.module, [self.cuts[i] for i in mine])
             self._runner = TorchRunner(
                 schedule,
-                list(zip(mine, chunks)),
+                self.module,
+                numbers,
+                pieces,
                 self.num_stages,
                 group,
                 self.device,
@@ -164,8 +153,8 @@ class Pipeline:
             )
         if self._replicas is not None:
             _sync_module_states(self.module, self._replicas[0], _BROADCAST_BYTES, 0, ())
-        for tie in self._own_ties():
-            tie.copy_weight(self.module)
+        for tie in self._own_ties:
+            tie.broadcast(self.module)
 
     def step(
         self,
@@ -175,21 +164,21 @@ class Pipeline:
         is_last: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor:
-        """Compute forward and backward of a batch, add up gradients, and return the loss.
+        """Compute forward and backward of a batch, accumulate gradients, and return the loss.
 
-        Every rank calls it; only the first stage reads ``x``, only the last one ``target``. Every stage gets
-        the loss of the whole batch; a replica that of its own part. Pass ``is_last=False`` for a batch that
-        others of the same optimizer step follow. After the last one, gradients are averaged over replicas,
-        those of tied weights are summed over stages, and if a gradient is not finite on any stage, all
-        stages get a NaN in theirs: `samo.AdamW` and GradScaler skip the same steps everywhere. Gradients
-        that are cleared between two batches are gone, those of tied weights too.
+        Call on every rank. Only the first stage reads ``x`` and only the last reads ``target``. Every stage
+        returns the loss of the whole batch; a replica, that of its own part. Pass ``is_last=False`` for
+        every batch but the last of an optimizer step: reductions run once, at the end. Gradients are then
+        averaged over replicas, those of tied weights are summed over stages, and if a gradient is not
+        finite on any stage, all stages get a NaN in theirs, so that `samo.AdamW` and GradScaler skip the
+        same steps everywhere. Gradients cleared between two batches are cleared for tied weights too.
 
         Example:
             >>> import torch, samo
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
             >>> pipeline = samo.Pipeline(model, torch.nn.functional.cross_entropy, None, 2)
             >>> opt = torch.optim.AdamW(pipeline.module.parameters())
-            >>> scaler = torch.amp.GradScaler("cpu")  # for float16; each rank has one of its own
+            >>> scaler = torch.amp.GradScaler("cpu")  # for float16; each rank has its own
             >>> x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
             >>> loss = pipeline.step(x, target=y, scaler=scaler)
             >>> scaler.step(opt)
@@ -198,31 +187,27 @@ class Pipeline:
             (torch.Size([]), 65536.0)
 
         Args:
-            x: Inputs, a tensor or a tuple of them.
+            x: Inputs, a tensor or a tuple of tensors.
             target: What ``loss_fn`` compares the output with.
             is_last: Whether an optimizer step follows.
-            scaler: Scales the loss before it goes backward, and not the one that is returned. The scalers
-                of all ranks have one scale at all times, since they find the same gradients finite.
+            scaler: Scales the loss before backward, and not the one that is returned. Scalers of all ranks
+                keep the same scale, since they find the same gradients finite.
 
         Raises:
-            PeerError: Another rank died, hung, failed or sent nonsense.
+            PeerError: Another rank died, hung, failed or sent something invalid.
             MaskError: Replicas, or the stages of a tied weight, have different masks.
         """
         self._check_open()
         if scaler is not None:
-            scaler.scale(torch.zeros((), device=self.device))  # makes the scale, on all stages
-        ties = self._own_ties()
-        if self._has_more:
-            left = zip(ties, self._aside, self._versions)
-            self._aside = [tie.resume(self.module, old, version) for tie, old, version in left]
-        else:
-            self._aside = [tie.set_aside(self.module) for tie in ties]
-        self._has_more = not is_last
+            scaler.scale(torch.zeros((), device=self.device))  # creates the scale, on all stages
+        for tie in self._own_ties:
+            tie.before_batch(self.module)
         loss = self._run(x, target, is_training=True, scaler=scaler)
         if is_last:
-            self._runner.together(self._share_gradients)
+            self._runner.run_collective(self._reduce_gradients)
         else:
-            self._versions = [t.leave(self.module, old) for t, old in zip(ties, self._aside)]
+            for tie in self._own_ties:
+                tie.after_batch(self.module)
         return loss
 
     @torch.no_grad()
@@ -231,8 +216,8 @@ class Pipeline:
     ) -> Tensor:
         """Scale the gradients of all stages so that their norm is at most ``max_norm``; return the norm.
 
-        As ``torch.nn.utils.clip_grad_norm_`` on the whole model, a tied weight counted once. Every rank
-        calls it. Where the norm is not finite, gradients become NaN on all stages.
+        As ``torch.nn.utils.clip_grad_norm_`` on the whole model, with a tied weight counted once. Call on
+        every rank. If the norm is not finite, gradients become NaN on all stages.
 
         Example:
             >>> import torch, samo
@@ -245,27 +230,27 @@ class Pipeline:
             tensor(1.0000)
 
         Args:
-            max_norm: The norm is at most this afterwards.
+            max_norm: Upper bound of the norm.
             norm_type: 2, another power, or ``math.inf`` for the largest magnitude.
-            error_if_nonfinite: Whether a norm that is not finite is an error.
+            error_if_nonfinite: Whether to raise if the norm is not finite.
 
         Raises:
             ValueError: ``norm_type`` is not over 0.
             RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
-            PeerError: Another rank did not come.
+            PeerError: Another rank did not join.
         """
         self._check_open()
         if not norm_type > 0:
             raise ValueError(f"norm_type must be over 0, got {norm_type}")
         params = dict(self.module.named_parameters())
-        elsewhere = {n for tie in self._own_ties() if tie.ranks[0] != self.stage for n in tie.names}
-        held = [p.grad for n, p in params.items() if p.grad is not None and n not in elsewhere]
-        total = partial_norm(held, norm_type, self.device)
-        is_largest = norm_type == math.inf
+        elsewhere = {n for tie in self._own_ties if tie.ranks[0] != self.stage for n in tie.names}
+        grads = [p.grad for n, p in params.items() if p.grad is not None and n not in elsewhere]
+        total = partial_norm(grads, norm_type, self.device)
+        is_max = norm_type == math.inf
         if self._links is not None:
-            group, op = self._links.group, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
-            self._runner.together(lambda: dist.all_reduce(total, op, group=group))
-        norm = total if is_largest else total.pow(1.0 / norm_type)
+            group, op = self._links.group, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            self._runner.run_collective(lambda: dist.all_reduce(total, op, group=group))
+        norm = total if is_max else total.pow(1.0 / norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of the gradients is {float(norm)}, so they cannot be clipped; pass "
@@ -274,8 +259,8 @@ class Pipeline:
         # A factor of 0, as torch has it for an infinite norm, would let other stages step.
         used = torch.where(norm.isfinite(), norm, math.nan)
         nn.utils.clip_grads_with_norm_(params.values(), max_norm, used)
-        is_wide = any(param.dtype == torch.float64 for param in params.values())
-        return norm if is_wide else norm.float()
+        is_double = any(param.dtype == torch.float64 for param in params.values())
+        return norm if is_double else norm.float()
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
         """Return the loss of a batch without gradients; call ``pipeline.module.eval()`` for dropout.
@@ -290,9 +275,9 @@ class Pipeline:
         return self._run(x, target, is_training=False)
 
     def timeline(self) -> Timeline:
-        """Return when each stage computed what in the last batch; every rank calls it.
+        """Return when each stage computed what in the last batch. Call on every rank.
 
-        Clocks are those of the ranks, so all of them must be on one machine. Only for "message-driven".
+        Times are the ranks' own clocks, so all ranks must be on one machine. Only for "message-driven".
 
         Example:
             >>> import torch, samo
@@ -303,17 +288,17 @@ class Pipeline:
             1
 
         Raises:
-            ValueError: The schedule is torch's, which keeps no times.
+            ValueError: The schedule is torch's, which records no times.
         """
         if not isinstance(self._runner, Runner):
             raise ValueError(
-                f"schedule '{self.schedule}' keeps no times; use torch.profiler, or 'message-driven'"
+                f"schedule '{self.schedule}' records no times; use torch.profiler, or 'message-driven'"
             )
-        everyones: list[Any] = [self._runner.events]
+        gathered: list[Any] = [self._runner.events]
         if self._links is not None:
-            everyones = [None] * self._links.num_stages
-            dist.all_gather_object(everyones, self._runner.events, group=self._links.host_group)
-        events = [event for events in everyones for event in events]
+            gathered = [None] * self._links.num_stages
+            dist.all_gather_object(gathered, self._runner.events, group=self._links.host_group)
+        events = [event for events in gathered for event in events]
         return Timeline(self.num_stages, self.micro_batches, events)
 
     def masks(self, masks: Masks) -> Masks:
@@ -341,9 +326,9 @@ class Pipeline:
         return self._runner.sent_bytes, self._runner.received_bytes
 
     def close(self) -> None:
-        """End the threads that wait for messages. The pipeline is not used again.
+        """End the threads that exchange packets. The pipeline cannot be used again.
 
-        It is what leaving a ``with`` block does, and the end of the program.
+        Leaving a ``with`` block closes it too, and so does the end of the program.
 
         Example:
             >>> import torch, samo
@@ -360,6 +345,10 @@ class Pipeline:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise PeerError("the pipeline was closed, and its links with it; build a new one")
+
     def _run(
         self,
         x: Tensors | None,
@@ -370,16 +359,11 @@ class Pipeline:
     ) -> Tensor:
         self._check_open()
         if isinstance(self._runner, Runner):
-            # Within the runner, whose other stages must hear of a batch that cannot be cut.
+            # Within the runner, which tells the other stages of a batch that cannot be cut.
             return self._runner.run(lambda: self._batch(x, target, scaler, is_training))
         batch = self._batch(x, target, scaler, is_training)
         inputs = (x,) if isinstance(x, Tensor) else (x or ())
-        check_even(inputs, self.micro_batches, self.schedule)
         return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
-
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise PeerError("the pipeline was closed, and its links with it; build a new one")
 
     def _batch(
         self,
@@ -389,39 +373,105 @@ class Pipeline:
         is_training: bool,
     ) -> Batch:
         """Cut what this stage needs of a batch."""
-        inputs = loss = None
-        if self._is_first:
-            inputs = [
-                tuple(t.to(self.device) for t in piece)
-                for piece in cut(x, self.micro_batches, "x")  # type: ignore[arg-type]
-            ]
+
+        def pieces(batch: Tensors | None, name: str) -> list[tuple[Tensor, ...]]:
+            found = cut(batch, self.micro_batches, name)
+            return [tuple(tensor.to(self.device) for tensor in piece) for piece in found]
+
+        inputs = pieces(x, "x") if self._is_first else None
+        loss = None
         if self._is_last:
-            pieces = cut(target, self.micro_batches, "target")  # type: ignore[arg-type]
-            targets = [tuple(t.to(self.device) for t in piece) for piece in pieces]
-            factors = weigh(targets, self._reduction, self._count)
+            targets = pieces(target, "target")
+            factors = loss_weights(targets, self._reduction, self._count)
 
             def loss(micro_batch: int, output: Any) -> Tensor:
                 wanted, factor = targets[micro_batch], factors[micro_batch]
-                if factor == 0:  # a mean over nothing, which is not a number
-                    return nothing(output)
+                if factor == 0:  # a mean over no targets, which is NaN
+                    return zero_loss(output)
                 return self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted) * factor
 
         scale: Callable[[Tensor], Tensor] | None = None if scaler is None else scaler.scale
         return Batch(self.micro_batches, inputs, loss, is_training, scale)
 
-    def _own_ties(self) -> list[Tie]:
-        return [tie for tie in self._ties if self.stage in tie.ranks]
-
-    def _share_gradients(self) -> None:
-        """Make gradients those of the whole batch: over replicas, then over stages."""
+    def _reduce_gradients(self) -> None:
+        """Reduce gradients over replicas, then over stages."""
         if self._replicas is not None:
-            group, on_host = self._replicas
-            check_replicas(self.module, on_host)
-            average(self.module.parameters(), group)
+            group, host_group = self._replicas
+            compare_masks(masks_of(self.module), host_group)  # they may have changed on any rank
+            average_gradients(self.module.parameters(), group)
         if self._links is None or self._links.num_stages == 1:
             return
         if self._ties:
-            check_ties(self._ties, self.module, self._links.host_group)
-            for tie, old in zip(self._own_ties(), self._aside):
-                tie.add_up(self.module, old)
-        spoil_together(self.module.parameters(), self._links.group, self.device)
+            check_tied_masks(self._ties, self.module, self._links.host_group)
+            for tie in self._own_ties:
+                tie.all_reduce(self.module)
+        sync_found_inf(self.module.parameters(), self._links.group, self.device)
+
+
+def _check_settings(
+    schedule: str,
+    micro_batches: int,
+    in_flight: object,
+    stages_per_rank: int | None,
+    reduction: str,
+    timeout_s: float,
+) -> None:
+    check_schedule(schedule)
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a whole number, 1 or more, got {micro_batches!r}")
+    if in_flight is not None and schedule != "message-driven":
+        raise ValueError(
+            f"in_flight={in_flight} has no effect on schedule '{schedule}', whose order fixes it; leave "
+            "it out, or use 'message-driven'"
+        )
+    if stages_per_rank is not None and (schedule != "interleaved" or stages_per_rank < 2):
+        raise ValueError(
+            f"stages_per_rank={stages_per_rank} with schedule '{schedule}': only 'interleaved' has "
+            "several pieces on a rank, 2 or more"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}")
+
+
+def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names or ()
+    if "pipe" not in names:
+        raise ValueError(
+            f"the mesh has dimensions {names}, none of them 'pipe'; build it with "
+            "init_device_mesh(device, (4,), mesh_dim_names=('pipe',))"
+        )
+    return mesh["pipe"].get_group()
+
+
+def _data_groups(
+    mesh: DeviceMesh | None, timeout_s: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Return the replicas of this stage, for gradients and, on the host, for masks; None without any."""
+    if mesh is None or "data" not in (mesh.mesh_dim_names or ()) or mesh["data"].size() == 1:
+        return None
+    given = mesh["data"].get_group()
+    ranks, backend = dist.get_process_group_ranks(given), dist.get_backend(given)
+    # Not the mesh's own group, whose timeout is half an hour.
+    group = new_group(ranks, backend, timeout_s)
+    return group, group if backend == "gloo" else new_group(ranks, "gloo", timeout_s)
+
+
+def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.cuda.current_device())
+
+
+def _connect(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
+) -> GlooTransport | None:
+    if group is None:
+        return None
+    is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
+    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout_s=timeout_s)

@@ -1,46 +1,49 @@
-"""Do what the engine decides: compute passes, send what comes out, name whoever fails.
+"""Run one stage: compute the passes that the engine decides on, exchange packets, and name a rank that fails.
 
-A stage that waits half of the timeout asks the silent neighbour whether it is there. One that waits
-itself answers at once; one that is dead, stopped or lost in its own computation does not, and is blamed
-when the timeout is over. Whoever blames a stage tells the other side, which passes it on: everyone ends
-with the name of the same rank.
+A stage that has waited for half of the timeout probes the silent neighbour. A neighbour that is itself
+waiting answers at once. One that is dead, stopped or stuck in its own computation does not, and is
+reported when the timeout expires. The report is sent on as an "abort", so every rank raises a `PeerError`
+that names the same rank.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
-from samo.errors import PeerError, SamoError, first_words
+from samo.errors import PeerError, SamoError
 from samo.pipeline.engine import Action, Engine, Message
 from samo.pipeline.timeline import Event, Pass
-from samo.pipeline.transport.base import Arrival, Transport, not_come
-from samo.pipeline.transport.wire import DATA_KINDS, Packet, PacketKind
+from samo.pipeline.transport.base import Arrival, Transport, collective_error
+from samo.pipeline.transport.wire import DATA_KINDS, Packet
 
 __all__ = ["Batch", "Runner"]
 
 Result = TypeVar("Result")
 
-_GOODBYE: Final = 2.0
+_ABORT_S: Final = 2.0
+"""Seconds to send an "abort", or to wait for one after a collective has failed."""
+_DRAIN_S: Final = 0.3
+"""Seconds to wait for an "abort" that a neighbour sent before its link broke."""
 _PATIENCE: Final = 3
-_LAST_WORDS_S: Final = 0.3
-"""Seconds in which what a neighbour sent before it left may still come."""
+"""Timeouts after which a neighbour that answers probes, and sends nothing else, is given up."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one stage knows of a batch.
+    """One stage's part of a batch.
 
     Attributes:
-        num_micro_batches: Micro-batches.
+        num_micro_batches: Number of micro-batches.
         inputs: On the first stage, the tensors of each micro-batch.
         loss: On the last stage, the weighted loss of a micro-batch, by its number and outputs.
-        is_training: Whether to go backward; otherwise gradients are empty, and only say that a
+        is_training: Whether to run backward; otherwise gradients are empty, and only say that a
             micro-batch is done.
-        scale: On the last stage, makes of a loss what goes backward.
+        scale: On the last stage, scales a loss before backward.
     """
 
     num_micro_batches: int
@@ -52,7 +55,7 @@ class Batch:
 
 @dataclass
 class _Held:
-    """What is kept of the micro-batches that are here."""
+    """Tensors of the micro-batches in flight."""
 
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -66,17 +69,12 @@ class Runner:
     Args:
         module: The layers of this stage.
         transport: The links to its neighbours.
-        in_flight: Limit of this stage.
+        in_flight: Micro-batches this stage may hold.
         timeout_s: Seconds of silence after which a neighbour is given up.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        transport: Transport,
-        *,
-        in_flight: int,
-        timeout_s: float,
+        self, module: nn.Module, transport: Transport, *, in_flight: int, timeout_s: float
     ) -> None:
         self.module: Final = module
         self.transport: Final = transport
@@ -86,39 +84,32 @@ class Runner:
         self.steps = 0
         self.sent_bytes = self.received_bytes = 0
         self._failure: str | None = None
-        self._heard: dict[int, float] = {}
-        self._asked: set[int] = set()
-        self._expected: dict[int, int] = {}
-        self._early: list[Arrival] = []
         self._open: set[int] = set()  # neighbours whose "end" has not come
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
-        """Compute a batch and return its loss; the other stages hear of it if ``prepare`` raises.
+        """Compute a batch and return its loss. If ``prepare`` raises, the other stages are told.
 
         Raises:
-            PeerError: Another stage died, hung, failed or sent nonsense.
+            PeerError: Another stage died, hung, failed or sent something invalid.
         """
-        transport, stage = self.transport, self.transport.stage
         self.events = []
 
         def compute() -> Tensor:
             batch = prepare()
-            engine = Engine(stage, transport.num_stages, batch.num_micro_batches, self.in_flight)
-            before, after = engine.expected()
-            wanted = {stage - 1: before, stage + 1: after}
-            self._expected = {s: n for s, n in wanted.items() if n}
-            transport.begin()
+            stage, num_stages = self.transport.stage, self.transport.num_stages
+            engine = Engine(stage, num_stages, batch.num_micro_batches, self.in_flight)
+            self.transport.begin()
             return self._loop(engine, batch)
 
         loss = self._until_all_end(compute)
         self.steps += 1
         return loss
 
-    def together(self, do: Callable[[], Result]) -> Result:
-        """Do what needs other stages outside of a batch, and name whoever does not come to it.
+    def run_collective(self, do: Callable[[], Result]) -> Result:
+        """Run something that all stages do together outside of a batch.
 
         Raises:
-            PeerError: Another stage did not.
+            PeerError: Another stage failed, or did not join.
         """
 
         def listen() -> Result:
@@ -128,43 +119,37 @@ class Runner:
             except (SamoError, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
-                self._hear()
-                raise not_come(error) from error
+                if self.transport.neighbours:
+                    self._listen(min(_ABORT_S, self.timeout_s))
+                raise collective_error(error) from error
 
         return self._until_all_end(listen)
 
     def _until_all_end(self, do: Callable[[], Result]) -> Result:
         if self._failure is not None:
-            raise PeerError(
-                f"the pipeline ended with an earlier error ({self._failure}); start the ranks again"
-            )
-        self._open = self._neighbours()
+            raise PeerError(f"the pipeline failed earlier ({self._failure}); start the ranks again")
+        neighbours = self.transport.neighbours
+        self._open = set(neighbours)
         try:
             result = do()
-            for other in self._neighbours():
-                self.transport.send(other, Packet("end", self.steps))
-            late = self.transport.flush(self.timeout_s, self._neighbours())
+            for stage in neighbours:
+                self.transport.send(stage, Packet("end", self.steps))
+            late = self.transport.flush(self.timeout_s, neighbours)
             if late is not None:
-                self._blame(late, self._why(late))
+                error = self._drain(late)
+                waited = f"did not take what was sent to it for {self.timeout_s:g} s"
+                said = waited if error is None else _describe(error)
+                self._fail(late, said, skip=late, is_timeout=error is None)
             self._await_ends()
         except PeerError as error:
             self._failure = self._failure or str(error)
             raise
         except BaseException as error:
-            if not self._neighbours():
-                raise  # nobody else is in the middle of this batch
-            self._failure = f"{type(error).__name__}: {error}"
-            self._say_goodbye(self.transport.stage, self._failure, self._neighbours())
+            if neighbours:  # a pipeline of one stage can run the next batch
+                self._failure = f"{type(error).__name__}: {error}"
+                self._broadcast_abort(self.transport.stage, self._failure, neighbours)
             raise
         return result
-
-    def _hear(self) -> None:
-        """Raise what a neighbour says about who failed, if it says anything."""
-        deadline = time.monotonic() + min(_GOODBYE, self.timeout_s)
-        while time.monotonic() < deadline:
-            arrival = self._next(0.1)
-            if arrival is not None:
-                self._is_data(arrival)
 
     def _loop(self, engine: Engine, batch: Batch) -> Tensor:
         held = _Held()
@@ -180,11 +165,11 @@ class Runner:
         assert held.loss is not None, "the engine ends when the loss is known"
         return held.loss
 
-    # Passes --------------------------------------------------------------------------------------
+    # Passes
 
     def _compute(self, what: Pass, micro_batch: int, held: _Held, batch: Batch) -> None:
         start = time.perf_counter()
-        with torch.set_grad_enabled(batch.is_training):
+        with torch.set_grad_enabled(batch.is_training), record_function(f"samo/{what}"):
             if what == "forward":
                 self._forward(micro_batch, held, batch)
             else:
@@ -193,19 +178,16 @@ class Runner:
         self.events.append(Event(start, end, self.transport.stage, what, micro_batch))
 
     def _forward(self, micro_batch: int, held: _Held, batch: Batch) -> None:
-        inputs = held.inputs[micro_batch]
-        output = self.module(*(enter(tensor) for tensor in inputs))
+        output = self.module(*map(non_leaf, held.inputs[micro_batch]))
         if batch.loss is None:
             held.outputs[micro_batch] = as_tuple(output)
             return
         loss = batch.loss(micro_batch, output)
         held.outputs[micro_batch] = (loss if batch.scale is None else batch.scale(loss),)
-        total = loss.detach()
-        held.loss = total if held.loss is None else held.loss + total
+        held.loss = loss.detach() if held.loss is None else held.loss + loss.detach()
 
     def _backward(self, micro_batch: int, held: _Held, batch: Batch) -> None:
-        outputs = held.outputs.pop(micro_batch)
-        inputs = held.inputs.pop(micro_batch)
+        inputs, outputs = held.inputs.pop(micro_batch), held.outputs.pop(micro_batch)
         gradients = held.gradients.pop(micro_batch, ())
         if not batch.is_training:
             held.gradients[micro_batch] = ()
@@ -213,205 +195,184 @@ class Runner:
         roots = [output for output in outputs if output.requires_grad]
         if batch.loss is None and len(roots) != len(gradients):
             what = f"sent {len(gradients)} gradients for {len(roots)} outputs of {micro_batch}"
-            self._blame(self.transport.stage + 1, what, is_there=True)
+            self._fail(self.transport.stage + 1, what)
         if roots:
-            given: list[Any] = list(gradients) if batch.loss is None else [None]
-            torch.autograd.backward(roots, given)
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            torch.autograd.backward(roots, gradients if batch.loss is None else None)
         held.gradients[micro_batch] = tuple(
-            torch.zeros_like(t) if t.grad is None else t.grad for t in wanted
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in inputs
+            if tensor.requires_grad
         )
 
-    # Messages ------------------------------------------------------------------------------------
+    # Packets
 
     def _send(self, action: Action, held: _Held, batch: Batch) -> None:
         stage, micro_batch = self.transport.stage, action.micro_batch
+        flags: tuple[bool, ...] = ()
         if action.kind == "send_activation":
+            kind, target = "activation", stage + 1
             outputs = held.outputs[micro_batch]
-            flags = tuple(output.requires_grad for output in outputs)
             tensors = tuple(output.detach() for output in outputs)
-            packet = Packet(
-                "activation", self.steps, micro_batch, tensors, flags, is_training=batch.is_training
-            )
-            self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
-            self.transport.send(stage + 1, packet)
-            return
-        if action.kind == "send_gradient":
-            tensors = held.gradients.pop(micro_batch)
-            flags = (False,) * len(tensors)
-            kind: PacketKind = "gradient"
+            flags = tuple(output.requires_grad for output in outputs)
+        elif action.kind == "send_gradient":
+            kind, target, tensors = "gradient", stage - 1, held.gradients.pop(micro_batch)
         else:
             assert held.loss is not None, "the engine sends the loss when it is known"
-            kind, tensors, flags = "loss", (held.loss,), (False,)
-        trains = batch.is_training
-        packet = Packet(kind, self.steps, micro_batch, tensors, flags, is_training=trains)
+            kind, target, tensors = "loss", stage - 1, (held.loss,)
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
-        self.transport.send(stage - 1, packet)
+        packet = Packet(
+            kind,  # type: ignore[arg-type]
+            self.steps,
+            micro_batch,
+            tensors,
+            flags,
+            is_training=batch.is_training,
+        )
+        self.transport.send(target, packet)
 
     def _receive(self, engine: Engine, held: _Held, batch: Batch) -> None:
-        arrival = self._wait()
-        packet = arrival.packet
-        assert packet is not None, "errors end the wait with an exception"
-        assert packet.kind in ("activation", "gradient", "loss"), "control ends in the wait"
+        sender, packet = self._wait(engine)
         self.received_bytes += sum(tensor.nbytes for tensor in packet.tensors)
         if packet.step != self.steps:
-            what = f"sent {packet.kind} of batch {packet.step} in batch {self.steps}"
-            self._blame(arrival.stage, what, is_there=True)
+            self._fail(sender, f"sent {packet.kind} of batch {packet.step} in batch {self.steps}")
         if packet.is_training != batch.is_training:
-            what = "called {} where this stage called {}".format(
-                *(("eval()", "step()")[flag] for flag in (packet.is_training, batch.is_training))
-            )
-            self._blame(arrival.stage, what, is_there=True)
-        is_from_before = arrival.stage < self.transport.stage
-        if is_from_before != (packet.kind == "activation"):
-            what = f"sent {packet.kind} in the wrong direction"
-            self._blame(arrival.stage, what, is_there=True)
+            calls = ("eval()", "step()")
+            theirs, ours = calls[packet.is_training], calls[batch.is_training]
+            self._fail(sender, f"called {theirs} where this stage called {ours}")
+        if (sender < self.transport.stage) != (packet.kind == "activation"):
+            self._fail(sender, f"sent {packet.kind} in the wrong direction")
         try:
-            engine.receive(Message(packet.kind, packet.micro_batch))
+            engine.receive(Message(packet.kind, packet.micro_batch))  # type: ignore[arg-type]
         except PeerError as error:
-            self._blame(arrival.stage, str(error), is_there=True)
+            self._fail(sender, str(error))
         if packet.kind == "activation":
             held.inputs[packet.micro_batch] = tuple(
                 tensor.requires_grad_(flag)
-                for tensor, flag in zip(packet.tensors, packet.needs_grad)
+                for tensor, flag in zip(packet.tensors, packet.needs_grad, strict=True)
             )
         elif packet.kind == "gradient":
             held.gradients[packet.micro_batch] = packet.tensors
         else:
             held.loss = packet.tensors[0]
 
-    def _next(self, timeout_s: float) -> Arrival | None:
-        """Return what came first of what belongs to now: what follows a stage's "end" is for later."""
-        for place, early in enumerate(self._early):
-            if early.stage in self._open:
-                return self._early.pop(place)
-        arrival = self.transport.receive(timeout_s)
-        if arrival is None or arrival.packet is None or arrival.stage in self._open:
-            return arrival
-        self._early.append(arrival)
-        return None
-
-    def _wait(self) -> Arrival:
-        """Return the next data packet; meanwhile answer questions and watch the clock."""
+    def _wait(self, engine: Engine) -> tuple[int, Packet]:
+        """Return the next data packet and its sender; meanwhile answer probes and watch the clock."""
         begin = time.monotonic()
-        self._heard = dict.fromkeys(self._expected, begin)
-        self._asked.clear()
+        heard = dict.fromkeys(self.transport.neighbours, begin)
+        probed: set[int] = set()
         while True:
             now = time.monotonic()
-            for stage in [s for s, left in self._expected.items() if left]:
-                silence = now - self._heard[stage]
+            for stage in engine.senders():
+                silence = now - heard[stage]
                 if silence >= self.timeout_s:
-                    self._blame(stage, f"has been silent for {silence:.1f} s")
+                    what = f"has been silent for {silence:.1f} s"
+                    self._fail(stage, what, skip=stage, is_timeout=True)
                 if now - begin > _PATIENCE * self.timeout_s:
-                    self._blame(stage, f"is there, but has sent nothing for {now - begin:.1f} s")
-                if silence >= self.timeout_s / 2 and stage not in self._asked:
-                    self._asked.add(stage)
+                    what = f"is alive, but has sent no data for {now - begin:.1f} s"
+                    self._fail(stage, what, skip=stage, is_timeout=True)
+                if silence >= self.timeout_s / 2 and stage not in probed:
+                    probed.add(stage)
                     self.transport.send(stage, Packet("probe", self.steps))
-            arrival = self._next(max(0.01, self.timeout_s / 8))
-            if arrival is not None and self._is_data(arrival):
-                return arrival
+            arrival = self.transport.receive(max(0.01, self.timeout_s / 8))
+            if arrival is None:
+                continue
+            packet = self._handle(arrival)
+            if packet.kind in DATA_KINDS:
+                return arrival.stage, packet
+            heard[arrival.stage] = time.monotonic()
+            probed.discard(arrival.stage)
 
     def _await_ends(self) -> None:
-        """Wait until each neighbour has said that it is done.
+        """Wait until each neighbour has ended this batch.
 
-        Then nobody receives any more, and a program may end here: a rank that goes while its neighbour
-        still waits for a message takes it along. A neighbour that has our "end" hears no questions, and
-        may have as many passes before it as are in flight.
+        A rank that exits while its neighbour still waits for a message would take it down. A neighbour that
+        has our "end" answers no probes, and may have as many passes to compute as are in flight.
         """
         begin = time.monotonic()
         limit = max(_PATIENCE, self.in_flight + 1) * self.timeout_s
         while self._open:
-            arrival = self._next(max(0.01, self.timeout_s / 8))
-            if arrival is not None and self._is_data(arrival):
-                what = "sent more than belongs to the batch"
-                self._blame(arrival.stage, what, is_there=True)
+            arrival = self.transport.receive(max(0.01, self.timeout_s / 8))
+            if arrival is not None and self._handle(arrival).kind in DATA_KINDS:
+                self._fail(arrival.stage, "sent more than belongs to the batch")
             waited = time.monotonic() - begin
             if arrival is None and waited > limit:
-                self._blame(min(self._open), f"has not ended its batch for {waited:.1f} s")
+                stage = min(self._open)
+                what = f"has not ended its batch for {waited:.1f} s"
+                self._fail(stage, what, skip=stage, is_timeout=True)
 
-    def _is_data(self, arrival: Arrival) -> bool:
-        stage, packet = arrival.stage, arrival.packet
+    def _handle(self, arrival: Arrival) -> Packet:
+        """Return a packet after answering a probe; raise if it is an "abort" or the link is broken."""
+        stage, packet, error = arrival.stage, arrival.packet, arrival.error
+        self._raise_if_abort(arrival)
+        if isinstance(error, PeerError):  # it is alive, and hears of it too
+            self._fail(stage, str(error))
         if packet is None:
-            is_there = isinstance(arrival.error, PeerError)  # it sends, if only nonsense
-            if not is_there:
-                self._hear_last_words(stage)
-            self._blame(stage, _said(arrival.error), is_there=is_there)
-        assert packet is not None
-        self._heard[stage] = time.monotonic()
-        self._asked.discard(stage)
-        self._heed(arrival)
+            assert error is not None, "an arrival has a packet or an error"
+            self._drain(stage)
+            is_timeout = isinstance(error, TimeoutError)
+            self._fail(stage, _describe(error), skip=stage, is_timeout=is_timeout)
         if packet.kind == "end":
             self._open.discard(stage)
         if packet.kind == "probe" and packet.step == self.steps:
             self.transport.send(stage, Packet("alive", self.steps))
-        if packet.kind not in DATA_KINDS:
-            return False
-        self._expected[stage] -= 1
-        return True
+        return packet
 
-    def _heed(self, arrival: Arrival) -> None:
-        """Raise what a neighbour says about who failed, if that is what has come."""
-        packet = arrival.packet
-        if packet is not None and packet.kind == "abort":
-            self._end(packet.origin, packet.reason, came_from=arrival.stage)
+    # Failures
 
-    def _hear_last_words(self, stage: int) -> str | None:
-        """Raise what a neighbour said before it left; else return what its link has said.
+    def _listen(self, seconds: float) -> None:
+        """Raise a failure that a neighbour reports within some seconds, if any."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            arrival = self.transport.receive(left)
+            if arrival is not None:
+                self._handle(arrival)
 
-        Who sends to it may see the closed connection before what it sent itself.
+    def _drain(self, stage: int) -> Exception | None:
+        """Raise the "abort" that a neighbour sent before its link broke; else return the link's error.
+
+        The sending thread may see the closed connection before the receiving one has read the "abort".
         """
-        for early in self._early:
-            if early.stage == stage:
-                self._heed(early)
-        said = None
-        deadline = time.monotonic() + _LAST_WORDS_S
+        self.transport.begin()  # it may have ended this batch and failed in the next
+        error: Exception | None = None
+        deadline = time.monotonic() + _DRAIN_S
         while (left := deadline - time.monotonic()) > 0:
             arrival = self.transport.receive(left)
             if arrival is not None and arrival.stage == stage:
-                self._heed(arrival)
-                said = said or (None if arrival.error is None else _said(arrival.error))
-        return said
+                self._raise_if_abort(arrival)
+                error = error or arrival.error
+        return error
 
-    def _why(self, late: int) -> str:
-        """Say why a neighbour did not take what was sent to it."""
-        said = self._hear_last_words(late)
-        return said or f"did not take what was sent to it for {self.timeout_s:g} s"
+    def _raise_if_abort(self, arrival: Arrival) -> None:
+        packet = arrival.packet
+        if packet is not None and packet.kind == "abort":
+            self._fail(packet.origin, packet.reason, skip=arrival.stage)
 
-    def _blame(self, stage: int, what: str, *, is_there: bool = False) -> None:
-        """End the batch; one that is there hears of it too, and tells those behind it."""
-        self._end(stage, what, came_from=-1 if is_there else stage)
-
-    def _end(self, origin: int, what: str, *, came_from: int) -> None:
-        own = self.transport.stage
+    def _fail(
+        self, origin: int, what: str, *, skip: int | None = None, is_timeout: bool = False
+    ) -> NoReturn:
+        """Report that ``origin`` failed to the neighbours other than ``skip``, and raise."""
+        transport = self.transport
         what = what.removeprefix(f"stage {origin} ")
-        self._say_goodbye(origin, what, self._neighbours() - {came_from})
-        is_known = 0 <= origin < self.transport.num_stages
-        rank = self.transport.ranks[origin] if is_known else -1
+        self._broadcast_abort(origin, what, [s for s in transport.neighbours if s != skip])
+        is_known = 0 <= origin < transport.num_stages
+        rank = transport.ranks[origin] if is_known else None
         raise PeerError(
-            f"rank {rank} (stage {origin} of {self.transport.num_stages}) {what}. This is stage "
-            f"{own}; its batch is lost: start the ranks again from the last checkpoint",
-            ranks=(rank,),
+            f"rank {rank} (stage {origin} of {transport.num_stages}) {what}. This is stage "
+            f"{transport.stage}; its batch is lost: start the ranks again from the last checkpoint",
+            rank=rank,
             stage=origin,
+            is_timeout=is_timeout,
         )
 
-    def _say_goodbye(self, origin: int, what: str, stages: set[int]) -> None:
-        for stage in sorted(stages):
-            packet = Packet("abort", self.steps, origin=origin, reason=what)
-            self.transport.send(stage, packet)
-        self.transport.flush(min(_GOODBYE, self.timeout_s), stages)
-
-    def _neighbours(self) -> set[int]:
-        own = self.transport.stage
-        return {stage for stage in (own - 1, own + 1) if 0 <= stage < self.transport.num_stages}
+    def _broadcast_abort(self, origin: int, what: str, stages: Iterable[int]) -> None:
+        for stage in stages:
+            self.transport.send(stage, Packet("abort", self.steps, origin=origin, reason=what))
+        self.transport.flush(min(_ABORT_S, self.timeout_s), stages)
 
 
-def _said(error: Exception | None) -> str:
-    """Return what a stage did, by the error that its link ended with."""
-    if error is None or isinstance(error, PeerError):
-        return str(error)
-    first = first_words(error)
-    what = "did not take what was sent to it" if "imed out" in first else "is gone"
-    return f"{what} ({first})"
+def _describe(error: Exception) -> str:
+    what = "did not answer" if isinstance(error, TimeoutError) else "is gone"
+    return f"{what} ({error})"
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
@@ -430,20 +391,18 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def enter(tensor: Tensor) -> Tensor:
-    """Return a received tensor as the inside of a graph, so that a layer may change it in place."""
+def non_leaf(tensor: Tensor) -> Tensor:
+    """Return a received tensor as a non-leaf, so that a layer may change it in place."""
     is_inside = tensor.requires_grad and torch.is_grad_enabled()
-    return _Enter.apply(tensor) if is_inside else tensor  # type: ignore[no-untyped-call]
+    return _Alias.apply(tensor) if is_inside else tensor  # type: ignore[no-untyped-call]
 
 
-class _Enter(torch.autograd.Function):
-    """The identity. Its result shares memory with the leaf, which autograd need not know."""
+class _Alias(torch.autograd.Function):
+    """The identity. Its output shares memory with the leaf, hidden from autograd: no view, no copy."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        return tensor.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

@@ -1,95 +1,141 @@
-"""Weights that two stages use, such as an embedding that is also the head: one gradient for both."""
+"""Weights that several stages use, such as an embedding that is also the head: one gradient for all uses."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from samo.core.weight import weight_of
-from samo.pipeline.layers import Layers
+from samo.errors import MaskError
+from samo.pipeline.split import Layers
+from samo.pipeline.transport.gloo import new_group
 
-__all__ = ["Tie", "ties_of"]
+__all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
 
 
-@dataclass(frozen=True)
-class Tie:
-    """One weight on several ranks.
+class TiedWeight:
+    """One weight on several ranks, whose gradients are added up once for each optimizer step.
 
-    Attributes:
-        names: Its names.
-        ranks: Ranks that hold it, counted along the axis `pipe`.
+    A gradient that is there before the step's first batch is a sum over the ranks already. It is set aside
+    until `all_reduce`, so that it is not counted once for each rank.
+
+    Args:
+        names: Its names in the whole model.
+        ranks: Ranks that hold it, along the axis `pipe`.
         group: These ranks.
     """
 
-    names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        ranks: tuple[int, ...],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.names: Final = names
+        self.ranks: Final = ranks
+        self.group: Final = group
+        self._earlier: Tensor | None = None
+        self._version: int | None = None  # of the gradient after a batch that others follow
 
     @torch.no_grad()
-    def copy_weight(self, module: nn.Module) -> None:
+    def broadcast(self, module: nn.Module) -> None:
         """Give every rank the values of the first."""
         param = self._param(module)
         values = param.detach().contiguous()
         dist.broadcast(values, group=self.group, group_src=0)
         param.copy_(values)
 
-    def set_aside(self, module: nn.Module) -> Tensor | None:
-        """Take away the gradient of earlier batches, which is a sum already."""
+    def before_batch(self, module: nn.Module) -> None:
+        """Set aside the gradient of earlier steps, or forget it if gradients were cleared since."""
         param = self._param(module)
-        grad, param.grad = param.grad, None
-        return grad
-
-    def leave(self, module: nn.Module, aside: Tensor | None) -> int:
-        """Note the gradient of a batch that others follow, so that it is seen if somebody clears it.
-
-        Where the batch brought none, what was set aside is put back for that time.
-        """
-        param = self._param(module)
-        if param.grad is None:
-            param.grad = aside
-        return -1 if param.grad is None else param.grad._version
-
-    def resume(self, module: nn.Module, aside: Tensor | None, version: int) -> Tensor | None:
-        """Return what stays set aside for the next batch: nothing, if gradients were cleared since."""
-        param = self._param(module)
-        held = param.grad
-        if held is None or (held._version != version and not bool(held.any())):
-            return None
-        if held is aside:
+        grad = param.grad
+        if self._version is None:
+            self._earlier, param.grad = grad, None
+        elif grad is None or (grad._version != self._version and not bool(grad.any())):
+            self._earlier = None
+        elif grad is self._earlier:
             param.grad = None
-        return aside
+
+    def after_batch(self, module: nn.Module) -> None:
+        """Remember the gradient's version, so that the next batch of the step can tell if it was cleared."""
+        param = self._param(module)
+        if param.grad is None:  # show what was set aside, which the caller may clear
+            param.grad = self._earlier
+        self._version = -1 if param.grad is None else param.grad._version
 
     @torch.no_grad()
-    def add_up(self, module: nn.Module, aside: Tensor | None) -> None:
-        """Make the gradient the sum over the ranks, and add what was set aside."""
-        param = self._param(module)
+    def all_reduce(self, module: nn.Module) -> None:
+        """Sum the step's gradient over the ranks, and add it to what was set aside."""
+        param, earlier = self._param(module), self._earlier
         if param.grad is None:
             param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
         total = param.grad.contiguous()
         dist.all_reduce(total, group=self.group)
-        param.grad = total if aside is None else aside.add_(total)
+        param.grad = total if earlier is None else earlier.add_(total)
+        self._earlier = self._version = None
 
-    def mask_print(self, module: nn.Module) -> float | None:
-        """Return 40 bits of the mask's fingerprint, 0 for a dense weight; None on other ranks."""
+    def fingerprint(self, module: nn.Module) -> str | None:
+        """Return the fingerprint of the mask, "" for a dense weight, None on other stages."""
         here = dict(module.named_parameters(remove_duplicate=False))
         if not any(name in here for name in self.names):
             return None
         weight = weight_of(self._param(module))
-        mask = None if weight is None else weight.mask
-        return 0.0 if mask is None else float(int(mask.fingerprint()[:10], 16))
+        return "" if weight is None or weight.mask is None else weight.mask.fingerprint()
 
     def _param(self, module: nn.Module) -> nn.Parameter:
         here = dict(module.named_parameters(remove_duplicate=False))
         return next(here[name] for name in self.names if name in here)
 
 
-def ties_of(layers: Layers, cuts: Sequence[tuple[int, int]], num_ranks: int) -> list[Tie]:
-    """Return the weights that lie on more than one rank."""
+def find_tied(
+    layers: Layers,
+    cuts: Sequence[tuple[int, int]],
+    pipe: dist.ProcessGroup | None,
+    timeout_s: float,
+) -> list[TiedWeight]:
+    """Return the weights that lie on several ranks, with groups of these ranks; all stages call it."""
+    if pipe is None:
+        return []
     rank_of: dict[str, int] = {}
     for piece, (start, stop) in enumerate(cuts):
         for unit in layers.units[start:stop]:
-            rank_of |= {name: piece % num_ranks for name, _ in unit.named_parameters()}
-    found = [Tie(group, tuple(sorted({rank_of[name] for name in group}))) for group in layers.tied]
-    return [tie for tie in found if len(tie.ranks) > 1]
+            rank_of |= {name: piece % pipe.size() for name, _ in unit.named_parameters()}
+    global_ranks, own = dist.get_process_group_ranks(pipe), dist.get_rank()
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    found = []
+    for names in layers.tied:
+        stages = tuple(sorted({rank_of[name] for name in names}))
+        if len(stages) == 1:
+            continue
+        if stages not in groups:
+            ranks = [global_ranks[stage] for stage in stages]
+            # A stage without the weight creates a group of itself alone, see new_group.
+            ranks = ranks if own in ranks else [own]
+            groups[stages] = new_group(ranks, dist.get_backend(pipe), timeout_s)
+        found.append(TiedWeight(names, stages, groups[stages]))
+    return found
+
+
+def check_tied_masks(
+    tied: Iterable[TiedWeight], module: nn.Module, group: dist.ProcessGroup
+) -> None:
+    """Compare the masks of tied weights.
+
+    Args:
+        tied: Those of all stages.
+        module: This stage.
+        group: All stages, on the host.
+
+    Raises:
+        MaskError: They differ; on all stages.
+    """
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, [tie.fingerprint(module) for tie in tied], group=group)
+    for tie, found in zip(tied, zip(*gathered)):
+        if len({*found} - {None}) > 1:
+            raise MaskError(
+                f"tied weight '{tie.names[0]}' has different masks on stages {tie.ranks}; "
+                f"give all its names {tie.names} the same mask, or none"
+            )

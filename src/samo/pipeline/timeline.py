@@ -1,9 +1,8 @@
-"""What each stage computed when, as data: checked, as text, and for trace viewers."""
+"""When each stage computed what: checked, as text, and for trace viewers."""
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 __all__ = ["Event", "Timeline"]
@@ -13,13 +12,7 @@ Pass = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
-    """One pass of one micro-batch through one stage, from ``start`` to ``end`` in seconds.
-
-    Example:
-        >>> from samo.pipeline.timeline import Event
-        >>> Event(0.0, 1.5, 0, "forward", 3).end
-        1.5
-    """
+    """One pass of one micro-batch through one stage, from ``start`` to ``end`` in seconds."""
 
     start: float
     end: float
@@ -41,17 +34,15 @@ class Timeline:
         (3, 0.0)
 
     Raises:
-        ValueError: A pass is missing, comes twice, overlaps another one or comes before its cause.
+        ValueError: A pass is missing, comes twice, overlaps another one or comes before its input.
     """
 
     num_stages: int
     num_micro_batches: int
-    events: tuple[Event, ...] = field()
+    events: Sequence[Event]
 
-    def __init__(self, num_stages: int, num_micro_batches: int, events: Iterable[Event]) -> None:
-        object.__setattr__(self, "num_stages", num_stages)
-        object.__setattr__(self, "num_micro_batches", num_micro_batches)
-        object.__setattr__(self, "events", tuple(sorted(events)))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "events", tuple(sorted(self.events)))
         self._check()
 
     @property
@@ -61,7 +52,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Fraction of all stages' time in which nothing was computed."""
+        """Fraction of all stages' time that was idle."""
         busy = sum(e.end - e.start for e in self.events)
         return 1.0 - busy / (self.span * self.num_stages) if self.span else 0.0
 
@@ -70,7 +61,7 @@ class Timeline:
         return [event for event in self.events if event.stage == stage]
 
     def peak_in_flight(self, stage: int) -> int:
-        """Return how many micro-batches had gone forward and not yet backward, at most."""
+        """Return the largest number of micro-batches between their forward and their backward pass."""
         now = peak = 0
         for event in self.of_stage(stage):
             now += 1 if event.what == "forward" else 0
@@ -79,18 +70,14 @@ class Timeline:
         return peak
 
     def text(self, width: int = 100) -> str:
-        """Return a grid of letters: a forward pass as the last digit of its micro-batch, then dashes.
-
-        Backward passes are dashes, ended by the digit where there is room; dots are idle time.
-        """
+        """Return a row for each stage: digits of micro-batches going forward, dashes backward, dots idle."""
         scale = width / self.span if self.span else 0.0
-        origin = self.events[0].start
         rows = []
         for stage in range(self.num_stages):
             row = ["."] * width
             for event in self.of_stage(stage):
-                first = round((event.start - origin) * scale)
-                last = max(round((event.end - origin) * scale), first + 1)
+                first = round((event.start - self.events[0].start) * scale)
+                last = max(round((event.end - self.events[0].start) * scale), first + 1)
                 mark = str(event.micro_batch % 10) if event.what == "forward" else "-"
                 row[first:last] = mark * (min(last, width) - first)
             rows.append(f"stage {stage}  {''.join(row)}")
@@ -118,41 +105,41 @@ class Timeline:
         return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
 
     def _check(self) -> None:
-        ends: dict[tuple[int, Pass, int], Event] = {}
+        passes: dict[tuple[int, Pass, int], Event] = {}
+        last: dict[int, Event] = {}
         for event in self.events:
             key = (event.stage, event.what, event.micro_batch)
-            if key in ends:
+            if key in passes:
                 raise ValueError(f"{_name(event)} comes twice")
             if event.end < event.start:
                 raise ValueError(f"{_name(event)} ends at {event.end:g}, before it starts")
-            ends[key] = event
-        for stage in range(self.num_stages):
-            for micro_batch in range(self.num_micro_batches):
-                for what in _PASSES:
-                    if (stage, what, micro_batch) not in ends:
-                        raise ValueError(f"{what} {micro_batch} of stage {stage} is missing")
-        if len(ends) > 2 * self.num_stages * self.num_micro_batches:
+            if event.stage in last and event.start < last[event.stage].end:
+                raise ValueError(
+                    f"{_name(event)} starts while {_name(last[event.stage])} is computed"
+                )
+            passes[key] = last[event.stage] = event
+        wanted = {
+            (stage, what, micro_batch)
+            for stage in range(self.num_stages)
+            for what in _PASSES
+            for micro_batch in range(self.num_micro_batches)
+        }
+        for stage, what, micro_batch in sorted(wanted - passes.keys()):
+            raise ValueError(f"{what} {micro_batch} of stage {stage} is missing")
+        if len(passes) > len(wanted):
             raise ValueError(
-                f"there are {len(ends)} passes for {self.num_stages} stages and "
+                f"there are {len(passes)} passes for {self.num_stages} stages and "
                 f"{self.num_micro_batches} micro-batches"
             )
-        self._check_order(ends)
-
-    def _check_order(self, ends: dict[tuple[int, Pass, int], Event]) -> None:
-        by_stage: dict[int, list[Event]] = defaultdict(list)
-        for event in self.events:
-            for before in by_stage[event.stage][-1:]:
-                if event.start < before.end:
-                    raise ValueError(f"{_name(event)} starts while {_name(before)} is computed")
-            by_stage[event.stage].append(event)
-            if event.what == "forward":
-                cause = ends.get((event.stage - 1, "forward", event.micro_batch))
-            elif event.stage == self.num_stages - 1:
-                cause = ends[event.stage, "forward", event.micro_batch]
+        for (stage, what, micro_batch), event in passes.items():
+            if what == "forward":
+                before = passes.get((stage - 1, "forward", micro_batch))
+            elif stage == self.num_stages - 1:
+                before = passes[stage, "forward", micro_batch]
             else:
-                cause = ends[event.stage + 1, "backward", event.micro_batch]
-            if cause is not None and event.start < cause.end:
-                raise ValueError(f"{_name(event)} starts before {_name(cause)} has ended")
+                before = passes[stage + 1, "backward", micro_batch]
+            if before is not None and event.start < before.end:
+                raise ValueError(f"{_name(event)} starts before {_name(before)} has ended")
 
 
 _PASSES: Final[tuple[Pass, Pass]] = ("forward", "backward")

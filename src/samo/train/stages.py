@@ -8,9 +8,8 @@ from torch import Tensor
 
 from samo.data.batches import IGNORE, Batch, part_of
 from samo.models.gpt import GPT, draw_weights
-from samo.pipeline.layers import take_apart
-from samo.pipeline.partition import parameter_costs, partition
 from samo.pipeline.pipeline import Pipeline
+from samo.pipeline.split import parameter_costs, partition, take_apart
 from samo.train.config import TrainConfig, gpt_config
 from samo.train.config_mesh import micro_batches
 from samo.train.ranks import Ranks

@@ -1,3 +1,3 @@
-"""How messages travel between stages: the interface, gloo, NCCL, and the bytes."""
+"""How packets travel between stages: the interface, the header, gloo and NCCL."""
 
 __all__ = []

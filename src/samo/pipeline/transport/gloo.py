@@ -1,128 +1,80 @@
 """Links over torch.distributed with gloo, for CPUs and, through pinned host memory, for GPUs.
 
-A gloo receive cannot be polled: it says that it is done only to whoever waits for it. So a thread for
-each neighbour waits, and puts what came into one queue, from which the stage takes whatever is first.
-An unfinished gloo send is cancelled when its tensor is dropped, so the last ones are kept. Where tensors lie
-on a GPU, a thread for each neighbour sends them, once they have been copied to pinned memory.
+A gloo receive cannot be polled: only a thread that waits for it learns that it is complete. So one thread
+for each neighbour receives, and puts packets into one queue; another one sends. An unfinished gloo
+send is cancelled when its tensor is freed, so the sending thread keeps tensors until they are sent.
 """
 
-import dataclasses
 import datetime
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samo.pipeline.transport.base import Arrival
-from samo.pipeline.transport.wire import (
-    DATA_KINDS,
-    Decoder,
-    Encoder,
-    Form,
-    Packet,
-    body_of,
-    pack,
-    places,
-    unpack,
-)
+from samo.errors import PeerError, first_words
+from samo.pipeline.transport.base import Arrival, Transport
+from samo.pipeline.transport.wire import HEADER_BYTES, Packet, TensorSpec, decode, encode
 
 __all__ = ["GlooTransport"]
 
-_FIRST_ROOM: Final = 4096
-"""Bytes a receiver makes room for before it knows better: more than any control packet has."""
+Ready = torch.cuda.Event | None
+"""When tensors on a GPU are complete; None for those on the host."""
 
-_KEPT: Final = 8
-"""Packets to a neighbour that are kept before the oldest is waited for."""
-
-Sent = tuple[Any, Tensor]
+Send = tuple[Any, Tensor]
+"""An unfinished send, and the tensor that it reads."""
 
 
-@dataclasses.dataclass
-class Incoming:
-    """The receiving end of a link."""
-
-    stage: int
-    decoder: Decoder
-    room: int = _FIRST_ROOM
-
-
-@dataclasses.dataclass
-class Outgoing:
-    """The sending end of a link."""
-
-    stage: int
-    encoder: Encoder
-    room: int = _FIRST_ROOM
-
-
-class GlooTransport:
+class GlooTransport(Transport):
     """The links of this rank within a group of ranks, one for each stage.
 
-    Connections are its own: a batch that fails takes them along, and the group that the caller gave
-    stays in order.
+    It has connections of its own: a batch that fails breaks them, and ``group`` stays intact.
 
     Args:
         group: Ranks in the order of the stages.
         device: Where received tensors are wanted.
-        timeout_s: Seconds after which a send or receive is given up.
+        timeout_s: Seconds of silence after which the runner gives up a neighbour.
     """
 
-    is_inline = True
-    """Whether tensors travel in the same message as their header."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        timeout_s: float,
-    ) -> None:
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
-        self.stage = dist.get_rank(group)
-        self.num_stages = len(self.ranks)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
+        super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
         self.device: Final = device
         self.timeout_s: Final = timeout_s
-        # The stage gives up first and says whom it waited for; gloo's own limit is for threads.
-        self._limit: Final = datetime.timedelta(seconds=2 * timeout_s + 5)
-        self.host_group: Final = self.new_group("gloo")  # all stages, for tensors on the host
-        self.group = self.host_group  # the same, for tensors on the device
-        self._inbox: Final[queue.SimpleQueue[Arrival]] = queue.SimpleQueue()
-        self._receivers: Final[dict[int, _Receiver]] = {}
-        self._senders: Final[dict[int, _Sender | _ThreadedSender]] = {}
-        sender = _Sender if device.type != "cuda" else _ThreadedSender
-        for stage in (self.stage - 1, self.stage + 1):
-            if 0 <= stage < self.num_stages:
-                self._receivers[stage] = _Receiver(self, Incoming(stage, Decoder(stage)))
-                self._senders[stage] = sender(self, Outgoing(stage, Encoder(self.stage)))
+        self.host_group: Final = new_group(self.ranks, "gloo", timeout_s)  # for tensors on the host
+        self.group = self.host_group  # for tensors on the device
+        self.inbox: Final[queue.SimpleQueue[tuple[Arrival, Ready]]] = queue.SimpleQueue()
+        self._receivers: Final = {stage: _Receiver(self, stage) for stage in self.neighbours}
+        self._senders: Final = {stage: _Sender(self, stage) for stage in self.neighbours}
 
     def begin(self) -> None:
-        """Start to receive."""
+        """Start to receive from each neighbour."""
         for receiver in self._receivers.values():
-            receiver.expect(True)
+            receiver.is_wanted.put(True)
 
     def send(self, stage: int, packet: Packet) -> None:
-        """Send to a neighbour, without waiting for it."""
+        """Send to a neighbour without waiting for it."""
         self._senders[stage].send(packet)
 
     def receive(self, timeout_s: float) -> Arrival | None:
-        """Return whatever came first."""
+        """Return the first arrival from any neighbour, or None after ``timeout_s`` seconds."""
         try:
-            arrival = self._inbox.get(timeout_s > 0, max(timeout_s, 0.0))
+            arrival, ready = self.inbox.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
             return None
-        if arrival.packet is not None and self.device.type == "cuda":
+        if ready is not None and arrival.packet is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(ready)
             for tensor in arrival.packet.tensors:
-                take_over(tensor)
+                tensor.record_stream(stream)
         return arrival
 
     def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
-        """Wait until all is sent to some stages."""
+        """Wait until everything is sent to ``stages``; return one that did not take it in time."""
         deadline = time.monotonic() + timeout_s
         for stage in stages:
             if not self._senders[stage].wait_idle(deadline - time.monotonic()):
@@ -132,236 +84,184 @@ class GlooTransport:
     def close(self) -> None:
         """End the threads; one in the middle of a transfer ends with it, and is not waited for."""
         for receiver in self._receivers.values():
-            receiver.expect(False)
+            receiver.is_wanted.put(False)
         for sender in self._senders.values():
-            sender.end()
-        for receiver in self._receivers.values():
-            receiver.join(timeout=0.2)
+            sender.queue.put(None)
+        for thread in (*self._receivers.values(), *self._senders.values()):
+            thread.join(timeout=0.2)
 
-    def new_group(self, backend: str) -> dist.ProcessGroup:
-        """Return new connections between all stages.
+    # Called by the threads; NCCL overrides the tensors' way. The tag of a message is its sender.
 
-        Always all of them: torch names a group by how many its ranks have made, so that ranks which
-        have made different numbers never meet.
-        """
-        group = dist.new_group(
-            list(self.ranks), timeout=self._limit, backend=backend, use_local_synchronization=True
-        )
-        assert isinstance(group, dist.ProcessGroup), "this rank is one of the ranks"
-        return group
+    def isend(self, tensor: Tensor, stage: int) -> Send:
+        """Start to send a tensor on the host."""
+        return dist.isend(tensor, self.ranks[stage], self.host_group, self.stage), tensor
 
-    # What threads call ---------------------------------------------------------------------------
+    def recv(self, tensor: Tensor, stage: int) -> None:
+        """Receive a tensor on the host."""
+        dist.recv(tensor, self.ranks[stage], self.host_group, stage)
 
-    def arrived(self, arrival: Arrival) -> None:
-        """Put something into the queue."""
-        self._inbox.put(arrival)
+    def isend_tensors(self, tensors: Sequence[Tensor], stage: int, ready: Ready) -> list[Send]:
+        """Start to send the tensors of a packet."""
+        if ready is not None:
+            tensors = _to_host(tensors, ready, self.device)
+        return [self.isend(as_bytes(tensor), stage) for tensor in tensors if tensor.numel()]
 
-    def start_sending(self, link: Outgoing, packet: Packet, ready: object) -> list[Sent]:
-        """Begin to send; return what must be kept until it is gone."""
-        sent: list[Sent] = []
-        form = packet.form if self.is_inline else ()
-        needed = places(form, len(body_of(packet)))[1]
-        if needed > link.room:
-            sent.append(self._send(link, Packet("grow", packet.step, needed), None))
-            link.room = needed
-        sent.append(self._send(link, packet, ready))
-        return sent
-
-    def _send(self, link: Outgoing, packet: Packet, ready: object) -> Sent:
-        words, body = link.encoder.encode(packet)
-        tensors = packet.tensors if self.is_inline else ()
-        form = packet.form if self.is_inline else ()
-        is_cuda = any(tensor.is_cuda for tensor in tensors)
-        buffer = torch.empty(places(form, len(body))[1], dtype=torch.uint8, pin_memory=is_cuda)
-        if is_cuda:
-            _pack_from_gpu(words, body, tensors, buffer, ready)
-        else:
-            pack(words, body, tensors, buffer)
-        # The tag is the sender: a link is told from its way back by it.
-        return dist.isend(buffer, self.ranks[link.stage], self.host_group, self.stage), buffer
-
-    def fetch(self, link: Incoming) -> Packet:
-        """Wait for the next packet of a link."""
-        while True:
-            is_pinned = self.device.type == "cuda" and self.is_inline
-            buffer = torch.empty(link.room, dtype=torch.uint8, pin_memory=is_pinned)
-            dist.recv(buffer, self.ranks[link.stage], self.host_group, link.stage)
-            packet, form = unpack(link.decoder, buffer, has_tensors=self.is_inline)
-            if packet.kind != "grow":
-                break
-            link.room = packet.micro_batch
-        if packet.kind not in DATA_KINDS:
-            return packet
-        tensors = self._tensors(link, packet, form)
-        return dataclasses.replace(packet, tensors=tensors)
-
-    def _tensors(self, link: Incoming, packet: Packet, form: Form) -> tuple[Tensor, ...]:
-        """Return the tensors of a packet where they are wanted."""
-        if self.device.type != "cuda":
-            return packet.tensors
-        return tuple(_to_device(tensor, self.device) for tensor in packet.tensors)
+    def recv_tensors(self, specs: list[TensorSpec], stage: int) -> tuple[list[Tensor], Ready]:
+        """Receive the tensors of a packet."""
+        is_cuda = self.device.type == "cuda"
+        tensors = [torch.empty(shape, dtype=dtype, pin_memory=is_cuda) for dtype, shape in specs]
+        for tensor in tensors:
+            if tensor.numel():
+                self.recv(as_bytes(tensor), stage)
+        if not is_cuda:
+            return tensors, None
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+            return tensors, stream.record_event()
 
 
 class _Receiver(threading.Thread):
-    """Waits for packets of one neighbour, from the beginning of a batch to its end."""
+    """Receives packets of one neighbour, from the beginning of a batch to its end."""
 
-    def __init__(self, transport: GlooTransport, link: Incoming) -> None:
-        super().__init__(name=f"samo-receive-{link.stage}", daemon=True)
-        self._expected: Final[queue.SimpleQueue[bool]] = queue.SimpleQueue()
-        self._transport = transport
-        self._link = link
+    def __init__(self, transport: GlooTransport, stage: int) -> None:
+        super().__init__(name=f"samo-receive-{stage}", daemon=True)
+        self.is_wanted: Final[queue.SimpleQueue[bool]] = queue.SimpleQueue()
+        self._transport, self._stage = transport, stage
+        self._sequence = 0
         self.start()
 
-    def expect(self, is_batch: bool) -> None:
-        """Expect another batch, or no more."""
-        self._expected.put(is_batch)
-
     def run(self) -> None:
-        while self._expected.get():
+        while self.is_wanted.get():
             is_open = True
             while is_open:
+                begin = time.monotonic()
                 try:
-                    packet = self._transport.fetch(self._link)
+                    packet, ready = self._receive()
                 except Exception as error:
-                    self._transport.arrived(Arrival(self._link.stage, error=error))
+                    _report(self._transport, self._stage, error, begin)
                     return
+                self._transport.inbox.put((Arrival(self._stage, packet), ready))
                 is_open = packet.kind != "end"
-                self._transport.arrived(Arrival(self._link.stage, packet))
+
+    def _receive(self) -> tuple[Packet, Ready]:
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._transport.recv(header, self._stage)
+        packet, specs = decode(header, stage=self._stage, sequence=self._sequence)
+        self._sequence += 1
+        if not specs:
+            return packet, None
+        tensors, ready = self._transport.recv_tensors(specs, self._stage)
+        return replace(packet, tensors=tuple(tensors)), ready
 
 
-class _Sender:
-    """Sends to one neighbour from the stage's own thread, and keeps what is on its way.
+class _Sender(threading.Thread):
+    """Sends packets to one neighbour in order."""
 
-    The neighbour's thread takes packets as they come. So one that was sent some packets ago is gone,
-    or something is wrong.
-    """
-
-    def __init__(self, transport: GlooTransport, link: Outgoing) -> None:
-        self._transport = transport
-        self.link = link
-        self._kept: deque[Sent] = deque()
+    def __init__(self, transport: GlooTransport, stage: int) -> None:
+        super().__init__(name=f"samo-send-{stage}", daemon=True)
+        self.queue: Final[queue.SimpleQueue[Any]] = queue.SimpleQueue()
+        self.sequence = 0
+        self._transport, self._stage = transport, stage
+        self._num_pending = 0
         self._is_broken = False
-
-    def send(self, packet: Packet) -> None:
-        """Send without waiting."""
-        if self._is_broken:
-            return
-        try:
-            self._kept.extend(self._transport.start_sending(self.link, packet, None))
-        except RuntimeError as error:
-            self._give_up(error)
-        while len(self._kept) > _KEPT and self._finish(self._transport.timeout_s):
-            pass
-
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to send; return whether that is so."""
-        deadline = time.monotonic() + timeout_s
-        while self._kept:
-            if not self._finish(max(deadline - time.monotonic(), 0.01)):
-                return False
-        return True
-
-    def end(self) -> None:
-        """Nothing to do."""
-
-    def _finish(self, timeout_s: float) -> bool:
-        """Wait for the oldest packet."""
-        try:
-            self._kept[0][0].wait(datetime.timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            self._give_up(error)
-            return False
-        self._kept.popleft()
-        return True
-
-    def _give_up(self, error: Exception) -> None:
-        self._is_broken = True
-        self._kept.clear()
-        self._transport.arrived(Arrival(self.link.stage, error=error))
-
-
-class _ThreadedSender(threading.Thread):
-    """Sends to one neighbour what comes from a GPU. One way for all packets keeps their order."""
-
-    def __init__(self, transport: GlooTransport, link: Outgoing) -> None:
-        super().__init__(name=f"samo-send-{link.stage}", daemon=True)
-        self._queue: Final[queue.SimpleQueue[tuple[Packet, object] | None]] = queue.SimpleQueue()
-        self._transport = transport
-        self.link = link
-        self._pending = 0
-        self._changed = threading.Condition()
+        self._changed: Final = threading.Condition()
         self.start()
 
     def send(self, packet: Packet) -> None:
         """Send without waiting."""
-        self._set_pending(lambda pending: pending + 1)
-        self._queue.put((packet, _ready_event(packet.tensors)))
+        header = encode(packet, self.sequence)
+        self.sequence += 1
+        # The module may write to its output again, before it is sent.
+        layout = torch.contiguous_format
+        tensors = [t if t.is_cuda else t.clone(memory_format=layout) for t in packet.tensors]
+        ready = None
+        if any(tensor.is_cuda for tensor in tensors):
+            ready = torch.cuda.current_stream(self._transport.device).record_event()
+        with self._changed:
+            self._num_pending += 1
+        self.queue.put((header, tensors, ready))
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to send; return whether that is so."""
+        """Wait until everything is sent; return whether it is. A broken link is idle."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._pending == 0, timeout_s)
-
-    def end(self) -> None:
-        """Let the thread end."""
-        self._queue.put(None)
+            return self._changed.wait_for(
+                lambda: self._is_broken or self._num_pending == 0, timeout_s
+            )
 
     def run(self) -> None:
-        while (entry := self._queue.get()) is not None:
+        while (entry := self.queue.get()) is not None:
+            begin = time.monotonic()
             try:
-                for work, _ in self._transport.start_sending(self.link, *entry):
-                    work.wait()
+                self._send(*entry)
             except Exception as error:
-                self._transport.arrived(Arrival(self.link.stage, error=error))
-                self._set_pending(lambda pending: 0)  # nothing will be taken any more
+                _report(self._transport, self._stage, error, begin)
+                with self._changed:
+                    self._is_broken = True
+                    self._changed.notify_all()
                 return
-            self._set_pending(lambda pending: pending - 1)
+            del entry  # its tensors, before the next one is waited for
+            with self._changed:
+                self._num_pending -= 1
+                self._changed.notify_all()
 
-    def _set_pending(self, change: Callable[[int], int]) -> None:
-        with self._changed:
-            self._pending = change(self._pending)
-            self._changed.notify_all()
-
-
-def _ready_event(tensors: Sequence[Tensor]) -> object:
-    """Mark the point after which the tensors are computed."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(tensor.device))
-            return event
-    return None
+    def _send(self, header: Tensor, tensors: list[Tensor], ready: Ready) -> None:
+        sends = [self._transport.isend(header, self._stage)]
+        sends += self._transport.isend_tensors(tensors, self._stage, ready)
+        for work, _ in sends:
+            work.wait()
 
 
-def _pack_from_gpu(
-    words: list[int], body: list[int], tensors: Sequence[Tensor], buffer: Tensor, ready: object
-) -> None:
-    """Copy to pinned memory on a stream of its own; waits for the copy, not for the device."""
-    assert isinstance(ready, torch.cuda.Event), "packets with CUDA tensors have an event"
-    stream = torch.cuda.Stream(tensors[0].device)
+def _report(transport: GlooTransport, stage: int, error: Exception, begin: float) -> None:
+    """Put a typed error into the inbox; gloo's own are all of one type."""
+    said: PeerError | TimeoutError | ConnectionError
+    if isinstance(error, PeerError):
+        said = error
+    elif time.monotonic() - begin >= limit_of(transport.timeout_s):
+        said = TimeoutError(first_words(error))
+    else:
+        said = ConnectionError(first_words(error))
+    transport.inbox.put((Arrival(stage, error=said), None))
+
+
+def limit_of(timeout_s: float) -> float:
+    """Return the backend's own timeout: the runner gives up earlier, and names the neighbour."""
+    return 2 * timeout_s + 5
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Create connections between some ranks, all of which call this.
+
+    torch names a group by how many its ranks have created, so ranks that have created different
+    numbers of groups never meet: all stages create the same number.
+    """
+    group = dist.new_group(
+        list(ranks),
+        timeout=datetime.timedelta(seconds=limit_of(timeout_s)),
+        backend=backend,
+        use_local_synchronization=True,
+    )
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of the ranks"
+    return group
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory, whatever its type."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _to_host(
+    tensors: Sequence[Tensor], ready: torch.cuda.Event, device: torch.device
+) -> list[Tensor]:
+    """Copy to pinned memory on a stream of its own; waits for the copies, not for the device."""
+    stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         stream.wait_event(ready)
-        pack(words, body, tensors, buffer)
+        hosts = []
         for tensor in tensors:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            hosts.append(host.copy_(tensor, non_blocking=True))
             if tensor.is_cuda:
                 tensor.record_stream(stream)
         stream.synchronize()
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy from pinned memory on a stream of its own; `take_over` lets the reader wait for it."""
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        tensor = host.to(device, non_blocking=True)
-        tensor._samo_ready = stream.record_event()  # type: ignore[attr-defined]
-    return tensor
-
-
-def take_over(tensor: Tensor) -> None:
-    """Let the current stream wait until a received tensor is there."""
-    ready = getattr(tensor, "_samo_ready", None)
-    if ready is not None:
-        stream = torch.cuda.current_stream(tensor.device)
-        stream.wait_event(ready)
-        tensor.record_stream(stream)
-        del tensor._samo_ready  # type: ignore[attr-defined]
+    return hosts

@@ -1,19 +1,20 @@
-"""Links between GPUs over NCCL. Not yet run on several GPUs: none were to be had.
+"""Links between GPUs over NCCL. Not yet run on several GPUs.
 
-Headers go over gloo, since reading one from a GPU would hold up its stream. Tensors have a group for each
-directed link: NCCL has no tags, and two links in one communicator would wait for each other. torch makes a
-communicator for each pair of ranks that sends, but not always: where it connects groups at once, all pairs
-of a group share one. Nothing waits for the whole device: streams wait for events.
+Headers go over gloo, since reading one from a GPU would stall its stream. Tensors have a group for each
+directed link: NCCL has no tags, and two links in one communicator would wait for each other. torch creates
+a communicator for each pair of ranks that sends, but not always: where it connects groups eagerly, all
+pairs of a group share one. Nothing waits for the whole device: streams wait for events.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samo.pipeline.transport.gloo import GlooTransport, Incoming, Outgoing, Sent
-from samo.pipeline.transport.wire import Form, Packet
+from samo.pipeline.transport.gloo import GlooTransport, Ready, Send, new_group
+from samo.pipeline.transport.wire import TensorSpec
 
 __all__ = ["NcclTransport"]
 
@@ -24,11 +25,9 @@ class NcclTransport(GlooTransport):
     Args:
         group: Ranks in the order of the stages.
         device: This rank's own GPU.
-        timeout_s: Seconds after which a send or receive is given up.
-        backend: "nccl"; tests without GPUs say "gloo".
+        timeout_s: Seconds of silence after which the runner gives up a neighbour.
+        backend: "nccl", or "gloo" for tests without GPUs.
     """
-
-    is_inline = False
 
     def __init__(
         self,
@@ -43,39 +42,37 @@ class NcclTransport(GlooTransport):
                 f"NCCL sends between GPUs, got device '{device}'; build the mesh on 'cuda', or with the "
                 "gloo backend for a CPU"
             )
-        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         super().__init__(group, device, timeout_s=timeout_s)
-        self.group = self.new_group(backend)
-        for stage in range(self.num_stages - 1):  # all stages make all of them, in one order
+        self.group = new_group(self.ranks, backend, timeout_s)
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for stage in range(self.num_stages - 1):  # all stages create all of them, in one order
             for link in ((stage, stage + 1), (stage + 1, stage)):
-                self._links[link] = self.new_group(backend)
+                self._links[link] = new_group(self.ranks, backend, timeout_s)
 
-    def start_sending(self, link: Outgoing, packet: Packet, ready: object) -> list[Sent]:
-        """Send the header over gloo, and put the tensors into the GPU's queue."""
-        sent = super().start_sending(link, packet, ready)
-        group, rank = self._links[self.stage, link.stage], self.ranks[link.stage]
-        tensors = [tensor.contiguous() for tensor in packet.tensors if tensor.numel()]
-        if not isinstance(ready, torch.cuda.Event):
-            return sent + [(dist.isend(tensor, rank, group), tensor) for tensor in tensors]
+    def isend_tensors(self, tensors: Sequence[Tensor], stage: int, ready: Ready) -> list[Send]:
+        """Put the tensors into the GPU's queue."""
+        group, rank = self._links[self.stage, stage], self.ranks[stage]
+        tensors = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+        if ready is None:
+            return [(dist.isend(tensor, rank, group), tensor) for tensor in tensors]
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             for tensor in tensors:
                 tensor.record_stream(stream)
                 dist.send(tensor, rank, group)
-        return sent
+        return []
 
-    def _tensors(self, link: Incoming, packet: Packet, form: Form) -> tuple[Tensor, ...]:
-        group, rank = self._links[link.stage, self.stage], self.ranks[link.stage]
+    def recv_tensors(self, specs: list[TensorSpec], stage: int) -> tuple[list[Tensor], Ready]:
+        """Receive the tensors on a stream of their own."""
+        group, rank = self._links[stage, self.stage], self.ranks[stage]
         is_cuda = self.device.type == "cuda"
         stream = torch.cuda.Stream(self.device) if is_cuda else None
-        received = []
         with torch.cuda.stream(stream) if is_cuda else nullcontext():
-            for dtype, _, shape in form:
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensors = [
+                torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in specs
+            ]
+            for tensor in tensors:
                 if tensor.numel():
                     dist.recv(tensor, rank, group)
-                if stream is not None:
-                    tensor._samo_ready = stream.record_event()  # type: ignore[attr-defined]
-                received.append(tensor)
-        return tuple(received)
+            return tensors, None if stream is None else stream.record_event()

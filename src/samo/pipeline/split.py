@@ -1,0 +1,358 @@
+"""Split a model into layers, and the layers into stages.
+
+It takes `nn.Sequential`, a list of layers or of functions that build one, samo's GPT, and Hugging Face's
+GPT-2 and Llama. Attention masks and rotary tables are computed on each stage and never sent.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from samo.errors import nearest
+
+__all__ = ["Layers", "LayersLike", "Unit", "parameter_costs", "partition", "take_apart"]
+
+LayersLike = nn.Module | Sequence[nn.Module | Callable[[], nn.Module]]
+Find = Callable[[str], nn.Module]
+Cache = dict[str, Any]
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A layer, which is never cut: its modules by their paths in the model, and how to call them.
+
+    Attributes:
+        modules: Modules with weights; on the meta device if there is a `build`.
+        call: Called with a function that finds a module by path, a dict that lives for one forward
+            pass of the stage, and the inputs.
+        build: Builds the modules on the stage that computes with them.
+        local: Modules without weights that each stage builds for itself, such as rotary tables.
+    """
+
+    modules: Mapping[str, nn.Module]
+    call: Call
+    build: Callable[[], Mapping[str, nn.Module]] | None = None
+    local: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter with its name in the whole model, duplicates included."""
+        for path, module in self.modules.items():
+            yield from module.named_parameters(prefix=path, remove_duplicate=False)
+
+    def tensor_names(self) -> Iterator[str]:
+        """Yield the name of each parameter and persistent buffer in the whole model, in its order."""
+        for path, module in self.modules.items():
+            for inner, part in module.named_modules(prefix=path, remove_duplicate=False):
+                for name in (*part._parameters, *part._buffers):
+                    if name not in part._non_persistent_buffers_set:
+                        yield f"{inner}.{name}"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model as a sequence of units.
+
+    Attributes:
+        units: In the order of the forward pass.
+        tied: Groups of parameter names that are one weight.
+        init: Initializes a module, where the model has its own way.
+    """
+
+    units: tuple[Unit, ...]
+    tied: tuple[tuple[str, ...], ...] = ()
+    init: Callable[[nn.Module], object] | None = None
+
+
+def take_apart(model: LayersLike, tied: Sequence[tuple[str, ...]] = ()) -> Layers:
+    """Return a model as a sequence of units; nothing is copied.
+
+    Example:
+        >>> import torch
+        >>> from samo.pipeline.split import take_apart
+        >>> layers = take_apart(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()))
+        >>> [list(unit.modules) for unit in layers.units]
+        [['0'], ['1']]
+
+    Raises:
+        TypeError: The model is of no known kind.
+        ValueError: A name in ``tied`` does not exist.
+    """
+    found = _layers_of(model)
+    named = [pair for unit in found.units for pair in unit.named_parameters()]
+    params = dict(named)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, param in named:
+        names[id(param)].append(name)
+    groups = [tuple(group) for group in names.values() if len(group) > 1]
+    for group in map(tuple, tied):
+        for name in group:
+            if name not in params:
+                raise ValueError(f"tied weight '{name}' is not a parameter{nearest(name, params)}")
+        shapes = [tuple(params[name].shape) for name in group]
+        if len({*shapes}) > 1:
+            raise ValueError(f"tied weights {group} must have one shape, got {shapes}")
+        if group not in groups:
+            groups.append(group)
+    return Layers(found.units, tuple(groups), found.init)
+
+
+def parameter_costs(layers: Layers) -> list[float]:
+    """Estimate each layer's time: the weights that are multiplied with, and 1 % of the others.
+
+    Example:
+        >>> import torch
+        >>> from samo.pipeline.split import parameter_costs, take_apart
+        >>> parameter_costs(take_apart(torch.nn.Sequential(torch.nn.Linear(10, 5, bias=False))))
+        [50.0]
+    """
+
+    def cost(module: nn.Module) -> float:
+        is_lookup = isinstance(module, nn.Embedding)
+        return sum(
+            param.numel() * (1.0 if param.dim() >= 2 and not is_lookup else 0.01)
+            for param in module.parameters(recurse=False)
+        )
+
+    return [
+        float(sum(cost(part) for module in unit.modules.values() for part in module.modules()))
+        for unit in layers.units
+    ]
+
+
+def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
+    """Cut a sequence of layers into stages of one layer or more; exact, by dynamic programming.
+
+    Of all cuts, one whose slowest stage is fastest; among those, one with the smallest sum of
+    squared costs, so that the other stages are even.
+
+    Example:
+        >>> from samo.pipeline.split import partition
+        >>> partition([1, 1, 1, 5], 2)
+        [(0, 3), (3, 4)]
+
+    Args:
+        costs: Time of each layer, in any unit.
+        num_stages: Number of stages.
+
+    Returns:
+        First layer and the one after the last, for each stage.
+
+    Raises:
+        ValueError: There are fewer layers than stages, or a cost is negative.
+    """
+    count = len(costs)
+    if num_stages < 1 or count < num_stages:
+        raise ValueError(
+            f"{count} layers cannot be cut into {num_stages} stages of one layer or more; use fewer "
+            "stages, or cut the layers finer"
+        )
+    if any(cost < 0 for cost in costs):
+        raise ValueError(f"costs must be 0 or more, got {list(costs)}")
+    total = [0.0, *accumulate(costs)]
+    # best[stop]: slowest stage, sum of squares and starts of the stages that hold the first `stop` layers.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(num_stages):
+        best = {
+            stop: min(
+                (
+                    (max(slowest, own), squares + own * own, [*starts, start])
+                    for start, (slowest, squares, starts) in best.items()
+                    if start < stop
+                    for own in [total[stop] - total[start]]
+                ),
+                key=lambda found: found[:2],
+            )
+            for stop in range(stage + 1, count - (num_stages - stage - 1) + 1)
+        }
+    starts = best[count][2]
+    return list(zip(starts, [*starts[1:], count]))
+
+
+def check_cuts(
+    cuts: Sequence[tuple[int, int]] | None, layers: Layers, num_stages: int
+) -> list[tuple[int, int]]:
+    """Return the cuts, by default even in the number of weights.
+
+    Raises:
+        ValueError: They are not consecutive ranges of all layers, one for each stage.
+    """
+    if cuts is None:
+        return partition(parameter_costs(layers), num_stages)
+    found = [(start, stop) for start, stop in cuts]
+    ends = [0, *(stop for _, stop in found)]
+    is_consecutive = all(start == end and start < stop for end, (start, stop) in zip(ends, found))
+    if len(found) != num_stages or not is_consecutive or ends[-1] != len(layers.units):
+        raise ValueError(
+            f"cuts must be {num_stages} ranges that follow each other from layer 0 to "
+            f"{len(layers.units)}, got {found}"
+        )
+    return found
+
+
+def _layers_of(model: LayersLike) -> Layers:
+    if isinstance(model, nn.Sequential):
+        if type(model).forward is not nn.Sequential.forward:
+            raise TypeError(
+                f"{type(model).__name__} is an nn.Sequential with its own forward(), which its layers in "
+                "sequence do not compute; pass its layers as a list, with modules for what else "
+                "forward() does"
+            )
+        return Layers(tuple(_one_module(name, layer) for name, layer in model.named_children()))
+    if isinstance(model, Sequence | nn.ModuleList):
+        return Layers(tuple(_list_item(str(i), layer) for i, layer in enumerate(model)))
+    if isinstance(model, nn.Module):
+        for cls in type(model).__mro__:
+            split = _FAMILIES.get(f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
+            if split is not None and type(model).forward is vars(cls).get("forward"):
+                return split(model)
+    raise TypeError(
+        f"a pipeline takes nn.Sequential, a list of layers or of functions that build one, or one of "
+        f"{', '.join(_FAMILIES)}; got {type(model).__name__}. Pass its layers as a list"
+    )
+
+
+def _one_module(path: str, layer: nn.Module) -> Unit:
+    return Unit({path: layer}, lambda find, cache, *inputs: find(path)(*inputs))
+
+
+def _list_item(path: str, layer: object) -> Unit:
+    if isinstance(layer, nn.Module):
+        return _one_module(path, layer)
+    if not callable(layer):
+        raise TypeError(
+            f"layer {path} is a {type(layer).__name__}; pass a module, or a function that builds one"
+        )
+    with torch.device("meta"):
+        shape = layer()
+    if not isinstance(shape, nn.Module):
+        raise TypeError(
+            f"layer {path} is a function that returned {type(shape).__name__}, not a module; pass "
+            "functions without arguments that build one"
+        )
+    make: Callable[[], nn.Module] = layer
+    return Unit({path: shape}, _one_module(path, shape).call, build=lambda: {path: make()})
+
+
+# Language models: an embedding, blocks, and a norm with the head
+
+
+def _decoder(
+    model: Any,
+    embed: Call,
+    block: Callable[[str], Call],
+    init: Callable[[nn.Module], object],
+    *,
+    first: Sequence[str],
+    blocks: str,
+    last: tuple[str, str],
+    local: Mapping[str, Callable[[], nn.Module]] | None = None,
+) -> Layers:
+    """Return the units of a language model, whose modules are given by their paths."""
+
+    def modules(*paths: str) -> dict[str, nn.Module]:
+        return {path: model.get_submodule(path) for path in paths}
+
+    def head(find: Find, cache: Cache, x_BTD: Tensor) -> Tensor:
+        return find(last[1])(find(last[0])(x_BTD))
+
+    paths = [f"{blocks}.{i}" for i in range(len(model.get_submodule(blocks)))]
+    middle = [Unit(modules(path), block(path), local=local or {}) for path in paths]
+    return Layers((Unit(modules(*first), embed), *middle, Unit(modules(*last), head)), init=init)
+
+
+def _gpt(model: Any) -> Layers:
+    from samo.models.gpt import init_weights  # here, since not every pipeline holds a GPT
+
+    config = model.config
+
+    def embed(find: Find, cache: Cache, tokens_BT: Tensor) -> Tensor:
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        return find("embed")(tokens_BT) + find("position")(positions_T)
+
+    def block(path: str) -> Call:
+        def call(find: Find, cache: Cache, x_BTD: Tensor) -> Tensor:
+            if config.is_checkpointed and torch.is_grad_enabled():
+                return checkpoint(find(path), x_BTD, use_reentrant=False)
+            return find(path)(x_BTD)
+
+        return call
+
+    def init(module: nn.Module) -> None:
+        init_weights(module, config)
+
+    first, last = ("embed", "position"), ("norm", "head")
+    return _decoder(model, embed, block, init, first=first, blocks="blocks", last=last)
+
+
+def _gpt2(model: Any) -> Layers:
+    def embed(find: Find, cache: Cache, tokens_BT: Tensor) -> Tensor:
+        x_BTD = find("transformer.wte")(tokens_BT)
+        positions_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(0)
+        return find("transformer.drop")(x_BTD + find("transformer.wpe")(positions_1T))
+
+    return _decoder(
+        model,
+        embed,
+        lambda path: _hf_block(model, model.transformer, path),
+        lambda module: module.apply(model._init_weights),
+        first=("transformer.wte", "transformer.wpe", "transformer.drop"),
+        blocks="transformer.h",
+        last=("transformer.ln_f", "lm_head"),
+    )
+
+
+def _llama(model: Any) -> Layers:
+    def embed(find: Find, cache: Cache, tokens_BT: Tensor) -> Tensor:
+        return find("model.embed_tokens")(tokens_BT)
+
+    rotary = type(model.model.rotary_emb)
+    return _decoder(
+        model,
+        embed,
+        lambda path: _hf_block(model, model.model, path, rotary="model.rotary_emb"),
+        lambda module: module.apply(model._init_weights),
+        first=("model.embed_tokens",),
+        blocks="model.layers",
+        last=("model.norm", "lm_head"),
+        local={"model.rotary_emb": lambda: rotary(config=model.config)},
+    )
+
+
+def _hf_block(model: Any, body: Any, path: str, *, rotary: str | None = None) -> Call:
+    """Return how to call a Hugging Face block; masks and tables are computed once for each pass of a stage."""
+    config, make_mask = model.config, sys.modules[type(body).__module__].create_causal_mask
+
+    def call(find: Find, cache: Cache, x_BTD: Tensor) -> Tensor:
+        if not cache:
+            positions_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device).unsqueeze(0)
+            mask = make_mask(
+                config=config,
+                inputs_embeds=x_BTD,
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=positions_1T,
+            )
+            cache |= {"attention_mask": mask, "position_ids": positions_1T, "use_cache": False}
+            if rotary is not None:
+                tables = find(rotary)(x_BTD, position_ids=positions_1T)
+                cache["position_embeddings"] = tables
+        out = find(path)(x_BTD, **cache)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+_FAMILIES: dict[str, Callable[[Any], Layers]] = {
+    "samo.GPT": _gpt,
+    "transformers.GPT2LMHeadModel": _gpt2,
+    "transformers.LlamaForCausalLM": _llama,
+}
+"""By package and class: other packages may have classes of these names, which compute something else."""

@@ -1,0 +1,310 @@
+"""What all stages do alike after a batch: skip a step, scale the loss, clip gradients."""
+
+import copy
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samo
+from samo.pipeline.microbatch import zero_loss
+from samo.pipeline.torch_schedules import TorchRunner
+from tests.pipeline.cases import compress, next_token_loss, tiny_gpt, tokens
+from tests.ranks import run_ranks
+
+TIMEOUT = 20
+
+
+class ScaleGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+class Layer(nn.Module):
+    """A layer whose gradients are scaled, in all uses or in one of them."""
+
+    def __init__(self, factor: float = 1.0, use: int | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor, self.use, self.uses = factor, use, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.uses += 1
+        is_scaled = self.use in (None, self.uses)
+        return ScaleGrad.apply(self.linear(x), self.factor if is_scaled else 1.0)
+
+
+def layers() -> list[nn.Module]:
+    """Return layers of which the first overflows before the second."""
+    torch.manual_seed(0)
+    return [Layer(64.0), Layer()]
+
+
+X = torch.linspace(-1, 1, 16).view(4, 4).half()
+Steps = list[tuple[float, float, dict[str, Tensor]]]
+"""Loss, scale afterwards and weights, of each step."""
+
+
+def loss_of(output: Tensor, wanted: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), wanted.float())
+
+
+def scaled(module: nn.Module, name: str, step: Callable[[Any], Tensor]) -> Steps:
+    """Train in float16 with a scale that overflows at first, on stage 0 alone."""
+    masks, here = samo.prune(nn.Sequential(*layers()), 0.5), dict(module.named_parameters())
+    mine = samo.Masks({name: mask for name, mask in masks.items() if name in here})
+    samo.compress_(module, mine, dtype=torch.float16, kernels="reference")
+    opt: torch.optim.Optimizer = (
+        samo.AdamW(module.parameters(), lr=1e-3, kernels="reference")
+        if name == "samo"
+        else torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
+    )
+    scaler = torch.amp.GradScaler("cpu")
+    found: Steps = []
+    for _ in range(6):
+        loss = step(scaler)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        found.append((float(loss), scaler.get_scale(), copy.deepcopy(module.state_dict())))
+    return found
+
+
+def scaled_stages(mesh: Any, name: str, schedule: str) -> Steps:
+    with samo.Pipeline(
+        layers(), loss_of, mesh, 2, schedule=schedule, timeout_s=TIMEOUT
+    ) as pipeline:
+        step = lambda scaler: pipeline.step(X, target=3 * X, scaler=scaler)  # noqa: E731
+        return scaled(pipeline.module, name, step)
+
+
+def clipped(mesh: Any, is_compressed: bool, norm_type: float) -> Any:
+    """Return the norm, and gradients by name after clipping."""
+    whole = tiny_gpt(is_tied=True)
+    pipeline = samo.Pipeline(copy.deepcopy(whole), next_token_loss, mesh, 2, timeout_s=TIMEOUT)
+    if is_compressed:
+        compress(pipeline.module, whole)
+    x, y = tokens()
+    pipeline.step(x, target=y)
+    norm = pipeline.clip_grad_norm_(0.01, norm_type)
+    pipeline.close()
+    return norm, {name: param.grad.clone() for name, param in pipeline.module.named_parameters()}
+
+
+def not_finite(mesh: Any, bad: int) -> tuple[int, list[bool]]:
+    """Return skipped steps, and whether each of three changed weights; the second is not finite."""
+    torch.manual_seed(0)
+    # An infinite gradient of the last stage reaches the first one too; not the other way round.
+    made = [Layer(math.inf if stage == bad else 1.0, use=2) for stage in range(2)]
+    cuts = [(0, 1), (1, 3)]
+    pipeline = samo.Pipeline([*made, nn.Tanh()], F.mse_loss, mesh, 1, cuts=cuts, timeout_s=TIMEOUT)
+    module = pipeline.module
+    if bad == 1:
+        samo.compress_(module, pipeline.masks(samo.prune(nn.Sequential(*made), 0.5)))
+    opt = samo.AdamW(module.parameters())
+    changes = []
+    for _ in range(3):
+        before = copy.deepcopy(module.state_dict())
+        pipeline.step(torch.ones(2, 4), target=torch.zeros(2, 4))
+        are_finite = {bool(param.grad.isfinite().all()) for param in module.parameters()}
+        assert len(are_finite) == 1, "all of them or none"
+        opt.step()
+        opt.zero_grad()
+        changes.append(any(not torch.equal(before[k], v) for k, v in module.state_dict().items()))
+    pipeline.close()
+    return opt.skipped_steps, changes
+
+
+def written(mesh: Any, rank: int, is_clipped: bool) -> tuple[int, bool]:
+    """Return skipped steps, and whether all gradients are NaN, after one on the last stage became inf."""
+    pipeline = samo.Pipeline([Layer(), Layer()], F.mse_loss, mesh, 2, timeout_s=TIMEOUT)
+    opt = samo.AdamW(pipeline.module.parameters())
+    pipeline.step(torch.ones(2, 4), target=torch.zeros(2, 4))
+    params = list(pipeline.module.parameters())
+    if rank == 1:
+        params[0].grad[0] = math.inf
+    if is_clipped:
+        assert pipeline.clip_grad_norm_(1.0) == math.inf
+    is_nan = all(bool(param.grad.isnan().all()) for param in params)
+    opt.step()
+    pipeline.close()
+    return opt.skipped_steps, is_nan
+
+
+def with_embedding(factor: float) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Embedding(6, 4, sparse=True), Layer(factor), Layer()]
+
+
+def sparse(mesh: Any, factor: float) -> dict[str, Tensor]:
+    """Return gradients, of which that of the embedding is sparse."""
+    cuts = [(0, 1), (1, 3)]
+    with samo.Pipeline(
+        with_embedding(factor), F.mse_loss, mesh, 1, cuts=cuts, timeout_s=TIMEOUT
+    ) as pipeline:
+        pipeline.step(torch.tensor([1, 1, 5]), target=torch.zeros(3, 4))
+    found = {name: param.grad for name, param in pipeline.module.named_parameters()}
+    assert all(grad.is_sparse == (name == "0.weight") for name, grad in found.items())
+    return {name: grad.to_dense() for name, grad in found.items()}
+
+
+SCALED = [("samo", "message-driven"), ("torch", "message-driven"), ("samo", "1f1b")]
+CLIPPED = [(is_compressed, norm) for is_compressed in (False, True) for norm in (2.0, math.inf)]
+
+
+def work(rank: int, num_ranks: int) -> dict[Any, Any]:
+    mesh = samo.mesh(pipe=num_ranks)
+    return {
+        **{case: scaled_stages(mesh, *case) for case in SCALED},
+        **{case: clipped(mesh, *case) for case in CLIPPED},
+        "sparse": [sparse(mesh, factor) for factor in (1.0, math.nan)],
+        "not finite": [not_finite(mesh, bad) for bad in (0, 1)],
+        "written": [written(mesh, rank, is_clipped) for is_clipped in (False, True)],
+    }
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[dict[Any, Any]]:
+    return run_ranks(2, work)
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_gradient_scalers_of_all_stages_have_the_scale_of_one_process(stages, case) -> None:
+    model = nn.Sequential(*layers())
+
+    def step(scaler: torch.amp.GradScaler) -> Tensor:
+        losses = [loss_of(model(part), 3 * part) * 0.5 for part in X.chunk(2)]
+        for loss in losses:
+            scaler.scale(loss).backward()
+        return losses[0].detach() + losses[1].detach()
+
+    wanted = scaled(model, case[0], step)
+    scales = [scale for _, scale, _ in wanted]
+    assert scales[0] == 2.0**15  # it did overflow
+    assert scales[-1] == scales[-2]  # and recovered
+    for number, (loss, scale, state) in enumerate(wanted):
+        got = [results[case][number] for results in stages]
+        assert [(mine, its) for mine, its, _ in got] == [(loss, scale)] * 2
+        weights = got[0][2] | got[1][2]
+        assert weights.keys() == state.keys()
+        assert all(torch.equal(weights[key], value) for key, value in state.items()), number
+
+
+def test_stages_skip_the_same_steps(stages) -> None:
+    for results in stages:
+        assert results["not finite"] == [(1, [True, False, True])] * 2
+    # What is written after the batch is seen by one stage, and by all once they clip together.
+    assert [results["written"] for results in stages] == [
+        [(0, False), (1, True)],
+        [(1, False), (1, True)],
+    ]
+
+
+def test_a_sparse_gradient_is_that_of_one_process_or_not_finite_as_all_others(stages) -> None:
+    model = nn.Sequential(*with_embedding(1.0))
+    F.mse_loss(model(torch.tensor([1, 1, 5])), torch.zeros(3, 4)).backward()
+    for results in stages:
+        good, bad = results["sparse"]
+        for name, grad in good.items():
+            assert torch.equal(grad, model.get_parameter(name).grad.to_dense()), name
+        assert all(grad.isnan().any() for grad in bad.values())
+
+
+@pytest.mark.parametrize("case", CLIPPED)
+def test_stages_clip_by_the_norm_of_the_whole_model(stages, case) -> None:
+    model = tiny_gpt(is_tied=True)
+    if case[0]:
+        compress(model, tiny_gpt(is_tied=True))
+    x, y = tokens()
+    next_token_loss(model(x), y).backward()
+    named = dict(model.named_parameters())
+    wanted = nn.utils.clip_grad_norm_(list(named.values()), 0.01, case[1])
+    for results in stages:
+        norm, grads = results[case]
+        assert norm.dtype == torch.float32
+        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+        for name, grad in grads.items():
+            here = named["embed.weight" if name == "head.weight" else name].grad
+            torch.testing.assert_close(grad, here, rtol=1e-3, atol=1e-7)
+
+
+def one_stage() -> samo.Pipeline:
+    return samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, None, 1)
+
+
+def test_a_norm_that_cannot_be_clipped_is_refused() -> None:
+    pipeline = one_stage()
+    pipeline.step(torch.ones(1, 2), target=torch.full((1, 2), math.inf))
+    with pytest.raises(ValueError, match="norm_type must be over 0, got 0"):
+        pipeline.clip_grad_norm_(1.0, 0)
+    with pytest.raises(RuntimeError, match=r"the norm of the gradients is .*, so they cannot be"):
+        pipeline.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_micro_batch_without_targets_counts_for_nothing(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).to(dtype)
+    x, y = torch.randn(6, 4, dtype=dtype), torch.tensor([0, 2, -100, -100, 1, -100])
+    pipeline = samo.Pipeline(copy.deepcopy(model), F.cross_entropy, None, 3)
+    loss = pipeline.step(x, target=y)
+    wanted = F.cross_entropy(model(x), y)
+    wanted.backward()
+    grad = pipeline.module.get_parameter("0.weight").grad
+    off = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(loss, wanted.detach(), rtol=off, atol=off)
+    torch.testing.assert_close(grad, model[0].weight.grad, rtol=off, atol=off)
+    assert pipeline.eval(x, target=torch.full((6,), -100)).isnan()  # as torch's mean over nothing
+    output = torch.full((2, 3), math.inf, requires_grad=True)
+    zero_loss(output).backward()
+    assert not output.grad.any()
+
+
+@pytest.mark.parametrize("is_torch", [False, True])
+def test_a_collective_that_fails_is_the_fault_of_another_rank(
+    monkeypatch: pytest.MonkeyPatch, is_torch: bool
+) -> None:
+    def broken(*args: object, **settings: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    pipeline = one_stage()
+    monkeypatch.setattr(dist, "all_reduce", broken)
+    monkeypatch.setattr(pipeline, "_links", SimpleNamespace(group=None))
+    if is_torch:  # which needs several ranks
+        monkeypatch.setattr(pipeline, "_runner", object.__new__(TorchRunner))
+    with pytest.raises(samo.PeerError, match=r"did not join a collective \(Connection") as caught:
+        pipeline.clip_grad_norm_(1.0)
+    assert caught.value.rank is None
+    pipeline.close()
+    with pytest.raises(samo.PeerError, match="the pipeline was closed"):
+        pipeline.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("is_torch", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        samo.CompressionError("not reduced"),
+        torch.OutOfMemoryError("no memory left"),
+        samo.PeerError("rank 9 is gone", rank=9),
+    ],
+)
+def test_an_error_of_this_stage_stays_what_it_is(error: Exception, is_torch: bool) -> None:
+    def fail() -> None:
+        raise error
+
+    runner = object.__new__(TorchRunner) if is_torch else one_stage()._runner
+    with pytest.raises(type(error)) as caught:
+        runner.run_collective(fail)
+    assert caught.value is error
