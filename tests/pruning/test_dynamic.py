@@ -1,4 +1,4 @@
-"""Gradual pruning, SET and RigL on compressed state, against the same told plainly on dense tensors."""
+"""Gradual pruning, SET and RigL on compressed state, against plain versions on dense tensors."""
 
 import copy
 import math
@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import samo
 from samo.core.compress import masks as masks_in, named_weights
 from samo.core.weight import Weight
-from samo.pruning import choices, schedules
+from samo.pruning import growth as choices, schedules
+from samo.pruning.dynamic import _pattern_of
 from samo.pruning.growth import Growth
 from tests.meters import DenseGradients, LargestTensor, small_gpt, tokens
 from tests.ranks import run_ranks
@@ -69,18 +71,14 @@ def gradient_of(model: nn.Module, name: str) -> Tensor:
 # Schedules
 
 
-def test_the_cubic_schedule_is_that_of_the_paper() -> None:
+def test_schedules_are_those_of_the_papers() -> None:
     for step in range(10, 111):
         expected = 0.95 + (0.2 - 0.95) * (1 - (step - 10) / 100) ** 3
         assert schedules.cubic_sparsity(step, 10, 110, 0.2, 0.95) == pytest.approx(expected)
+        expected = 0.4 / 2 * (1 + math.cos(step * math.pi / 200))
+        assert schedules.cosine_fraction(step, 200, 0.4) == pytest.approx(expected)
     assert schedules.cubic_sparsity(0, 10, 110, 0.2, 0.95) == pytest.approx(0.2)
     assert schedules.cubic_sparsity(500, 10, 110, 0.2, 0.95) == 0.95
-
-
-def test_the_replaced_fraction_falls_by_a_cosine() -> None:
-    for step in range(100):
-        expected = 0.4 / 2 * (1 + math.cos(step * math.pi / 100))
-        assert schedules.cosine_fraction(step, 100, 0.4) == pytest.approx(expected)
 
 
 # Choices, against sorting
@@ -115,19 +113,22 @@ def test_choices_are_those_of_sorting(data: st.DataObject) -> None:
     )
 
 
-def test_entries_without_a_gradient_are_grown_before_entries_that_are_taken() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_entries_that_are_taken_rank_below_zero_gradients(dtype: torch.dtype) -> None:
     mask = samo.Mask.from_bool(torch.tensor([True, True, False, False, False, True]))
-    grown = choices.grow_largest("a", torch.tensor([9.0, 9, 0, 1, 0, 9]), mask, 3, seed=0)
+    scores = torch.tensor([9.0, math.nan, 0, 1, 0, math.inf], dtype=dtype)
+    grown = choices.grow_largest("a", scores, mask, 3, seed=0)
     assert grown.to_bool().tolist() == [False, False, True, True, True, False]
+    tiny = torch.arange(6.0, dtype=torch.float64) * 1e-60
+    assert choices.grow_largest("a", tiny, mask, 1, seed=0).to_bool().nonzero() == 4
 
 
-def test_another_seed_draws_others_and_all_are_drawn_alike() -> None:
+def test_random_growth_is_uniform_over_seeds() -> None:
     mask = samo.Mask.from_bool(torch.arange(64) < 32)
-    counts = sum(choices.grow_random("a", mask, 8, seed).to_bool().int() for seed in range(400))
+    counts = sum(choices.grow_random("a", mask, 8, seed).to_bool().int() for seed in range(100))
     assert not counts[:32].any()
-    assert counts[32:].float().mean() == 100
-    assert counts[32:].min() > 60  # 100 expected, standard deviation 8.7
-    assert counts[32:].max() < 140
+    assert counts[32:].float().mean() == 25
+    assert 8 < counts[32:].min() < counts[32:].max() < 45  # 25 expected, standard deviation 4.3
 
 
 # Gradual pruning
@@ -171,19 +172,39 @@ def test_a_model_that_is_sparser_than_the_schedule_waits_for_it() -> None:
     assert masks[-1].sparsity == pytest.approx(0.9, abs=1e-3)
 
 
-def test_gradual_pruning_refuses_what_makes_no_sense() -> None:
+def test_a_model_sparser_than_the_final_sparsity_is_refused() -> None:
+    model = build(0.9)
+    opt = samo.AdamW(model.parameters())
+    with pytest.raises(
+        samo.MaskError, match=r"sparser already \(0\.900, in every tensor\) than sparsity 0\.5, so"
+    ):
+        samo.GradualPruning(model, opt, sparsity=0.5, start=1, stop=10, every=2)
+    samo.GradualPruning(model, opt, sparsity=0.9, start=1, stop=10, every=2)  # as in a resumed run
+    mixed = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    samo.compress_(mixed, samo.prune(mixed, 0.9, rules={"2.weight": 0.25}))
+    opt = samo.AdamW(mixed.parameters())
+    masks = samo.GradualPruning(mixed, opt, 0.5, start=0, stop=1, every=1).step()
+    assert masks is not None
+    assert [round(mask.sparsity, 3) for mask in masks.values()] == [0.9, 0.5]
+
+
+def test_a_resumed_gradual_pruning_keeps_counting_and_catches_up_after_the_stop() -> None:
     model = build(None)
     opt = samo.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"0 <= initial <= sparsity < 1, got initial=0.9 and"):
-        samo.GradualPruning(model, opt, 0.8, start=0, stop=10, every=1, initial=0.9)
-    with pytest.raises(ValueError, match="got start=5, stop=5, every=1"):
-        samo.GradualPruning(model, opt, 0.8, start=5, stop=5, every=1)
-    with pytest.raises(samo.MaskError, match=r"would keep none of the 576 weights of '2.weight'"):
-        samo.GradualPruning(model, opt, 0.9995, start=0, stop=5, every=1)
-    bare = samo.compress_(nn.Linear(3, 3), samo.Masks({}), dtype=torch.bfloat16)
-    for without in (nn.Linear(3, 3), bare):
-        with pytest.raises(samo.CompressionError, match="no parameter of the model has a mask"):
-            samo.GradualPruning(without, opt, 0.5, start=0, stop=5, every=1)
+    settings = {"sparsity": 0.9, "start": 0, "stop": 10, "every": 5, "initial": 0.5}
+    first, second, late = (samo.GradualPruning(model, opt, **settings, seed=n) for n in (5, 6, 7))
+    assert [n for n in range(1, 5) if first.step() is not None] == []  # at step `every` first
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert second.state_dict()["seed"] == 5
+    masks = second.step()
+    assert masks is not None
+    assert masks.sparsity == pytest.approx(0.85, abs=1e-3)
+    late.load_state_dict({**first.state_dict(), "steps": 15})
+    masks = late.step()
+    assert masks is not None
+    assert masks.sparsity == pytest.approx(0.9, abs=1e-3)
+    assert late.step() is None
 
 
 # Dynamic masks
@@ -286,7 +307,7 @@ def grown_by_parts(num_parts: int, candidates: int | None) -> float:
     return float((got & wanted).sum()) / count
 
 
-@pytest.mark.parametrize(("num_parts", "least"), [(1, 1.0), (2, 0.77), (4, 0.69), (8, 0.62)])
+@pytest.mark.parametrize(("num_parts", "least"), [(1, 1.0), (8, 0.62)])
 def test_micro_batches_add_up_and_an_earlier_step_leaves_nothing_behind(
     num_parts: int, least: float
 ) -> None:
@@ -382,7 +403,7 @@ def test_a_tied_weight_counts_all_its_uses(candidates: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize("style", ["plain", "tied", "checkpointed", "reentrant"])
+@pytest.mark.parametrize("style", ["tied", "checkpointed", "reentrant"])
 def test_rigl_holds_at_most_the_largest_dense_gradient(style: str) -> None:
     model = small_gpt(is_tied=style == "tied", is_checkpointed=style == "checkpointed")
     if style == "reentrant":
@@ -398,7 +419,7 @@ def test_rigl_holds_at_most_the_largest_dense_gradient(style: str) -> None:
     batch = tokens()
     for _ in range(2):
         with DenseGradients(weights, model.parameters()) as meter:
-            for _ in range(3):
+            for _ in range(2):
                 model(batch, batch).backward()
         opt.step()
         opt.zero_grad()
@@ -443,10 +464,10 @@ def test_weights_are_watched_in_the_step_of_a_replacement_alone() -> None:
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient"])
-def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_for_bit_the_same(grow: Any, tmp_path: Path) -> None:
     def start(model: nn.Module) -> tuple[samo.AdamW, samo.DynamicSparse]:
         opt = samo.AdamW(model.parameters(), lr=1e-2, entry_steps=True)
-        return opt, samo.DynamicSparse(model, opt, grow=grow, every=2, stop=30, seed=7, warmup=3)
+        return opt, samo.DynamicSparse(model, opt, grow=grow, every=2, stop=30, seed=7)
 
     def run(model: nn.Module, opt: samo.AdamW, moving: samo.DynamicSparse, first: int) -> None:
         for step in range(first, first + 5):
@@ -473,31 +494,17 @@ def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[name], value)
 
 
-def test_a_resumed_gradual_pruning_counts_on() -> None:
-    model = build(None)
-    opt = samo.AdamW(model.parameters())
-    pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
-    other = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
-    for _ in range(9):
-        assert pruning.step() is None
-    other.load_state_dict(pruning.state_dict())
-    assert other.step() is not None
-
-
-def test_dynamic_sparse_refuses_what_makes_no_sense() -> None:
+def test_growing_by_gradient_needs_a_backward_pass() -> None:
     model = build()
     opt = samo.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="grow must be one of random, gradient, got 'magic'"):
-        samo.DynamicSparse(model, opt, grow="magic", stop=10)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"in \(0, 1\], got 0"):
-        samo.DynamicSparse(model, opt, drop=0, stop=10)
-    with pytest.raises(ValueError, match="got every=0, stop=10, warmup=0"):
-        samo.DynamicSparse(model, opt, every=0, stop=10)
     moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=10)
-    with pytest.raises(samo.CompressionError, match="step 1 is to grow entries by their gradients"):
+    with pytest.raises(samo.CompressionError, match="step 1 grows entries by their gradients"):
         moving.step()
     backward(model, torch.randn(8, 40))
-    assert moving.step() is not None  # the step was not counted
+    assert moving.step() is not None  # the failed step did not count
+    moving.detach()
+    with pytest.raises(samo.CompressionError, match="this DynamicSparse is detached"):
+        moving.step()
 
 
 def test_a_copy_of_the_model_is_not_watched() -> None:
@@ -506,8 +513,278 @@ def test_a_copy_of_the_model_is_not_watched() -> None:
     moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
     assert len(weights_of(model)["0.weight"].layout.watchers) == 1
     assert not weights_of(copy.deepcopy(model))["0.weight"].layout.watchers
-    del moving  # nobody is there any more whom the gradients could concern
+    del moving
     assert not weights_of(model)["0.weight"].layout.watchers
+
+
+# Which weights and masks
+
+
+def two_layers(sparsity: float = 0.9) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    return samo.compress_(model, samo.prune(model, sparsity))
+
+
+def schedule(kind: str, model: nn.Module, opt: Any) -> Any:
+    if kind == "gradual":
+        return samo.GradualPruning(model, opt, 0.97, start=0, stop=1, every=1)
+    return samo.DynamicSparse(model, opt, grow=kind, every=1, stop=9)  # type: ignore[arg-type]
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 64)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["random", "gradient", "gradual"])
+@pytest.mark.parametrize("why", ["frozen", "no optimizer"])
+def test_weights_that_nothing_trains_keep_mask_and_values(kind: str, why: str) -> None:
+    model = two_layers()
+    if why == "frozen":
+        model[0].requires_grad_(False)
+    opt = samo.AdamW((model if why == "frozen" else model[2]).parameters())
+    moving = schedule(kind, model, opt)
+    before = [model[0].weight.detach().clone(), model[2].weight.detach().clone()]
+    masks = None
+    for _ in range(3):
+        step(model, opt)
+        masks = moving.step() or masks
+    assert masks is not None
+    assert list(masks) == ["0.weight", "2.weight"]
+    assert torch.equal(model[0].weight, before[0])
+    assert not torch.equal(masks["2.weight"].to_bool(), before[1] != 0)
+
+
+@pytest.mark.parametrize("kind", ["random", "gradient", "gradual"])
+def test_a_model_of_which_nothing_is_trained_is_refused(kind: str) -> None:
+    model = two_layers()
+    elsewhere = two_layers()
+    other = samo.AdamW(elsewhere.parameters())
+    with pytest.raises(samo.MaskError, match=r"none of the 2 tensors with a mask can change it"):
+        schedule(kind, model, other)
+
+
+def test_masks_with_a_structure_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    samo.compress_(model, samo.prune(model, pattern="2:4"))
+    opt = samo.AdamW(model.parameters())
+    with pytest.raises(samo.MaskError, match=r"the mask of '0.weight' has the pattern 2:4, which"):
+        samo.DynamicSparse(model, opt, every=1, stop=9)
+
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)
+    model = nn.Sequential(*layers)
+    kept = torch.arange(16) < 7
+    ticket = samo.Masks(
+        {
+            "0.weight": samo.Mask.from_bool(kept.view(16, 1, 1, 1).expand(model[0].weight.shape)),
+            "1.weight": samo.Mask.from_bool(kept),
+            "1.bias": samo.Mask.from_bool(kept),
+            "3.weight": samo.Mask.from_bool(kept.view(1, 16, 1, 1).expand(model[3].weight.shape)),
+        }
+    )
+    samo.compress_(model, ticket)
+    opt = samo.AdamW(model.parameters())
+    with pytest.raises(samo.MaskError, match=r"'1.weight' keeps 7 of 16 channels, and entries"):
+        samo.DynamicSparse(model, opt, every=1, stop=9)
+    pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=1, every=1)
+    masks = pruning.step()  # entries are only dropped, and scales are no matrices
+    assert masks is not None
+    assert masks["1.weight"] == ticket["1.weight"]
+    assert masks["1.bias"] == ticket["1.bias"]
+    assert (masks & ticket) == masks
+    assert masks["0.weight"] != ticket["0.weight"]
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:16"])
+@pytest.mark.parametrize("layer", [nn.Linear(64, 48), nn.Conv2d(32, 8, 3)], ids=["linear", "conv"])
+def test_patterns_are_told_from_random_masks(pattern: str, layer: nn.Module) -> None:
+    kept, group = map(int, pattern.split(":"))
+    drawn = samo.prune(layer, pattern=pattern)["weight"]
+    assert _pattern_of(drawn, 1) == pattern
+    like = samo.prune(layer, 1 - kept / group, method="random")["weight"]
+    assert _pattern_of(like, 1) is None
+    assert _pattern_of(samo.Mask.whole(drawn.shape), 1) is None
+
+
+def test_masks_that_keep_everything_are_refused() -> None:
+    whole = build(None)
+    opt = samo.AdamW(whole.parameters())
+    with pytest.raises(samo.MaskError, match=r"all 3,136 weights are kept, so none is left"):
+        samo.DynamicSparse(whole, opt, every=1, stop=9)
+
+
+@pytest.mark.parametrize("grow", ["random", "gradient"])
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_one_object_moves_the_masks_of_a_weight(grow: Any, is_deleted: bool) -> None:
+    model = two_layers()
+    opt = samo.AdamW(model.parameters())
+    moving = samo.DynamicSparse(model, opt, grow=grow, every=1, stop=9)
+    with pytest.raises(
+        samo.CompressionError, match=r"another DynamicSparse already moves the mask of '0.weight'"
+    ):
+        samo.DynamicSparse(model, opt, every=2, stop=9)
+    step(model, opt)
+    assert moving.step() is not None
+    twin = copy.deepcopy(model)  # nothing moves the masks of the copy yet
+    samo.DynamicSparse(twin, samo.AdamW(twin.parameters()), every=2, stop=9)
+    if is_deleted:
+        del moving
+    else:
+        moving.detach()
+    samo.DynamicSparse(model, opt, every=2, stop=9)
+
+
+# What the weights are
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_written_to_the_model_are_what_is_compared(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    samo.compress_(model, samo.Masks.whole(model), dtype=dtype)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    pruning = samo.GradualPruning(model, opt, 0.5, start=0, stop=1, every=1)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(64, 64))
+    expected = samo.prune(model, 0.5)["0.weight"]
+    masks = pruning.step()
+    assert masks is not None
+    assert expected.distance(masks["0.weight"]) < 0.01  # bfloat16 has equals
+
+
+@pytest.mark.parametrize("kind", ["random", "gradient", "gradual"])
+def test_weights_that_are_not_finite_are_refused(kind: str) -> None:
+    model = two_layers()
+    opt = samo.AdamW(model.parameters())
+    moving = schedule(kind, model, opt)
+    model(torch.randn(4, 64)).square().mean().backward()
+    weight = weights_of(model)["0.weight"]
+    before = weight.mask
+    with torch.no_grad():
+        weight.values[int(weight.values.abs().argmax())] = torch.nan
+    with pytest.raises(ValueError, match=r"1 of the 410 kept weights of '0.weight' are NaN or inf"):
+        moving.step()
+    assert weight.mask is before
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_were_set_to_zero_leave_no_scores_behind(set_to_none: bool) -> None:
+    found = []
+    for discards in (True, False):
+        model = build()
+        opt = samo.AdamW(model.parameters())
+        moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=100)
+        if discards:
+            backward(model, 100 * torch.randn(8, 40))
+            opt.zero_grad(set_to_none=set_to_none)
+        backward(model, torch.randn(8, 40, generator=torch.Generator().manual_seed(5)))
+        found.append(moving.step())
+    assert found[0] == found[1]
+
+
+def test_what_growth_holds_is_what_the_documents_say() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False))
+    samo.compress_(model, samo.prune(model, 0.9, method="random"))
+    opt = samo.AdamW(model.parameters())
+    for candidates in (1, 4):
+        moving = None  # detaches the last one
+        moving = samo.DynamicSparse(
+            model, opt, grow="gradient", every=1, stop=10**6, candidates=candidates
+        )
+        model(torch.randn(2, 1024)).sum().backward()
+        weight = weights_of(model)["0.weight"]
+        found, kept = moving._growths["0.weight"]._found, weight.kept
+        held = found.survivors.nbytes + found.candidates.nbytes + found.scores.nbytes
+        bitmap = weight.mask.nbytes
+        assert held == pytest.approx(bitmap + kept / 8 + 4 * candidates * 0.3 * kept, abs=32)
+
+
+# State and settings
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    model = build()
+    opt = samo.AdamW(model.parameters())
+    moving = samo.DynamicSparse(model, opt, every=2, stop=9, seed=5)
+    state = moving.state_dict()
+    moving.detach()
+    other = samo.DynamicSparse(model, opt, every=3, stop=9)
+    with pytest.raises(ValueError, match=r"of a DynamicSparse with every=2, but this one has 3;"):
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"not the state of a DynamicSparse \(no 'steps', 'seed'"):
+        other.load_state_dict({})
+    with pytest.raises(ValueError, match=r"'steps' of the saved state must be a whole number of 0"):
+        other.load_state_dict({**other.state_dict(), "steps": "many"})
+    assert other.state_dict()["steps"] == 0
+
+
+DYNAMIC: list[tuple[dict[str, Any], str]] = [
+    ({"grow": "magic"}, r"grow='magic' is unknown; it is one of random, gradient"),
+    ({"drop": "0.3"}, r"drop must be a number, got '0.3'"),
+    ({"drop": 0}, r"in \(0, 1\], got 0"),
+    ({"every": 2.5}, r"every must be a whole number of 1 or more, got 2.5"),
+    ({"every": 0}, r"every must be a whole number of 1 or more, got 0"),
+    ({"stop": True}, r"stop must be a whole number of 1 or more, got True"),
+    ({"every": 9}, r"every 9 steps until step 9, which is never"),
+    ({"seed": "x"}, r"seed must be a whole number, got 'x'"),
+    ({"candidates": 0}, r"candidates must be a whole number of 1 or more, got 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), DYNAMIC, ids=str)
+def test_bad_settings_of_dynamic_sparse_are_refused(options: Any, message: str) -> None:
+    model = build()
+    with pytest.raises(ValueError, match=message):
+        samo.DynamicSparse(
+            model, samo.AdamW(model.parameters()), **{"every": 2, "stop": 9, **options}
+        )
+
+
+GRADUAL: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sparsity": "0.9"}, ValueError, r"sparsity must be a number, got '0.9'"),
+    ({"initial": None}, ValueError, r"initial must be a finite number, got None"),
+    ({"initial": 0.95}, ValueError, r"0 <= initial <= sparsity < 1, got initial=0.95 and"),
+    ({"start": 0.5}, ValueError, r"start must be a whole number, got 0.5"),
+    ({"start": 9}, ValueError, "got start=9, stop=9, every=1"),
+    ({"seed": 1.5}, ValueError, r"seed must be a whole number, got 1.5"),
+    ({"sparsity": 0.9995}, samo.MaskError, r"keep none of the 576 weights of '2.weight'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), GRADUAL, ids=str)
+def test_bad_settings_of_gradual_pruning_are_refused(
+    options: Any, error: type[Exception], message: str
+) -> None:
+    model = build()
+    usual = {"sparsity": 0.9, "start": 0, "stop": 9, "every": 1}
+    with pytest.raises(error, match=message):
+        samo.GradualPruning(model, samo.AdamW(model.parameters()), **{**usual, **options})
+
+
+@pytest.mark.parametrize("kind", ["random", "gradual"])
+def test_a_wrong_optimizer_or_model_is_refused(kind: str) -> None:
+    model = build()
+    for opt, found in ((None, "NoneType"), (model, "Sequential"), ("opt", "str"), ([1], "int")):
+        with pytest.raises(TypeError, match=f"opt must be a torch.optim.Optimizer .* got {found};"):
+            schedule(kind, model, opt)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
+        schedule(kind, "model", None)  # type: ignore[arg-type]
+    bare = samo.compress_(nn.Linear(3, 3), samo.Masks({}), dtype=torch.bfloat16)
+    for without in (nn.Linear(3, 3), bare):
+        with pytest.raises(samo.CompressionError, match="no parameter of the model has a mask"):
+            schedule(kind, without, samo.AdamW(without.parameters()))
+
+
+def test_numpy_integers_are_integers() -> None:
+    model = build()
+    opt = samo.AdamW(model.parameters())
+    moving = samo.DynamicSparse(model, [opt], every=np.int64(2), stop=9, seed=np.int64(3))
+    assert type(moving.state_dict()["seed"]) is int
 
 
 # Replicas
@@ -530,7 +807,7 @@ def replicas(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict
         group=dist.group.WORLD if how == "group" else None,
     )
     moved = 0
-    for step in range(8):
+    for step in range(4):
         x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step)).double()
         # The order of rows by which one rank sees in each micro-batch what several see together.
         batches = x.view(parts, num_ranks, -1, 40)[:, rank]
@@ -540,14 +817,13 @@ def replicas(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict
         opt.step()
         opt.zero_grad(set_to_none=step % 2 == 0)
         moved += moving.step() is not None
-    assert moved == 4
+    assert moved == 2
     return samo.dense_state_dict(model)
 
 
 @pytest.mark.parametrize(
     ("grow", "parts", "how"),
     [
-        ("gradient", 1, "model"),
         ("gradient", 1, "views"),
         ("gradient", 2, "model"),
         ("gradient", 1, "wrapper"),
@@ -555,7 +831,7 @@ def replicas(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict
         ("random", 1, "model"),
     ],
 )
-def test_replicas_move_masks_as_one_process_and_go_on(grow: str, parts: int, how: str) -> None:
+def test_replicas_move_masks_as_one_process_does(grow: str, parts: int, how: str) -> None:
     (alone,) = run_ranks(1, replicas, grow, parts, how)
     for found in run_ranks(2, replicas, grow, parts, how):
         for name, value in found.items():
@@ -589,11 +865,11 @@ def alone_among_many(rank: int, num_ranks: int) -> None:
         model, samo.AdamW(model.parameters()), grow="gradient", every=1, stop=9
     )
     with pytest.raises(
-        samo.CompressionError, match=r"no DistributedDataParallel tells which; pass"
+        samo.CompressionError, match=r"not wrapped in DistributedDataParallel; pass group="
     ):
         backward(model, torch.randn(8, 40))
     moving.detach()
 
 
-def test_ranks_of_which_nobody_tells_whether_they_are_replicas_are_refused() -> None:
+def test_ranks_without_ddp_or_group_are_refused() -> None:
     run_ranks(2, alone_among_many)

@@ -24,9 +24,9 @@ from samo.core.ranks import check_masks_of_ranks
 from samo.core.shards import whole
 from samo.core.weight import Types, Weight, mark_ragged, weight_of
 from samo.errors import CompressionError, MaskError
-from samo.mask.layouts import dense_parameters
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
+from samo.mask.prunable import dense_parameters
 
 __all__ = ["compress_", "decompress_", "dense_state_dict", "masks"]
 
