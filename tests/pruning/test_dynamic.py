@@ -357,11 +357,11 @@ def test_a_mask_that_changed_in_between_is_left_alone_until_there_is_a_new_gradi
 
 
 def test_nothing_as_large_as_a_large_weight_is_made_to_choose_its_entries() -> None:
-    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
+    model = nn.Sequential(nn.Linear(2048, 1024, bias=False))
     samo.compress_(model, samo.prune(model, 0.95, method="random"))
     weight = weights_of(model)["0.weight"]
     growth = Growth(weight, 0.3, seed=0)
-    grad = torch.randn(2048, 2048)
+    grad = torch.randn(1024, 2048)
     with LargestTensor() as meter:
         growth.add(grad)
         weight.values.grad = torch.ones_like(weight.values)
@@ -461,6 +461,12 @@ def test_weights_are_watched_in_the_step_of_a_replacement_alone() -> None:
         backward(model, torch.randn(8, 40))
         moving.step()
     assert watched == [[int(step in (2, 5))] * 2 for step in range(10)]
+    moving.detach()
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
+    assert len(weights_of(model)["0.weight"].layout.watchers) == 1
+    assert not weights_of(copy.deepcopy(model))["0.weight"].layout.watchers
+    del moving
+    assert not weights_of(model)["0.weight"].layout.watchers
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient"])
@@ -505,16 +511,6 @@ def test_growing_by_gradient_needs_a_backward_pass() -> None:
     moving.detach()
     with pytest.raises(samo.CompressionError, match="this DynamicSparse is detached"):
         moving.step()
-
-
-def test_a_copy_of_the_model_is_not_watched() -> None:
-    model = build()
-    opt = samo.AdamW(model.parameters())
-    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
-    assert len(weights_of(model)["0.weight"].layout.watchers) == 1
-    assert not weights_of(copy.deepcopy(model))["0.weight"].layout.watchers
-    del moving
-    assert not weights_of(model)["0.weight"].layout.watchers
 
 
 # Which weights and masks
@@ -597,7 +593,7 @@ def test_masks_with_a_structure_are_refused() -> None:
     assert masks["0.weight"] != ticket["0.weight"]
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8", "1:16"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:16"])
 @pytest.mark.parametrize("layer", [nn.Linear(64, 48), nn.Conv2d(32, 8, 3)], ids=["linear", "conv"])
 def test_patterns_are_told_from_random_masks(pattern: str, layer: nn.Module) -> None:
     kept, group = map(int, pattern.split(":"))
@@ -606,13 +602,6 @@ def test_patterns_are_told_from_random_masks(pattern: str, layer: nn.Module) -> 
     like = samo.prune(layer, 1 - kept / group, method="random")["weight"]
     assert _pattern_of(like, 1) is None
     assert _pattern_of(samo.Mask.whole(drawn.shape), 1) is None
-
-
-def test_masks_that_keep_everything_are_refused() -> None:
-    whole = build(None)
-    opt = samo.AdamW(whole.parameters())
-    with pytest.raises(samo.MaskError, match=r"all 3,136 weights are kept, so none is left"):
-        samo.DynamicSparse(whole, opt, every=1, stop=9)
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient"])
@@ -639,7 +628,7 @@ def test_one_object_moves_the_masks_of_a_weight(grow: Any, is_deleted: bool) -> 
 # What the weights are
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_written_to_the_model_are_what_is_compared(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64))
@@ -714,7 +703,7 @@ def test_a_state_of_other_settings_is_refused() -> None:
     state = moving.state_dict()
     moving.detach()
     other = samo.DynamicSparse(model, opt, every=3, stop=9)
-    with pytest.raises(ValueError, match=r"of a DynamicSparse with every=2, but this one has 3;"):
+    with pytest.raises(ValueError, match=r"by DynamicSparse with every=2, but this one has 3;"):
         other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"not the state of a DynamicSparse \(no 'steps', 'seed'"):
         other.load_state_dict({})
@@ -778,6 +767,10 @@ def test_a_wrong_optimizer_or_model_is_refused(kind: str) -> None:
     for without in (nn.Linear(3, 3), bare):
         with pytest.raises(samo.CompressionError, match="no parameter of the model has a mask"):
             schedule(kind, without, samo.AdamW(without.parameters()))
+    if kind == "random":
+        whole = build(None)
+        with pytest.raises(samo.MaskError, match=r"all 3,136 weights are kept, so none is left"):
+            schedule(kind, whole, samo.AdamW(whole.parameters()))
 
 
 def test_numpy_integers_are_integers() -> None:

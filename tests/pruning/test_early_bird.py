@@ -359,7 +359,7 @@ def test_a_wrong_state_is_refused() -> None:
     state = bird.state_dict()
     samo.EarlyBird(model, 0.5, limit=9).load_state_dict(state)
     with pytest.raises(
-        ValueError, match=r"EarlyBird with sparsity=0.5, but this one has 0.6; build"
+        ValueError, match=r"by EarlyBird with sparsity=0.5, but this one has 0.6; build"
     ):
         samo.EarlyBird(model, 0.6).load_state_dict(state)
     with pytest.raises(

@@ -1,7 +1,6 @@
 """Pruning against a plain sort of (magnitude, hash, place), on one tensor and over a model."""
 
 import math
-import weakref
 import zlib
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from samo.errors import MaskError
 from samo.mask import bitmap
 from samo.mask.masks import Masks
 from samo.pruning.prune import prune
 from samo.pruning.topk import Entries, flat_slice
+from tests.meters import LiveBytes
 
 Scope = Literal["tensor", "global"]
 
@@ -131,13 +130,6 @@ def test_selection_continues_over_chunks(
     assert_masks(prune(model, 0.7, scope=scope), expected_masks(model, 0.7, scope))
 
 
-@given(st.integers(1, 3000), st.floats(0, 1, exclude_max=True))
-def test_the_number_pruned_is_the_rounded_product(numel: int, sparsity: float) -> None:
-    kept = numel - round(numel * sparsity)
-    if kept and sparsity:
-        assert prune(model_of(torch.randn(numel)), sparsity)["0.weight"].kept == kept
-
-
 def test_all_kinds_of_numbers_are_in_order() -> None:
     values = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-10, 0.5, 0.75, 1.0, 1.0000001, 65504.0, 3.4e38]
     weight = torch.tensor(values)[torch.randperm(11)] * (-1) ** torch.arange(11)
@@ -161,14 +153,6 @@ def test_float64_is_compared_in_float64() -> None:
     assert masks["0.weight"].to_bool().tolist() == [False, True]
 
 
-def test_global_scope_compares_tensors_and_tensor_scope_does_not() -> None:
-    model = model_of(torch.linspace(1, 2, 100), torch.linspace(1, 20, 100))
-    kept = [mask.kept for mask in prune(model, 0.5, scope="global").values()]
-    assert sum(kept) == 100
-    assert kept[0] < 10
-    assert [mask.kept for mask in prune(model, 0.5).values()] == [50, 50]
-
-
 def test_global_scope_compares_values_of_several_dtypes_exactly() -> None:
     half, brain = torch.full((50,), 2.0).half(), torch.full((50,), 1.0).bfloat16()
     masks = prune(model_of(half, brain), 0.49, scope="global")
@@ -182,13 +166,6 @@ def test_global_scope_compares_values_of_several_dtypes_exactly() -> None:
 # Ties
 
 
-def test_zero_and_minus_zero_are_equal() -> None:
-    weight = torch.cat([torch.zeros(500), -torch.zeros(500)])
-    keep = prune(model_of(weight), 0.5)["0.weight"].to_bool()
-    assert keep.sum() == 500
-    assert 200 < keep[:500].sum() < 300
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_ties_are_spread_over_rows_columns_and_tensors(dtype: torch.dtype) -> None:
     masks = prune(model_of(*torch.ones(2, 100, 100, dtype=dtype)), 0.8, scope="global")
@@ -198,15 +175,6 @@ def test_ties_are_spread_over_rows_columns_and_tensors(dtype: torch.dtype) -> No
         assert 1800 < mask.kept < 2200
         assert 35 < keep[:, :50].sum(1).float().mean() * 4 < 45
         assert 100 * 5 < keep.sum(0).min() * 100 < keep.sum(0).max() * 100 < 100 * 40
-
-
-def test_the_seed_chooses_between_equals_only() -> None:
-    weight = torch.cat([torch.full((100,), 2.0), torch.ones(1000)])
-    a, b = (prune(model_of(weight), 0.6, seed=seed)["0.weight"] for seed in (0, 1))
-    assert a != b
-    assert a.to_bool()[:100].all()
-    assert b.to_bool()[:100].all()
-    assert a.kept == b.kept == 440
 
 
 def test_entries_whose_hashes_collide_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,18 +194,14 @@ def test_entries_whose_hashes_collide_are_taken_in_order(monkeypatch: pytest.Mon
     assert not second[~odd].any()
 
 
-def test_the_hash_never_changes() -> None:
-    weight = torch.zeros(1)
-    entries = Entries("h.0.mlp.weight", weight, "random", torch.float32, seed=7)
-    places = torch.tensor([0, 1, 2**31, 2**40])
-    assert entries.hashes(places).tolist() == [732548127, 71850239, 1720293096, 300027857]
-
-
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, 2**63, 2**100])
-def test_any_integer_is_a_seed(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**63, 2**100])
+def test_any_integer_is_a_seed_and_the_hash_never_changes(seed: int) -> None:
     expected = reference_hashes("w", 1000, seed)
     entries = Entries("w", torch.zeros(1000), "random", torch.float32, seed)
     assert np.array_equal(entries.hashes(torch.arange(1000)).numpy(), expected)
+    entries = Entries("h.0.mlp.weight", torch.zeros(1), "random", torch.float32, seed=7)
+    places = torch.tensor([0, 1, 2**31, 2**40])
+    assert entries.hashes(places).tolist() == [732548127, 71850239, 1720293096, 300027857]
 
 
 def test_random_masks_of_two_seeds_and_of_two_tensors_are_independent() -> None:
@@ -245,13 +209,8 @@ def test_random_masks_of_two_seeds_and_of_two_tensors_are_independent() -> None:
     a, b = (prune(model, 0.9, method="random", seed=seed) for seed in (0, 1))
     assert 0.88 < a.distance(b) < 0.92
     assert 0.88 < a["0.weight"].distance(a["1.weight"]) < 0.92
-    assert a == prune(model, 0.9, method="random", seed=0)
-
-
-def test_random_does_not_look_at_the_weights() -> None:
-    a = prune(model_of(torch.full((50, 50), float("nan"))), 0.5, method="random")
-    b = prune(model_of(torch.randn(50, 50).half()), 0.5, method="random")
-    assert a == b
+    other = model_of(*torch.full((2, 300, 300), float("nan")).half())  # values do not matter
+    assert a == prune(other, 0.9, method="random", seed=0)
 
 
 # What the tensors look like
@@ -303,42 +262,13 @@ def test_the_default_device_and_dtype_make_no_difference() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Count the bytes of the storages that operations allocate, as long as these live."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.add(tensor.untyped_storage(), before)
-        return result
-
-    def add(self, storage: torch.UntypedStorage, before: set[int]) -> None:
-        key = storage._cdata
-        if key in before or key in self.known:
-            return
-        self.known.add(key)
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.remove, key, storage.nbytes())
-
-    def remove(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-
 def transient_bytes(weight: Tensor, **settings: Any) -> int:
     model = model_of(weight)
-    with LiveBytes() as live:
+    with LiveBytes() as meter:
+        weight.view_as(weight)  # counts the weight itself from the start
         masks = prune(model, 0.9, **settings)
-    assert live.now == sum(mask.nbytes for mask in masks.values())
-    return live.peak - live.now
+    held = weight.untyped_storage().nbytes() + sum(mask.nbytes for mask in masks.values())
+    return meter.peak_bytes - held
 
 
 @pytest.mark.parametrize(

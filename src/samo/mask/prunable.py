@@ -114,11 +114,7 @@ def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def matching(patterns: Iterable[str], names: Mapping[str, object], argument: str) -> set[str]:
-    """Return the names that match any of some shell-style patterns.
-
-    Raises:
-        ValueError: A pattern matches no name; ``argument`` is where it was passed.
-    """
+    """Return the names that match shell-style patterns; raise a ValueError if one matches none."""
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         hits = [name for name in names if fnmatch.fnmatchcase(name, pattern)]

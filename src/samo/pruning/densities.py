@@ -29,15 +29,11 @@ class Pattern(NamedTuple):
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Parse a pattern such as ``"2:4"``.
+    """Parse a pattern such as ``"2:4"``, which must keep some entries and prune some.
 
     Example:
-        >>> from samo.pruning.densities import parse_pattern
         >>> parse_pattern("2:4").sparsity
         0.5
-
-    Raises:
-        ValueError: It is not a pattern, or keeps nothing or everything.
     """
     match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text) if isinstance(text, str) else None
     if match is None or not 0 < int(match[1]) < int(match[2]):
@@ -49,11 +45,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def pattern_sparsity(pattern: Pattern, sparsity: float | None) -> float:
-    """Return the sparsity of a pattern.
-
-    Raises:
-        ValueError: ``sparsity`` is given and differs.
-    """
+    """Return the sparsity of a pattern, which ``sparsity`` must not contradict."""
     if sparsity is not None and not math.isclose(sparsity, pattern.sparsity, abs_tol=1e-6):
         raise ValueError(
             f"pattern '{pattern.kept}:{pattern.group}' prunes {pattern.sparsity:.6g} of the weights, "
@@ -69,7 +61,6 @@ def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list
     fractions, earlier tensors first.
 
     Example:
-        >>> from samo.pruning.densities import erk_counts
         >>> erk_counts([(1, (10, 10)), (1, (100, 100))], kept=1100)
         [100, 1000]
 

@@ -260,11 +260,7 @@ class DynamicSparse(MaskSchedule):
 
 
 def _check_structure(model: nn.Module, weights: dict[str, Weight]) -> None:
-    """Refuse masks with a structure that entries moving one by one would destroy.
-
-    Raises:
-        MaskError: A weight keeps n of every m neighbours, or the channels of a BatchNorm are pruned.
-    """
+    """Refuse n:m patterns and pruned channels, which entries moving one by one would destroy."""
     for name, scale in named_weights(model):
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, _BATCH_NORMS) and scale.mask is not None and scale.mask.sparsity:

@@ -16,6 +16,7 @@ from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
 from samo.pruning.prune import Scope, check_choice, check_patterns, decide, prune
+from samo.pruning.schedules import check_settings
 from samo.utils.validation import check_model, finite_number, whole_number
 
 __all__ = ["EarlyBird"]
@@ -372,13 +373,7 @@ class EarlyBird:
             raise ValueError(
                 f"the state of the EarlyBird lacks {', '.join(sorted(missing))}; use another checkpoint"
             )
-        for name, value in self._settings.items():
-            saved = values["settings"].get(name)
-            if saved != value:
-                raise ValueError(
-                    f"the saved state is of an EarlyBird with {name}={saved!r}, but this one has "
-                    f"{value!r}; build it with the settings it was saved with"
-                )
+        check_settings("EarlyBird", values["settings"], self._settings)
         wanted = [
             f"{_KEY}/{key}/{name}" for key, names in values["masks"].items() for name in names
         ]

@@ -109,12 +109,7 @@ def decide(
     skip: Iterable[str],
     rules: Mapping[str, float] | None,
 ) -> list[Group]:
-    """Decide what `prune` compares and how many weights it keeps, whatever their values.
-
-    Raises:
-        TypeError: As `prune`.
-        ValueError: As `prune`, except for the values of weights.
-    """
+    """Decide what `prune` compares and how many weights it keeps, without reading values."""
     check_choice("scope", scope, get_args(Scope))
     skip = check_patterns(skip, rules)
     neighbours = None
@@ -150,21 +145,13 @@ def decide(
 
 
 def check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of some choices.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise a ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{argument}={value!r} is unknown; it is one of {', '.join(choices)}")
 
 
 def check_patterns(skip: object, rules: object) -> list[str]:
-    """Return ``skip`` as a list.
-
-    Raises:
-        TypeError: It has something other than patterns, or ``rules`` is not a mapping.
-    """
+    """Return ``skip`` as a list; raise a TypeError if it or ``rules`` has the wrong type."""
     is_one = isinstance(skip, str) or not isinstance(skip, Iterable)
     patterns: list[Any] = [skip] if is_one else list(skip)  # type: ignore[call-overload]
     if not all(isinstance(pattern, str) for pattern in patterns):

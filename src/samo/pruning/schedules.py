@@ -96,13 +96,7 @@ class MaskSchedule:
                 f"this is not the state of a {kind} (no 'steps', 'seed' and 'settings'); save it with "
                 "samo.save(..., extra={'moving': moving.state_dict()}) and load extra['moving']"
             )
-        for name, value in self._settings.items():
-            saved = state["settings"].get(name)
-            if saved != value:
-                raise ValueError(
-                    f"the saved state is of a {kind} with {name}={saved!r}, but this one has {value!r}; "
-                    "build it with the settings it was saved with"
-                )
+        check_settings(kind, state["settings"], self._settings)
         steps = whole_number("'steps' of the saved state", state["steps"], least=0)
         self._seed = whole_number("'seed' of the saved state", state["seed"])
         self._steps = steps
@@ -135,12 +129,18 @@ class MaskSchedule:
         return new
 
 
-def finite_values(name: str, weight: Weight) -> Tensor:
-    """Return the kept values of a weight, to be compared by magnitude.
+def check_settings(kind: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless a state was saved with these settings."""
+    for name, value in own.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"the state was saved by {kind} with {name}={saved.get(name)!r}, but this one has "
+                f"{value!r}; build it with the settings it was saved with"
+            )
 
-    Raises:
-        ValueError: One of them is NaN or infinite.
-    """
+
+def finite_values(name: str, weight: Weight) -> Tensor:
+    """Return the kept values of a weight; raise a ValueError if one is NaN or infinite."""
     weight.sync_written()
     values = weight.values.detach()
     bad = int(torch.count_nonzero(~values.isfinite()))

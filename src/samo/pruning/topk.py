@@ -113,15 +113,6 @@ def keep_largest(group: Sequence[Entries], kept: int) -> list[Tensor]:
 
     Ties are broken by the larger hash, and by order where hashes are equal too.
     """
-    if kept == 0:
-        return [
-            torch.zeros(
-                bitmap.num_words(entries.dense.numel()),
-                dtype=torch.int32,
-                device=entries.dense.device,
-            )
-            for entries in group
-        ]
     cut = _find_cut(group, Entries.keys, group[0].bits, kept)
     if cut.fits == cut.equal:
         return [_words(entries, cut.key, None) for entries in group]
