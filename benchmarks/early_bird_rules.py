@@ -18,8 +18,8 @@ from samo.data.library import write_library_text
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig
+from samo.pruning.early_bird import Distance, Settling
 from samo.pruning.prune import prune
-from samo.pruning.settling import Distance, Settling
 
 __all__ = []
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from samo.errors import MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
-from samo.pruning.settling import Settling
+from samo.pruning.early_bird import Settling
 
 __all__ = ["ChannelTickets", "Channels", "find_channels"]
 
@@ -93,8 +93,8 @@ class ChannelTickets:
         """Why the ticket was drawn, or why not."""
         settling = self._settling
         if settling.has_settled:
-            return settling.verdict
-        return f"not settled after {len(settling.rows):,} observations: {settling.state}"
+            return settling.reason
+        return f"not settled after {len(settling.rows):,} observations: {settling.reason}"
 
     def channel_masks(self) -> Masks:
         """Return which channels would be kept now, under the names of the scales."""

@@ -37,7 +37,7 @@ def test_masks_move_and_the_model_trains(grow: Any, dtype: torch.dtype) -> None:
     masks = samo.prune(model, 0.9, method="random")
     samo.compress_(model, masks, dtype=dtype)
     opt = samo.AdamW(model.parameters(), lr=1e-3, entry_steps=True)
-    moving = samo.DynamicSparse(model, opt, grow=grow, every=3, stop=20, warmup=2)
+    moving = samo.DynamicSparse(model, opt, grow=grow, every=3, stop=20)
     x = torch.randn(64, 2000, device="cuda", dtype=dtype)
     losses = []
     for _ in range(20):

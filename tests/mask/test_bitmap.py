@@ -8,7 +8,7 @@ from torch import Tensor
 from samo.mask import bitmap
 
 CHUNK = 2**20
-EDGES = [0, 1, 31, 32, 33, 63, 64, 65, 2047, 2048, 2049, 4096, CHUNK - 1, CHUNK, CHUNK + 1]
+EDGES = [0, 1, 31, 32, 33, 63, 64, 65, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1]
 
 sizes = st.integers(0, 5000)
 densities = st.sampled_from([0.0, 0.01, 0.5, 0.99, 1.0])
@@ -29,31 +29,24 @@ def running_counts(bits: Tensor) -> list[int]:
     return [int(bits[:start].sum()) for start in range(0, bits.numel(), bitmap.BLOCK_BITS)]
 
 
-@given(sizes, densities, st.integers(0, 2**32))
-def test_unpack_gives_back_what_was_packed(numel: int, density: float, seed: int) -> None:
-    bits = random_bits(numel, density, seed)
-    assert torch.equal(bitmap.unpack(packed(bits), 0, numel), bits)
-
-
 @pytest.mark.parametrize("numel", EDGES)
-def test_unpack_gives_back_what_was_packed_where_words_blocks_and_chunks_end(numel: int) -> None:
+def test_unpack_inverts_pack_where_words_blocks_and_chunks_end(numel: int) -> None:
     bits = random_bits(numel)
-    assert torch.equal(bitmap.unpack(packed(bits), 0, numel), bits)
+    words = packed(bits)
+    assert words.numel() == bitmap.num_words(numel)
+    assert words.numel() % 2 == 0
+    assert 0 <= 32 * words.numel() - numel < 64
+    assert torch.equal(bitmap.unpack(words, 0, numel), bits)
+    assert not bitmap.unpack(words, 0, 32 * words.numel())[numel:].any()
 
 
-@pytest.mark.parametrize("bit", [0, 1, 7, 8, 30, 31, 32, 63, 64, 2047])
+@pytest.mark.parametrize("bit", [0, 7, 8, 31, 32, 63, 64, 2047])
 def test_bit_i_is_bit_i_mod_32_of_word_i_div_32(bit: int) -> None:
     bits = torch.zeros(2048, dtype=torch.bool)
     bits[bit] = True
     words = packed(bits)
     assert int(words[bit // 32]) & 0xFFFFFFFF == 1 << bit % 32
     assert words.count_nonzero() == 1
-
-
-@pytest.mark.parametrize("numel", EDGES)
-def test_the_bits_past_the_last_weight_are_0(numel: int) -> None:
-    words = packed(torch.ones(numel, dtype=torch.bool))
-    assert not bitmap.unpack(words, 0, 32 * words.numel())[numel:].any()
 
 
 @given(st.lists(densities, min_size=1, max_size=4), st.integers(0, 63), st.integers(0, 2**32))
@@ -126,9 +119,3 @@ def test_chunks_cover_everything_once_and_start_on_blocks(numel: int) -> None:
     assert sum(stop - start for start, stop in ranges) == numel
     assert all(start % bitmap.BLOCK_BITS == 0 for start, _ in ranges)
     assert all(0 < stop - start <= CHUNK for start, stop in ranges)
-
-
-@pytest.mark.parametrize("numel", EDGES)
-def test_words_come_in_pairs(numel: int) -> None:
-    assert bitmap.num_words(numel) % 2 == 0
-    assert 0 <= 32 * bitmap.num_words(numel) - numel < 64

@@ -1,5 +1,7 @@
 """Which parameters are pruned by default: the matrices of real architectures, and not the rest."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -109,23 +111,22 @@ def test_a_resnet_prunes_its_convolutions_but_not_the_root_fc() -> None:
     assert prunable(ResNet()) == ["conv1.weight", *block]
 
 
-@pytest.mark.parametrize("name", ["head", "heads", "classifier", "score", "lm_head", "output"])
-def test_a_head_is_not_pruned(name: str) -> None:
-    model = nn.ModuleDict({"body": nn.Linear(4, 4), name: nn.Linear(4, 4)})
-    assert prunable(model) == ["body.weight"]
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("head", "heads", "classifier", "score", "lm_head", "output", "classifier.dense"),
+        *("moe.gate", "moe.router", "moe.expert_router", "moe.shared_expert_gate"),
+    ],
+)
+def test_heads_and_routers_are_not_pruned(path: str) -> None:
+    layer: Any = nn.Linear(4, 4)
+    for name in reversed(path.split(".")):
+        layer = nn.ModuleDict({name: layer})
+    assert prunable(nn.ModuleDict({"body": nn.Linear(4, 4), **layer})) == ["body.weight"]
 
 
-@pytest.mark.parametrize("name", ["gate", "router", "expert_router", "shared_expert_gate"])
-def test_a_router_is_not_pruned(name: str) -> None:
-    model = nn.ModuleDict({"body": nn.Linear(4, 4), "moe": nn.ModuleDict({name: nn.Linear(4, 2)})})
-    assert prunable(model) == ["body.weight"]
-
-
-def test_attention_with_one_input_matrix_prunes_it_and_the_output() -> None:
+def test_attention_prunes_its_matrices_but_no_bias() -> None:
     assert prunable(nn.MultiheadAttention(8, 2)) == ["in_proj_weight", "out_proj.weight"]
-
-
-def test_attention_with_three_input_matrices_prunes_them_but_no_bias() -> None:
     attention = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
     expected = [*(f"{letter}_proj_weight" for letter in "qkv"), "out_proj.weight"]
     assert prunable(attention) == expected
@@ -184,22 +185,21 @@ def test_stacked_experts_are_told_by_class_or_place_and_must_have_three_dims() -
     assert prunable(model) == ["ffn.w1", "experts.w2"]
 
 
-def test_a_matrix_tied_to_an_embedding_is_not_pruned() -> None:
-    model = nn.ModuleDict({"projection": nn.Linear(4, 10), "embed": nn.Embedding(10, 4)})
-    model["projection"].weight = model["embed"].weight
-    assert prunable(model) == []
-
-
-def test_a_matrix_used_twice_is_named_once() -> None:
-    model = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
-    model["second"].weight = model["first"].weight
-    assert prunable(model) == ["first.weight"]
-
-
-def test_every_name_is_that_of_a_parameter() -> None:
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**LLAMA_SIZES))
-    parameters = dict(model.named_parameters())
-    assert all(parameters[name].dim() >= 2 for name in prunable(model))
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("body", "other", ["body.weight"]),
+        ("body", "head", []),
+        ("embed", "body", []),
+    ],
+)
+def test_tied_matrices_are_named_once_or_exempt(
+    first: str, second: str, expected: list[str]
+) -> None:
+    layer = nn.Embedding(4, 4) if first == "embed" else nn.Linear(4, 4)
+    model = nn.ModuleDict({first: layer, second: nn.Linear(4, 4)})
+    model[second].weight = model[first].weight
+    assert prunable(model) == expected
 
 
 NAMES = dict.fromkeys(["layers.0.mlp.weight", "layers.1.mlp.weight", "layers.1.attn.weight"])
@@ -235,17 +235,6 @@ def test_a_pattern_unlike_any_name_is_refused_without_a_guess() -> None:
     assert "did you mean" not in str(caught.value)
 
 
-def test_a_head_of_several_layers_is_left_alone_but_attention_heads_are_not() -> None:
-    model = nn.ModuleDict(
-        {
-            "classifier": nn.Sequential(nn.Flatten(), nn.Linear(4, 4)),
-            "block": nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(4, 4)])}),
-        }
-    )
-    assert prunable(model) == ["block.heads.0.weight"]
-
-
-def test_what_is_tied_to_a_head_is_left_alone() -> None:
-    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
-    model["head"].weight = model["body"].weight
-    assert prunable(model) == []
+def test_heads_of_attention_are_pruned() -> None:
+    block = nn.ModuleDict({"heads": nn.ModuleList([nn.Linear(4, 4)])})
+    assert prunable(nn.ModuleDict({"block": block})) == ["block.heads.0.weight"]

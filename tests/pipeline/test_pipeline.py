@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -201,12 +202,16 @@ def nccl_way(mesh: Any, rank: int, num_ranks: int) -> Tensor:
     return result
 
 
+def logits_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x, use_cache=False).logits
+
+
 def test_hugging_face_models_tied_weights_and_small_batches() -> None:
     everyone = run_ranks(3, other_work, timeout_s=100)
     x, y = tokens()
     for family in ("gpt2", "llama"):
         model = tiny_hf(family)
-        loss = accumulate(lambda x, model=model: model(x, use_cache=False).logits, x, y, 4)
+        loss = accumulate(partial(logits_of, model), x, y, 4)
         got: dict[str, Tensor] = {}
         for results in everyone:
             assert torch.equal(results[family][0], loss)

@@ -1,7 +1,6 @@
 """Density rules against plain retellings: ERK with RigL's loop over densities, n:m group by group."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from samo.errors import MaskError
 from samo.mask import bitmap
-from samo.mask.layouts import Layout, layouts
-from samo.mask.masks import Masks
+from samo.mask.prunable import Layout, layout_of
 from samo.pruning import nm
 from samo.pruning.densities import Pattern, erk_counts, parse_pattern
 from samo.pruning.prune import prune
@@ -62,17 +60,10 @@ def test_erk_counts_are_those_of_rigl_rounded_and_add_up(
             assert abs(count - numel * share) < 1 + 1e-6
 
 
-@given(SHAPES)
-def test_erk_keeps_everything_or_nothing_where_asked(shapes: list[list[int]]) -> None:
-    numels = [math.prod(shape) for shape in shapes]
-    matrices = [(1, shape) for shape in shapes]
-    assert erk_counts(matrices, sum(numels)) == numels
-    assert erk_counts(matrices, 0) == [0] * len(shapes)
-
-
-def test_a_stack_keeps_what_its_matrices_would_keep() -> None:
-    apart = erk_counts([(1, (100, 100)), *[(1, (60, 80))] * 8], 7400)
-    assert erk_counts([(1, (100, 100)), (8, (60, 80))], 7400) == [apart[0], sum(apart[1:])]
+def test_erk_keeps_everything_or_nothing() -> None:
+    matrices = [(1, (3, 4)), (1, (50, 60)), (1, (2, 3, 5))]
+    assert erk_counts(matrices, 12 + 3000 + 30) == [12, 3000, 30]
+    assert erk_counts(matrices, 0) == [0, 0, 0]
 
 
 def test_what_rounding_leaves_goes_to_the_largest_fractions() -> None:
@@ -134,20 +125,15 @@ def test_an_erk_share_of_nothing_is_refused() -> None:
 # n:m
 
 
-@given(st.integers(-2, 9), st.integers(-2, 9))
-def test_a_pattern_keeps_some_and_prunes_some(kept: int, group: int) -> None:
-    if 0 < kept < group:
-        assert parse_pattern(f"{kept}:{group}") == Pattern(kept, group)
-        assert parse_pattern(f"{kept}:{group}").sparsity == (group - kept) / group
-    else:
-        with pytest.raises(ValueError, match="a pattern is 'n:m', n of every m neighbours"):
-            parse_pattern(f"{kept}:{group}")
+BAD_PATTERNS = ["", "2", "2/4", "2:4:8", " 2:4", "a:b", "2:4\n", None, (2, 4), "0:4", "4:4", "-1:4"]
 
 
-@pytest.mark.parametrize("text", ["", "2", "2/4", "2:4:8", " 2:4", "a:b", "2:4\n", None, (2, 4)])
-def test_what_is_no_pattern_is_refused(text: Any) -> None:
-    with pytest.raises(ValueError, match="for example '2:4'"):
+@pytest.mark.parametrize("text", BAD_PATTERNS)
+def test_a_malformed_pattern_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"a pattern is 'n:m', n of every m .*for example '2:4'"):
         parse_pattern(text)
+    assert parse_pattern("1:4") == Pattern(1, 4)
+    assert parse_pattern("1:4").sparsity == 0.75
 
 
 def keep_of_groups(
@@ -155,7 +141,7 @@ def keep_of_groups(
 ) -> Tensor:
     """Keep n of every m neighbours along ``dim``, by sorting each group on its own."""
     hashes = reference_hashes(name, weight.numel(), seed).astype(np.int64).reshape(weight.shape)
-    size = weight.float().abs().numpy() if method == "magnitude" else np.zeros(weight.shape)
+    size = weight.double().abs().numpy() if method == "magnitude" else np.zeros(weight.shape)
     sizes, hashes = np.moveaxis(size, dim, -1), np.moveaxis(hashes, dim, -1)
     keep = np.zeros(sizes.shape, bool)
     for row in np.ndindex(*sizes.shape[:-1]):
@@ -178,7 +164,7 @@ def pattern_cases(draw: st.DrawFn) -> tuple[nn.Sequential, int, int]:
     return model_of(*weights, torch.ones(3, 2 * m).to(torch.bfloat16)), n, m
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(pattern_cases(), st.integers(0, 9), st.sampled_from(["magnitude", "random"]))
 def test_a_pattern_keeps_the_largest_of_each_group(
     case: tuple[nn.Sequential, int, int], seed: int, method: Any
@@ -189,11 +175,6 @@ def test_a_pattern_keeps_the_largest_of_each_group(
         expected = keep_of_groups(parameter.detach(), name, n, m, 1, seed, method)
         assert torch.equal(masks[name].to_bool(), expected)
     assert masks.kept * m == masks.numel * n
-
-
-def in_dims(model: nn.Module) -> dict[str, int | None]:
-    found = layouts(model)
-    return {name: found[name].input_dim for name, p in model.named_parameters() if p.dim() > 1}
 
 
 class Conv1D(nn.Module):
@@ -220,7 +201,6 @@ class Conv1D(nn.Module):
 def test_groups_run_along_the_inputs_of_every_kind_of_layer(module: nn.Module, dim: int) -> None:
     model = nn.Sequential(module)
     weight = model.get_parameter("0.weight")
-    assert in_dims(model) == {"0.weight": dim}
     mask = prune(model, pattern="1:4")["0.weight"]
     assert torch.equal(mask.to_bool(), keep_of_groups(weight.detach(), "0.weight", 1, 4, dim))
 
@@ -230,7 +210,7 @@ def test_experts_say_where_their_inputs_are(is_transposed: bool, dim: int) -> No
     model = nn.ModuleDict({"experts": nn.Module()})
     model["experts"].up = nn.Parameter(torch.randn(2, 8, 12))
     model["experts"].is_transposed = is_transposed  # type: ignore[assignment]
-    assert layouts(model)["experts.up"] == Layout(input_dim=dim, is_stack=True)
+    assert layout_of(model, "experts.up", 3) == Layout(input_dim=dim, is_stack=True)
     mask = prune(model, pattern="2:4")["experts.up"]
     weight = model["experts"].up.detach()
     assert torch.equal(mask.to_bool(), keep_of_groups(weight, "experts.up", 2, 4, dim))
@@ -239,7 +219,7 @@ def test_experts_say_where_their_inputs_are(is_transposed: bool, dim: int) -> No
 def test_experts_that_do_not_say_are_refused() -> None:
     model = nn.ModuleDict({"experts": nn.Module()})
     model["experts"].up = nn.Parameter(torch.randn(2, 8, 12))
-    message = r"'experts\.up' of shape \(2, 8, 12\) does not say which dimension.*is_transposed"
+    message = r"'experts\.up' of shape \(2, 8, 12\) does not say which dim.*is_transposed"
     with pytest.raises(ValueError, match=message):
         prune(model, pattern="2:4")
 
@@ -248,7 +228,10 @@ def test_a_shared_weight_has_the_layout_of_its_matrix_layer() -> None:
     model = nn.Sequential(nn.Module(), Conv1D(8, 6), nn.Linear(6, 8))
     model[0].table = model[1].weight
     model[2].weight = model[1].weight
-    assert layouts(model)["1.weight"] == Layout(input_dim=0)
+    mask = prune(model, pattern="1:4")["1.weight"]
+    assert torch.equal(
+        mask.to_bool(), keep_of_groups(model[1].weight.detach(), "1.weight", 1, 4, 0)
+    )
 
 
 def test_inputs_that_the_pattern_does_not_divide_are_refused() -> None:
@@ -269,22 +252,15 @@ def test_rules_and_skip_stand_apart_from_a_pattern() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"sparsity": 0.9, "pattern": "2:4"},
-            "prunes 0.5 of the weights, which contradicts sparsity",
-        ),
-        ({"sparsity": "0.5", "pattern": "2:4"}, "sparsity is '0.5', but sparsity is the fraction"),
-        (
-            {"scope": "global", "pattern": "2:4"},
-            "contradicts scope='global'; leave one of them out",
-        ),
-        ({"scope": "erk", "pattern": "2:4"}, "contradicts scope='erk'"),
-        ({}, "sparsity is None, but sparsity is the fraction pruned"),
+        ({"sparsity": 0.9}, "prunes 0.5 of the weights, which contradicts sparsity"),
+        ({"sparsity": "0.5"}, "sparsity is '0.5', but sparsity is the fraction"),
+        ({"scope": "global"}, "contradicts scope='global'; omit one of them"),
+        ({"scope": "erk"}, "contradicts scope='erk'"),
     ],
 )
 def test_contradictions_are_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prune(model_of(torch.randn(8, 8)), **arguments)
+        prune(model_of(torch.randn(8, 8)), pattern="2:4", **arguments)
 
 
 def test_the_sparsity_of_the_pattern_may_be_said_too() -> None:
@@ -293,7 +269,7 @@ def test_the_sparsity_of_the_pattern_may_be_said_too() -> None:
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((512, 300), nn.Linear), ((300, 129), Conv1D)])
-def test_groups_go_on_over_the_ends_of_chunks(
+def test_groups_continue_over_chunks(
     shape: tuple[int, int], kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(kind(shape[1], shape[0]) if kind is nn.Linear else kind(*shape))
@@ -305,18 +281,11 @@ def test_groups_go_on_over_the_ends_of_chunks(
 def test_a_pattern_needs_no_memory_that_grows_with_the_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chunk = 2**17
+    chunk = 2**14
     monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", chunk // bitmap.BLOCK_BITS)
-    small, large = (transient_bytes(torch.randn(n, 1000), pattern="1:10") for n in (400, 1600))
+    small, large = (transient_bytes(torch.randn(n, 1000), pattern="1:10") for n in (50, 200))
     assert small <= 48 * chunk
-    assert large <= small + 5 * 8 * (1600 * 1000 // bitmap.BLOCK_BITS)  # a few counts a block
-
-
-def test_strides_make_no_difference_to_a_pattern() -> None:
-    weight = torch.randn(64, 32).round(decimals=1)
-    expected: Mapping[str, Any] = prune(model_of(weight), pattern="2:4")
-    assert prune(model_of(weight.t().contiguous().t()), pattern="2:4") == expected
-    assert isinstance(expected, Masks)
+    assert large <= small + 5 * 8 * (200 * 1000 // bitmap.BLOCK_BITS)  # a few counts a block
 
 
 @pytest.mark.parametrize("most", [2, 8], ids=["sorted", "compared"])

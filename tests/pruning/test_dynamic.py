@@ -1,4 +1,4 @@
-"""Gradual pruning, SET and RigL on compressed state, against the same told plainly on dense tensors."""
+"""SET and RigL on compressed state, against plain versions on dense tensors."""
 
 import copy
 import math
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,9 +16,7 @@ import samo
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
 from samo.core.weight import Weight
-from samo.pruning import choices, schedules
-from samo.pruning.growth import Growth
-from tests.meters import DenseGradients, LargestTensor, small_gpt, tokens
+from tests.meters import DenseGradients, small_gpt, tokens
 from tests.ranks import run_ranks
 
 NAMES = ("0.weight", "2.weight")
@@ -65,129 +62,6 @@ def gradient_of(model: nn.Module, name: str) -> Tensor:
     grad = model.get_parameter(name).grad
     assert grad is not None
     return grad
-
-
-# Schedules
-
-
-def test_the_cubic_schedule_is_that_of_the_paper() -> None:
-    for step in range(10, 111):
-        expected = 0.95 + (0.2 - 0.95) * (1 - (step - 10) / 100) ** 3
-        assert schedules.cubic_sparsity(step, 10, 110, 0.2, 0.95) == pytest.approx(expected)
-    assert schedules.cubic_sparsity(0, 10, 110, 0.2, 0.95) == pytest.approx(0.2)
-    assert schedules.cubic_sparsity(500, 10, 110, 0.2, 0.95) == 0.95
-
-
-def test_the_replaced_fraction_falls_by_a_cosine() -> None:
-    for step in range(100):
-        expected = 0.4 / 2 * (1 + math.cos(step * math.pi / 100))
-        assert schedules.cosine_fraction(step, 100, 0.4) == pytest.approx(expected)
-
-
-# Choices, against sorting
-
-
-@given(st.data())
-@settings(max_examples=60)
-def test_choices_are_those_of_sorting(data: st.DataObject) -> None:
-    numel = data.draw(st.integers(1, 300))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
-    keep = torch.rand(numel, generator=generator) < data.draw(st.floats(0, 1))
-    scores = torch.randperm(numel, generator=generator) - numel / 2 + 0.25  # no two of one size
-    mask = samo.Mask.from_bool(keep)
-    free = numel - mask.kept
-    count = data.draw(st.integers(0, free))
-    grown = choices.grow_largest("a", scores, mask, count, seed=1)
-    order = scores.abs().masked_fill(keep, -1).argsort(descending=True)[:count]
-    assert torch.equal(
-        grown.to_bool(), torch.zeros(numel, dtype=torch.bool).scatter(0, order, True)
-    )
-
-    drawn = choices.grow_random("a", mask, count, seed=1)
-    assert drawn.kept == count
-    assert (drawn & mask).kept == 0
-    assert drawn == choices.grow_random("a", mask, count, seed=1)
-
-    kept = data.draw(st.integers(0, mask.kept))
-    pruned = choices.prune_to("a", mask, scores[keep], kept, seed=1)
-    order = scores.abs().masked_fill(~keep, -1).argsort(descending=True)[:kept]
-    assert torch.equal(
-        pruned.to_bool(), torch.zeros(numel, dtype=torch.bool).scatter(0, order, True)
-    )
-
-
-def test_entries_without_a_gradient_are_grown_before_entries_that_are_taken() -> None:
-    mask = samo.Mask.from_bool(torch.tensor([True, True, False, False, False, True]))
-    grown = choices.grow_largest("a", torch.tensor([9.0, 9, 0, 1, 0, 9]), mask, 3, seed=0)
-    assert grown.to_bool().tolist() == [False, False, True, True, True, False]
-
-
-def test_another_seed_draws_others_and_all_are_drawn_alike() -> None:
-    mask = samo.Mask.from_bool(torch.arange(64) < 32)
-    counts = sum(choices.grow_random("a", mask, 8, seed).to_bool().int() for seed in range(400))
-    assert not counts[:32].any()
-    assert counts[32:].float().mean() == 100
-    assert counts[32:].min() > 60  # 100 expected, standard deviation 8.7
-    assert counts[32:].max() < 140
-
-
-# Gradual pruning
-
-
-def test_gradual_pruning_keeps_the_largest_of_what_was_kept() -> None:
-    model = build(None)
-    opt = samo.AdamW(model.parameters(), lr=1e-2)
-    pruning = samo.GradualPruning(model, opt, 0.9, start=4, stop=27, every=5, initial=0.3)
-    kept = masks_of(model)
-    changes = []
-    for step in range(1, 31):
-        backward(model, torch.randn(8, 40))
-        opt.step()
-        opt.zero_grad()
-        before = dense_of(model)
-        masks = pruning.step()
-        if masks is None:
-            continue
-        changes.append(step)
-        for name in NAMES:
-            part = min(1.0, (step - 4) / 23)
-            numel = before[name].numel()
-            count = numel - round(numel * (0.9 + (0.3 - 0.9) * (1 - part) ** 3))
-            score = before[name].abs().masked_fill(~kept[name], -1).view(-1)
-            expected = torch.zeros(numel, dtype=torch.bool)
-            expected[score.argsort(descending=True)[:count]] = True
-            kept[name] = expected.view_as(before[name])
-            assert torch.equal(masks[name].to_bool(), kept[name])
-            assert torch.equal(dense_of(model)[name], before[name] * kept[name])
-    assert changes == [4, 9, 14, 19, 24, 27]
-
-
-def test_a_model_that_is_sparser_than_the_schedule_waits_for_it() -> None:
-    model = build(0.8)
-    opt = samo.AdamW(model.parameters())
-    pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=1)
-    masks = [pruning.step() for _ in range(10)]
-    assert [found is not None for found in masks].index(True) == 5  # 0.9 * (1 - 0.4**3) = 0.84
-    assert masks[-1] is not None
-    assert masks[-1].sparsity == pytest.approx(0.9, abs=1e-3)
-
-
-def test_gradual_pruning_refuses_what_makes_no_sense() -> None:
-    model = build(None)
-    opt = samo.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"0 <= initial <= sparsity < 1, got initial=0.9 and"):
-        samo.GradualPruning(model, opt, 0.8, start=0, stop=10, every=1, initial=0.9)
-    with pytest.raises(ValueError, match="got start=5, stop=5, every=1"):
-        samo.GradualPruning(model, opt, 0.8, start=5, stop=5, every=1)
-    with pytest.raises(samo.MaskError, match=r"would keep none of the 576 weights of '2.weight'"):
-        samo.GradualPruning(model, opt, 0.9995, start=0, stop=5, every=1)
-    bare = samo.compress_(nn.Linear(3, 3), samo.Masks({}), dtype=torch.bfloat16)
-    for without in (nn.Linear(3, 3), bare):
-        with pytest.raises(samo.CompressionError, match="no parameter of the model has a mask"):
-            samo.GradualPruning(without, opt, 0.5, start=0, stop=5, every=1)
-
-
-# Dynamic masks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -287,68 +161,13 @@ def grown_by_parts(num_parts: int, candidates: int | None) -> float:
     return float((got & wanted).sum()) / count
 
 
-@pytest.mark.parametrize(("num_parts", "least"), [(1, 1.0), (2, 0.77), (4, 0.69), (8, 0.62)])
+@pytest.mark.parametrize(("num_parts", "least"), [(1, 1.0), (8, 0.62)])
 def test_micro_batches_add_up_and_an_earlier_step_leaves_nothing_behind(
     num_parts: int, least: float
 ) -> None:
     """Micro-batches of different inputs: exact for one, and for all entries as candidates."""
     assert grown_by_parts(num_parts, 4) >= least
     assert grown_by_parts(num_parts, None) >= 0.999  # sums in another order round otherwise
-
-
-def part(weight: Weight, growth: Growth, grad: list[float], *, is_first: bool = False) -> None:
-    weight.values.grad = None if is_first else torch.ones_like(weight.values)
-    growth.add(torch.tensor([grad]))
-
-
-def test_parts_of_a_gradient_are_summed_from_the_first_in_which_an_entry_is_large() -> None:
-    model = nn.Sequential(nn.Linear(6, 1, bias=False))
-    samo.compress_(
-        model,
-        samo.Masks({"0.weight": samo.Mask.from_bool(torch.tensor([[True] * 2 + [False] * 4]))}),
-    )
-    weight = weights_of(model)["0.weight"]
-    with torch.no_grad():
-        weight.values.copy_(torch.tensor([5.0, 1.0]))
-    growth = Growth(weight, 0.5, seed=0, candidates=1)
-    assert growth.decide() is None
-    part(weight, growth, [9, 9, 3, 0, 2, 0], is_first=True)
-    assert growth.decide().to_bool().tolist() == [[True, True] + [False] * 4]  # its own place
-    part(weight, growth, [9, 0, 3, 0, 2, 0], is_first=True)  # a new sum
-    assert growth.decide().to_bool().tolist() == [[True, False, True] + [False] * 3]
-    part(weight, growth, [9, 0, -3, 1, 2, 0])  # the candidate is at 0, the fifth enters with 2
-    assert growth.decide().to_bool().tolist() == [[True] + [False] * 3 + [True, False]]
-    part(weight, growth, [9, 0, 0, float("inf"), 0, 0])
-    assert not growth.is_finite
-
-
-def test_a_mask_that_changed_in_between_is_left_alone_until_there_is_a_new_gradient() -> None:
-    model = build()
-    weight = weights_of(model)["0.weight"]
-    growth = Growth(weight, 0.3, seed=0)
-    growth.add(torch.randn(64, 40))
-    assert growth.decide() is not None
-    samo.remap_(model, samo.prune(model, 0.95))
-    assert growth.decide() is None
-    growth.add(torch.randn(64, 40))
-    decided = growth.decide()
-    assert decided is not None
-    assert decided.kept == weight.kept
-
-
-def test_nothing_as_large_as_a_large_weight_is_made_to_choose_its_entries() -> None:
-    model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
-    samo.compress_(model, samo.prune(model, 0.95, method="random"))
-    weight = weights_of(model)["0.weight"]
-    growth = Growth(weight, 0.3, seed=0)
-    grad = torch.randn(2048, 2048)
-    with LargestTensor() as meter:
-        growth.add(grad)
-        weight.values.grad = torch.ones_like(weight.values)
-        growth.add(grad)
-        decided = growth.decide()
-    assert decided is not None
-    assert 0 < meter.numel <= 2**20 < weight.shape.numel()
 
 
 @pytest.mark.parametrize("candidates", [None, 16])
@@ -383,7 +202,7 @@ def test_a_tied_weight_counts_all_its_uses(candidates: int | None) -> None:
     )
 
 
-@pytest.mark.parametrize("style", ["plain", "tied", "checkpointed", "reentrant"])
+@pytest.mark.parametrize("style", ["tied", "checkpointed", "reentrant"])
 def test_rigl_holds_at_most_the_largest_dense_gradient(style: str) -> None:
     model = small_gpt(is_tied=style == "tied", is_checkpointed=style == "checkpointed")
     if style == "reentrant":
@@ -399,7 +218,7 @@ def test_rigl_holds_at_most_the_largest_dense_gradient(style: str) -> None:
     batch = tokens()
     for _ in range(2):
         with DenseGradients(weights, model.parameters()) as meter:
-            for _ in range(3):
+            for _ in range(2):
                 model(batch, batch).backward()
         opt.step()
         opt.zero_grad()
@@ -441,13 +260,19 @@ def test_weights_are_watched_in_the_step_of_a_replacement_alone() -> None:
         backward(model, torch.randn(8, 40))
         moving.step()
     assert watched == [[int(step in (2, 5))] * 2 for step in range(10)]
+    moving.detach()
+    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
+    assert len(weights_of(model)["0.weight"].layout.watchers) == 1
+    assert not weights_of(copy.deepcopy(model))["0.weight"].layout.watchers
+    del moving
+    assert not weights_of(model)["0.weight"].layout.watchers
 
 
 @pytest.mark.parametrize("grow", ["random", "gradient"])
-def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_for_bit_the_same(grow: Any, tmp_path: Path) -> None:
     def start(model: nn.Module) -> tuple[samo.AdamW, samo.DynamicSparse]:
         opt = samo.AdamW(model.parameters(), lr=1e-2, entry_steps=True)
-        return opt, samo.DynamicSparse(model, opt, grow=grow, every=2, stop=30, seed=7, warmup=3)
+        return opt, samo.DynamicSparse(model, opt, grow=grow, every=2, stop=30, seed=7)
 
     def run(model: nn.Module, opt: samo.AdamW, moving: samo.DynamicSparse, first: int) -> None:
         for step in range(first, first + 5):
@@ -474,41 +299,17 @@ def test_a_resumed_run_goes_on_bit_for_bit(grow: Any, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[name], value)
 
 
-def test_a_resumed_gradual_pruning_counts_on() -> None:
-    model = build(None)
-    opt = samo.AdamW(model.parameters())
-    pruning = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
-    other = samo.GradualPruning(model, opt, 0.9, start=0, stop=10, every=10)
-    for _ in range(9):
-        assert pruning.step() is None
-    other.load_state_dict(pruning.state_dict())
-    assert other.step() is not None
-
-
-def test_dynamic_sparse_refuses_what_makes_no_sense() -> None:
+def test_growing_by_gradient_needs_a_backward_pass() -> None:
     model = build()
     opt = samo.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="grow must be one of random, gradient, got 'magic'"):
-        samo.DynamicSparse(model, opt, grow="magic", stop=10)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"in \(0, 1\], got 0"):
-        samo.DynamicSparse(model, opt, drop=0, stop=10)
-    with pytest.raises(ValueError, match="got every=0, stop=10, warmup=0"):
-        samo.DynamicSparse(model, opt, every=0, stop=10)
     moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=10)
-    with pytest.raises(samo.CompressionError, match="step 1 is to grow entries by their gradients"):
+    with pytest.raises(samo.CompressionError, match="step 1 grows entries by their gradients"):
         moving.step()
     backward(model, torch.randn(8, 40))
-    assert moving.step() is not None  # the step was not counted
-
-
-def test_a_copy_of_the_model_is_not_watched() -> None:
-    model = build()
-    opt = samo.AdamW(model.parameters())
-    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=9)
-    assert len(weights_of(model)["0.weight"].layout.watchers) == 1
-    assert not weights_of(copy.deepcopy(model))["0.weight"].layout.watchers
-    del moving  # nobody is there any more whom the gradients could concern
-    assert not weights_of(model)["0.weight"].layout.watchers
+    assert moving.step() is not None  # the failed step did not count
+    moving.detach()
+    with pytest.raises(samo.CompressionError, match="this DynamicSparse is detached"):
+        moving.step()
 
 
 # Replicas
@@ -531,7 +332,7 @@ def replicas(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict
         group=dist.group.WORLD if how == "group" else None,
     )
     moved = 0
-    for step in range(8):
+    for step in range(4):
         x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step)).double()
         # The order of rows by which one rank sees in each micro-batch what several see together.
         batches = x.view(parts, num_ranks, -1, 40)[:, rank]
@@ -541,14 +342,13 @@ def replicas(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict
         opt.step()
         opt.zero_grad(set_to_none=step % 2 == 0)
         moved += moving.step() is not None
-    assert moved == 4
+    assert moved == 2
     return samo.dense_state_dict(model)
 
 
 @pytest.mark.parametrize(
     ("grow", "parts", "how"),
     [
-        ("gradient", 1, "model"),
         ("gradient", 1, "views"),
         ("gradient", 2, "model"),
         ("gradient", 1, "wrapper"),
@@ -556,7 +356,7 @@ def replicas(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict
         ("random", 1, "model"),
     ],
 )
-def test_replicas_move_masks_as_one_process_and_go_on(grow: str, parts: int, how: str) -> None:
+def test_replicas_move_masks_as_one_process_does(grow: str, parts: int, how: str) -> None:
     (alone,) = run_ranks(1, replicas, grow, parts, how)
     for found in run_ranks(2, replicas, grow, parts, how):
         for name, value in found.items():
@@ -590,11 +390,11 @@ def alone_among_many(rank: int, num_ranks: int) -> None:
         model, samo.AdamW(model.parameters()), grow="gradient", every=1, stop=9
     )
     with pytest.raises(
-        samo.CompressionError, match=r"no DistributedDataParallel tells which; pass"
+        samo.CompressionError, match=r"not wrapped in DistributedDataParallel; pass group="
     ):
         backward(model, torch.randn(8, 40))
     moving.detach()
 
 
-def test_ranks_of_which_nobody_tells_whether_they_are_replicas_are_refused() -> None:
+def test_ranks_without_ddp_or_group_are_refused() -> None:
     run_ranks(2, alone_among_many)

@@ -1,4 +1,4 @@
-"""Tickets against a plain retelling of the published rule, on recorded masks and on models in training."""
+"""Tickets against a plain version of the published rule, on recorded masks and on models in training."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ import samo
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
-from samo.pruning.settling import Settling
+from samo.pruning.early_bird import Settling
 
 Distance = Literal["kept", "hamming"]
 
@@ -37,7 +37,7 @@ def published_distance(a: np.ndarray, b: np.ndarray, distance: Distance) -> floa
 def published_rule(
     masks: Sequence[np.ndarray], queue: int, threshold: float, distance: Distance
 ) -> tuple[int | None, list[list[float]]]:
-    """Retell the published loop: a list of masks, the oldest popped, the newest against the others."""
+    """The published loop: a list of masks, the oldest popped, the newest against the others."""
     held: list[np.ndarray] = []
     rows = []
     for place, mask in enumerate(masks):
@@ -71,14 +71,15 @@ def drifting_masks(draw: st.DrawFn) -> list[np.ndarray]:
 def bit_pairs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Draw two arrays of bits, and where to cut them into tensors."""
     size = draw(st.integers(1, 400))
-    bits = st.lists(st.booleans(), min_size=size, max_size=size)
-    cuts = sorted(draw(st.sets(st.integers(1, size), max_size=3)) - {size})
-    return np.array(draw(bits)), np.array(draw(bits)), cuts
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    a, b = (rng.random(size) < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])) for _ in range(2))
+    return a, b, sorted(draw(st.sets(st.integers(1, size), max_size=3)) - {size})
 
 
 # Distances and the rule
 
 
+@settings(max_examples=50)
 @given(bit_pairs())
 def test_distances_of_packed_bits_are_those_of_numpy(
     pair: tuple[np.ndarray, np.ndarray, list[int]],
@@ -92,12 +93,6 @@ def test_distances_of_packed_bits_are_those_of_numpy(
     ]
 
 
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
-def test_popcounts_are_those_of_python(words: list[int]) -> None:
-    counts = bitmap.popcount(torch.tensor(words, dtype=torch.int32)).tolist()
-    assert counts == [(word & 0xFFFFFFFF).bit_count() for word in words]
-
-
 def test_distances_never_unpack_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = (masks_of(np.random.default_rng(i).random(5000) < 0.1) for i in (0, 1))
 
@@ -109,7 +104,7 @@ def test_distances_never_unpack_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a.hamming(b) > 0.1
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     drifting_masks(),
     st.integers(2, 6),
@@ -131,19 +126,16 @@ def test_the_rule_is_the_published_one(
     assert len(settling.masks) <= queue
 
 
+@settings(max_examples=25)
 @given(drifting_masks(), st.integers(2, 6))
-def test_all_masks_held_change_nothing_but_the_gaps_of_the_matrix(
+def test_history_changes_nothing_but_the_length_of_the_rows(
     masks: list[np.ndarray], queue: int
 ) -> None:
     banded, full = (Settling(queue, 0.1, "kept", keeps_all=keeps) for keeps in (False, True))
-    for mask in masks:
+    for i, mask in enumerate(masks):
         assert banded.add(masks_of(mask)) == full.add(masks_of(mask))
-        assert banded.recent == full.recent
-    for i, a in enumerate(masks):
-        for j, b in enumerate(masks):
-            expected = published_distance(a, b, "kept")
-            assert full.matrix()[i][j] == expected
-            assert banded.matrix()[i][j] == (expected if abs(i - j) < queue else None)
+        assert banded.recent == full.recent == banded.rows[-1]
+        assert full.rows[-1] == [published_distance(mask, other, "kept") for other in masks[:i]]
 
 
 def test_a_distance_equal_to_the_threshold_settles() -> None:
@@ -152,12 +144,6 @@ def test_a_distance_equal_to_the_threshold_settles() -> None:
     settling = Settling(2, 0.3, "kept", keeps_all=False)
     assert not settling.add(masks_of(a))
     assert settling.add(masks_of(b))
-
-
-def test_half_of_the_kept_weights_may_change_under_the_published_threshold_at_90_percent() -> None:
-    a, b = np.arange(1000) < 100, (np.arange(1000) >= 50) & (np.arange(1000) < 150)
-    assert masks_of(a).hamming(masks_of(b)) == 0.1
-    assert masks_of(a).distance(masks_of(b)) == 0.5
 
 
 # Watching a model
@@ -177,8 +163,9 @@ def drift_(model: nn.Module, step: int) -> None:
             parameter.add_(noise.to(parameter.dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("distance", ["kept", "hamming"])
+@pytest.mark.parametrize(
+    ("distance", "dtype"), [("kept", torch.bfloat16), ("hamming", torch.float32)]
+)
 @pytest.mark.parametrize(
     "how",
     [
@@ -259,35 +246,6 @@ def test_a_failed_observation_leaves_no_trace() -> None:
     assert bird.steps == [0, 2]
 
 
-def test_tied_weights_and_hugging_face_models_are_watched() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8)
-    model = transformers.GPT2LMHeadModel(config)
-    bird = samo.EarlyBird(model, 0.75, queue=2)
-    bird.observe()
-    ticket = bird.observe()
-    assert ticket == samo.prune(model, 0.75)
-    samo.compress_(model, ticket)
-
-
-def test_the_matrix_is_plain_data_with_gaps_unless_history_holds_all() -> None:
-    results = []
-    for history in (False, True):
-        model = linear(32, 32)
-        bird = samo.EarlyBird(model, 0.9, queue=2, threshold=0.0, history=history)
-        for step in range(4):
-            drift_(model, step)
-            bird.observe()
-        results.append(json.loads(json.dumps([bird.distances, bird.matrix(), bird.steps])))
-    (rows, banded, _), (_, full, steps) = results
-    assert [len(row) for row in rows] == [0, 1, 1, 1]
-    assert banded[0][2] is banded[3][0] is None
-    assert all(value is not None for row in full for value in row)
-    assert [full[i][i] for i in range(4)] == [0] * 4
-    assert full[0][3] == full[3][0] > 0
-    assert steps == [0, 1, 2, 3]
-
-
 # Tickets that do not settle
 
 
@@ -309,8 +267,8 @@ def test_the_limit_raises_with_the_distances() -> None:
     model, bird = restless(limit=4, every=2)
     observe_noise(model, bird, 6)
     message = (
-        r"no ticket after 4 observations, the limit: distances 0\.\d{3}, 0\.\d{3} to the 2 masks "
-        r"before, threshold 0\.1; take the masks as they are with draw_now\(\)"
+        r"no ticket after 4 observations, the limit: distances 0\.\d{3}, 0\.\d{3} to the previous "
+        r"2 masks, threshold 0\.1; take the masks as they are with draw_now\(\)"
     )
     for _ in range(2):  # the observation that reaches the limit, and every call after it
         with pytest.raises(samo.TicketError, match=message):
@@ -329,29 +287,22 @@ def test_draw_now_takes_the_weights_of_now_and_gives_a_reason() -> None:
     model, bird = restless(limit=None)
     observe_noise(model, bird, 5)
     assert bird.reason.startswith("not settled after 5 observations: distances 0.")
+    model, bird = restless(limit=1)
+    with pytest.raises(samo.TicketError, match="after 1 observation, the limit"):
+        bird.observe()
     drift_(model, 0)
     ticket = bird.draw_now()
     assert ticket == samo.prune(model, 0.9)
-    assert bird.reason.startswith("drawn on demand after 5 observations: distances 0.")
+    assert bird.reason.startswith("drawn on demand after 1 observation: the queue holds 1 of 3")
     assert bird.observe() is ticket
     assert repr(bird) == f"EarlyBird(Sequential, 0.9, {bird.reason})"
 
 
-def test_draw_now_answers_a_limit() -> None:
-    model, bird = restless(limit=1)
-    with pytest.raises(samo.TicketError, match="after 1 observation, the limit"):
-        bird.observe()
-    assert bird.draw_now() == samo.prune(model, 0.9)
+# Resuming
 
 
-# Going on
-
-
-@pytest.mark.parametrize("break_at", range(7))
-@pytest.mark.parametrize("how", [{}, {"history": True}, {"device": "cpu", "every": 2}], ids=str)
-def test_drawing_after_a_resume_is_drawing_without_a_break(
-    break_at: int, how: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("break_at", "how"), [(0, {}), (3, {"every": 2}), (6, {"history": True})])
+def test_a_resumed_watch_draws_the_same(break_at: int, how: Any, tmp_path: Path) -> None:
     def watch(bird: samo.EarlyBird, model: nn.Module, start: int, stop: int) -> None:
         for step in range(start, stop):
             drift_(model, step)
@@ -401,21 +352,25 @@ def test_a_state_is_a_copy() -> None:
     assert json.loads(json.dumps(values)) == values
 
 
-def test_a_state_of_other_settings_is_refused() -> None:
+def test_a_wrong_state_is_refused() -> None:
     model = linear(16, 16)
-    state = samo.EarlyBird(model, 0.5, limit=3).state_dict()
+    bird = samo.EarlyBird(model, 0.5, limit=3)
+    bird.observe()
+    state = bird.state_dict()
     samo.EarlyBird(model, 0.5, limit=9).load_state_dict(state)
     with pytest.raises(
-        ValueError, match=r"EarlyBird with sparsity=0.5, and this one has 0.6; build"
+        ValueError, match=r"by EarlyBird with sparsity=0.5, but this one has 0.6; build"
     ):
         samo.EarlyBird(model, 0.6).load_state_dict(state)
-
-
-def test_what_holds_no_state_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"no 'early_bird' among 1 keys\); save it with samo\.save"
     ):
-        samo.EarlyBird(linear(16, 16), 0.5).load_state_dict({"step": 1})
+        bird.load_state_dict({"step": 1})
+    with pytest.raises(ValueError, match=r"lacks calls, distances, how, masks, settings, steps;"):
+        bird.load_state_dict({"early_bird": {}})
+    del state["early_bird/0/0.weight"]
+    with pytest.raises(ValueError, match=r"lacks the mask 'early_bird/0/0.weight' \(1 of 1\)"):
+        bird.load_state_dict(state)
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
@@ -432,23 +387,48 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "error", "message"),
     [
-        ({"sparsity": 1.0}, "sparsity is 1.0, but sparsity is the fraction pruned"),
-        ({"sparsity": 0}, "sparsity 0 prunes nothing, so there is nothing to watch"),
-        ({"every": 0}, "every must be a whole number of 1 or more, got 0"),
-        ({"queue": 1}, "queue must be a whole number of 2 or more, got 1"),
-        ({"limit": True}, "limit must be a whole number of 1 or more, got True"),
-        ({"threshold": 1.5}, "threshold must be at least 0 and less than 1, got 1.5"),
-        ({"distance": "l2"}, "distance='l2' is unknown; it is one of kept, hamming"),
-        ({"scope": "row"}, "scope='row' is unknown; it is one of tensor, global, erk"),
-        ({"skip": ["x.*"]}, r"skip pattern 'x\.\*' matches no parameter"),
-        ({"history": True, "device": "cuda"}, "history holds all masks on the CPU, and device is 'cu"),
+        ({"sparsity": 1.0}, ValueError, "sparsity is 1.0, but sparsity is the fraction pruned"),
+        ({"sparsity": 0}, ValueError, "sparsity 0 prunes nothing, so there is nothing to watch"),
+        ({"every": 0}, ValueError, "every must be a whole number of 1 or more, got 0"),
+        ({"every": 2.5}, ValueError, "every must be a whole number of 1 or more, got 2.5"),
+        ({"queue": 1}, ValueError, "queue must be a whole number of 2 or more, got 1"),
+        ({"limit": True}, ValueError, "limit must be a whole number of 1 or more, got True"),
+        ({"threshold": 1.5}, ValueError, "threshold must be at least 0 and less than 1, got 1.5"),
+        ({"threshold": "0.1"}, ValueError, "threshold must be a number, got '0.1'"),
+        ({"distance": "l2"}, ValueError, "distance='l2' is unknown; it is one of kept, hamming"),
+        ({"scope": "row"}, ValueError, "scope='row' is unknown; it is one of tensor, global, erk"),
+        ({"skip": ["x.*"]}, ValueError, r"skip pattern 'x\.\*' matches no parameter"),
+        ({"skip": [5]}, TypeError, r"skip must be names .* got \[5\]"),
+        ({"rules": ["0.weight"]}, TypeError, r"rules must map patterns .* got \['0.weight'\]"),
+        ({"seed": "x"}, ValueError, "seed must be a whole number, got 'x'"),
+        ({"model": "model"}, TypeError, r"model must be a torch.nn.Module, got str"),
     ],
-)  # fmt: skip
-def test_settings_that_cannot_be_meant_are_refused(how: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        samo.EarlyBird(linear(16, 16), **{"sparsity": 0.5, **how})
+)
+def test_bad_settings_are_refused(how: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        samo.EarlyBird(**{"model": linear(16, 16), "sparsity": 0.5, **how})
+
+
+def test_a_compressed_model_is_refused() -> None:
+    model = linear(8, 8)
+    bird = samo.EarlyBird(model, 0.5)
+    assert bird.observe() is None
+    samo.compress_(model, samo.prune(model, 0.5))
+    with pytest.raises(samo.CompressionError, match=r"samo.GradualPruning or samo.DynamicSparse"):
+        samo.EarlyBird(model, 0.5)
+    with pytest.raises(samo.CompressionError, match=r"its masks are fixed and would settle"):
+        bird.observe()
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3)], ids=["numpy", "torch"])
+def test_steps_of_any_integer_type_can_be_saved(step: Any) -> None:
+    bird = samo.EarlyBird(linear(8, 8), 0.5)
+    bird.observe(step)
+    assert json.dumps(bird.state_dict()["early_bird"]["steps"]) == "[3]"
+    with pytest.raises(ValueError, match=r"step must be a whole number, got 'third'"):
+        bird.observe("third")  # type: ignore[arg-type]
 
 
 # On a GPU
@@ -456,13 +436,12 @@ def test_settings_that_cannot_be_meant_are_refused(how: Any, message: str) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_a_gpu_draws_what_a_cpu_draws(device: str | None) -> None:
+def test_a_gpu_draws_what_a_cpu_draws() -> None:
     results = []
     for where in ("cpu", "cuda"):
         model = linear(64, 64, 64, dtype=torch.bfloat16)
         watched = linear(64, 64, 64, dtype=torch.bfloat16).to(where)
-        bird = samo.EarlyBird(watched, 0.9, queue=3, device=device)
+        bird = samo.EarlyBird(watched, 0.9, queue=3)
         for step in range(8):
             drift_(model, step)
             watched.load_state_dict(model.state_dict())

@@ -30,8 +30,8 @@ from samo.core.ranks import check_masks_of_ranks
 from samo.core.shards import whole
 from samo.core.weight import Weight, mark_ragged, weight_of
 from samo.errors import CompressionError
-from samo.mask.layouts import dense_parameters
 from samo.mask.masks import Masks
+from samo.mask.prunable import dense_parameters
 
 __all__ = ["compress_", "decompress_", "dense_state_dict", "masks"]
 

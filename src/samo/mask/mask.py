@@ -1,7 +1,7 @@
-"""Which weights of one tensor are kept: `Mask`.
+"""`Mask`: which weights of one tensor are kept.
 
 A mask is stored as bits, never as booleans and never as "the weight is not zero": a kept weight may
-be exactly 0 and must stay trainable. ``bitmap.py`` has the layout.
+be exactly 0 and must stay trainable. ``bitmap.py`` describes the layout.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ class Mask:
 
     Args:
         shape: Shape of the dense tensor.
-        words: Its bits in flat (row-major) order, int32, as ``bitmap.py`` describes.
+        words: Its bits in row-major order, int32; copied.
 
     Raises:
-        ValueError: ``shape`` is negative, or ``words`` has the wrong type or size, or bits set past
-            the last weight.
+        ValueError: ``shape`` has a negative size, or ``words`` has the wrong dtype or size, or bits
+            set past the last weight.
     """
 
     __slots__ = ("_fingerprint", "_firsts", "_packed", "kept", "numel", "offsets", "shape", "words")
@@ -52,9 +52,8 @@ class Mask:
                 f"a mask of {self.numel:,} weights needs {expected:,} int32 words, got "
                 f"{tuple(words.shape)} of {words.dtype}; build masks with Mask.from_bool(tensor)"
             )
-        if self.numel % (2 * bitmap.WORD_BITS) and bool(
-            bitmap.unpack(words, self.numel // 32 * 32, expected * 32)[self.numel % 32 :].any()
-        ):
+        tail = bitmap.unpack(words, self.numel // 32 * 32, expected * 32)[self.numel % 32 :]
+        if tail.any():
             raise ValueError(
                 f"a mask of {self.numel:,} weights has bits set past its last weight; "
                 "build masks with Mask.from_bool(tensor)"
@@ -67,7 +66,7 @@ class Mask:
 
     @classmethod
     def from_parts(cls, shape: Iterable[int], words: Tensor, offsets: Tensor, kept: int) -> "Mask":
-        """Put a mask together again from its own parts, which are not copied or checked.
+        """Rebuild a mask from its own parts, which are neither copied nor checked.
 
         Example:
             >>> import torch, samo
@@ -92,12 +91,12 @@ class Mask:
             4
 
         Raises:
-            TypeError: ``keep`` is not boolean (a tensor of 0 and 1 is easily taken for weights).
+            TypeError: ``keep`` is not boolean. A tensor of 0 and 1 could be weights by mistake.
         """
         if keep.dtype != torch.bool:
             raise TypeError(
                 f"Mask.from_bool takes a boolean tensor, got {keep.dtype}; "
-                "say which entries are kept, for example `scores > threshold`"
+                "compare to make one, for example `scores > threshold`"
             )
         words = torch.empty(bitmap.num_words(keep.numel()), dtype=torch.int32, device=keep.device)
         bitmap.pack(keep.reshape(-1), words)
@@ -121,7 +120,7 @@ class Mask:
         return cls(shape, words)
 
     def to_bool(self) -> Tensor:
-        """Return the mask as a boolean tensor of its shape: 1 byte a weight, for looking at.
+        """Return the mask as a boolean tensor of its shape, 1 byte per weight.
 
         Example:
             >>> import torch, samo
@@ -161,16 +160,16 @@ class Mask:
 
     @property
     def sparsity(self) -> float:
-        """Fraction of the entries that are pruned."""
+        """Fraction of the entries pruned."""
         return 1.0 - self.kept / self.numel if self.numel else 0.0
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: words and block counts."""
+        """Bytes of the words and block counts."""
         return self.words.nbytes + self.offsets.nbytes
 
     def to(self, device: torch.device | str) -> "Mask":
-        """Return this mask on another device (itself if it is there already).
+        """Return this mask on another device, or itself if it is there already.
 
         Example:
             >>> import torch, samo
@@ -182,9 +181,9 @@ class Mask:
         return self if words is self.words else Mask(self.shape, words)
 
     def part(self, index: int) -> "tuple[int, Mask] | None":
-        """Return the mask of one entry along the first dimension, and how many are kept before it.
+        """Return the kept count before one entry of the first dimension, and that entry's mask.
 
-        None if its bits do not begin and end with blocks: they cannot be looked at alone then.
+        None if the entry does not start and end on block boundaries.
 
         Example:
             >>> import torch, samo
@@ -218,7 +217,7 @@ class Mask:
             MaskError: ``dense`` has another shape.
         """
         self._check_shape(tuple(dense.shape))
-        flat = dense.detach().reshape(-1)  # a view, or a copy where the strides allow none
+        flat = dense.detach().reshape(-1)  # a view if strides allow, else a copy
         for start, stop in bitmap.chunks(self.numel):
             flat[start:stop].masked_fill_(~bitmap.unpack(self.words, start, stop), 0)
         if not dense.is_contiguous():
@@ -235,10 +234,10 @@ class Mask:
             >>> a.hamming(b)
             0.5
         """
-        return share_different(self.common(other), self.kept + other.kept, self.numel)
+        return hamming(self.common(other), self.kept + other.kept, self.numel)
 
     def distance(self, other: "Mask") -> float:
-        """Return the share of the kept entries that two masks do not have in common.
+        """Return the fraction of the kept entries that two masks do not share.
 
         This is ``1 - |A and B| / kept``. Unlike `hamming` it means the same at any sparsity: two
         random masks at sparsity 0.9 differ in only 18 % of their bits but in 90 % of what they keep.
@@ -250,7 +249,7 @@ class Mask:
             >>> a.distance(b)
             0.5
         """
-        return share_apart(self.common(other), max(self.kept, other.kept))
+        return distance(self.common(other), max(self.kept, other.kept))
 
     def common(self, other: "Mask") -> int:
         """Count the entries that two masks both keep.
@@ -268,7 +267,7 @@ class Mask:
         return bitmap.count_common(self.words, self._words_of(other))
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of shape and bits: equal masks, and only those, have equal ones.
+        """Return the SHA-256 of shape and bits.
 
         Example:
             >>> import torch, samo
@@ -301,7 +300,7 @@ class Mask:
         return hash(self.fingerprint())
 
     def __deepcopy__(self, memo: object) -> "Mask":
-        return self  # nobody changes a mask
+        return self  # masks are immutable
 
     def __reduce__(self) -> tuple[object, ...]:
         return Mask, (self.shape, self.words)
@@ -317,17 +316,17 @@ class Mask:
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         if shape != self.shape:
             raise MaskError(
-                f"mask has shape {self.shape} but the other side has {shape}; "
+                f"mask has shape {self.shape} but the other operand has {shape}; "
                 "build both from the same model"
             )
 
 
-def share_apart(common: int, kept: int) -> float:
-    """Return the share of the kept entries that two masks do not have in common."""
+def distance(common: int, kept: int) -> float:
+    """Return the fraction of the kept entries that two masks do not share."""
     # Not 1 - common / kept, which rounds twice: 3 of 10 would be more than 0.3.
     return (kept - common) / kept if kept else 0.0
 
 
-def share_different(common: int, kept_of_both: int, numel: int) -> float:
-    """Return the share of all entries on which two masks differ."""
+def hamming(common: int, kept_of_both: int, numel: int) -> float:
+    """Return the fraction of all entries on which two masks differ."""
     return (kept_of_both - 2 * common) / numel if numel else 0.0

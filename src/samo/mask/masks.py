@@ -1,8 +1,9 @@
-"""Which weights of a model are kept: `Masks`, a `Mask` for each pruned tensor."""
+"""`Masks`: a `Mask` for each pruned parameter of a model."""
 
 import hashlib
+import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -10,10 +11,9 @@ from torch import Tensor, nn
 
 from samo.errors import MaskError, nearest
 from samo.mask import bitmap, mask_files
-from samo.mask.layouts import dense_parameters
-from samo.mask.mask import Mask, share_apart, share_different
+from samo.mask.mask import Mask, distance, hamming
 from samo.mask.mask_files import MaskFile
-from samo.mask.prunable import matching, matrices, prunable
+from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 
 __all__ = ["Masks"]
 
@@ -31,7 +31,7 @@ class Masks(Mapping[str, Mask]):
         1024
 
     Raises:
-        TypeError: Something among them is no `Mask`.
+        TypeError: A value is not a `Mask`.
     """
 
     def __init__(self, masks: Mapping[str, Mask]) -> None:
@@ -39,8 +39,8 @@ class Masks(Mapping[str, Mask]):
         for name, mask in self._masks.items():
             if not isinstance(mask, Mask):
                 raise TypeError(
-                    f"the mask of {name!r} is a {type(mask).__name__}; make a samo.Mask of a tensor that is "
-                    "True where a weight is kept: samo.Mask.from_bool(tensor)"
+                    f"the mask of {name!r} is a {type(mask).__name__}; build a samo.Mask from a tensor "
+                    "that is True where a weight is kept: samo.Mask.from_bool(tensor)"
                 )
 
     def __getitem__(self, name: str) -> Mask:
@@ -53,7 +53,7 @@ class Masks(Mapping[str, Mask]):
         return iter(self._masks)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._masks  # Mapping's own asks __getitem__, which looks for near names
+        return name in self._masks  # Mapping's calls __getitem__, which searches near names
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -66,10 +66,9 @@ class Masks(Mapping[str, Mask]):
 
     @classmethod
     def whole(cls, model: nn.Module, *, skip: Iterable[str] = ()) -> "Masks":
-        """Build masks that keep everything, of the weights that `samo.prune` would prune.
+        """Build masks that keep everything, for the weights that `samo.prune` would prune.
 
-        A model compressed with them trains as a dense one, and can be pruned step by step
-        (`samo.GradualPruning`).
+        A model compressed with them trains like a dense one; `samo.GradualPruning` starts from it.
 
         Example:
             >>> import torch, samo
@@ -83,24 +82,19 @@ class Masks(Mapping[str, Mask]):
         Raises:
             ValueError: A pattern matches no parameter.
         """
-        parameters = dense_parameters(model)
-        skipped = matching(skip, parameters, "skip")
-        return cls(
-            {
-                name: Mask.whole(parameters[name].shape, parameters[name].device)
-                for name in prunable(model)
-                if name not in skipped
-            }
-        )
+        dense = dense_parameters(model)
+        skipped = matching(skip, dense, "skip")
+        names = [name for name in prunable(model) if name not in skipped]
+        return cls({name: Mask.whole(dense[name].shape, dense[name].device) for name in names})
 
     @classmethod
     def from_zeros(
         cls, model: nn.Module, *, skip: Iterable[str] = (), min_sparsity: float = 0.05
     ) -> "Masks":
-        """Read the masks off a model that somebody else pruned: what is exactly 0 is pruned.
+        """Read the masks of an already pruned model: weights that are exactly 0 are pruned.
 
-        Looked at are the weights that `samo.prune` would prune, and those of heads and routers. A
-        tensor with fewer zeros than ``min_sparsity`` counts as unpruned: its few zeros are chance.
+        Looks at the weights that `samo.prune` would prune, and at heads and routers. A tensor with
+        fewer zeros than ``min_sparsity`` counts as dense.
 
         Example:
             >>> import torch, samo
@@ -111,45 +105,44 @@ class Masks(Mapping[str, Mask]):
             Masks(1 tensors, 4 of 16 weights kept, sparsity 0.750)
 
         Raises:
-            MaskError: No tensor has enough zeros, or one is zero altogether.
+            MaskError: No tensor has enough zeros, or one is all zeros.
             ValueError: A pattern of ``skip`` matches no parameter.
         """
         parameters = dense_parameters(model)
         skipped = matching(skip, parameters, "skip")
-        masks: dict[str, Mask] = {}
-        most = ("", -1.0)
         usual = set(prunable(model))
+        found: dict[str, Mask] = {}
         for name in matrices(model):
             if name in skipped:
                 continue
             mask = _nonzero(parameters[name])
-            if mask.kept == 0 and name not in usual:
-                continue  # a head that was set to 0 to begin with
-            if mask.kept == 0:
+            if mask.kept:
+                found[name] = mask
+            elif name in usual:  # a head may be initialized to 0
                 raise MaskError(
-                    f"all {mask.numel:,} weights of '{name}' are 0, so nothing of it could be "
-                    f"trained; leave it out with skip=['{name}']"
+                    f"all {mask.numel:,} weights of '{name}' are 0, so it could never be trained; "
+                    f"leave it out with skip=['{name}']"
                 )
-            most = max(most, (name, mask.sparsity), key=lambda entry: entry[1])
-            if mask.sparsity >= min_sparsity:
-                masks[name] = mask
-        if not masks:
-            if not most[0]:
-                raise MaskError(
-                    "no weight was looked for zeros: the model has none that is pruned by default, "
-                    "or skip= names them all; samo.prunable(model) lists them"
-                )
+        if not found:
             raise MaskError(
-                f"the model is not pruned: its sparsest weight '{most[0]}' has {most[1]:.1%} zeros, "
-                f"under min_sparsity={min_sparsity}; prune it with samo.prune(model, sparsity)"
+                "no weight was checked for zeros: the model has none that is pruned by default, or "
+                "skip= matches them all; samo.prunable(model) lists them"
+            )
+        masks = {name: mask for name, mask in found.items() if mask.sparsity >= min_sparsity}
+        if not masks:
+            most = max(found, key=lambda name: found[name].sparsity)
+            raise MaskError(
+                f"the model is not pruned: its sparsest weight '{most}' has "
+                f"{found[most].sparsity:.1%} zeros, under min_sparsity={min_sparsity}; prune it with "
+                "samo.prune(model, sparsity)"
             )
         return cls(masks)
 
     @classmethod
     def from_torch_prune(cls, model: nn.Module) -> "Masks":
-        """Take the masks of a model pruned with ``torch.nn.utils.prune``.
+        """Read the masks of a model pruned with ``torch.nn.utils.prune``.
 
-        The masks are named as the weights will be after ``torch.nn.utils.prune.remove``, which has to
+        They carry the names that the weights have after ``torch.nn.utils.prune.remove``, which must
         be called before `samo.compress_`.
 
         Example:
@@ -162,7 +155,7 @@ class Masks(Mapping[str, Mask]):
             >>> _ = samo.compress_(prune.remove(layer, "weight"), masks)
 
         Raises:
-            MaskError: No parameter of the model was pruned that way.
+            MaskError: No parameter was pruned that way.
         """
         parameters = dict(model.named_parameters())
         masks = {
@@ -204,7 +197,7 @@ class Masks(Mapping[str, Mask]):
         return Masks({name: mask.to(device) for name, mask in self.items()})
 
     def apply_(self, model: nn.Module) -> None:
-        """Set the pruned weights of a model to exactly 0, in place. They are not held there.
+        """Set the pruned weights of a model to exactly 0, once and in place.
 
         Example:
             >>> import torch, samo
@@ -221,9 +214,7 @@ class Masks(Mapping[str, Mask]):
             mask.to(parameters[name].device).zero_(parameters[name].detach())
 
     def parameters_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the weights of ``model`` that these masks are for, by name.
-
-        Those of a compressed model are its dense ones, to look at.
+        """Return the weights of ``model`` that these masks belong to, in dense form.
 
         Example:
             >>> import torch, samo
@@ -261,12 +252,12 @@ class Masks(Mapping[str, Mask]):
             >>> 0.16 < a.hamming(b) < 0.20
             True
         """
-        return share_different(self._common(other), self.kept + other.kept, self.numel)
+        return hamming(self._common(other), self.kept + other.kept, self.numel)
 
     def distance(self, other: "Masks") -> float:
-        """Return the share of the kept entries that two sets of masks do not have in common.
+        """Return the fraction of the kept entries that two sets of masks do not share.
 
-        See `Mask.distance`; 0 for equal masks, 1 for masks that share nothing.
+        See `Mask.distance`: 0 for equal masks, 1 for disjoint ones.
 
         Example:
             >>> import torch, samo
@@ -275,10 +266,10 @@ class Masks(Mapping[str, Mask]):
             >>> 0.86 < a.distance(b) < 0.94
             True
         """
-        return share_apart(self._common(other), max(self.kept, other.kept))
+        return distance(self._common(other), max(self.kept, other.kept))
 
     def fingerprint(self) -> str:
-        """Return a SHA-256 of all names, shapes and bits, whatever their order.
+        """Return the SHA-256 of all names, shapes and bits, independent of their order.
 
         Example:
             >>> import torch, samo
@@ -339,23 +330,20 @@ class Masks(Mapping[str, Mask]):
         return masks
 
     def __and__(self, other: "Masks") -> "Masks":
-        """Keep what both keep."""
-        self._check_same(other)
-        return Masks({name: mask & other[name] for name, mask in self.items()})
+        return self._combine(operator.and_, other)
 
     def __or__(self, other: "Masks") -> "Masks":
-        """Keep what either keeps."""
-        self._check_same(other)
-        return Masks({name: mask | other[name] for name, mask in self.items()})
+        return self._combine(operator.or_, other)
 
     def __xor__(self, other: "Masks") -> "Masks":
-        """Keep what one of the two keeps."""
-        self._check_same(other)
-        return Masks({name: mask ^ other[name] for name, mask in self.items()})
+        return self._combine(operator.xor, other)
 
     def __sub__(self, other: "Masks") -> "Masks":
-        """Keep what only the first keeps."""
         return self ^ (self & other)
+
+    def _combine(self, function: Callable[[Mask, Mask], Mask], other: "Masks") -> "Masks":
+        self._check_same(other)
+        return Masks({name: function(mask, other[name]) for name, mask in self.items()})
 
     def _common(self, other: "Masks") -> int:
         self._check_same(other)
@@ -365,13 +353,13 @@ class Masks(Mapping[str, Mask]):
         if set(self) != set(other):
             name = sorted(set(self) ^ set(other))[0]
             raise MaskError(
-                f"the masks are for different tensors: '{name}' is in only one of them; "
+                f"the masks belong to different tensors: '{name}' is in only one of them; "
                 "compare masks of one model"
             )
 
 
 def _nonzero(dense: Tensor) -> Mask:
-    """Build the mask of the entries of ``dense`` that are not exactly 0."""
+    """Return the mask of the entries that are not exactly 0."""
     words = torch.empty(bitmap.num_words(dense.numel()), dtype=torch.int32, device=dense.device)
     flat = dense.detach().reshape(-1)
     for start, stop in bitmap.chunks(flat.numel()):

@@ -1,34 +1,36 @@
-"""Which parameters of a model are worth pruning, told by where they stand.
+"""Which parameters are worth pruning, and what their dimensions mean, by module type and name.
 
-Pruned by default are the big matrices that dense kernels multiply with: the weights of linear and
-convolution layers, of Hugging Face's ``Conv1D`` and of stacked experts. Not pruned are embeddings,
-output heads, norms, biases, routers and position tables: they are few, and they hurt.
+Pruned by default are the large matrices: weights of linear and convolution layers, of Hugging Face's
+``Conv1D`` and of stacked experts. Embeddings, output heads, norms, biases, routers and position tables
+stay dense: they are small, and pruning them hurts.
 """
 
 import fnmatch
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samo.errors import nearest
-from samo.mask.layouts import is_experts
 
 __all__ = ["prunable"]
 
-_LINEAR_LIKE: Final = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_CONVS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED: Final = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
 _ATTENTION_WEIGHTS: Final = {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
 _HEADS: Final = {"lm_head", "head", "heads", "classifier", "score", "embed_out", "output"}
 _ROUTERS: Final = {"gate", "router"}
+
+
+class Layout(NamedTuple):
+    """The meaning of a matrix's dimensions."""
+
+    input_dim: int | None
+    """None if unknown."""
+    is_stack: bool = False
+    """Whether the first dimension stacks independent matrices."""
 
 
 def prunable(model: nn.Module) -> list[str]:
@@ -44,43 +46,77 @@ def prunable(model: nn.Module) -> list[str]:
         >>> samo.prunable(model)
         ['mlp.weight']
     """
-    return _matrices(model, _exempt(model))
+    # Hugging Face models know their head, whatever its name.
+    get_head = getattr(model, "get_output_embeddings", lambda: None)
+    head = get_head()
+    return _matrices(
+        model,
+        lambda path, module: (
+            isinstance(module, _EMBEDDINGS) or module is head or _is_head_or_router(path)
+        ),
+    )
 
 
 def matrices(model: nn.Module) -> list[str]:
-    """Return `prunable` and the matrices of heads and routers, which somebody else may have pruned."""
-    tables = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for parameter in module.parameters(recurse=False)
-    }
-    return _matrices(model, tables)
+    """Return the names of `prunable` and of the matrices of heads and routers."""
+    return _matrices(model, lambda path, module: isinstance(module, _EMBEDDINGS))
 
 
-def _matrices(model: nn.Module, exempt: set[int]) -> list[str]:
-    names = []
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in exempt or id(parameter) in seen:
-                continue
-            if not is_empty(parameter) and _is_matrix(path, module, name):
-                seen.add(id(parameter))
-                names.append(f"{path}.{name}" if path else name)
-    return names
+def layout_of(model: nn.Module, name: str, dim: int) -> Layout:
+    """Return what the ``dim`` dimensions of a matrix stand for.
+
+        nn.Linear, attention     (out, in)
+        nn.Conv                  (out, in / groups, ...)
+        nn.ConvTranspose         (in, out / groups, ...)
+        Hugging Face's Conv1D    (in, out)
+        stacked experts          (experts, in, out) if the module's ``is_transposed`` is True,
+                                 (experts, out, in) if it is False, unknown if it has none
+
+    Args:
+        model: The model.
+        name: A name from `matrices`.
+        dim: Number of dimensions of the dense weight.
+    """
+    path = name.rpartition(".")[0]
+    module = model.get_submodule(path)
+    if isinstance(module, _CONVS):
+        return Layout(input_dim=1)
+    if isinstance(module, _TRANSPOSED) or _is_conv1d(module):
+        return Layout(input_dim=0)
+    if dim == 3 and _is_experts(path, module):
+        is_transposed = getattr(module, "is_transposed", None)
+        input_dim = None if is_transposed is None else 1 if is_transposed else 2
+        return Layout(input_dim, is_stack=True)
+    return Layout(input_dim=dim - 1)
+
+
+@torch.no_grad()
+def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters by name, compressed ones as the dense weights they stand for.
+
+    A tied parameter appears under each of its names, as one object.
+
+    Example:
+        >>> import samo
+        >>> model = torch.nn.Linear(8, 4)
+        >>> _ = samo.compress_(model, samo.prune(model, 0.5))
+        >>> {name: tuple(dense.shape) for name, dense in dense_parameters(model).items()}
+        {'weight': (4, 8), 'bias': (4,)}
+    """
+    found: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in seen:
+                seen[id(parameter)] = getattr(module, name)
+            found[f"{path}.{name}" if path else name] = seen[id(parameter)]
+    return found
 
 
 def matching(patterns: Iterable[str], names: Mapping[str, object], argument: str) -> set[str]:
-    """Return the names that match a shell-style pattern; a pattern that matches none is an error.
-
-    Raises:
-        ValueError: A pattern matches no name; ``argument`` says where it was given.
-    """
-    if isinstance(patterns, str):
-        patterns = [patterns]
+    """Return the names that match shell-style patterns; raise a ValueError if one matches none."""
     found: set[str] = set()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         hits = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not hits:
             raise ValueError(
@@ -92,48 +128,51 @@ def matching(patterns: Iterable[str], names: Mapping[str, object], argument: str
 
 
 def is_empty(parameter: Tensor) -> bool:
-    """Return whether a parameter has no entries: there is nothing to prune."""
+    """Return whether a parameter has no entries to prune."""
     return not nn.parameter.is_lazy(parameter) and parameter.numel() == 0
+
+
+def _matrices(model: nn.Module, is_exempt: Callable[[str, nn.Module], bool]) -> list[str]:
+    # By identity: what is tied to an exempt parameter is exempt, and a shared matrix is named once.
+    seen = {
+        id(parameter)
+        for path, module in model.named_modules()
+        if is_exempt(path, module)
+        for parameter in module.parameters(recurse=False)
+    }
+    names = []
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen or is_empty(parameter) or not _is_matrix(path, module, name):
+                continue
+            seen.add(id(parameter))
+            names.append(f"{path}.{name}" if path else name)
+    return names
 
 
 @torch.no_grad()
 def _is_matrix(path: str, module: nn.Module, name: str) -> bool:
-    if isinstance(module, _LINEAR_LIKE) or type(module).__name__ == "Conv1D":
+    if isinstance(module, (nn.Linear, *_CONVS, *_TRANSPOSED)) or _is_conv1d(module):
         return name == "weight"
     if isinstance(module, nn.MultiheadAttention):
         return name in _ATTENTION_WEIGHTS
-    # Experts stacked in one tensor: (experts, rows, columns).
-    if not is_experts(path, module) or "bias" in name:
+    if not _is_experts(path, module) or "bias" in name:
         return False
-    dense: Tensor = getattr(module, name)  # a compressed parameter has one dimension
+    dense: Tensor = getattr(module, name)  # the parameter itself is 1-D if it is compressed
     return dense.dim() == 3
 
 
-def _exempt(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of embeddings, heads and routers, and what is tied to them."""
-    head = _output_embeddings(model)
-    return {
-        id(parameter)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        or module is head
-        or _is_head_or_router(path)
-        for parameter in module.parameters(recurse=False)
-    }
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _is_experts(path: str, module: nn.Module) -> bool:
+    return "expert" in type(module).__name__.lower() or "expert" in path.lower()
 
 
 def _is_head_or_router(path: str) -> bool:
     first, last = path.partition(".")[0], path.rpartition(".")[2]
     # A head may be a whole module (`classifier.dense`), but attention has heads of its own inside
-    # of blocks. torchvision's classifiers keep theirs in a root attribute `fc`.
+    # blocks. torchvision's classifiers keep theirs in a root attribute `fc`.
     is_head = first in _HEADS or last in _HEADS or path == "fc"
     return is_head or last in _ROUTERS or last.endswith(("_router", "_gate"))
-
-
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    """Return the head of a Hugging Face model, which knows it whatever its name."""
-    get = getattr(model, "get_output_embeddings", None)
-    if get is None:
-        return None
-    head: nn.Module | None = get()
-    return head

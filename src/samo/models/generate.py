@@ -1,4 +1,4 @@
-"""Let a model write: one token after the other, drawn from its own predictions."""
+"""Sample text from a model, one token at a time."""
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> Tensor:
-    """Return the prompt and ``num_tokens`` more, drawn with a random generator of their own.
+    """Return the prompt and ``num_tokens`` sampled tokens.
 
     Example:
         >>> import torch
@@ -27,12 +27,12 @@ def generate(
         torch.Size([8])
 
     Args:
-        model: Gives logits (1, T, V) for tokens (1, T).
+        model: Maps tokens (1, T) to logits (1, T, V).
         prompt_T: At least one token.
-        num_tokens: Tokens to draw.
-        context: Most tokens the model can look back on.
-        temperature: Under 1 the likely becomes more likely.
-        seed: Of the draws.
+        num_tokens: Tokens to sample.
+        context: Longest sequence the model takes.
+        temperature: Divides the logits; likely tokens become likelier below 1.
+        seed: Seed of the sampling.
     """
     device = next(model.parameters()).device
     tokens_T = prompt_T.to(device)

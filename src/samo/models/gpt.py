@@ -1,9 +1,10 @@
-"""A small GPT in plain torch, for examples, tests and benchmarks. Nothing in samo depends on it.
+"""A small GPT in plain torch, for `samo train`, examples, tests and benchmarks.
 
-Shape suffixes: B = batch, T = tokens, D = model width, V = vocabulary.
+Shape suffixes: B = batch, T = tokens, N = B * T, D = model width, V = vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
 from typing import Final, Literal
 
 import torch
@@ -18,11 +19,11 @@ __all__ = ["GPT", "GPTConfig", "draw_weights", "init_weights"]
 _MAX_LOGITS: Final = 2**27
 """Logits that exist at once when a loss is computed: 2 GB with their gradients."""
 _IGNORE: Final = -100
-"""The target that torch's cross-entropy leaves out."""
+"""The default ignore_index of torch's cross-entropy."""
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with learned positions and pre-norm blocks, as GPT-2 and GPT-3.
+    """A decoder-only transformer with learned positions and pre-norm blocks, like GPT-2 and GPT-3.
 
     Example:
         >>> import torch
@@ -37,15 +38,17 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        seed = _draw_seed()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        init_weights(self, config)
         if config.is_tied:
             self.head.weight = self.embed.weight
+        for name, param in self.named_parameters():
+            _init_(name, param, config, seed)
 
     def forward(
         self,
@@ -54,10 +57,10 @@ class GPT(nn.Module):
         *,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """Return logits, or the cross-entropy if targets are given: for each token the next one.
+        """Return logits, or the cross-entropy if targets are given: the next token for each token.
 
-        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy. Targets of -100 do not
-        count, as everywhere in torch.
+        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy. Targets of -100 are
+        ignored, as everywhere in torch.
         """
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT) + self.position(places_T)
@@ -72,10 +75,10 @@ class GPT(nn.Module):
         return self._loss(x_BTD.flatten(0, 1), targets_BT.flatten(), reduction)
 
     def _loss(self, x_ND: Tensor, targets_N: Tensor, reduction: str) -> Tensor:
-        """Return the loss of many tokens without the logits of all of them.
+        """Return the loss of many tokens without holding all of their logits.
 
-        With a large vocabulary logits and their gradients would take more memory than the whole state
-        of a pruned model. So they are computed a part of the tokens at a time, and again in backward.
+        With a large vocabulary, logits and their gradients would take more memory than the whole state
+        of a pruned model. So they are computed in chunks of tokens, and recomputed in backward.
         """
         size = 1 << max(_MAX_LOGITS // self.config.vocab_size, 1).bit_length() - 1
         if len(targets_N) <= size:
@@ -123,7 +126,7 @@ class _Attention(nn.Module):
 
 
 def init_weights(module: nn.Module, config: GPTConfig) -> None:
-    """Draw the weights of a part of a GPT, such as one block, as the whole model draws them.
+    """Initialize a part of a GPT, such as one block, from the same distributions as the whole.
 
     Example:
         >>> from samo.models.gpt import GPT, GPTConfig, init_weights
@@ -132,20 +135,18 @@ def init_weights(module: nn.Module, config: GPTConfig) -> None:
         >>> round(model.blocks[0].attention.out.weight.std().item(), 3)
         0.014
     """
-    module.apply(_init)
-    for part in module.modules():
-        if isinstance(part, _Block):  # the residual stream grows with depth; GPT-2's remedy
-            _init_residual(part, config)
+    seed = _draw_seed()
+    for name, param in module.named_parameters():
+        _init_(name, param, config, seed)
 
 
-@torch.no_grad()
 def draw_weights(
     config: GPTConfig, keep: Callable[[str], bool], device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Draw the weights of a GPT as its constructor does, and return those that ``keep`` wants.
+    """Return some initial weights of a GPT, bit for bit those of the constructor.
 
-    They are equal bit for bit, for the same seed and device. No more than one block and one table are
-    held beside them, so that one rank can draw its own part of a model that has no room there.
+    For the same seed and device. Allocates nothing else, so that a rank can draw its own part of a model
+    that it has no room for.
 
     Example:
         >>> import torch
@@ -159,71 +160,35 @@ def draw_weights(
 
     Args:
         config: The shape.
-        keep: Called with the name of each parameter.
+        keep: Whether to draw the parameter with this name.
         device: Where to draw.
     """
-    paths = [
-        "embed",
-        "position",
-        *(f"blocks.{i}" for i in range(config.num_layers)),
-        "norm",
-        "head",
-    ]
+    seed = _draw_seed()
     with torch.device("meta"):
-        whole = GPT(config)
-    if config.is_tied:  # the head draws weights of its own, which the embedding's then replace
-        whole.head = nn.Linear(config.width, config.vocab_size, bias=False, device="meta")
-
-    def constructed() -> Iterator[nn.Module]:
-        yield nn.Embedding(config.vocab_size, config.width)
-        yield nn.Embedding(config.context, config.width)
-        for _ in range(config.num_layers):
-            yield _Block(config)
-        yield nn.Linear(config.width, config.vocab_size, bias=False)
-
-    with torch.device(device):
-        for module in constructed():  # which draws once, before `init_weights` draws again
-            del module
-    kept: dict[str, nn.Module] = {}
-    scratch: nn.Module | None = None
-    for path in paths:
-        module = whole.get_submodule(path)
-        is_kept = any(keep(f"{path}.{name}") for name, _ in module.named_parameters())
-        is_kept &= not (config.is_tied and path == "head")
-        if isinstance(module, _Block) and not is_kept and scratch is not None:
-            module = scratch
-        else:
-            module = module.to_empty(device=device)
-        for part in module.modules():
-            if isinstance(part, nn.LayerNorm):
-                part.reset_parameters()  # draws nothing
-        module.apply(_init)
-        if is_kept:
-            kept[path] = module
-        elif isinstance(module, _Block):
-            scratch = module
-        else:
-            module.to_empty(device="meta")  # `whole` still refers to it
-    for path in paths:
-        if path.startswith("blocks."):
-            block = kept.get(path, scratch)
-            assert isinstance(block, _Block)
-            _init_residual(block, config)
-    return {
-        f"{path}.{name}": param.detach()
-        for path, module in kept.items()
-        for name, param in module.named_parameters()
-        if keep(f"{path}.{name}")
-    }
+        shapes = {name: param.shape for name, param in GPT(config).named_parameters() if keep(name)}
+    drawn = {name: torch.empty(shape, device=device) for name, shape in shapes.items()}
+    for name, param in drawn.items():
+        _init_(name, param, config, seed)
+    return drawn
 
 
-def _init_residual(block: "_Block", config: GPTConfig) -> None:
-    for layer in (block.attention.out, block.mlp[2]):
-        nn.init.normal_(layer.weight, std=0.02 / (2 * config.num_layers) ** 0.5)  # type: ignore[arg-type]
+def _draw_seed() -> int:
+    """Draw the seed of all weights of a model from torch's default generator."""
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
-def _init(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+@torch.no_grad()
+def _init_(name: str, param: Tensor, config: GPTConfig, seed: int) -> None:
+    """Initialize a parameter from a generator of its own, so that it does not depend on others."""
+    if param.is_meta:
+        return
+    if name.endswith("bias"):
+        param.zero_()
+    elif param.dim() == 1:
+        param.fill_(1.0)
+    else:
+        # The residual stream grows with depth; GPT-2's remedy.
+        is_residual = name.endswith(("attention.out.weight", "mlp.2.weight"))
+        std = 0.02 / (2 * config.num_layers) ** 0.5 if is_residual else 0.02
+        generator = torch.Generator(param.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+        param.normal_(std=std, generator=generator)

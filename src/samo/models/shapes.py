@@ -1,7 +1,7 @@
 """The shapes of `samo.models.gpt.GPT`, by name: imports no torch.
 
-The GPT-3 family is that of Brown et al. 2020, table 2.1, with its learning rates. Two of its rows do not
-add up as printed (24 heads of 128 in a width of 2,048; a width of 5,140): 16 heads and 5,120 are meant.
+The GPT-3 family follows Brown et al. 2020, table 2.1, with its learning rates. Two rows are inconsistent
+as printed (24 heads of 128 in a width of 2,048; a width of 5,140): 16 heads and 5,120 are used.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class GPTConfig:
     is_tied: bool = False
     """Whether the head shares the embedding's weight."""
     is_checkpointed: bool = False
-    """Whether each block's activations are computed again in backward instead of stored."""
+    """Whether to recompute each block's activations in backward instead of storing them."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "width", "num_heads", "context", "vocab_size"):

@@ -1,9 +1,10 @@
-"""Choose the weights to keep.
+"""Everything that makes masks.
 
-densities       how many of each tensor: n of every m, or by its shape (ERK)
-selection       the largest of many entries, equals told apart by a hash
-neighbours      the largest n of every m neighbours
-choosing        `prune`
+prune          by magnitude or at random; `topk`, `nm` and `densities` do the counting
+early_bird     once the mask of a dense model in training stabilizes
+gradual        raise the sparsity over time
+dynamic        drop and regrow weights; `growth` chooses which
+schedules      when, and what the two have in common
 """
 
 __all__ = []

@@ -1,10 +1,10 @@
-"""How many weights each tensor keeps, before anybody looks at their values: imports no torch.
+"""How many weights each tensor keeps, whatever their values. Imports no torch.
 
     n:m    of every m neighbours n are kept, so the sparsity is 1 - n/m
     ERK    small tensors keep more: density proportional to (sum of sizes) / (product of sizes)
 
-ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020). A density over 1 is cut to 1, and what
-that tensor cannot take is spread over the others.
+ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020). A density over 1 is clipped to 1, and
+the excess is spread over the other tensors.
 """
 
 import math
@@ -17,7 +17,7 @@ __all__ = []
 
 
 class Pattern(NamedTuple):
-    """A pattern n:m: ``kept`` of every ``group`` neighbours along a weight's inputs."""
+    """An n:m pattern: keep ``kept`` of every ``group`` neighbours along a weight's inputs."""
 
     kept: int
     group: int
@@ -29,15 +29,11 @@ class Pattern(NamedTuple):
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Read a pattern such as ``"2:4"``.
+    """Parse a pattern such as ``"2:4"``, which must keep some entries and prune some.
 
     Example:
-        >>> from samo.pruning.densities import parse_pattern
         >>> parse_pattern("2:4").sparsity
         0.5
-
-    Raises:
-        ValueError: It is no pattern, or keeps nothing or everything.
     """
     match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text) if isinstance(text, str) else None
     if match is None or not 0 < int(match[1]) < int(match[2]):
@@ -49,11 +45,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def pattern_sparsity(pattern: Pattern, sparsity: float | None) -> float:
-    """Return the sparsity that follows from a pattern, which a given one must not contradict.
-
-    Raises:
-        ValueError: ``sparsity`` is another one.
-    """
+    """Return the sparsity of a pattern, which ``sparsity`` must not contradict."""
     if sparsity is not None and not math.isclose(sparsity, pattern.sparsity, abs_tol=1e-6):
         raise ValueError(
             f"pattern '{pattern.kept}:{pattern.group}' prunes {pattern.sparsity:.6g} of the weights, "
@@ -65,27 +57,26 @@ def pattern_sparsity(pattern: Pattern, sparsity: float | None) -> float:
 def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list[int]:
     """Share ``kept`` weights among tensors by the Erdos-Renyi-Kernel rule.
 
-    The counts add up to ``kept`` exactly: shares are rounded down, and what is left goes to the
-    largest fractions, to the earlier tensor among equal ones.
+    The counts sum to ``kept`` exactly: shares are rounded down, and the rest goes to the largest
+    fractions, earlier tensors first.
 
     Example:
-        >>> from samo.pruning.densities import erk_counts
         >>> erk_counts([(1, (10, 10)), (1, (100, 100))], kept=1100)
         [100, 1000]
 
     Args:
-        matrices: For each tensor the number of matrices stacked in it, mostly 1, and the sizes of one.
-        kept: Weights to keep in all, at most as many as there are.
+        matrices: For each tensor the number of matrices stacked in it, usually 1, and their sizes.
+        kept: Weights to keep in total, at most as many as there are.
     """
     numels = [count * math.prod(sizes) for count, sizes in matrices]
-    # A count is density times numel, so counts are in proportion to the sums of sizes.
+    # A count is density times numel, so counts are proportional to the sums of sizes.
     parts = [count * sum(sizes) for count, sizes in matrices]
     open_ = set(range(len(matrices)))
     while True:
         left = kept - sum(numel for i, numel in enumerate(numels) if i not in open_)
         total = sum(parts[i] for i in open_)
         shares = {i: Fraction(left * parts[i], total) for i in sorted(open_)}
-        # What one tensor cannot take makes the shares of the others larger: those over stay over.
+        # The excess of one tensor only raises the shares of the others: those over stay over.
         over = {i for i in open_ if shares[i] > numels[i]}
         if not over:
             break

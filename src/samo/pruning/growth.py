@@ -1,15 +1,15 @@
-"""The entries of one weight that a gradient asks for, found while the dense gradient is there.
+"""Which entries of a weight to drop and which to grow, at random or by their gradient.
 
 A dense gradient lives for a moment: it is compressed and freed before the next weight's. So candidates
-for growth are chosen right then, and only they are held on to, as a mask and their scores:
+for growth are chosen right then, and only their mask and scores are kept:
 
-    weight           a  .  b  .  c  .       kept a, b, c; the smallest, b, is to be dropped
+    weight           a  .  b  .  c  .       keeps a, b, c; the smallest, b, will be dropped
     dense gradient   .  4  1  .  .  9       the largest where nothing is kept after that: the last
-    held             mask 0 1 0 0 0 1, scores 4 9, of which the largest grow in the end
+    candidates       mask 0 1 0 0 0 1, scores 4 9, of which the largest grow in the end
 
-Gradients of one step may come in parts: micro-batches, recomputed blocks. Scores are sums, as gradients
-are. What is a candidate gets the exact sum from its first part on; what a later part brings in starts
-there. So several times as many are held as are to grow. With one part, which is the rule, or with all
+The gradient of one step may come in parts: micro-batches, recomputed blocks. Scores are sums, as
+gradients are. A candidate has the exact sum from its first part on; an entry that a later part brings in
+starts there. So several times as many are held as will grow. With one part, which is usual, or with all
 entries as candidates, the choice is exact.
 """
 
@@ -26,36 +26,67 @@ from samo.core.weight import Weight
 from samo.errors import CompressionError
 from samo.kernels.rounding import master_dtype
 from samo.mask.mask import Mask
-from samo.pruning.choices import grow_largest, largest
+from samo.pruning.topk import Entries, keep_largest, largest
 
 __all__ = []
 
 
+def prune_to(name: str, mask: Mask, values: Tensor, kept: int, seed: int) -> Mask:
+    """Return a mask that keeps the ``kept`` largest values of what ``mask`` keeps.
+
+    Example:
+        >>> mask = Mask.from_bool(torch.tensor([True, False, True, True]))
+        >>> prune_to("a", mask, torch.tensor([1.0, -3.0, 2.0]), 2, seed=0).to_bool()
+        tensor([False, False,  True,  True])
+    """
+    return narrow(mask, largest(name, values, kept, seed))
+
+
+def grow_random(name: str, taken: Mask, count: int, seed: int) -> Mask:
+    """Return a mask of ``count`` random entries among those that ``taken`` does not keep.
+
+    Example:
+        >>> taken = Mask.from_bool(torch.tensor([True, False, True, False, False]))
+        >>> grown = grow_random("a", taken, 2, seed=0)
+        >>> grown.kept, (grown & taken).kept
+        (2, 0)
+    """
+    dense = torch.empty((), device=taken.words.device).expand(taken.shape)
+    entries = Entries(name, dense, "random", torch.float32, seed, taken)
+    return Mask(taken.shape, keep_largest([entries], count)[0])
+
+
+def grow_largest(name: str, scores: Tensor, taken: Mask, count: int, seed: int) -> Mask:
+    """Return a mask of the ``count`` largest dense scores where ``taken`` keeps nothing.
+
+    Example:
+        >>> taken = Mask.from_bool(torch.tensor([True, False, False, False]))
+        >>> grow_largest("a", torch.tensor([9.0, 1.0, -2.0, 0.0]), taken, 2, seed=0).to_bool()
+        tensor([False,  True,  True, False])
+    """
+    return Mask(taken.shape, largest(name, scores, count, seed, excluded=taken))
+
+
 class _Found(NamedTuple):
     mask: Mask
-    """The weight's, on which all of this stands."""
-    kept_words: Tensor
+    """The weight's mask at that time."""
+    survivors: Tensor
     """Packed bits: which of its kept entries stay."""
     num_grown: int
-    """How many are to grow."""
     candidates: Mask
     scores: Tensor
-    """The gradients of the candidates, summed up."""
-
-    @property
-    def survivors(self) -> Mask:
-        return narrow(self.mask, self.kept_words)
+    """The summed gradients of the candidates."""
 
 
 class Growth:
-    """Watches a weight's dense gradients as long as it lives, and decides what to drop and to grow.
+    """Watches a weight's dense gradients while it lives, and decides what to drop and to grow.
 
     Args:
         weight: A weight with a mask.
-        fraction: How much of what is kept is replaced.
-        seed: Chooses between equals.
-        candidates: How many times as many entries as are to grow are held; None for all.
-        group: Ranks over which gradients are summed; by default those of DistributedDataParallel.
+        fraction: Fraction of the kept entries to replace.
+        seed: Breaks ties.
+        candidates: Entries to hold, as a multiple of those that will grow; None for all.
+        group: Ranks to sum gradients over; by default those of DistributedDataParallel.
     """
 
     def __init__(
@@ -84,7 +115,7 @@ class Growth:
 
     @property
     def has_seen(self) -> bool:
-        """Whether there was a gradient."""
+        """Whether a gradient has come."""
         return self._found is not None
 
     @property
@@ -92,53 +123,46 @@ class Growth:
         """Whether no score is NaN or infinite."""
         return self._found is None or bool(self._found.scores.isfinite().all())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held until `decide`."""
-        found = self._found
-        if found is None:
-            return 0
-        return found.kept_words.nbytes + found.candidates.nbytes + found.scores.nbytes
-
     @torch.no_grad()
     def add(self, grad: Tensor) -> None:
-        """Take in a dense gradient: the first of a sum, or a further part of it."""
+        """Take a dense gradient: the first of a sum, or a further part of it."""
         mask, sum_so_far = self.weight.mask, self.weight.values.grad
         assert mask is not None  # only weights with a mask are watched
-        grad = self._of_all_ranks(grad)
-        # Gradients that were thrown away leave nothing behind, set to None or to 0. Of a streamed weight
-        # each use in a pass comes alone, and the sum is there at the end.
-        backward, self._pass = self._pass, torch._C._current_graph_task_id()
+        grad = self._all_reduce(grad)
+        # A discarded gradient, set to None or to 0, starts a new sum. A streamed weight reports each
+        # use in a backward pass by itself, and its sum is there only at the end: the id of the pass
+        # tells its uses from a new sum.
+        last_pass, self._pass = self._pass, torch._C._current_graph_task_id()
         is_empty = sum_so_far is None or not bool(sum_so_far.any())
-        is_first = is_empty and (self._pass == -1 or self._pass != backward)
+        is_first = is_empty and (self._pass == -1 or self._pass != last_pass)
         if is_first or self._found is None or self._found.mask is not mask:
             self._found = self._first(mask, grad)
         else:
             self._found = self._sum(grad, self._found)
 
     def decide(self) -> Mask | None:
-        """Return the new mask; None without a gradient of the mask that the weight has."""
+        """Return the new mask, or None if there was no gradient since the mask last changed."""
         found = self._found
         if found is None or found.mask is not self.weight.mask:
             return None
         if found.num_grown == 0:
             return found.mask
         words = largest(self.weight.name, found.scores, found.num_grown, self.seed)
-        return found.survivors | narrow(found.candidates, words)
+        return narrow(found.mask, found.survivors) | narrow(found.candidates, words)
 
-    def _of_all_ranks(self, grad: Tensor) -> Tensor:
-        """Return the sum of a gradient over ranks, each of which has seen a part of the batch."""
+    def _all_reduce(self, grad: Tensor) -> Tensor:
+        """Return the sum of a gradient over the replicas, each of which has seen a part of the batch."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return grad
         group = self.group or group_of(self.weight.values)
         if group is None:
             raise CompressionError(
-                f"'{self.weight.name}' is to grow by gradients, of which each of "
-                f"{dist.get_world_size()} ranks may have a part, and no DistributedDataParallel tells "
-                "which; pass group=torch.distributed.group.WORLD to DynamicSparse, or the group of the "
-                "ranks that have replicas of this model"
+                f"'{self.weight.name}' grows by gradients that may be spread over "
+                f"{dist.get_world_size()} ranks, and the model is not wrapped in "
+                "DistributedDataParallel; pass group=torch.distributed.group.WORLD to DynamicSparse, or "
+                "the group of the ranks with replicas of this model"
             )
-        # A copy: the gradient itself goes on to be compressed, and reduced by others.
+        # A copy: the gradient itself is compressed, and reduced by others.
         dtype = master_dtype(grad.dtype)
         total = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -146,29 +170,27 @@ class Growth:
 
     def _first(self, mask: Mask, grad: Tensor) -> _Found:
         weight, count = self.weight, round(self.fraction * mask.kept)
-        values = weight.values.detach()
-        kept_words = largest(weight.name, values, mask.kept - count, self.seed)
-        survivors = narrow(mask, kept_words)
-        num_held = survivors.numel - survivors.kept
+        survivors = largest(weight.name, weight.values.detach(), mask.kept - count, self.seed)
+        num_held = mask.numel - (mask.kept - count)
         if self.candidates is not None:
             num_held = min(num_held, self.candidates * count)
-        candidates = grow_largest(weight.name, grad, survivors, num_held, self.seed)
-        return _Found(mask, kept_words, count, candidates, self._at(grad, candidates))
+        taken = narrow(mask, survivors)
+        candidates = grow_largest(weight.name, grad, taken, num_held, self.seed)
+        return _Found(mask, survivors, count, candidates, self._at(grad, candidates))
 
     def _sum(self, grad: Tensor, found: _Found) -> _Found:
         name, candidates = self.weight.name, found.candidates
         scores = found.scores + self._at(grad, candidates)
-        taken = found.survivors | candidates
+        taken = narrow(found.mask, found.survivors) | candidates
         count = min(candidates.kept, taken.numel - taken.kept)
         if count == 0:
             return found._replace(scores=scores)
         more = grow_largest(name, grad, taken, count, self.seed)
         union = candidates | more
-        added = {"scores": self._at(grad, more)}
-        moved, _ = move({"scores": scores}, candidates, union, added)
+        moved, _ = move({"scores": scores}, candidates, union, {"scores": self._at(grad, more)})
         best = narrow(union, largest(name, moved["scores"], candidates.kept, self.seed))
         best_scores = move(moved, union, best, {})[0]["scores"]
         return found._replace(candidates=best, scores=best_scores)
 
     def _at(self, grad: Tensor, mask: Mask) -> Tensor:
-        return self.weight.layout._replace(mask=mask).compress(grad, torch.float32)
+        return self.weight.layout._replace(mask=mask).compress(grad, master_dtype(grad.dtype))

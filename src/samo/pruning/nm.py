@@ -1,12 +1,10 @@
-"""Keep n of every m neighbours along a weight's inputs, in chunks and by the same order as elsewhere.
+"""Keep n of every m neighbours along a weight's inputs, in chunks and in the order of `topk`.
 
 With the inputs in dimension ``d`` a weight is (before, inputs, after) in flat order, and m rows of
-``after`` entries hold whole groups. So any number of such rows can be looked at alone:
+``after`` entries hold whole groups, so chunks of such rows are independent:
 
     2:4, (out, in)     [ 3 -1  0  2 | -5 ...     keeps  [ 1  0  0  1 | ...
     2:4, (in, out)     4 rows of `out` entries, a group in each column
-
-Entries with equal keys are told apart by the larger hash, and by order where hashes agree too.
 """
 
 import math
@@ -22,8 +20,8 @@ from samo.pruning.topk import Entries
 __all__ = []
 
 _MOST_COMPARED: Final = 8
-"""Largest group whose members are compared one by one: 2**20 scores on a CPU core take 5 ms for 2:4, 11 ms
-for 4:8 and 27 ms for 4:16; sorting them takes 24, 19 and 22 ms."""
+"""Largest group compared pair by pair: 2**20 scores on a CPU core take 5 ms for 2:4, 11 ms for 4:8 and
+27 ms for 4:16; sorting them takes 24, 19 and 22 ms."""
 
 
 def keep_pattern(entries: Entries, pattern: Pattern, input_dim: int) -> Tensor:
@@ -36,22 +34,33 @@ def keep_pattern(entries: Entries, pattern: Pattern, input_dim: int) -> Tensor:
     unit = math.lcm(pattern.group * after, 2 * bitmap.WORD_BITS)
     words = torch.empty(bitmap.num_words(numel), dtype=torch.int32, device=entries.dense.device)
     for start, stop in bitmap.chunks(numel, unit):
-        scores = _scores(entries, start, stop).view(-1, pattern.group, after)
+        scores = _scores(entries, start, stop, (-1, pattern.group, after))
         bitmap.pack(_largest(scores, pattern.kept).view(-1), words, start)
     return words
 
 
-def _scores(entries: Entries, start: int, stop: int) -> Tensor:
-    """Return keys with the hashes below them, in 62 bits."""
+def _scores(entries: Entries, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
+    """Return (groups, neighbours, after) with the keys above the hashes, in 62 bits."""
     index = torch.arange(start, stop, device=entries.dense.device)
+    hashes = entries.hashes(index).to(torch.int64).view(shape)
     if entries.method == "random":
-        return entries.hashes(index).to(torch.int64)
-    keys = entries.keys(start, stop).to(torch.int64)
-    return (keys << 31).bitwise_or_(entries.hashes(index))
+        return hashes
+    keys = entries.keys(start, stop).to(torch.int64).view(shape)
+    if entries.bits > 31:  # float64: the rank within a group takes the place of a key of 63 bits
+        keys = _ranks(keys)
+    return (keys << 31).bitwise_or_(hashes)
+
+
+def _ranks(keys: Tensor) -> Tensor:
+    """Return the rank of each key along dimension 1; equal keys have equal ranks."""
+    ordered, order = keys.sort(dim=1)
+    is_new = torch.zeros_like(keys)
+    is_new[:, 1:] = ordered.diff(dim=1) != 0
+    return torch.empty_like(keys).scatter_(1, order, is_new.cumsum(1))
 
 
 def _largest(scores: Tensor, kept: int) -> Tensor:
-    """Say of each of (groups, neighbours, after) whether it is among the ``kept`` largest."""
+    """Return which of (groups, neighbours, after) are among the ``kept`` largest of their group."""
     if scores.shape[1] > _MOST_COMPARED:
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
         keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
@@ -61,5 +70,5 @@ def _largest(scores: Tensor, kept: int) -> Tensor:
         for j in range(i + 1, scores.shape[1]):
             is_larger = scores[:, j] > scores[:, i]
             num_larger[:, i] += is_larger
-            num_larger[:, j] += ~is_larger  # equal ones: the first counts as the larger
+            num_larger[:, j] += ~is_larger  # of equal scores the first counts as larger
     return num_larger < kept

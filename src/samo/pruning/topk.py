@@ -1,20 +1,20 @@
-"""Find the largest entries of some tensors: exactly, in passes, with memory that does not grow.
+"""Find the largest entries of one or more tensors, exactly and in constant memory.
 
-Each entry has an integer key; the ones with the largest keys are kept. The smallest key that is
-still kept, the cut, is found by counting digits (radix select), so nothing is ever sorted:
+Each entry has an integer key; the largest keys are kept. The smallest kept key, the cut, is found by
+counting digits (radix select), so nothing is ever sorted:
 
     keep 3 of     0x4a1  0x4a7  0x13c  0x4a1  0x4c2       digits here: 4 bits, then 8
     pass 1        digit 4: 4 keys, digit 1: 1 key         the 3rd largest begins with 4
     pass 2        4c2: 1, 4a7: 1, 4a1: 2                  it is 0x4a1; 1 of its 2 entries fits
     ties          the same passes over the hashes of the entries with key 0x4a1
-    last pass     key > cut, or key = cut and hash > its cut; the answer goes straight to bits
+    last pass     key > cut, or key = cut and hash > its cut; written straight to bits
 
-The key of a magnitude is its bit pattern without the sign, which for floating-point numbers has the
-order of the values and makes -0.0 and 0.0 equal. Only the tables of counts travel to the host.
+The key of a magnitude is its bit pattern without the sign, which orders floating-point numbers by
+value and makes -0.0 and 0.0 equal. Only the tables of counts are copied to the host.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from samo.mask import bitmap
+from samo.mask.mask import Mask
 
 __all__ = []
 
 Method = Literal["magnitude", "random"]
 
+_HALF_DTYPES: Final = {torch.float16, torch.bfloat16}
 _DIGIT_BITS: Final = 16
 _HASH_BITS: Final = 31
 _GOLDEN: Final = -0x61C8864680B583EB  # 2**64 / golden ratio; SplitMix64's constants, as int64
@@ -36,28 +38,39 @@ _MIX_2: Final = -0x6B2FB644ECCEEE15
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The entries of one tensor, each with a key to rank it by and a hash to break ties by."""
+    """The entries of one tensor, each with a key to rank by and a hash to break ties.
+
+    All tensors that are compared need the same ``dtype``; see `compare_dtype`.
+    """
 
     name: str
     dense: Tensor
     method: Method
-    compared_as: torch.dtype
-    """Dtype whose bit patterns are the keys of magnitudes: one for all tensors that are compared."""
+    dtype: torch.dtype
+    """Dtype whose bit patterns are the keys of magnitudes."""
     seed: int
+    excluded: Mask | None = None
+    """Entries that rank below all others."""
 
     @property
     def bits(self) -> int:
-        """Return the width of the keys."""
-        return _HASH_BITS if self.method == "random" else 8 * self.compared_as.itemsize - 1
+        """The width of the keys."""
+        return _HASH_BITS if self.method == "random" else 8 * self.dtype.itemsize - 1
 
     def keys(self, start: int, stop: int) -> Tensor:
-        """Return the keys of a range of the entries in flat order, as int16 or int32."""
+        """Return the keys of a range of entries in flat order, as int16, int32 or int64."""
         if self.method == "random":
-            return self.hashes(torch.arange(start, stop, device=self.dense.device))
-        return magnitudes(flat_slice(self.dense, start, stop).to(self.compared_as))
+            keys = self.hashes(torch.arange(start, stop, device=self.dense.device))
+        else:
+            keys = magnitudes(flat_slice(self.dense, start, stop).to(self.dtype))
+        if self.excluded is None:
+            return keys
+        # Key 0 is for excluded entries alone. The two largest keys, NaNs or hashes, become one.
+        keys = keys.clamp(max=torch.iinfo(keys.dtype).max - 1).add_(1)
+        return keys.masked_fill_(bitmap.unpack(self.excluded.words, start, stop), 0)
 
     def hashes(self, index: Tensor) -> Tensor:
-        """Return 31 pseudo-random bits for each flat index, the same on every device."""
+        """Return 31 pseudo-random bits per flat index, the same on every device."""
         seed = int(_mix_(torch.tensor(self.seed % 2**63, device="cpu")))
         z = _mix_((index * _GOLDEN).add_(seed ^ zlib.crc32(self.name.encode())))
         # 31 of the 64 bits: a non-negative int32, with the same two digits as a float32 magnitude.
@@ -65,23 +78,42 @@ class Entries:
 
     def count_not_finite(self) -> int:
         """Count the entries that are NaN or infinite."""
-        infinity = magnitudes(torch.tensor(float("inf"), dtype=self.compared_as, device="cpu"))
+        infinity = magnitudes(torch.tensor(float("inf"), dtype=self.dtype, device="cpu"))
         return sum(
             int((self.keys(start, stop) >= int(infinity)).sum())
             for start, stop in bitmap.chunks(self.dense.numel())
         )
 
 
-def keep_largest(group: Sequence[Entries], kept: int) -> list[Tensor]:
-    """Return, for each tensor of ``group``, the words of its mask; ``kept`` bits are set in all.
+def compare_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return a dtype that holds all of some dtypes exactly: the narrower it is, the fewer passes."""
+    found = set(dtypes)
+    if torch.float64 in found:
+        return torch.float64
+    return found.pop() if len(found) == 1 and found <= _HALF_DTYPES else torch.float32
 
-    Entries with equal keys are taken by the largest hash, and by order only where hashes agree too.
+
+def largest(
+    name: str, values: Tensor, kept: int, seed: int, *, excluded: Mask | None = None
+) -> Tensor:
+    """Return the words of packed bits that are set for the ``kept`` largest magnitudes.
+
+    Example:
+        >>> words = largest("a", torch.tensor([0.1, -3.0, 2.0, 0.0]), 2, seed=0)
+        >>> bitmap.unpack(words, 0, 4)
+        tensor([False,  True,  True, False])
     """
+    dtype = compare_dtype([values.dtype])
+    (words,) = keep_largest([Entries(name, values, "magnitude", dtype, seed, excluded)], kept)
+    return words
 
-    def keys(entries: Entries, start: int, stop: int) -> Tensor:
-        return entries.keys(start, stop)  # those of its own class
 
-    cut = _find_cut(group, keys, group[0].bits, kept)
+def keep_largest(group: Sequence[Entries], kept: int) -> list[Tensor]:
+    """Return the words of a mask for each tensor of ``group``, with ``kept`` bits set in total.
+
+    Ties are broken by the larger hash, and by order where hashes are equal too.
+    """
+    cut = _find_cut(group, Entries.keys, group[0].bits, kept)
     if cut.fits == cut.equal:
         return [_words(entries, cut.key, None) for entries in group]
 
@@ -89,20 +121,19 @@ def keep_largest(group: Sequence[Entries], kept: int) -> list[Tensor]:
         return _ties(entries, entries.keys(start, stop), cut.key, start)[1]
 
     hash_cut = _find_cut(group, tie_hashes, _HASH_BITS, cut.fits)
-    # One counter for all tensors: it runs down over entries that even their hashes do not tell apart.
+    # One counter for all tensors: it runs down over entries whose hashes are equal too.
     ties = _TieBreak(hash_cut.key, hash_cut.fits)
     return [_words(entries, cut.key, ties) for entries in group]
 
 
 def magnitudes(values: Tensor) -> Tensor:
-    """Return the bit patterns of ``values`` without the sign, as int16 or int32."""
-    if values.element_size() == 2:
-        return values.view(torch.int16) & 0x7FFF
-    return values.view(torch.int32) & 0x7FFFFFFF
+    """Return the bit patterns of ``values`` without the sign, as int16, int32 or int64."""
+    dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.view(dtype) & torch.iinfo(dtype).max
 
 
 def flat_slice(dense: Tensor, start: int, stop: int) -> Tensor:
-    """Return entries ``start`` to ``stop`` in flat order; copies no more than those."""
+    """Return entries ``start`` to ``stop`` in flat order, copying no more than those."""
     if dense.is_contiguous():
         return dense.view(-1)[start:stop]
     row = dense[0].numel()
@@ -119,16 +150,16 @@ def flat_slice(dense: Tensor, start: int, stop: int) -> Tensor:
 
 class _Cut(NamedTuple):
     key: int
-    """The smallest key that is kept."""
+    """The smallest kept key."""
     fits: int
-    """How many of the entries with this key are kept."""
+    """Number of entries with this key that are kept."""
     equal: int
-    """How many entries have this key."""
+    """Number of entries with this key."""
 
 
 @dataclass(slots=True)
 class _TieBreak:
-    """Which of the entries at the cut are kept: hashes above ``key``, and ``fits`` equal to it."""
+    """Chooses among the entries at the cut: hashes above ``key``, and the first ``fits`` equal to it."""
 
     key: int
     fits: int
@@ -165,8 +196,8 @@ def _find_cut(
 
 
 def _count_digits(keys: Tensor, prefix: int, shift: int, width: int) -> Tensor:
-    """Count each value of the ``width`` bits from bit ``shift`` on in keys that begin ``prefix``."""
-    if shift + width < 8 * keys.element_size() - 1:  # keys fill int16 or int32 but for the sign
+    """Count each value of the ``width`` bits from bit ``shift`` on, in keys starting with ``prefix``."""
+    if shift + width < 8 * keys.element_size() - 1:  # keys fill their integer but for the sign
         keys = keys[keys >> (shift + width) == prefix]
     digits = (keys >> shift).bitwise_and_((1 << width) - 1)
     # Measured, 2**20 keys on 2 cores with torch 2.13: bincount 0.7 ms, index_add_ 1.0, scatter_add_
@@ -175,34 +206,29 @@ def _count_digits(keys: Tensor, prefix: int, shift: int, width: int) -> Tensor:
 
 
 def _words(entries: Entries, cut: int, ties: _TieBreak | None) -> Tensor:
-    """Pack which entries of a tensor are kept."""
+    """Pack which entries are kept: those above ``cut``, and at it those that ``ties`` chooses."""
     numel, device = entries.dense.numel(), entries.dense.device
     words = torch.empty(bitmap.num_words(numel), dtype=torch.int32, device=device)
     for start, stop in bitmap.chunks(numel):
-        bitmap.pack(_kept(entries, start, stop, cut, ties), words, start)
+        keys = entries.keys(start, stop)
+        keep = keys >= cut
+        if ties is not None:
+            index, hashes = _ties(entries, keys, cut, start)
+            keep[index] = ties.choose(hashes)
+        bitmap.pack(keep, words, start)
     return words
 
 
-def _kept(entries: Entries, start: int, stop: int, cut: int, ties: _TieBreak | None) -> Tensor:
-    """Say of a range of entries which are kept: those above ``cut``, and at it what ``ties`` says."""
-    keys = entries.keys(start, stop)
-    keep = keys >= cut
-    if ties is not None:
-        index, hashes = _ties(entries, keys, cut, start)
-        keep[index] = ties.choose(hashes)
-    return keep
-
-
 def _ties(entries: Entries, keys: Tensor, cut: int, start: int) -> tuple[Tensor, Tensor]:
-    """Return where in a chunk, which begins at entry ``start``, keys equal ``cut``; and the hashes."""
+    """Return the places in a chunk starting at ``start`` whose keys equal ``cut``, and their hashes."""
     index = (keys == cut).nonzero().view(-1)
     return index, entries.hashes(index + start)
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """Apply the finalizer of SplitMix64 to the int64 ``z`` in place; products wrap as they should.
+    """Apply the finalizer of SplitMix64 to the int64 ``z`` in place. Products wrap, as they should.
 
-    A shift to the right of an int64 repeats its sign; the masks cut that off.
+    Right shifts of an int64 extend its sign; the masks remove that.
     """
     z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX_1)
     z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX_2)
