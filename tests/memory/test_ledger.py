@@ -1,4 +1,4 @@
-"""The ledger: what is predicted, what is measured, and what an independent walk finds."""
+"""The ledger: predictions, measurements, and an independent walk over all tensors."""
 
 import json
 import warnings
@@ -86,6 +86,8 @@ def test_a_walk_over_all_live_storages_finds_what_the_ledger_says(settings: Any)
 
 def test_before_the_first_step_only_what_exists_is_measured() -> None:
     model = small_gpt()
+    with pytest.raises(samo.CompressionError, match="the model is not compressed"):
+        samo.ledger(model)
     samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)
     account = samo.ledger(model)
     assert account.pruned.measured["dense"] == account.pruned.predicted["dense"] > 0
@@ -240,18 +242,15 @@ def test_buckets_of_ddp_and_shards_of_zero_are_counted() -> None:
     run_ranks(2, wrap)
 
 
-def test_json_carries_the_whole_account() -> None:
+def test_json_and_table_show_the_whole_account() -> None:
     model = small_gpt()
     account = samo.ledger(model, trained(model, torch.bfloat16))
     loaded = json.loads(account.to_json())
     assert loaded["measured_bytes"] == account.measured_bytes
     assert loaded["pruned"]["measured"] == account.pruned.measured
     assert loaded["unpruned"]["dense"] == account.unpruned.dense
-
-
-def test_the_table_shows_both_shares() -> None:
-    model = small_gpt()
-    text = str(samo.ledger(model, trained(model, torch.bfloat16)))
+    assert loaded["optimizers"] == ["AdamW"]
+    text = str(account)
     assert "pruned, 82,944 parameters" in text
     assert "unpruned, 34,704 parameters" in text
     assert "SAMO paper, 16-bit" in text
@@ -287,11 +286,6 @@ def test_large_models_are_in_gb_unless_a_row_is_too_small_for_it() -> None:
         assert f"all                   {shown:>12}" in text
 
 
-def test_a_ledger_needs_a_compressed_model() -> None:
-    with pytest.raises(samo.CompressionError, match="the model is not compressed"):
-        samo.ledger(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(
     ("settings", "formula"),
     [
@@ -317,13 +311,9 @@ def test_bytes_a_parameter_follow_the_formula(
     assert paper_bytes(spec) / numel == pytest.approx(2 + 24 * density)
 
 
-def test_buckets_are_one_more_copy_of_the_gradients() -> None:
-    spec = TensorSpec(numel=1000, kept=100)
-    assert predict(spec, has_buckets=True)["buckets"] == predict(spec)["gradients"] == 400
-
-
-def test_totals_add_up() -> None:
+def test_totals_and_buckets() -> None:
     specs = [TensorSpec(numel=100, kept=10), TensorSpec(numel=50, kept=None, is_trained=False)]
+    assert predict(specs[0], has_buckets=True)["buckets"] == predict(specs[0])["gradients"] == 40
     assert sum(total(specs).values()) == sum(sum(predict(spec).values()) for spec in specs)
     assert [dense_bytes(spec) for spec in specs] == [2000, 100]
     assert [paper_bytes(spec) for spec in specs] == [440, 100]
@@ -331,7 +321,6 @@ def test_totals_add_up() -> None:
 
 
 def test_prediction_and_bitmap_agree_on_the_layout() -> None:
-    """The prediction imports no torch, and so has its own two constants."""
     for numel in (1, 63, 64, 65, 2048, 2049, 1_000_003):
         mask = samo.Mask.from_bool(torch.ones(numel, dtype=torch.bool))
         assert predict(TensorSpec(numel=numel, kept=numel))["bitmap"] == mask.nbytes
