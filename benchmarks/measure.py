@@ -56,7 +56,7 @@ def is_installed(peer: str) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Start again with glibc told to keep freed memory, as a GPU's allocator does.
+    """Restart with glibc set to keep freed memory, as a GPU's allocator does.
 
     By default it is returned to the system at the end of a step and fetched back, page by page, in
     the next one, by some contenders more than by others.

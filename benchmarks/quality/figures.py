@@ -77,7 +77,7 @@ def curves_figure(
     """Draw curves with a band from the lowest to the highest seed, named at their right ends.
 
     Args:
-        curves: At most 18 of them can be told apart.
+        curves: At most 18, for distinct colours and dashes.
         title: Above the figure.
         axis: What x counts.
         low: Where the picture begins on the y axis,
