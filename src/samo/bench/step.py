@@ -272,7 +272,7 @@ class Contest:
         if self._device.type != "cuda":
             return 0
         kind = "reserved_bytes" if self.compile == "graphs" else "allocated_bytes"
-        return int(torch.cuda.memory_stats()[f"{kind}.all.{which}"])
+        return int(torch.cuda.memory_stats().get(f"{kind}.all.{which}", 0))
 
     def _reset(self) -> None:
         """Free memory, and with ``--compile`` all compiled code, its counters and CUDA graphs."""
