@@ -126,11 +126,8 @@ def test_runs_in_processes_of_their_own_give_the_same(
     assert found[0] != found[1]
 
 
-def test_the_time_of_all_runs_is_told_beforehand(
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_an_estimate_runs_nothing(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     arguments = ("--quick", "--text", text_file, "--out", tmp_path / "out", "--steps", 5)
     call(gpt.main, monkeypatch, *arguments, "--estimate", "--device", "cpu")
@@ -140,28 +137,22 @@ def test_the_time_of_all_runs_is_told_beforehand(
     assert not (tmp_path / "out").exists()
 
 
-def small_run(masks: bool = False) -> Run:
+def decayed_parameters(run: Run) -> int:
+    groups = [group for group in run.opt.param_groups if group["weight_decay"]]
+    for group in groups:  # a faster rate decays as much
+        assert group.get("lr_scale", 1.0) * group["weight_decay"] == pytest.approx(WEIGHT_DECAY)
+    return sum(len(group["params"]) for group in groups)
+
+
+def small_run() -> Run:
     text = Text(bytes(range(256)) * 40, bytes(range(256)) * 4, "bytes")
     sizes = Settings(**(QUICK | {"steps": 3}))
-    run = Run(sizes, sizes.shape, text, CPU, seed=0, lr=1e-3)
-    if masks:
-        run.compress(samo.prune(run.model, 0.9))
-    return run
+    return Run(sizes, sizes.shape, text, CPU, seed=0, lr=1e-3)
 
 
-def test_dense_and_pruned_runs_decay_the_same_parameters() -> None:
-    decayed = []
-    for run in (small_run(), small_run(masks=True)):
-        groups = [group for group in run.opt.param_groups if group["weight_decay"]]
-        decayed.append(sum(len(group["params"]) for group in groups))
-        for group in groups:  # a faster rate decays as much
-            rate = group.get("lr_scale", 1.0)
-            assert rate * group["weight_decay"] == pytest.approx(WEIGHT_DECAY)
-    assert decayed[0] == decayed[1] > 0
-
-
-def test_moments_and_steps_go_on_through_pruning() -> None:
+def test_moments_steps_and_weight_decay_continue_after_pruning() -> None:
     run = small_run()
+    decayed = [decayed_parameters(run)]
     for step in run.steps():
         if step == 2:
             break
@@ -169,6 +160,8 @@ def test_moments_and_steps_go_on_through_pruning() -> None:
     for _ in run.steps():
         pass
     assert run.step == 3
+    decayed.append(decayed_parameters(run))
+    assert decayed[0] == decayed[1] > 0
     assert {int(state["step"]) for state in run.opt.state.values()} == {3}
     assert [step for step, _, _ in run.states] == [1, 3]
 

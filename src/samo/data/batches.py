@@ -132,7 +132,7 @@ class Batches(Iterator[Batch]):
         if self._drawn is None or self._drawn[0] != epoch:
             rng = np.random.default_rng((self._seed, epoch))
             shifts = rng.integers(self._windows.max_shifts, endpoint=True)
-            dtype = np.uint32 if self.num_windows <= 2**32 else np.uint64
+            dtype = np.uint32 if self.num_windows <= 2**32 else np.int64
             order = np.arange(self.num_windows, dtype=dtype)
             rng.shuffle(order)
             self._drawn = epoch, order, shifts
