@@ -62,11 +62,7 @@ def floor_bytes(operation: str, numel: int, kept: int) -> int:
 
 
 def check(config: KernelsConfig) -> None:
-    """Check the settings.
-
-    Raises:
-        ConfigError: A setting is out of range.
-    """
+    """Raise ConfigError for a setting out of range."""
     low, high = _SIZES
     require(config.repeats >= 1, f"repeats must be 1 or more, got {config.repeats}")
     for size in config.sizes:
@@ -212,16 +208,16 @@ def random_mask(numel: int, density: float, device: torch.device) -> Mask:
 
 def with_linearity(rows: Sequence[Row]) -> list[Row]:
     """Add to rows their time per weight over that of the same operation at the largest size."""
-    largest: dict[tuple[str, float], tuple[int, float]] = {}
-    for row in rows:
+    largest: dict[tuple[str, float], float] = {}
+    for row in sorted(rows, key=lambda row: row.parameters["numel"]):
         if row.median is not None:
-            key, numel = (row.name, row.parameters["density"]), row.parameters["numel"]
-            largest[key] = max(largest.get(key, (0, 0.0)), (numel, row.median / numel))
+            per_weight = row.median / row.parameters["numel"]
+            largest[row.name, row.parameters["density"]] = per_weight
     found = []
     for row in rows:
         if row.median is not None:
-            per_weight = largest[row.name, row.parameters["density"]][1]
-            linear = row.median / row.parameters["numel"] / per_weight
+            per_weight = row.median / row.parameters["numel"]
+            linear = per_weight / largest[row.name, row.parameters["density"]]
             row = dataclasses.replace(row, figures={**row.figures, "linear": round(linear, 4)})
         found.append(row)
     return found
@@ -230,23 +226,19 @@ def with_linearity(rows: Sequence[Row]) -> list[Row]:
 def tabulate(rows: Sequence[Row]) -> Table:
     """Return the table of rows."""
     head = ("operation", "weights", "kept", "ms", "p20-p80", "floor, ms", "over floor", "linear")
-    return Table(
-        head,
-        [
-            (
-                row.name,
-                f"2^{row.parameters['numel'].bit_length() - 1}",
-                percent(row.parameters["density"]),
-                digits(row.median),
-                between(row),
-                digits(row.figures["floor_ms"]),
-                digits(row.figures["times_floor"]),
-                digits(row.figures["linear"]),
-            )
-            for row in rows
-            if row.median is not None
-        ],
-    )
+    lines = [
+        (
+            row.name,
+            f"2^{row.parameters['numel'].bit_length() - 1}",
+            percent(row.parameters["density"]),
+            digits(row.median),
+            between(row),
+            *(digits(row.figures[key]) for key in ("floor_ms", "times_floor", "linear")),
+        )
+        for row in rows
+        if row.median is not None
+    ]
+    return Table(head, lines)
 
 
 def _random(numel: int, device: torch.device) -> Tensor:

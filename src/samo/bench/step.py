@@ -59,11 +59,7 @@ _QUICK: Final = GPTConfig(
 
 
 def check(config: StepConfig) -> None:
-    """Check the settings.
-
-    Raises:
-        ConfigError: A setting is out of range, or a contender is unknown.
-    """
+    """Raise ConfigError for a setting out of range or an unknown contender."""
     for name in ("repeats", "batch_size", "context", "vocab_size", "rounds"):
         value = getattr(config, name)
         require(value == "auto" or value >= 1, f"{name} must be 1 or more, got {value}")
@@ -75,17 +71,7 @@ def check(config: StepConfig) -> None:
 
 
 def contenders(config: StepConfig) -> list[str]:
-    """Return the names that ``--only`` chooses, in the order of `CONTENDERS`.
-
-    Example:
-        >>> from samo.bench.settings import StepConfig
-        >>> from samo.bench.step import contenders
-        >>> contenders(StepConfig(only=("samo,dense", "lean")))
-        ['dense', 'samo', 'lean']
-
-    Raises:
-        ConfigError: A name is unknown.
-    """
+    """Return the names that ``--only`` chooses, in the order of `CONTENDERS`."""
     wanted = [name for entry in config.only for name in entry.split(",") if name]
     for name in wanted:
         require(
@@ -338,26 +324,25 @@ def model_flops(shape: GPTConfig, tokens: int) -> float:
 
 def tabulate(rows: Sequence[Row]) -> Table:
     """Return the table of rows."""
-    lines = []
-    for row in rows:
-        if row.median is not None:
-            found, peak = row.figures, row.figures["peak_bytes"]
-            columns = {
-                "contender": row.name,
-                "step, ms": digits(row.median),
-                "p20-p80": between(row),
-                "over masked": digits(found["over_masked"]),
-                "in a row, ms": digits(found["in_a_row_ms"]),
-                "update, ms": digits(found["update_ms"]),
-                "tokens/s": count(found["tokens_per_s"]),
-                "TFLOP/s": digits(found["tflop_per_s"]),
-                "peak, GB": digits(peak and peak / 1e9),
-                "peak over masked": digits(found["peak_over_masked"]),
-                "state, B/param": digits(found["state_bytes_per_param"]),
-                "loss": digits(found["final_loss"]),
-                "warm-up, s": digits(found["warm_up_s"]),
-            }
-            lines.append(columns)
+    lines = [
+        {
+            "contender": row.name,
+            "step, ms": digits(row.median),
+            "p20-p80": between(row),
+            "over masked": digits(found["over_masked"]),
+            "in a row, ms": digits(found["in_a_row_ms"]),
+            "update, ms": digits(found["update_ms"]),
+            "tokens/s": count(found["tokens_per_s"]),
+            "TFLOP/s": digits(found["tflop_per_s"]),
+            "peak, GB": digits(found["peak_bytes"] and found["peak_bytes"] / 1e9),
+            "peak over masked": digits(found["peak_over_masked"]),
+            "state, B/param": digits(found["state_bytes_per_param"]),
+            "loss": digits(found["final_loss"]),
+            "warm-up, s": digits(found["warm_up_s"]),
+        }
+        for row in rows
+        if (found := row.figures)
+    ]
     head = tuple(lines[0]) if lines else ("contender",)
     return Table(head, [tuple(line.values()) for line in lines])
 

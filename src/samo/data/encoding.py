@@ -98,11 +98,7 @@ def _encode(path: Path, tokenizer: Tokenizer, target: Path, facts: dict[str, Any
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """Yield a text in pieces of 1 to 2 million characters, each up to the end of a line.
-
-    Raises:
-        DataError: The text is not UTF-8.
-    """
+    """Yield a text in pieces of 1 to 2 million characters, each up to the end of a line."""
     lines: list[str] = []
     size = 0
     with path.open("rb") as raw, io.TextIOWrapper(raw, "utf-8", newline="\n") as file:

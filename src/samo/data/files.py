@@ -26,11 +26,7 @@ _HEAD_BYTES: Final = 2**24
 
 
 def check_readable(path: Path) -> None:
-    """Check that a path is a readable file with something in it.
-
-    Raises:
-        DataError: It is missing, a folder, not a regular file, unreadable or empty.
-    """
+    """Raise DataError unless a path is a regular file that can be read and is not empty."""
     if path.is_dir():
         raise DataError(
             f"data file '{path}' is a folder; name the files in it, for example {path}/*.txt"
@@ -65,11 +61,7 @@ def is_token_file(path: Path) -> bool:
 
 
 def map_token_file(path: Path) -> NDArray[Any]:
-    """Map a ``.npy`` or ``.bin`` file.
-
-    Raises:
-        DataError: It is not what its name says, or does not hold a 1-D array of integers.
-    """
+    """Map a ``.npy`` or ``.bin`` file; DataError if it does not hold a 1-D array of integers."""
     if path.suffix == ".bin":
         num_bytes = path.stat().st_size
         if num_bytes % 2:
@@ -97,11 +89,7 @@ def map_token_file(path: Path) -> NDArray[Any]:
 
 
 def map_text(path: Path) -> NDArray[np.uint8]:
-    """Map the bytes of a text file.
-
-    Raises:
-        DataError: The file is binary.
-    """
+    """Map the bytes of a text file; DataError if it is binary."""
     mapped = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     # Binary files have a NUL early. Searching all of a large text would delay the first step.
     position = mapped[:_HEAD_BYTES].tobytes().find(0)
@@ -114,11 +102,7 @@ def map_text(path: Path) -> NDArray[np.uint8]:
 
 
 def largest_token(path: Path, tokens: NDArray[Any], vocab_size: int) -> int:
-    """Read all tokens in chunks, check their range, and return the largest one.
-
-    Raises:
-        DataError: A token is negative, or not less than ``vocab_size``.
-    """
+    """Read all tokens, and return the largest; DataError if one is not in the vocabulary."""
     largest = 0
     for start in range(0, len(tokens), _CHUNK):
         chunk = tokens[start : start + _CHUNK]

@@ -91,10 +91,9 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
             f"tokenizer '{name}' {what}{nearest(name, known)}; give the word 'bytes' or a folder "
             f"with {_WHOLE}"
         )
-    files = [folder / _WHOLE]
-    if not files[0].is_file():
-        files = [folder / part for part in _PARTS]
-    if not all(file.is_file() for file in files):
+    choices = [[folder / _WHOLE], [folder / part for part in _PARTS]]
+    files = next((files for files in choices if all(file.is_file() for file in files)), None)
+    if files is None:
         found = _names(folder)
         listed = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
         raise DataError(
