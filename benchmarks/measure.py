@@ -8,11 +8,12 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import samo
 from samo.bench.rows import commit
@@ -23,6 +24,7 @@ __all__ = [
     "Row",
     "arguments",
     "environment",
+    "held_bytes",
     "in_turns",
     "is_installed",
     "keep_freed_memory",
@@ -54,7 +56,7 @@ def is_installed(peer: str) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Start again with glibc told to keep freed memory, as a GPU's allocator does.
+    """Restart with glibc set to keep freed memory, as a GPU's allocator does.
 
     By default it is returned to the system at the end of a step and fetched back, page by page, in
     the next one, by some contenders more than by others.
@@ -78,6 +80,43 @@ def environment() -> Row:
         "samo": samo.__version__,
         "commit": commit(),
     }
+
+
+def held_bytes(*values: Any) -> int:
+    """Sum the storages of all tensors inside of models, optimizers and containers, each once.
+
+    Example:
+        >>> layer = nn.Linear(10, 10, bias=False)
+        >>> layer(torch.ones(1, 10)).sum().backward()
+        >>> held_bytes(layer)
+        800
+    """
+    storages = [tensor.untyped_storage() for tensor in _tensors(values)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors inside of a value; of tensor subclasses and other objects, their attributes."""
+    inside: Iterable[Any] = ()
+    if isinstance(value, nn.Module):
+        params = list(value.parameters())
+        inside = [*params, *(param.grad for param in params), *value.buffers()]
+    elif isinstance(value, torch.optim.Optimizer):
+        inside = value.state.values()
+    elif isinstance(value, Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            inside = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+        else:
+            yield value
+    elif isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    else:
+        attributes = getattr(value, "__dict__", {}).values()
+        inside = [entry for entry in attributes if isinstance(entry, Tensor)]
+    for entry in inside:
+        yield from _tensors(entry)
 
 
 def write_rows(path: Path | None, rows: Iterable[Row]) -> None:

@@ -17,6 +17,7 @@ import samo
 from benchmarks.measure import (
     Row,
     arguments,
+    held_bytes,
     in_turns,
     keep_freed_memory,
     show,
@@ -24,7 +25,6 @@ from benchmarks.measure import (
     time_ms,
     write_rows,
 )
-from samo.bench.contenders import held_bytes
 from samo.models.gpt import GPT, GPTConfig
 
 LR = 3e-4
@@ -48,7 +48,7 @@ class Contender:
 
     def state_bytes(self) -> int:
         """Measure the bytes held between steps, gradients included."""
-        return held_bytes([self.model], [self.optimizer], [])
+        return held_bytes(self.model, self.optimizer)
 
 
 class Dense(Contender):
@@ -68,7 +68,7 @@ class Dense(Contender):
         torch._foreach_mul_(self.pruned, self.masks)
 
     def state_bytes(self) -> int:
-        return held_bytes([self.model], [self.optimizer], self.masks)
+        return held_bytes(self.model, self.optimizer, self.masks)
 
 
 class TorchPrune(Contender):
@@ -88,7 +88,7 @@ class TorchPrune(Contender):
             for module in self.model.modules()
             if hasattr(module, "weight_mask") and isinstance(module.weight, Tensor)
         ]
-        return held_bytes([self.model], [self.optimizer], products)
+        return held_bytes(self.model, self.optimizer, products)
 
 
 class Samo(Contender):

@@ -3,7 +3,7 @@
 Each fall starts `samo launch -n 4 train` with a tiny model, waits for a moment that a seed draws, and sends
 SIGKILL or SIGSTOP to a rank that it draws too. Then it waits until no process of the run is left, launcher
 and orphans included: all of them carry a mark in their environment. It reads what they said, opens the
-checkpoint, and goes on with some of the runs.
+checkpoint, and resumes some of the runs.
 """
 
 import json
@@ -197,7 +197,7 @@ def last_event(metrics: Path, event: str | None = None) -> Row:
 
 
 def named(said: str, victim: int, stage: int | None, stages: int) -> Row:
-    """Return who names the rank that fell, with its stage, and whom the launcher blames."""
+    """Return which ranks name the failed rank with its stage, and whether the launcher does."""
     place = f"rank {victim}"
     if stage is not None:
         place += rf"(?: \(stage {stage} of {stages}\)| is stage {stage} of {stages})"
@@ -222,12 +222,10 @@ def look_at_checkpoints(run: Path) -> Row:
     """Read every checkpoint of a run whole; return the step of the newest."""
     found: Row = {"checkpoint_step": None, "checkpoints_whole": True}
     if not last_event(run / "metrics.jsonl", "save") and not RunFolder(run).has_checkpoint:
-        return (
-            found  # it fell in its first save: there is none, and it starts again at its first step
-        )
+        return found  # it failed in its first save, and starts again at its first step
     for path in sorted(run.glob("checkpoints/*/")):
         if path.name not in ("last", "best"):
-            continue  # one that was not finished: nobody reads it
+            continue  # unfinished, and never read
         try:
             step = verify(path).extra["progress"]["step"]
         except Exception as error:

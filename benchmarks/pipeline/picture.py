@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Final
 
+from benchmarks.drawing import LIGHT, drawing, new_figure, place, to_png
 from samo.pipeline.timeline import Timeline
-from samo.report.theme import LIGHT, drawing, new_figure, place, to_png
 
 __all__ = ["draw"]
 

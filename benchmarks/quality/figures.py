@@ -1,18 +1,24 @@
 """Figures of quality, in the look of the report: every seed as a dot, and curves with their spread."""
 
-import io
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from samo.report.curves import spread
-from samo.report.theme import LIGHT, drawing, new_figure, place, run_colour, run_dashes, to_png
+from benchmarks.drawing import (
+    LIGHT,
+    Figure,
+    apart,
+    drawing,
+    new_figure,
+    place,
+    run_colour,
+    run_dashes,
+    to_png,
+    to_svg,
+)
 
 __all__ = ["Curve", "Figure", "curves_figure", "dots_figure"]
 
 _WIDTH: Final = 880
-
-Figure = tuple[bytes, str]
-"""A picture as PNG and as SVG."""
 
 
 class Curve(NamedTuple):
@@ -56,7 +62,7 @@ def dots_figure(
         axes.set_yticks(range(len(contenders)), [label for label, _ in contenders], fontsize=12)
         axes.set_ylim(len(contenders) - 0.5, -0.5)
         axes.grid(axis="x")
-        return to_png(figure), _to_svg(figure)
+        return to_png(figure), to_svg(figure)
 
 
 def curves_figure(
@@ -71,7 +77,7 @@ def curves_figure(
     """Draw curves with a band from the lowest to the highest seed, named at their right ends.
 
     Args:
-        curves: At most 18 of them can be told apart.
+        curves: At most 18, for distinct colours and dashes.
         title: Above the figure.
         axis: What x counts.
         low: Where the picture begins on the y axis,
@@ -103,7 +109,7 @@ def curves_figure(
         axes.grid(axis="y")
         ends = [min(max(curve.mean[-1], low), high) for curve in curves]
         gap = (high - low) * 18 / (height - top - bottom)
-        for number, (curve, at) in enumerate(zip(curves, spread(ends, gap, low, high))):
+        for number, (curve, at) in enumerate(zip(curves, apart(ends, gap, low, high))):
             axes.annotate(
                 curve.label,
                 xy=(curve.x[-1] if is_log else right, ends[number]),
@@ -117,10 +123,4 @@ def curves_figure(
                     **{"color": run_colour(number), "linewidth": 0.8},
                 },
             )
-        return to_png(figure), _to_svg(figure)
-
-
-def _to_svg(figure: Any) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+        return to_png(figure), to_svg(figure)

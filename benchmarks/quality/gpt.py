@@ -202,7 +202,7 @@ def main() -> None:
     for field in fields(Settings):
         if field.type in (int, float) and not field.name.endswith("_bytes"):
             flag = f"--{field.name.replace('_', '-')}"
-            parser.add_argument(flag, type=field.type, help=f"{field.default} if nothing is said")
+            parser.add_argument(flag, type=field.type, help=f"by default {field.default}")
     options = parser.parse_args()
     try:
         _go(options)

@@ -126,7 +126,7 @@ class Run:
             yield self.step
 
     def compress(self, masks: samo.Masks, *, entry_steps: bool = False) -> None:
-        """Prune the model and go on with compressed state: bfloat16 weights, moments carried over."""
+        """Prune the model and continue with compressed state: bfloat16 weights, moments carried over."""
         samo.compress_(self.model, masks, dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
         power = self.settings.density_power
         groups = samo.param_groups(
@@ -222,6 +222,6 @@ def _decayed(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a GPU has done what it was told."""
+    """Wait for the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -127,7 +127,7 @@ def finish(
         device: Where it is done, for the rows.
         parallel: Jobs at a time. One is done in this process.
         minutes: After which no job is begun that would end later, going by the slowest so far.
-        say: Told of every job.
+        say: Called with a line about every job.
 
     Raises:
         RunError: Some jobs failed; the others have their rows.

@@ -4,7 +4,7 @@
 
 As published (You et al. 2020): SGD with momentum, rate 0.1, divided by 10 after a half and three quarters of
 the epochs; 1e-4 sign(gamma) added to the gradient of every BatchNorm scale; masks of channels before each
-epoch; once five of them agree the ticket is drawn, and training goes on from there with what is kept. Where
+epoch; once five of them agree the ticket is drawn, and training continues from there with what is kept. Where
 a ticket would take all channels of a layer, it is not drawn, and looked for again after the next epoch.
 Rows are kept after each run; what is there already is not run again.
 """
@@ -102,7 +102,7 @@ class Run:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def train_epoch(self) -> None:
-        """Go once through the images, in an order and with windows of the seed's own."""
+        """Train one epoch, with the order and windows of the seed."""
         settings = self.settings
         falls = sum(self.epoch >= part * settings.epochs for part in (0.5, 0.75))
         for group in self.opt.param_groups:
@@ -123,14 +123,14 @@ class Run:
         self.curve.append([self.epoch, self.accuracy()])
 
     def compress(self, masks: samo.Masks) -> None:
-        """Prune the channels, and go on with gradients and momentum of what is kept, from 0."""
+        """Prune the channels, and continue with new gradients and momentum for what is kept."""
         samo.compress_(self.model, masks)
         self.masks = masks
         self.opt = self._new_optimizer(self.model.parameters())
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return the percentage of the test images that is told right."""
+        """Return the accuracy on the test images, in percent."""
         self.model.eval()
         right = torch.zeros((), device=self.images.test.device)
         pairs = zip(self.images.test.split(1000), self.images.test_labels.split(1000))

@@ -53,7 +53,7 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
             f"three quarters; momentum 0.9, decay 1e-4, {settings['batch']} images a step). Seeds "
             f"{', '.join(map(str, seeds))}.",
             "Tickets: scales of BatchNorm, one threshold for the whole network, a look before each epoch, "
-            "five masks within a Hamming distance of 0.1; then training goes on with what is kept, from the weights of "
+            "five masks within a Hamming distance of 0.1; then training continues with what is kept, from the weights of "
             "that moment. 1e-4 sign(gamma) is added to the gradients of scales, before and after.",
             "Accuracy on the test images after the last epoch: mean +- standard deviation over seeds. "
             "Against unpruned: the same of the differences seed by seed; negative is worse. "

@@ -1,7 +1,7 @@
 """What do streamed and compiled weights cost a training step on a GPU, beside masked dense training?
 
-Each line is a call of ``samo bench step`` in a process of its own; ``lines.py`` has them. Rows are written
-after each line, so that what was measured stays when the time is up.
+Each line is a call of ``benchmarks.step`` in a process of its own; ``lines.py`` has them. Rows are
+written after each line, so that they are kept when time runs out.
 """
 
 import argparse
@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step import command
 from benchmarks.streamed.lines import LINES
 from benchmarks.streamed.page import read_rows, tabulate
 from samo.bench.rows import markdown
-from samo.bench.settings import StepConfig, command_line
+from samo.bench.settings import StepConfig
 from samo.utils import atomic_io
 
 __all__ = ["run_line"]
@@ -30,11 +31,11 @@ def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
     """Measure one line in a process of its own and return its rows, as many as there was time for."""
     with tempfile.TemporaryDirectory() as parent:
         out = Path(parent) / "step"
-        command = command_line(config)
-        print(f"\n$ {command}", flush=True)
-        arguments = [*shlex.split(command)[1:], "--out", str(out)]
+        line = command(config)
+        print(f"\n$ {line}", flush=True)
+        words = [sys.executable, *shlex.split(line)[1:], "--out", str(out)]
         try:
-            subprocess.run([sys.executable, "-m", "samo", *arguments], timeout=limit_s)
+            subprocess.run(words, timeout=limit_s)
         except subprocess.TimeoutExpired:
             print("stopped: the time is up", flush=True)
         found = out / "rows.jsonl"

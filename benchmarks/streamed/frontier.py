@@ -1,6 +1,5 @@
 """The frontier: step time over peak memory, from streamed over budgets to resident, beside the rivals."""
 
-import io
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -10,13 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.transforms import Bbox
 
-from samo.report.theme import LIGHT, drawing, new_figure, place, to_png
+from benchmarks.drawing import LIGHT, Figure, drawing, new_figure, place, to_png, to_svg
 from samo.utils.formatting import count, percent
 
 __all__ = ["Figure", "draw", "frontier_figure"]
-
-Figure = tuple[bytes, str]
-"""A picture as PNG and as SVG."""
 
 _WIDTH: Final = 880
 _HEIGHT: Final = 520
@@ -45,7 +41,7 @@ class Point(NamedTuple):
 def frontier_figure(rows: Sequence[dict[str, Any]]) -> Figure | None:
     """Draw step time over peak memory; None if nothing was measured on a GPU."""
     figure = draw(rows)
-    return None if figure is None else (to_png(figure), _to_svg(figure))
+    return None if figure is None else (to_png(figure), to_svg(figure))
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> Canvas | None:
@@ -183,9 +179,3 @@ def _lines_between(points: Sequence[Point], at: Sequence[Any]) -> list[Bbox]:
                 x, y = x0 + (x1 - x0) * part / 12, y0 + (y1 - y0) * part / 12
                 boxes.append(Bbox.from_extents(x - 2, y - 2, x + 2, y + 2))
     return boxes
-
-
-def _to_svg(figure: Canvas) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()

@@ -16,7 +16,7 @@ class Goal(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A call of ``samo bench step``."""
+    """A call of ``benchmarks.step``."""
 
     title: str
     config: StepConfig
@@ -77,8 +77,8 @@ LINES: Final[dict[str, Line]] = {
             shape="gpt3-2.7b",
             only=(
                 "masked,autocast,samo,lean,streamed,streamed-lean,flashoptim,flashoptim-release",
+                "budget-25%,budget-50%,budget-75%,budget-25%-lean,budget-50%-lean,budget-75%-lean",
             ),
-            budgets=(0.25, 0.5, 0.75),
             repeats=6,
             rounds=1,
         ),

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step import command
 from benchmarks.streamed.frontier import frontier_figure
 from benchmarks.streamed.lines import LINES
 from samo.bench.rows import Table, digits, markdown
-from samo.bench.settings import command_line
 from samo.utils import atomic_io
 from samo.utils.formatting import NOTHING
 
@@ -67,7 +67,7 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
     lines = [name for name in LINES if any(row["line"] == name for row in rows)]
     parts = [
         "# Streamed and compiled weights",
-        "\n".join(f"    {command_line(LINES[name].config)}" for name in lines),
+        "\n".join(f"    {command(LINES[name].config)}" for name in lines),
         _where(rows),
         "Step: forward, backward and update, median. Over masked: step and peak over those of masked dense "
         "training, compiled in the same way; of several rounds, the median of the ratios within each "

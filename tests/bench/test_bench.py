@@ -1,140 +1,227 @@
-"""samo bench from the command line: every question runs on a CPU at toy size."""
+"""samo bench from the command line, at toy size on a CPU, and the folder of its results."""
 
 import json
 import shlex
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from samo.bench.settings import QUESTIONS
+from samo.bench import rows, timing
+from samo.bench.rows import Results, Row, Table
+from samo.bench.settings import QUESTIONS, KernelsConfig, StepConfig, command_line
 from samo.cli import Bench, main, parse
+from samo.errors import RunError
 
+CPU = torch.device("cpu")
 FIELDS = {
     "bench", "name", "parameters", "median", "p20", "p80", "repeats", "unit", "figures", "failure",
     "device", "device_name", "versions", "date", "commit",
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a minute to load and to compile; what is around them is tried here."""
-    for name in ("flashoptim", "torchao.optim", "bitsandbytes.optim"):
-        monkeypatch.setitem(sys.modules, name, None)
+def measured(folder: Path) -> dict[str, dict[str, Any]]:
+    lines = (folder / "rows.jsonl").read_text().splitlines()
+    return {row["name"]: row for row in map(json.loads, lines)}
 
 
-def measured(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+# The command line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
+    ("arguments", "names"),
     [
-        pytest.param(question.name, marks=[pytest.mark.long] if question.name == "kernels" else [])
-        for question in QUESTIONS.values()
+        (
+            "kernels --sizes 12 --densities 0.1",
+            [
+                *("copy", "compress", "compress, to fp32", "expand"),
+                *("update, exact", "update, lean", "update, dense"),
+            ],
+        ),
+        ("step --only samo,masked lean", ["masked", "samo", "lean"]),
     ],
+    ids=["kernels", "step"],
 )
-def test_a_question_leaves_rows_a_page_and_figures(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_measurement_writes_rows_and_a_page(
+    arguments: str, names: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main(["bench", name, "--quick", "--device", "cpu", "--out", str(out)]) == 0
-    rows = measured(out)
-    assert rows
-    for row in rows:
+    words = ["bench", *arguments.split(), "--quick", "--device", "cpu", "--out", str(out)]
+    assert main(words) == 0
+    found = measured(out)
+    assert list(found) == names
+    for row in found.values():
         assert set(row) == FIELDS
-        assert (row["median"] is None) == (row["failure"] is not None)
-        if row["median"] is not None:
-            assert 0 < row["p20"] <= row["median"] <= row["p80"]
-            assert row["repeats"] == 2
-    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    svg = (out / f"{name}.svg").read_text()
-    assert "<svg" in svg
-    assert "$" not in svg  # ticks are plain text
-    page = (out / "README.md").read_text()
-    command = f"samo bench {name} --out {shlex.quote(str(out))} --device cpu --quick"
-    assert f"    {command}\n" in page
-    assert f"]({name}.png)" in page
-    assert str(out) in capsys.readouterr().out.replace("\n", "")
-
-
-def test_steps_name_the_peers_that_are_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    arguments = ["bench", "step", "--quick", "--device", "cpu", "--out", str(out)]
-    assert main([*arguments, "--only", "samo,dense,torchao", "bitsandbytes"]) == 0
-    shown = capsys.readouterr().out
-    rows = {row["name"]: row for row in measured(out)}
-    assert list(rows) == ["dense", "samo", "torchao", "bitsandbytes"]
-    for name in ("torchao", "bitsandbytes"):
-        assert f"not measured: {name}: not installed" in shown
-        assert f"- {name}: not installed" in (out / "README.md").read_text()
-    found = rows["samo"]["figures"]
-    assert found["ledger_measured_bytes"] == found["ledger_predicted_bytes"]
-    assert found["pruned_bytes_per_param"] == pytest.approx(3.53, abs=0.02)
-    assert "B/param on pruned tensors" in shown
+        assert row["failure"] is None
+        assert 0 < row["p20"] <= row["median"] <= row["p80"]
+        assert row["repeats"] == 2
+    page, shown = (out / "README.md").read_text(), capsys.readouterr().out
+    name = arguments.split()[0]
+    assert f"    samo bench {name} --out {shlex.quote(str(out))} --device cpu --quick" in page
+    assert page.count("\n| ") == 2 + len(names)
+    assert str(out) in shown.replace("\n", "")
+    if name == "step":
+        account = found["samo"]["figures"]
+        assert account["ledger_measured_bytes"] == account["ledger_predicted_bytes"]
+        assert account["pruned_bytes_per_param"] == pytest.approx(3.53, abs=0.02)
+        assert found["masked"]["figures"]["over_masked"] == 1
+        assert "B/param on pruned tensors" in shown
 
 
 def test_without_a_folder_the_result_gets_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["bench", "step", "--quick", "--device", "cpu", "--only", "dense"]
-    assert main(arguments) == 0
-    assert main(arguments) == 0
-    first, second = sorted(
-        (tmp_path / "benchmarks" / "results").iterdir(), key=lambda p: len(p.name)
-    )
-    assert first.name.startswith("step-")
-    assert second.name == f"{first.name}-2"
+    monkeypatch.setattr("samo.bench.step.measure", lambda *_: [Row(name="samo", parameters={})])
+    for _ in range(2):
+        assert main(["bench", "step", "--quick", "--device", "cpu"]) == 0
+    folders = (tmp_path / "benchmarks" / "results").iterdir()
+    first, second = sorted((path.name for path in folders), key=len)
+    assert first.startswith("step-")
+    assert second == f"{first}-2"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("kernels --repeats 0", "repeats must be 1 or more"),
-        ("kernels --densities 2", "densities must lie between 0 and 1"),
-        ("step --only smao", "did you mean 'samo'"),
+        ("kernels --repeats 0", "repeats must be 1 or more, got 0"),
+        ("kernels --densities 0.1 1", "densities must lie between 0 and 1, got 1.0"),
+        ("kernels --sizes 26 60", "powers of 2 from 10 to 34, got 60; 30 stands for"),
+        (
+            "step --only samo,smao",
+            "unknown contender 'smao' (did you mean 'samo'?); there are dense",
+        ),
+        ("step --batch-size 0", "must be 1 or more, got 0"),
+        ("step --context 0", "context must be 1 or more"),
+        ("step --rounds 0", "rounds must be 1 or more, got 0"),
+        ("step --sparsity 1", "sparsity must lie between 0 and 1, got 1.0"),
+        ("step --sparsity 0", "sparsity must lie between 0 and 1, got 0.0"),
+        ("kernels --device cuda", "this machine has none that torch can use"),
     ],
 )
 def test_wrong_settings_are_wrong_usage(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_gpu_that_is_not_there_is_wrong_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "kernels", "--device", "cuda"]) == 2
-    assert "this machine has none that torch can use" in capsys.readouterr().err
+    assert main(["bench", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_folder_with_something_in_it_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_failures_end_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["bench", "kernels", "--quick", "--out", str(tmp_path)]) == 1
     assert "is not empty (it holds 'notes.txt')" in capsys.readouterr().err
+    failed = [Row(name="samo", parameters={}, failure="no kernel")]
+    monkeypatch.setattr("samo.bench.step.measure", lambda *_: failed)
+    assert main(["bench", "step", "--quick", "--out", str(tmp_path / "out")]) == 1
+    assert "nothing could be measured: samo: no kernel" in capsys.readouterr().err
 
 
-def test_nothing_measured_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "out")
-    assert (
-        main(["bench", "step", "--quick", "--device", "cpu", "--only", "torchao", "--out", out])
-        == 1
-    )
-    assert "nothing could be measured: torchao: not installed" in capsys.readouterr().err
-
-
-def test_the_questions_are_subcommands() -> None:
+def test_settings_are_parsed_and_written_as_a_command() -> None:
     for config, question in QUESTIONS.items():
         command = parse(["bench", question.name, "--repeats", "7"])
         assert isinstance(command, Bench)
         assert command.question == config(repeats=7)
+    kernels = KernelsConfig(out=Path("a b"), sizes=(20, 22), large=True, repeats=9)
+    expected = "samo bench kernels --out 'a b' --repeats 9 --sizes 20 22 --large"
+    assert command_line(kernels) == expected
+    assert command_line(StepConfig(checkpointed=False)) == "samo bench step --no-checkpointed"
+
+
+# The clock
+
+
+def test_contenders_take_turns_and_preparation_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard, now = [], [0.0]
+
+    def run(name: str, seconds: float) -> None:
+        heard.append(name)
+        now[0] += seconds
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    times = timing.in_turns(
+        {name: lambda name=name: run(name, 0.25) for name in "abc"},
+        rounds=6,
+        warm_up=1,
+        prepare=lambda: run("-", 9.0),
+    )
+    assert times == {name: [250.0] * 6 for name in "abc"}
+    assert heard[::2] == ["-"] * 21
+    turns = ["".join(heard[1::2][start : start + 3]) for start in range(0, 21, 3)]
+    assert turns[0] == "abc"
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(turns)) > 2  # the order changes
+
+
+def test_a_ratio_is_taken_within_rounds() -> None:
+    assert timing.ratio([1.0, 20.0, 300.0], [1.0, 10.0, 100.0]) == 2.0
+
+
+# The results
+
+
+def results(folder: Path) -> Results:
+    return Results(
+        folder,
+        name="kernels",
+        command="samo bench kernels",
+        device=CPU,
+        tabulate=lambda found: Table(("operation", "ms"), [(row.name, "1") for row in found]),
+        notes=["It rains."],
+    )
+
+
+def test_rows_and_page_say_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
+    timed = Row.timed("copy", {"numel": 8}, [1.0, 2.0, 3.0], {"kept": 4})
+    failed = [Row(name="expand", parameters={"n": n}, failure="no GPU") for n in (1, 2)]
+    results(tmp_path / "new").save([timed, *failed])
+    row = measured(tmp_path / "new")["copy"]
+    assert (row["median"], row["p20"], row["p80"]) == (2.0, 1.0, 3.0)
+    assert (row["repeats"], row["unit"], row["parameters"]) == (3, "ms", {"numel": 8})
+    assert row["versions"]["torch"] == torch.__version__
+    assert row["device_name"]
+    assert row["date"].count("-") == 2
+    page = (tmp_path / "new" / "README.md").read_text()
+    for text in ("    samo bench kernels\n", "- It rains.\n", "- expand: no GPU (2 times)\n"):
+        assert text in page
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"cannot write to .*file.*choose another folder with --out"):
+        results(tmp_path / "file" / "out")
+
+
+def test_only_a_checkout_of_samo_has_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
+
+    installed, package = tmp_path / "site-packages" / "samo", tmp_path / "src" / "samo"
+    for folder in (installed, package):
+        (folder / "bench").mkdir(parents=True)
+    (package / "file").write_text("a")
+    monkeypatch.setattr(rows, "__file__", str(installed / "bench" / "rows.py"))
+    assert rows.commit() is None
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    assert rows.commit() is None, "installed in the repository of another project"
+    monkeypatch.setattr(rows, "__file__", str(package / "bench" / "rows.py"))
+    clean = rows.commit()
+    assert clean is not None
+    assert len(clean) >= 7
+    (package / "file").write_text("b")
+    assert rows.commit() == f"{clean}-dirty"

@@ -116,21 +116,8 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
 def test_runs_in_processes_of_their_own_give_the_same(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (
-        "--quick",
-        "--text",
-        text_file,
-        "--steps",
-        4,
-        "--seeds",
-        0,
-        1,
-        "--only",
-        "random-90",
-        "--lrs",
-        0.01,
-    )
-    call(gpt.main, monkeypatch, *arguments, "--out", tmp_path, "--parallel", 2, "--device", "cpu")
+    sizes = "--quick --steps 4 --seeds 0 1 --only random-90 --lrs 0.01 --parallel 2 --device cpu"
+    call(gpt.main, monkeypatch, *sizes.split(), "--text", text_file, "--out", tmp_path)
     found = {row["seed"]: row["valid_loss"] for row in rows_of(tmp_path)}
     sizes = Settings(**(QUICK | {"steps": 4}))
     for seed in (0, 1):
@@ -139,11 +126,8 @@ def test_runs_in_processes_of_their_own_give_the_same(
     assert found[0] != found[1]
 
 
-def test_the_time_of_all_runs_is_told_beforehand(
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_an_estimate_runs_nothing(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     arguments = ("--quick", "--text", text_file, "--out", tmp_path / "out", "--steps", 5)
     call(gpt.main, monkeypatch, *arguments, "--estimate", "--device", "cpu")
@@ -153,28 +137,22 @@ def test_the_time_of_all_runs_is_told_beforehand(
     assert not (tmp_path / "out").exists()
 
 
-def small_run(masks: bool = False) -> Run:
+def decayed_parameters(run: Run) -> int:
+    groups = [group for group in run.opt.param_groups if group["weight_decay"]]
+    for group in groups:  # a faster rate decays as much
+        assert group.get("lr_scale", 1.0) * group["weight_decay"] == pytest.approx(WEIGHT_DECAY)
+    return sum(len(group["params"]) for group in groups)
+
+
+def small_run() -> Run:
     text = Text(bytes(range(256)) * 40, bytes(range(256)) * 4, "bytes")
     sizes = Settings(**(QUICK | {"steps": 3}))
-    run = Run(sizes, sizes.shape, text, CPU, seed=0, lr=1e-3)
-    if masks:
-        run.compress(samo.prune(run.model, 0.9))
-    return run
+    return Run(sizes, sizes.shape, text, CPU, seed=0, lr=1e-3)
 
 
-def test_dense_and_pruned_runs_decay_the_same_parameters() -> None:
-    decayed = []
-    for run in (small_run(), small_run(masks=True)):
-        groups = [group for group in run.opt.param_groups if group["weight_decay"]]
-        decayed.append(sum(len(group["params"]) for group in groups))
-        for group in groups:  # a faster rate decays as much
-            rate = group.get("lr_scale", 1.0)
-            assert rate * group["weight_decay"] == pytest.approx(WEIGHT_DECAY)
-    assert decayed[0] == decayed[1] > 0
-
-
-def test_moments_and_steps_go_on_through_pruning() -> None:
+def test_moments_steps_and_weight_decay_continue_after_pruning() -> None:
     run = small_run()
+    decayed = [decayed_parameters(run)]
     for step in run.steps():
         if step == 2:
             break
@@ -182,11 +160,13 @@ def test_moments_and_steps_go_on_through_pruning() -> None:
     for _ in run.steps():
         pass
     assert run.step == 3
+    decayed.append(decayed_parameters(run))
+    assert decayed[0] == decayed[1] > 0
     assert {int(state["step"]) for state in run.opt.state.values()} == {3}
     assert [step for step, _, _ in run.states] == [1, 3]
 
 
-@pytest.mark.parametrize(("layers", "width"), [(2, 64), (4, 128), (3, 96)])
+@pytest.mark.parametrize(("layers", "width"), [(2, 64), (3, 96)])
 def test_the_small_gpt_has_the_state_of_the_pruned_one(layers: int, width: int) -> None:
     shape = GPTConfig(num_layers=layers, width=width, num_heads=width // 32, context=64)
     model = GPT(shape)
@@ -210,7 +190,7 @@ def test_the_small_gpt_has_the_state_of_the_pruned_one(layers: int, width: int) 
     batch=st.integers(1, 6),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_byte_is_read_more_than_four_times(
     num_bytes: int, context: int, steps: int, batch: int, seed: int
 ) -> None:
@@ -233,12 +213,9 @@ def test_no_byte_is_read_more_than_four_times(
     assert torch.equal(starts_SB, order(num_bytes, **sizes))
 
 
-def test_evaluation_is_spread_over_the_text() -> None:
+def test_text_is_held_back_in_whole_files_or_in_part(tmp_path: Path) -> None:
     assert even(101, count=5, context=10).tolist() == [0, 20, 40, 60, 80]
     assert even(101, count=100, context=10).tolist() == list(range(0, 100, 10))
-
-
-def test_files_are_held_back_whole_or_in_part(tmp_path: Path) -> None:
     for number in range(41):
         (tmp_path / f"{number:02}.py").write_bytes(b"%02d" % number * 10)
     (tmp_path / "40 again.txt").write_bytes(b"40" * 10)
@@ -252,13 +229,8 @@ def test_files_are_held_back_whole_or_in_part(tmp_path: Path) -> None:
     assert few.train == b"01" * 9 + b"0" + b"02" * 9 + b"0"
     assert few.valid == b"12"
     assert few.digest != text.digest
-
-
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(
-        DataError, match="has 5 bytes of text in 1 files, and 10,000,000 are needed"
-    ):
+    with pytest.raises(DataError, match="has 5 bytes of text in 1 files, and 10,000,000 are"):
         find_text([tmp_path / "a.txt"])
     with pytest.raises(DataError, match=r"there is no text '.*b\.txt'"):
         find_text([tmp_path / "b.txt"])
@@ -301,11 +273,8 @@ def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
     labels = tmp_path / "t10k-labels-idx1-ubyte"
     labels.write_bytes(labels.read_bytes()[:-1])
     with pytest.raises(
-        DataError, match=r"not an idx file of labels: .*0x00000801 .*sizes \[40\].*47 b"
+        DataError, match=r"not an idx file of labels: .*0x00000801 .*sizes \[40\].*47"
     ):
-        images.read_images(tmp_path, CPU)
-    labels.write_bytes(b"\0")
-    with pytest.raises(DataError, match="not an idx file of labels"):
         images.read_images(tmp_path, CPU)
 
 
@@ -329,19 +298,8 @@ def test_vggs_run_and_tell_what_tickets_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, out = write_images(tmp_path / "data"), tmp_path / "out"
-    call(
-        vgg.main,
-        monkeypatch,
-        "--quick",
-        "--data",
-        data,
-        "--out",
-        out,
-        "--seeds",
-        0,
-        "--device",
-        "cpu",
-    )
+    where = ("--data", data, "--out", out)
+    call(vgg.main, monkeypatch, "--quick", *where, "--seeds", 0, "--device", "cpu")
     rows = {row["contender"]: row for row in rows_of(out)}
     assert list(rows) == list(vgg.CONTENDERS)
     page = (out / "README.md").read_text()
@@ -362,10 +320,7 @@ def test_vggs_run_and_tell_what_tickets_cost(
     (out / "README.md").unlink()
     call(vgg.main, monkeypatch, "--out", out, "--page-only")
     assert (out / "README.md").read_text() == page
-
-
-def test_images_must_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="2"):  # images must be given
         call(vgg.main, monkeypatch, "--quick", "--out", tmp_path)
     with pytest.raises(SystemExit, match="error: there is neither"):
         call(vgg.main, monkeypatch, "--quick", "--out", tmp_path, "--data", tmp_path)

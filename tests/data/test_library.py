@@ -44,14 +44,6 @@ def test_files_that_cannot_be_read_are_left_out(library: Path, tmp_path: Path) -
     assert len(lines(train)) == 20
 
 
-def test_the_text_of_this_python_is_the_same_every_time(tmp_path: Path) -> None:
-    first, second = (write_library_text(tmp_path / name) for name in ("one", "two"))
-    for one, two in zip(first, second):
-        assert one.read_bytes() == two.read_bytes()
-        assert b"\0" not in one.read_bytes()
-    assert first[0].stat().st_size > 1_000_000
-
-
 def test_what_is_right_is_left_alone_and_what_is_not_is_replaced(
     library: Path, tmp_path: Path
 ) -> None:
@@ -74,24 +66,18 @@ def test_a_python_without_sources_is_refused(
     for number in range(num_files):
         (tmp_path / f"{number}.py").write_text("text\n")
     monkeypatch.setattr(os, "__file__", str(tmp_path / "os.pyc"))
-    with pytest.raises(
-        DataError,
-        match=rf"no source files in '{tmp_path}' \(found {num_files}, two are needed\); give a text",
-    ):
+    message = rf"in '{tmp_path}' \(found {num_files}, two are needed\); give a text"
+    with pytest.raises(DataError, match=message):
         write_library_text(tmp_path / "out")
 
 
-def test_a_folder_that_cannot_be_written_is_refused(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").touch()
-    with pytest.raises(
-        DataError, match=r"cannot be written to '.*out': File exists; name another folder"
-    ):
-        write_library_text(tmp_path / "out")
-
-
-def test_a_failed_write_leaves_nothing_behind(
+def test_a_failed_write_is_an_error_and_leaves_nothing_behind(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"written to '.*file': File exists; name another folder"):
+        write_library_text(tmp_path / "file")
+
     def refuse(*args: object) -> None:
         raise OSError(28, "No space left on device")
 

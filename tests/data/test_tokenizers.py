@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from samo.data.tokenizers import ByteTokenizer, open_tokenizer
 from samo.errors import DataError
@@ -22,6 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Bytes
 
 
+@settings(max_examples=50)
 @given(st.text())
 def test_bytes_decode_to_what_was_encoded(text: str) -> None:
     tokenizer = open_tokenizer("bytes")
@@ -41,17 +42,13 @@ def test_bytes_that_are_no_text_are_replaced() -> None:
 def test_a_folder_tokenizer_merges_and_gives_back_the_text(folder: Path) -> None:
     tokenizer = open_tokenizer(str(folder))
     ids = tokenizer.encode(TEXT)
-    assert tokenizer.name == str(folder)
+    assert tokenizer.name == open_tokenizer(folder).name == str(folder)
     assert tokenizer.vocab_size == VOCAB_SIZE
     assert 0 < len(ids) < len(TEXT.encode())
     assert ids.ndim == 1
     assert ids.dtype.kind == "u"
     assert ids.max() < VOCAB_SIZE
     assert tokenizer.decode(ids) == TEXT
-
-
-def test_a_path_names_a_folder_too(folder: Path) -> None:
-    assert open_tokenizer(folder).name == str(folder)
 
 
 def test_vocabulary_and_merges_alone_give_the_same_tokens(folder: Path, tmp_path: Path) -> None:
@@ -106,33 +103,23 @@ def test_a_vocabulary_with_gaps_counts_to_its_largest_number(folder: Path, tmp_p
 # What is refused
 
 
-def test_a_missing_folder_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+def test_what_is_not_a_folder_is_refused_with_the_nearest_name(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "gpt2-tokenizer").mkdir()
-    with pytest.raises(
-        DataError,
-        match=r"tokenizer '.*gpt2-tokenzer' is no folder here, and nothing is downloaded \(did you mean '.*gpt2-tokenizer'\?\); "
-        r"give the word 'bytes' or a folder with tokenizer.json",
-    ):
-        open_tokenizer(str(tmp_path / "gpt2-tokenzer"))
-    with pytest.raises(
-        DataError,
-        match=r"tokenizer 'byte' is no folder here, and nothing is downloaded \(did you mean 'bytes'\?\)",
-    ):
-        open_tokenizer("byte")
-    with pytest.raises(
-        DataError,
-        match=r"tokenizer 'no/such' is no folder here, and nothing is downloaded; give the word",
-    ):
-        open_tokenizer("no/such")
-
-
-def test_a_file_is_no_folder(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"tokenizer '.*tokenizer.json' is a file.*; give the word"):
-        open_tokenizer(folder / "tokenizer.json")
+    missing = "is not a local folder, and nothing is downloaded"
+    for name, message in {
+        str(tmp_path / "gpt2-tokenzer"): rf"{missing} \(did you mean '.*gpt2-tokenizer'\?\); give",
+        "byte": rf"{missing} \(did you mean 'bytes'\?\); give the word 'bytes' or a folder with",
+        "no/such": f"{missing}; give the word",
+        str(folder / "tokenizer.json"): "is a file.*; give the word",
+    }.items():
+        with pytest.raises(DataError, match=f"tokenizer '{name}' {message}"):
+            open_tokenizer(name)
 
 
 def test_a_folder_without_a_tokenizer_says_what_was_looked_for(tmp_path: Path) -> None:
-    looked = r"holds no tokenizer: looked for tokenizer.json, then for vocab.json and merges.txt, "
+    looked = r"has no tokenizer: looked for tokenizer.json, then for vocab.json and merges.txt, "
     with pytest.raises(DataError, match=looked + "and found nothing; save one there with"):
         open_tokenizer(tmp_path)
     (tmp_path / "vocab.json").touch()
@@ -146,18 +133,13 @@ def test_a_folder_without_a_tokenizer_says_what_was_looked_for(tmp_path: Path) -
         open_tokenizer(tmp_path)
 
 
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"model":', encoding="utf-8")
-    with pytest.raises(
-        DataError,
-        match=r"the tokenizer in '.*' cannot be read: .*; take another copy of tokenizer.json",
-    ):
-        open_tokenizer(tmp_path)
-
-
-def test_without_the_package_its_name_is_given(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_tokenizer_and_a_missing_package_are_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model":', encoding="utf-8")
+    message = r"the tokenizer in '.*' cannot be read: .*; take another copy of tokenizer.json"
+    with pytest.raises(DataError, match=message):
+        open_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match="is not installed; pip install tokenizers"):
         open_tokenizer(folder)

@@ -1,9 +1,9 @@
-"""Measurements behind ``samo bench``: one module for each question, and what they share.
+"""Measurements behind ``samo bench``.
 
-kernels            what do compress, expand and the update cost, beside the bytes they must move?
-step               what does a training step cost, beside what people would use instead?
+kernels      compress, expand and the update, beside the bytes they must move
+step         a training step in time and memory, beside dense and masked dense training
 
-``timing`` has the clock, ``rows`` what is written down, ``figures`` what is drawn.
+``contenders`` has the ways to train that are compared, ``timing`` the clock, ``rows`` the results.
 """
 
 __all__ = []

@@ -1,7 +1,7 @@
-"""What do compress, expand and the update cost, beside the bytes that they must move?
+"""``samo bench kernels``: what compress, expand and the update cost, beside the bytes they must move.
 
-Every operation runs on one bfloat16 weight of N entries of which the fraction f is kept at random. Its
-floor is the fewest bytes it can move, each input read once and each output written once, over the
+Every operation runs on one bfloat16 weight of N entries, a random fraction f of which is kept. Its
+floor is the fewest bytes it can move, each input read once and each output written once, at the
 bandwidth of a copy that is measured in turns with it.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samo import kernels
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import KernelsConfig
+from samo.bench.settings import KernelsConfig, require
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.core.compress import compress_
 from samo.core.optim import AdamW
@@ -36,6 +36,7 @@ NOTES: Final = (
     "Linear: time per weight, over that at the largest size.",
 )
 
+_SIZES: Final = (10, 34)
 _COPY: Final = "copy"
 _DENSE: Final = "update, dense"
 _LR: Final = 1e-4
@@ -43,14 +44,8 @@ _FILL: Final = 2**28
 
 
 def floor_bytes(operation: str, numel: int, kept: int) -> int:
-    """Return the fewest bytes that an operation can move.
-
-    Example:
-        >>> from samo.bench.kernels import floor_bytes
-        >>> [floor_bytes(name, 800, 80) for name in ("copy", "compress", "update, exact")]
-        [3200, 1860, 3780]
-    """
-    once = 2 * numel + numel // 8  # a dense 16-bit tensor and the mask's bits
+    """Return the fewest bytes that an operation can move."""
+    once = 2 * numel + numel // 8  # a dense 16-bit tensor and the bits of the mask
     return {
         _COPY: 4 * numel,
         "compress": once + 2 * kept,
@@ -66,11 +61,26 @@ def floor_bytes(operation: str, numel: int, kept: int) -> int:
     }[operation]
 
 
+def check(config: KernelsConfig) -> None:
+    """Raise ConfigError for a setting out of range."""
+    low, high = _SIZES
+    require(config.repeats >= 1, f"repeats must be 1 or more, got {config.repeats}")
+    for size in config.sizes:
+        require(
+            low <= size <= high,
+            f"sizes are powers of 2 from {low} to {high}, got {size}; 30 stands for 2^30 weights",
+        )
+    for density in config.densities:
+        require(
+            0 < density < 1, f"densities must lie between 0 and 1, got {density}; 0.1 keeps 10 %"
+        )
+    require(bool(config.densities), "no densities to measure; leave them out for 0.1 and 0.2")
+
+
 def measure(config: KernelsConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
     """Time every operation at every size and density."""
-    powers = config.sizes or (range(26, 31) if device.type == "cuda" else range(18, 23))
-    if config.quick:
-        powers = config.sizes or (14, 15)
+    usual = (14, 15) if config.quick else range(26, 31) if device.type == "cuda" else range(18, 23)
+    powers = config.sizes or usual
     repeats = min(config.repeats, 2) if config.quick else config.repeats
     rows: list[Row] = []
     for power in sorted({*powers, *((32,) if config.large else ())}):
@@ -104,6 +114,8 @@ def _measure_one(numel: int, density: float, device: torch.device, repeats: int)
         amount = floor_bytes(name, numel, problem.mask.kept)
         median = spread(found)["median"]
         figures = {
+            "kept": problem.mask.kept,
+            "floor_bytes": amount,
             "floor_ms": amount / bandwidth,
             "times_floor": median * bandwidth / amount,
             "gb_per_s": amount / median / 1e6,
@@ -111,23 +123,16 @@ def _measure_one(numel: int, density: float, device: torch.device, repeats: int)
         }
         if name.startswith("update") and _DENSE in times:
             figures["against_dense"] = ratio(found, times[_DENSE])
-        rows.append(
-            Row.timed(
-                name,
-                settings,
-                found,
-                {
-                    "kept": problem.mask.kept,
-                    "floor_bytes": amount,
-                    **{key: float(f"{value:.5g}") for key, value in figures.items()},
-                },
-            )
-        )
-    return sorted(rows, key=lambda row: _order(row.name))
+        rounded = {
+            key: value if isinstance(value, int) else float(f"{value:.5g}")
+            for key, value in figures.items()
+        }
+        rows.append(Row.timed(name, settings, found, rounded))
+    return sorted(rows, key=lambda row: row.name == _DENSE)  # the last, failed or not
 
 
 class Problem:
-    """One weight with all that the operations read and write; nothing else is as large as it."""
+    """One weight with everything that the operations read and write."""
 
     def __init__(self, numel: int, density: float, device: torch.device) -> None:
         self.device = device
@@ -140,7 +145,7 @@ class Problem:
         self._exact = self._stepper(self.model)
 
     def calls(self) -> dict[str, Callable[[], object]]:
-        """Return the copy, the kernels and the update, to be called again and again."""
+        """Return the copy, the kernels and the update."""
         chosen = kernels.choose(self.device)
         source, target, mask = self.source, self.target, self.mask
         out_Z, wide_Z = torch.empty_like(self.grad_Z), torch.empty_like(self.grad_Z).float()
@@ -181,7 +186,7 @@ class Problem:
         _ = model.weight  # makes the dense copy
         values.grad = self.grad_Z
         opt = AdamW([values], lr=_LR, state="lean" if value_dtype == bf16 else "exact")
-        self._models.append(model)  # an optimizer does not hold the weights it updates
+        self._models.append(model)  # the optimizer does not keep the dense weight alive
         return opt.step
 
 
@@ -192,15 +197,7 @@ class _OneWeight(nn.Module):
 
 
 def random_mask(numel: int, density: float, device: torch.device) -> Mask:
-    """Return a mask that keeps each weight with a probability; no temporary grows with it.
-
-    Example:
-        >>> import torch
-        >>> from samo.bench.kernels import random_mask
-        >>> mask = random_mask(2**16, 0.1, torch.device("cpu"))
-        >>> abs(mask.kept / mask.numel - 0.1) < 0.01
-        True
-    """
+    """Return a mask that keeps each weight with a probability, drawn in chunks."""
     generator = torch.Generator(device).manual_seed(0)
     words = torch.empty(bitmap.num_words(numel), dtype=torch.int32, device=device)
     for start, stop in bitmap.chunks(numel):
@@ -210,62 +207,38 @@ def random_mask(numel: int, density: float, device: torch.device) -> Mask:
 
 
 def with_linearity(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with their time per weight over that of the same operation at the largest size.
-
-    Example:
-        >>> from samo.bench.kernels import with_linearity
-        >>> from samo.bench.rows import Row
-        >>> rows = [
-        ...     Row(name="copy", parameters={"numel": n, "density": 0.1}, median=ms)
-        ...     for n, ms in ((100, 2.0), (200, 2.0))
-        ... ]
-        >>> [row.figures["linear"] for row in with_linearity(rows)]
-        [2.0, 1.0]
-    """
-    largest: dict[tuple[str, float], tuple[int, float]] = {}
-    for row in rows:
+    """Add to rows their time per weight over that of the same operation at the largest size."""
+    largest: dict[tuple[str, float], float] = {}
+    for row in sorted(rows, key=lambda row: row.parameters["numel"]):
         if row.median is not None:
-            key, numel = (row.name, row.parameters["density"]), row.parameters["numel"]
-            largest[key] = max(largest.get(key, (0, 0.0)), (numel, row.median / numel))
+            per_weight = row.median / row.parameters["numel"]
+            largest[row.name, row.parameters["density"]] = per_weight
     found = []
     for row in rows:
         if row.median is not None:
-            per_weight = largest[row.name, row.parameters["density"]][1]
-            linear = row.median / row.parameters["numel"] / per_weight
+            per_weight = row.median / row.parameters["numel"]
+            linear = per_weight / largest[row.name, row.parameters["density"]]
             row = dataclasses.replace(row, figures={**row.figures, "linear": round(linear, 4)})
         found.append(row)
     return found
 
 
 def tabulate(rows: Sequence[Row]) -> Table:
-    """Return the table of some rows."""
+    """Return the table of rows."""
     head = ("operation", "weights", "kept", "ms", "p20-p80", "floor, ms", "over floor", "linear")
-    return Table(
-        head,
-        [
-            (
-                row.name,
-                _power(row.parameters["numel"]),
-                percent(row.parameters["density"]),
-                digits(row.median),
-                between(row),
-                digits(row.figures["floor_ms"]),
-                digits(row.figures["times_floor"]),
-                digits(row.figures["linear"]),
-            )
-            for row in rows
-            if row.median is not None
-        ],
-    )
-
-
-def _power(numel: int) -> str:
-    return f"2^{numel.bit_length() - 1}"
-
-
-def _order(name: str) -> int:
-    names = (_COPY, "compress", "compress, to fp32", "expand", "update, exact")
-    return [*names, "update, lean", _DENSE].index(name)
+    lines = [
+        (
+            row.name,
+            f"2^{row.parameters['numel'].bit_length() - 1}",
+            percent(row.parameters["density"]),
+            digits(row.median),
+            between(row),
+            *(digits(row.figures[key]) for key in ("floor_ms", "times_floor", "linear")),
+        )
+        for row in rows
+        if row.median is not None
+    ]
+    return Table(head, lines)
 
 
 def _random(numel: int, device: torch.device) -> Tensor:

@@ -1,13 +1,13 @@
-"""What does a training step of a pruned GPT cost, in time and memory, beside what people would use instead?
+"""``samo bench step``: what a training step of a pruned GPT costs, in time and memory.
 
-Every contender trains the same GPT, from the same first weights, on the same tokens, with the same loss and
-the same AdamW settings. Where memory allows they stand beside each other and take turns, a step each;
-otherwise, and where they are compiled, each is built, warmed up, timed and thrown away, all of them once in
-every round.
+All contenders train the same GPT from the same initial weights, on the same tokens, with the same loss
+and AdamW settings. In each round every contender is built, warmed up, timed and freed in turn.
+
+With ``--compile`` every model is compiled in the same way: each block by itself, or forward and loss
+as one graph, with or without CUDA graphs. The optimizer is never compiled.
 """
 
 import math
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from samo.bench.compiling import begin_step, compile_, counts, forget, has_graphs
-from samo.bench.contenders import Contender, bytes_a_parameter, maker
+from samo.bench.contenders import CONTENDERS, Contender
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import Compile, StepConfig, contenders
+from samo.bench.settings import StepConfig, require
 from samo.bench.timing import Clock, free, ratio, spread
+from samo.errors import nearest
 from samo.memory.ledger import Ledger
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
@@ -31,16 +31,16 @@ from samo.utils.formatting import NOTHING, count
 __all__ = []
 
 NOTES: Final = (
-    "Step: forward, backward and update, median. Update: the last of the three; in backward with gradient "
-    "release. Before each step all rest for the same time: a GPU at its power limit computes the slower "
-    "the less it has rested.",
-    "In a row: the time of a step when 10 follow each other without a rest, masks kept after each of them.",
-    "TFLOP/s are those of the model: 6 for each weight of blocks and head and token, and attention; what "
-    "checkpointing computes again is not counted.",
-    "Over masked: step and peak over those of masked dense training, compiled in the same way; medians over "
-    "rounds.",
-    "Peak: most memory allocated during a step; with CUDA graphs, which keep theirs: reserved. State: weights, "
-    "gradients, optimizer state and masks between backward and update, over all parameters.",
+    "Step: forward, backward and update, median. Update: the last of the three; in backward with "
+    "gradient release. There is the same pause before each step: a GPU at its power limit computes "
+    "the slower the less it has rested.",
+    "In a row: the time of a step when 10 follow each other without a pause, masks kept after each.",
+    "TFLOP/s are those of the model: 6 for each token and weight of blocks and head, and attention; "
+    "recomputation is not counted.",
+    "Over masked: step and peak over those of masked dense training, compiled in the same way; medians "
+    "over rounds.",
+    "Peak: most memory allocated during a step; with CUDA graphs, which keep theirs: reserved. State: "
+    "weights, gradients, optimizer state and masks between backward and update, over all parameters.",
     "Warm-up: the first steps, in which torch compiles and records CUDA graphs.",
     "All but dense and autocast train the pruned weights. Dense optimizers set pruned weights back to 0 "
     "after each step, which only 'in a row' counts.",
@@ -51,13 +51,76 @@ _WARM_UP: Final = 3
 _GRAPHS_WARM_UP: Final = 5
 """The first step compiles, the second records, and the third may find gradients elsewhere."""
 _IN_A_ROW: Final = 10
-_REST_S: Final = 0.1
-_ROUNDS_ALONE: Final = 3
-_ROOM: Final = 0.25
-"""Share of the device's memory that is left for activations when contenders stand beside each other."""
+_PAUSE_S: Final = 0.1
+_ROUNDS: Final = 3
 _QUICK: Final = GPTConfig(
     num_layers=2, width=64, num_heads=2, context=32, vocab_size=256, is_checkpointed=True
 )
+
+
+def check(config: StepConfig) -> None:
+    """Raise ConfigError for a setting out of range or an unknown contender."""
+    for name in ("repeats", "batch_size", "context", "vocab_size", "rounds"):
+        value = getattr(config, name)
+        require(value == "auto" or value >= 1, f"{name} must be 1 or more, got {value}")
+    require(
+        0 < config.sparsity < 1,
+        f"sparsity must lie between 0 and 1, got {config.sparsity}; 0.9 prunes 90 %",
+    )
+    contenders(config)
+
+
+def contenders(config: StepConfig) -> list[str]:
+    """Return the names that ``--only`` chooses, in the order of `CONTENDERS`."""
+    wanted = [name for entry in config.only for name in entry.split(",") if name]
+    for name in wanted:
+        require(
+            name in CONTENDERS,
+            f"unknown contender '{name}'{nearest(name, CONTENDERS)}; there are "
+            f"{', '.join(CONTENDERS)}",
+        )
+    return [name for name in CONTENDERS if not wanted or name in wanted]
+
+
+def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
+    """Time the steps of every contender."""
+    shape = gpt_config(config, device)
+    batch = 2 if config.quick else config.batch_size
+    repeats = min(config.repeats, 2) if config.quick else config.repeats
+    rounds = config.rounds
+    if rounds == "auto":
+        rounds = 1 if config.quick or config.compile != "none" else _ROUNDS
+    generator = torch.Generator(device).manual_seed(1)
+    size = (batch, shape.context + 1)
+    tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
+    contest = Contest(shape, config, tokens, say)
+    names = contenders(config)
+    say(
+        f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; one contender at "
+        f"a time, {rounds} {'round' if rounds == 1 else 'rounds'}"
+    )
+    parameters = {
+        "shape": "quick" if config.quick else shape_name(config, device),
+        "num_params": contest.num_params,
+        "batch_size": batch,
+        "context": shape.context,
+        "sparsity": config.sparsity,
+        "checkpointed": shape.is_checkpointed,
+        "compile": config.compile,
+        "dtype": "bfloat16",
+        "rounds": rounds,
+    }
+    flops = model_flops(shape, batch * shape.context)
+
+    def rows() -> list[Row]:
+        return [_row(name, contest, parameters, batch * shape.context, flops) for name in names]
+
+    for number in range(rounds):
+        steps = repeats // rounds + (number < repeats % rounds)
+        for name in names if steps else ():
+            contest.run(name, steps)
+            save(rows())
+    return rows()
 
 
 @dataclass
@@ -71,239 +134,142 @@ class Record:
     in_a_row_ms: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     state_bytes: int = 0
-    own_bytes: int = 0
-    """What its model and optimizer take of the device's memory between steps."""
     losses: list[float] = field(default_factory=list)
-    """Of the timed steps since it was built last."""
+    """Of the timed steps of the last round."""
     account: Ledger | None = None
     warm_up_s: float = 0.0
-    """Of the first round, in which nothing had been compiled before."""
-    counts: dict[str, int] = field(default_factory=dict)
+    """Of the first round, before which nothing was compiled."""
+    compiled: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
-
-
-def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
-    """Time the steps of every contender."""
-    shape = gpt_config(config, device)
-    batch = 2 if config.quick else config.batch_size
-    repeats = min(config.repeats, 2) if config.quick else config.repeats
-    generator = torch.Generator(device).manual_seed(1)
-    size = (batch, shape.context + 1)
-    tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
-    contest = Contest(shape, config.sparsity, tokens, device, say, config.compile)
-    names = contenders(config)
-    # What is compiled for one contender is forgotten before the next.
-    fits = config.compile == "none" and _fits(names, contest.num_params, device)
-    rounds = config.rounds
-    if rounds == "auto":
-        rounds = 1 if fits or config.compile != "none" else _ROUNDS_ALONE
-    how = "in turns" if fits else "one at a time in memory"
-    how += f", {rounds} rounds" * (rounds > 1)
-    say(f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; {how}")
-
-    def rows() -> list[Row]:
-        parameters = {
-            "shape": "quick" if config.quick else shape_name(config, device),
-            "num_params": contest.num_params,
-            "batch_size": batch,
-            "context": shape.context,
-            "sparsity": config.sparsity,
-            "checkpointed": shape.is_checkpointed,
-            "compile": config.compile,
-            "dtype": "bfloat16",
-            "order": how,
-        }
-        flops = model_flops(shape, batch * shape.context)
-        return [_row(name, contest, parameters, batch * shape.context, flops) for name in names]
-
-    for steps in _portions(repeats, rounds):
-        if fits:
-            contest.together(names, steps)
-            save(rows())
-        else:
-            for name in names:
-                contest.alone(name, steps)
-                save(rows())
-    return rows()
 
 
 class Contest:
     """Builds contenders on equal terms, runs their steps and records them."""
 
-    def __init__(
-        self,
-        shape: GPTConfig,
-        sparsity: float,
-        tokens: Tensor,
-        device: torch.device,
-        say: Say,
-        how: Compile = "none",
-    ) -> None:
+    def __init__(self, shape: GPTConfig, config: StepConfig, tokens: Tensor, say: Say) -> None:
         self.records: dict[str, Record] = {}
-        self.how = how
+        self.compile = config.compile
+        self.warm_up = _GRAPHS_WARM_UP if config.compile == "graphs" else _WARM_UP
         self._shape = shape
-        self._device = device
+        self._device = tokens.device
+        self._clock = Clock(tokens.device)
         self._say = say
-        self._clock = Clock(device)
         self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        model = new_model(shape, device)
+        model = new_model(shape, self._device)
         self.num_params = sum(param.numel() for param in model.parameters())
         # On the host, so that contenders without masks have no mask in their memory.
-        self._masks = prune(model, sparsity).to("cpu")
+        self._masks = prune(model, config.sparsity).to("cpu")
 
-    def together(self, names: Sequence[str], repeats: int) -> None:
-        """Build all contenders and let them take turns."""
-        sound = [name for name in names if self.records.get(name, Record()).failure is None]
-        built = {name: made for name in sound if (made := self._build(name)) is not None}
-        order = random.Random(0)
-        for _ in range(repeats):
-            for name in order.sample(list(built), len(built)):
-                if not self._step(name, built[name]):
-                    del built[name]
-                    free(self._device)
-        for name, contender in built.items():
-            self._steps_in_a_row(name, contender)
-            self._end_round(name, repeats)
-        built.clear()
-        free(self._device)
-
-    def alone(self, name: str, steps: int) -> None:
-        """Build one contender, take some steps and throw it away."""
-        if self.records.get(name, Record()).failure is None:
-            if self.how != "none":
-                forget()
-            contender = self._build(name)
-            if contender is not None:
-                for _ in range(steps):
-                    if not self._step(name, contender):
-                        break
-                else:
-                    self._steps_in_a_row(name, contender)
-                    self._end_round(name, steps)
-            del contender
-            self.records[name].own_bytes = 0
-            if self.how != "none":
-                forget()  # graphs hold memory
-            free(self._device)
-
-    def _build(self, name: str) -> Contender | None:
-        """Return a contender that has taken its first steps, or None if it cannot."""
+    def run(self, name: str, steps: int) -> None:
+        """Build one contender, time some steps and free it. A contender that failed is skipped."""
         record = self.records.setdefault(name, Record())
+        if record.failure is not None:
+            return
         record.losses.clear()
-        before = self._held()
+        self._reset()
         try:
-            contender: Contender | None = self._warmed_up(name)
-        except Exception as error:  # a peer may fail in its own way, and the others go on
-            self._fail(name, error)
-            contender = None
-        if contender is None or has_graphs(self.how):
-            free(self._device)  # else what it has cached stays, as it does in training
-        record.own_bytes = 0 if contender is None else self._held() - before
-        return contender
+            self._run(name, record, steps)
+        except Exception as error:  # a contender may fail in its own way; the others continue
+            record.failure = reason(error)
+            self._say(f"{name}: {record.failure}")
+        self._reset()
 
-    def _warmed_up(self, name: str) -> Contender:
-        record = self.records[name]
+    def _run(self, name: str, record: Record, steps: int) -> None:
+        before = self._memory("current")  # what a library has not freed
+        contender = self._warmed_up(name, record)
+        for _ in range(steps):
+            self._timed_step(contender, record, before)
+        in_a_row = self._steps_in_a_row(contender)
+        record.in_a_row_ms.append(in_a_row)
+        median = spread(record.step_ms[-steps:])["median"]
+        record.round_ms.append(median)
+        if self.compile != "none":
+            counters = torch._dynamo.utils.counters
+            record.compiled = {"compilations": counters["stats"]["unique_graphs"]}
+            if self.compile == "graphs":
+                record.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
+        peak = f", peak {_gigabytes(record.peak_bytes)}" if record.peak_bytes else ""
+        self._say(
+            f"{name}: {digits(median)} ms, {digits(in_a_row)} in a row{peak}; warm-up "
+            f"{record.warm_up_s:.1f} s"
+        )
+
+    def _warmed_up(self, name: str, record: Record) -> Contender:
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
-        contender = maker(name)(model, masks)
-        compile_(model, self.how)
+        contender = CONTENDERS[name](model, masks)
+        # fullgraph: a graph break is an error, not a slower step.
+        options = {"fullgraph": True}
+        if self.compile == "graphs":
+            options |= {"mode": "reduce-overhead"}  # type: ignore[dict-item]
+        if self.compile != "none":
+            for module in model.blocks if self.compile == "blocks" else [model]:
+                module.compile(**options)
         self._clock.wait()
         start = time.perf_counter()
-        steps = _warm_up_steps(self.how)
-        for step in range(steps):
+        for step in range(self.warm_up):
             self._gradients(contender)
-            if step == steps - 1:
+            if step == self.warm_up - 1:
                 record.state_bytes = contender.state_bytes()
                 record.account = contender.account()
             contender.update()
             contender.keep_masks()
         self._clock.wait()
         record.warm_up_s = record.warm_up_s or time.perf_counter() - start
+        if self.compile == "graphs":
+            free(self._device)  # reserved memory is measured
         return contender
 
-    def _gradients(self, contender: Contender) -> Tensor:
-        begin_step(self.how)
-        return contender.gradients(self._inputs, self._targets)
-
-    def _step(self, name: str, contender: Contender) -> bool:
-        """Time a step and return whether it could be taken."""
-        record = self.records[name]
+    def _timed_step(self, contender: Contender, record: Record, before: int) -> None:
         clock, is_cuda = self._clock, self._device.type == "cuda"
-        # What else is allocated: other contenders, and what a library has not let go of.
-        others = self._held() - record.own_bytes
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
-            time.sleep(_REST_S)
-        try:
-            start = clock.mark()
-            loss = self._gradients(contender)
-            middle = clock.mark()
-            contender.update()
-            stop = clock.mark()
-            clock.wait()
-            if is_cuda:
-                record.peak_bytes = max(record.peak_bytes, self._highest() - others)
-            contender.keep_masks()
-            record.losses.append(float(loss))
-        except Exception as error:  # as above
-            self._fail(name, error)
-            record.own_bytes = 0
-            return False
+            time.sleep(_PAUSE_S)
+        start = clock.mark()
+        loss = self._gradients(contender)
+        middle = clock.mark()
+        contender.update()
+        stop = clock.mark()
+        clock.wait()
+        record.peak_bytes = max(record.peak_bytes, self._memory("peak") - before)
+        contender.keep_masks()
+        record.losses.append(float(loss))
         record.step_ms.append(clock.ms(start, stop))
         record.update_ms.append(clock.ms(middle, stop))
-        return True
 
-    def _steps_in_a_row(self, name: str, contender: Contender) -> None:
-        """Time steps as training takes them: one after the other, with all that belongs to them."""
+    def _steps_in_a_row(self, contender: Contender) -> float:
+        """Time steps without a pause, with everything that training does."""
         steps = _IN_A_ROW if self._device.type == "cuda" else 1
-        clock = self._clock
-        try:
-            start = clock.mark()
-            for _ in range(steps):
-                self._gradients(contender)
-                contender.update()
-                contender.keep_masks()
-            stop = clock.mark()
-            clock.wait()
-        except Exception as error:  # as above
-            self._fail(name, error)
-            return
-        self.records[name].in_a_row_ms.append(clock.ms(start, stop) / steps)
+        start = self._clock.mark()
+        for _ in range(steps):
+            self._gradients(contender)
+            contender.update()
+            contender.keep_masks()
+        stop = self._clock.mark()
+        self._clock.wait()
+        return self._clock.ms(start, stop) / steps
 
-    def _end_round(self, name: str, steps: int) -> None:
-        """Note what the steps of a round were like, and say so."""
-        record = self.records[name]
-        if record.failure is None:
-            found = spread(record.step_ms[-steps:])
-            record.round_ms.append(found["median"])
-            record.counts = counts(self.how)
-            peak = f", peak {_shown(record.peak_bytes)}" * bool(record.peak_bytes)
-            in_a_row = digits(record.in_a_row_ms[-1])
-            self._say(
-                f"{name}: {digits(found['median'])} ms, {in_a_row} in a row{peak}; warm-up "
-                f"{record.warm_up_s:.1f} s"
-            )
+    def _gradients(self, contender: Contender) -> Tensor:
+        if self.compile == "graphs":  # loss and gradients of the last step may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()
+        return contender.gradients(self._inputs, self._targets)
 
-    def _held(self) -> int:
-        """Return the memory that is in use; with CUDA graphs all that is not given back."""
+    def _memory(self, which: str) -> int:
+        """Return the current or peak memory; reserved with CUDA graphs, whose memory is their own."""
         if self._device.type != "cuda":
             return 0
-        return (
-            torch.cuda.memory_reserved() if has_graphs(self.how) else torch.cuda.memory_allocated()
-        )
+        kind = "reserved_bytes" if self.compile == "graphs" else "allocated_bytes"
+        return int(torch.cuda.memory_stats().get(f"{kind}.all.{which}", 0))
 
-    def _highest(self) -> int:
-        """Return the highest value of `_held` since it was reset."""
-        if has_graphs(self.how):  # what a replay writes to is not allocated then
-            return torch.cuda.max_memory_reserved()
-        return torch.cuda.max_memory_allocated()
-
-    def _fail(self, name: str, error: Exception) -> None:
-        self.records[name].failure = reason(error)
-        self._say(f"{name}: {reason(error)}")
+    def _reset(self) -> None:
+        """Free memory, and with ``--compile`` all compiled code, its counters and CUDA graphs."""
+        if self.compile != "none":
+            torch.compiler.reset()
+            torch._dynamo.utils.counters.clear()
+        free(self._device)
 
 
 def new_model(shape: GPTConfig, device: torch.device) -> GPT:
-    """Return a bfloat16 GPT with the same weights each time, made where it will be, with no wider copy."""
+    """Return a bfloat16 GPT with the same weights each time, without a wider copy on the way."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -315,15 +281,7 @@ def new_model(shape: GPTConfig, device: torch.device) -> GPT:
 
 
 def gpt_config(config: StepConfig, device: torch.device) -> GPTConfig:
-    """Return the shape to measure.
-
-    Example:
-        >>> import torch
-        >>> from samo.bench.settings import StepConfig
-        >>> from samo.bench.step import gpt_config
-        >>> gpt_config(StepConfig(shape="gpt3-13b"), torch.device("cpu")).width
-        5120
-    """
+    """Return the shape to measure."""
     if config.quick:
         return _QUICK
     shape = SHAPES[shape_name(config, device)]
@@ -338,15 +296,7 @@ def gpt_config(config: StepConfig, device: torch.device) -> GPTConfig:
 
 
 def shape_name(config: StepConfig, device: torch.device) -> ShapeName:
-    """Return the shape that is asked for, or the largest of three that dense training fits on a device.
-
-    Example:
-        >>> import torch
-        >>> from samo.bench.settings import StepConfig
-        >>> from samo.bench.step import shape_name
-        >>> shape_name(StepConfig(), torch.device("cpu"))
-        'tiny'
-    """
+    """Return the chosen shape; by default the largest of three that dense training fits."""
     if config.shape != "auto":
         return config.shape
     if device.type != "cuda":
@@ -356,10 +306,10 @@ def shape_name(config: StepConfig, device: torch.device) -> ShapeName:
 
 
 def model_flops(shape: GPTConfig, tokens: int) -> float:
-    """Return the operations of one step: forward and backward, without what is computed again.
+    """Return the floating-point operations of one step, without recomputation.
 
     6 for each token and each weight of blocks and head, and 12 for each token, layer, column of the
-    width and token it looks at: Narayanan et al. 2021, without recomputation.
+    width and token it attends to (Narayanan et al. 2021).
 
     Example:
         >>> from samo.bench.step import model_flops
@@ -373,83 +323,65 @@ def model_flops(shape: GPTConfig, tokens: int) -> float:
 
 
 def tabulate(rows: Sequence[Row]) -> Table:
-    """Return the table of some rows."""
-    head = (
-        "contender",
-        "step, ms",
-        "p20-p80",
-        "over masked",
-        "in a row, ms",
-        "update, ms",
-        "tokens/s",
-        "TFLOP/s",
-        "peak, GB",
-        "over masked",
-        "state, B/param",
-        "loss",
-        "warm-up, s",
-    )
-    return Table(
-        head,
-        [
-            (
-                row.name,
-                digits(row.median),
-                between(row),
-                digits(row.figures["over_masked"]),
-                digits(row.figures["in_a_row_ms"]),
-                digits(row.figures["update_ms"]),
-                count(row.figures["tokens_per_s"]),
-                digits(row.figures["tflop_per_s"]),
-                digits(_gb(row.figures["peak_bytes"])),
-                digits(row.figures["peak_over_masked"]),
-                digits(row.figures["state_bytes_per_param"]),
-                digits(row.figures["final_loss"]),
-                digits(row.figures["warm_up_s"]),
-            )
-            for row in rows
-            if row.median is not None
-        ],
-    )
+    """Return the table of rows."""
+    lines = [
+        {
+            "contender": row.name,
+            "step, ms": digits(row.median),
+            "p20-p80": between(row),
+            "over masked": digits(found["over_masked"]),
+            "in a row, ms": digits(found["in_a_row_ms"]),
+            "update, ms": digits(found["update_ms"]),
+            "tokens/s": count(found["tokens_per_s"]),
+            "TFLOP/s": digits(found["tflop_per_s"]),
+            "peak, GB": digits(found["peak_bytes"] and found["peak_bytes"] / 1e9),
+            "peak over masked": digits(found["peak_over_masked"]),
+            "state, B/param": digits(found["state_bytes_per_param"]),
+            "loss": digits(found["final_loss"]),
+            "warm-up, s": digits(found["warm_up_s"]),
+        }
+        for row in rows
+        if (found := row.figures)
+    ]
+    head = tuple(lines[0]) if lines else ("contender",)
+    return Table(head, [tuple(line.values()) for line in lines])
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """Return what the ledger says of samo's contenders, a line each."""
-    lines = []
-    for row in rows:
-        found = row.figures
-        if row.median is not None and "ledger_measured_bytes" in found:
-            lines.append(
-                f"{row.name}: model state {_shown(found['ledger_measured_bytes'])} measured, "
-                f"{_shown(found['ledger_predicted_bytes'])} predicted; "
-                f"{digits(found['pruned_bytes_per_param'])} B/param on pruned tensors"
-            )
-    return lines
+    return [
+        f"{row.name}: model state {_gigabytes(found['ledger_measured_bytes'])} measured, "
+        f"{_gigabytes(found['ledger_predicted_bytes'])} predicted; "
+        f"{digits(found['pruned_bytes_per_param'])} B/param on pruned tensors"
+        for row in rows
+        if "ledger_measured_bytes" in (found := row.figures)
+    ]
 
 
 def _row(
     name: str, contest: Contest, parameters: Mapping[str, Any], tokens: int, flops: float
 ) -> Row:
-    record = contest.records.get(name, Record(failure="not measured yet"))
-    if record.failure is not None or not record.step_ms:
-        return Row(name=name, parameters=parameters, failure=record.failure or "not measured yet")
-    found = spread(record.step_ms)
+    record = contest.records.get(name, Record())
+    if record.failure is not None or not record.round_ms:
+        failure = record.failure or "not measured yet"
+        return Row(name=name, parameters=parameters, failure=failure)
+    median = spread(record.step_ms)["median"]
     masked = contest.records.get("masked", Record())
     figures: dict[str, Any] = {
         "over_masked": _ratio(record.round_ms, masked.round_ms),
         "round_ms": record.round_ms,
         "update_ms": spread(record.update_ms)["median"],
-        "in_a_row_ms": spread(record.in_a_row_ms)["median"] if record.in_a_row_ms else None,
-        "tokens_per_s": round(tokens / found["median"] * 1e3, 1),
-        "tflop_per_s": float(f"{flops / found['median'] / 1e9:.5g}"),
+        "in_a_row_ms": spread(record.in_a_row_ms)["median"],
+        "tokens_per_s": round(tokens / median * 1e3, 1),
+        "tflop_per_s": float(f"{flops / median / 1e9:.5g}"),
         "peak_bytes": record.peak_bytes or None,
         "peak_over_masked": _ratio([record.peak_bytes], [masked.peak_bytes]),
         "state_bytes": record.state_bytes,
         "state_bytes_per_param": round(record.state_bytes / contest.num_params, 4),
         "final_loss": record.losses[-1] if math.isfinite(record.losses[-1]) else None,
-        "trained_steps": _warm_up_steps(contest.how) + len(record.losses),
+        "trained_steps": contest.warm_up + len(record.losses),
         "warm_up_s": round(record.warm_up_s, 2),
-        **record.counts,
+        **record.compiled,
     }
     if record.account is not None:
         share = record.account.pruned
@@ -462,33 +394,9 @@ def _row(
 
 
 def _ratio(values: Sequence[float], masked: Sequence[float]) -> float | None:
-    """Return the median over rounds of what is measured over that of masked dense training."""
-    if not all([*values, *masked]) or not masked:
-        return None  # no such contender, or a CPU's peak
-    return ratio(values, masked)
+    """Return the median over rounds of the ratio to masked training; None without it."""
+    return ratio(values, masked) if masked and all([*values, *masked]) else None
 
 
-def _warm_up_steps(how: Compile) -> int:
-    return _GRAPHS_WARM_UP if has_graphs(how) else _WARM_UP
-
-
-def _fits(names: Sequence[str], num_params: int, device: torch.device) -> bool:
-    """Say whether all contenders can stand beside each other in the device's memory."""
-    if device.type != "cuda":
-        return True  # models that a CPU trains in a reasonable time are small
-    memory = hardware(device)["memory_bytes"]
-    held = sum(bytes_a_parameter(name) for name in names)
-    return held * num_params <= (1 - _ROOM) * memory
-
-
-def _portions(repeats: int, rounds: int) -> list[int]:
-    """Share out steps among rounds, the first ones get what is left over."""
-    return [part for i in range(rounds) if (part := repeats // rounds + (i < repeats % rounds))]
-
-
-def _gb(size: float | None) -> float | None:
-    return None if size is None else size / 1e9
-
-
-def _shown(size: float) -> str:
+def _gigabytes(size: float) -> str:
     return f"{digits(size / 1e9)} GB" if size else NOTHING

@@ -1,4 +1,4 @@
-"""The clock: contenders take turns, a GPU's own events tell the time, and nothing stands without spread."""
+"""The clock: contenders take turns, GPU events measure time, and every time comes with its spread."""
 
 import gc
 import random
@@ -16,23 +16,13 @@ _FLUSH_BYTES: Final = 2**30
 
 
 class Clock:
-    """Tells the time on a device.
-
-    Example:
-        >>> import torch
-        >>> from samo.bench.timing import Clock
-        >>> clock = Clock(torch.device("cpu"))
-        >>> before, after = clock.mark(), clock.mark()
-        >>> clock.wait()
-        >>> clock.ms(before, after) >= 0
-        True
-    """
+    """A clock of a device: CUDA events on a GPU, ``time.perf_counter`` elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """Note the moment at which the device comes to this point of the program."""
+        """Record the time at which the device reaches this point."""
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -40,7 +30,7 @@ class Clock:
         return event
 
     def wait(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait for the device."""
         if self._is_cuda:
             torch.cuda.synchronize()
 
@@ -61,20 +51,14 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Time contenders in turns, so that a machine that slows down slows them all; milliseconds.
 
-    The order changes from round to round: who comes after whom matters to caches and to memory.
+    The order changes from round to round, since caches and memory depend on the predecessor.
+    ``prepare`` is called before each run and not timed.
 
     Example:
         >>> from samo.bench.timing import in_turns
         >>> times = in_turns({"sum": lambda: sum(range(9)), "max": lambda: max(range(9))}, rounds=3)
         >>> {name: len(found) for name, found in times.items()}
         {'sum': 3, 'max': 3}
-
-    Args:
-        contenders: What to time, by name.
-        rounds: How often each is timed.
-        warm_up: Rounds before that which are not timed.
-        device: Where they run.
-        prepare: Called before each of them, outside of the time.
     """
     clock = Clock(device)
     for _ in range(warm_up):
@@ -97,7 +81,7 @@ def in_turns(
 
 
 def flusher(device: torch.device) -> Callable[[], object]:
-    """Return what empties a GPU's cache, to be called before each run; a CPU's is left alone."""
+    """Return a function that flushes a GPU's cache; on a CPU it does nothing."""
     if device.type != "cuda":
         return lambda: None
     buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
@@ -111,14 +95,14 @@ def flusher(device: torch.device) -> Callable[[], object]:
 
 
 def free(device: torch.device) -> None:
-    """Give back the memory of what nobody refers to any more."""
+    """Collect garbage and return cached memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return median, 20th and 80th percentile of some times, with five digits.
+    """Return median, 20th and 80th percentile, with five digits.
 
     Example:
         >>> from samo.bench.timing import spread
@@ -132,11 +116,5 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return the median of the ratios within rounds: neighbours in time see the same machine.
-
-    Example:
-        >>> from samo.bench.timing import ratio
-        >>> ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0])
-        2.0
-    """
+    """Return the median of the ratios within rounds: neighbours in time see the same machine."""
     return spread([a / b for a, b in zip(times, baseline)])["median"]

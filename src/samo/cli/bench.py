@@ -1,17 +1,15 @@
-"""``samo bench``: measure, show the table, and leave rows, page and figure in a folder."""
+"""``samo bench``: measure, show the table, and write rows and page to a folder."""
 
 import datetime
 import importlib
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 from rich.console import Console
 
-from samo.bench import figures
 from samo.bench.rows import Results, Row, failures, slug
-from samo.bench.settings import QUESTIONS, check, command_line
+from samo.bench.settings import QUESTIONS, command_line
 from samo.cli import Bench
 from samo.cli.tables import columns
 from samo.errors import ConfigError, RunError
@@ -21,18 +19,14 @@ from samo.utils.environment import hardware
 __all__ = []
 
 _WIDTH: Final = 140
-_FIGURES: Final[dict[str, Callable[[Sequence[Row]], figures.Figure | None]]] = {
-    "kernels": figures.kernels_figure,
-    "step": figures.step_figure,
-}
 
 
 def run(command: Bench) -> int:
     """Measure and show what came out."""
     config = command.question
-    check(config)
     name, module = QUESTIONS[type(config)]
     question = importlib.import_module(module)
+    question.check(config)
     device = _device(config.device)
     console = Console()
     if not console.is_terminal:
@@ -58,9 +52,6 @@ def run(command: Bench) -> int:
             f"nothing could be measured: {'; '.join(missing)}; rows are in '{out}', choose smaller sizes "
             "or other contenders"
         )
-    figure = _FIGURES[name](rows)
-    if figure is not None:
-        results.add_figure(rows, *figure)
     table = question.tabulate(rows)
     shown = columns(*table.head)
     shown.columns[0].no_wrap = True
@@ -71,7 +62,7 @@ def run(command: Bench) -> int:
         say(line)
     for entry in missing:
         say(f"not measured: {entry}")
-    say(f"rows, table and figure: {out}")
+    say(f"rows and table: {out}")
     return 0
 
 

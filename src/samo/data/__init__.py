@@ -1,3 +1,3 @@
-"""Training text: files and tokenizers, the tokens in them, and the batches drawn from those."""
+"""Training text: data files, tokenizers, token streams, and batches of them."""
 
 __all__ = []

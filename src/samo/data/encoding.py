@@ -1,39 +1,40 @@
-"""Encode text files once: the tokens go into a cache of ``.npy`` files and are mapped from there.
+"""Encode text files once, into a cache that is memory-mapped from then on.
 
-    cache/name-1f3a5c7e9b2d.npy    the tokens, uint16 or uint32
-    cache/name-1f3a5c7e9b2d.json   what they were made from; if that has changed, they are made again
+    cache/name-1f3a5c7e9b2d.tokens    the tokens, uint16 or uint32, little endian
+    cache/name-1f3a5c7e9b2d.json      source, tokenizer, dtype and count; a mismatch encodes again
 
-The text passes through in pieces that end with a line, so memory does not grow with the file.
+The text is read in pieces that end with a line, so memory does not grow with the file.
 """
 
-import codecs
 import hashlib
+import io
 import json
 import logging
 import os
-import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from samo.data.files import map_text, map_token_file
+from samo.data.files import map_text
 from samo.data.tokenizers import Tokenizer
 from samo.errors import DataError
+from samo.utils import atomic_io
 
 __all__ = []
 
-_PIECE_BYTES: Final = 2**20
-_VERSION: Final = 1
+_PIECE: Final = 2**20
+"""Characters that are encoded at once, or up to twice as many."""
+_VERSION: Final = 2
 
 _log: Final = logging.getLogger(__name__)
 
 
 def encoded(path: Path, tokenizer: Tokenizer, cache: Path) -> NDArray[Any]:
-    """Map the tokens of a text file, from the cache if they are there.
+    """Map the tokens of a text file, which are encoded if the cache does not have them.
 
     Raises:
         DataError: The text is binary or not UTF-8, has no tokens, or the cache cannot be written.
@@ -42,108 +43,81 @@ def encoded(path: Path, tokenizer: Tokenizer, cache: Path) -> NDArray[Any]:
     source = path.resolve()
     stat = source.stat()
     digest = hashlib.sha256(f"{source}\0{tokenizer.fingerprint}".encode()).hexdigest()
-    target = cache / f"{path.name}-{digest[:12]}.npy"
-    facts = {
+    target = cache / f"{path.name}-{digest[:12]}.tokens"
+    facts: dict[str, Any] = {
         "version": _VERSION,
         "source": str(source),
         "size_bytes": stat.st_size,
         "mtime_ns": stat.st_mtime_ns,
         "tokenizer": tokenizer.fingerprint,
+        "dtype": "<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
     }
-    if (tokens := _stored(target, facts)) is None:
+    if not _is_current(target, facts):
+        _log.info("encoding '%s' with tokenizer '%s' into '%s'", path, tokenizer.name, target)
         try:
             _encode(path, tokenizer, target, facts)
         except OSError as error:
             raise DataError(
                 f"data file '{path}' cannot be encoded into '{target}': {error.strerror}; "
-                "name another cache folder or make room in this one"
+                "name another cache folder or free some space"
             ) from None
-        tokens = map_token_file(target)
-    return tokens
+    return np.asarray(np.memmap(target, dtype=facts["dtype"], mode="r"))
 
 
-def _stored(target: Path, facts: dict[str, Any]) -> NDArray[Any] | None:
-    """Map what an earlier call wrote, if it was made from the same text and tokenizer, and is whole."""
+def _is_current(target: Path, facts: dict[str, Any]) -> bool:
+    """Return whether the cache has all tokens of the same text and tokenizer."""
     try:
-        stored = json.loads(target.with_suffix(".json").read_text(encoding="utf-8"))
-        tokens = map_token_file(target)
-    except (OSError, ValueError):  # not there, not JSON, or (DataError) not a whole .npy
-        return None
-    return tokens if stored == {**facts, "num_tokens": len(tokens)} else None
+        record = json.loads(target.with_suffix(".json").read_text(encoding="utf-8"))
+        num_tokens, left = divmod(target.stat().st_size, np.dtype(facts["dtype"]).itemsize)
+    except (OSError, ValueError):  # missing, or not JSON
+        return False
+    return not left and bool(record == {**facts, "num_tokens": num_tokens})
 
 
 def _encode(path: Path, tokenizer: Tokenizer, target: Path, facts: dict[str, Any]) -> None:
-    _log.info("encoding '%s' with tokenizer '%s' into '%s'", path, tokenizer.name, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     record = target.with_suffix(".json")
     record.unlink(missing_ok=True)  # it describes the file that is about to be replaced
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        num_tokens = _write_tokens(aside, path, tokenizer)
-        os.replace(aside, target)
-        aside.write_text(json.dumps({**facts, "num_tokens": num_tokens}), encoding="utf-8")
-        os.replace(aside, record)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def _write_tokens(aside: Path, path: Path, tokenizer: Tokenizer) -> int:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     num_tokens = 0
-    with aside.open("wb") as file:
-        _write_header(file, dtype, 0)
-        start = file.tell()
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal num_tokens
         for text in pieces(path):
             tokens = tokenizer.encode(text)
-            file.write(tokens.astype(dtype).tobytes())
             num_tokens += len(tokens)
+            yield tokens.astype(facts["dtype"]).tobytes()
+
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+        atomic_io.write_new(f"{folder}/tokens", chunks())
         if not num_tokens:
             raise DataError(
                 f"data file '{path}' is empty: tokenizer '{tokenizer.name}' makes no tokens of it"
             )
-        file.seek(0)
-        _write_header(file, dtype, num_tokens)
-        assert file.tell() == start, "numpy leaves room in the header for the number to grow"
-        file.flush()
-        os.fsync(file.fileno())
-    return num_tokens
-
-
-def _write_header(file: Any, dtype: np.dtype[Any], num_tokens: int) -> None:
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (num_tokens,)}
-    npy.write_array_header_1_0(file, header)
+        os.replace(f"{folder}/tokens", target)
+    atomic_io.write_bytes(record, json.dumps({**facts, "num_tokens": num_tokens}).encode())
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """Yield a text in pieces of about 1 MB, each up to the end of a line.
-
-    Raises:
-        DataError: The text is not UTF-8.
-    """
-    with path.open("rb") as file:
-        start, data = 0, b""
-        while (block := file.read(_PIECE_BYTES)) or data:
-            data += block
-            end = _last_line_end(data) if block else len(data)
-            try:
-                # With `final` false, a character that is cut in half waits for the next piece.
-                text, used = codecs.utf_8_decode(data[:end], "strict", not block)
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"data file '{path}' is not UTF-8: byte {start + error.start:,} is "
-                    f"0x{data[error.start]:02x} ({error.reason}); convert it (iconv -t utf-8), or "
-                    "train on its bytes with the tokenizer 'bytes'"
-                ) from None
-            yield text
-            start, data = start + used, data[used:]
-
-
-def _last_line_end(data: bytes) -> int:
-    """Return where the last line ends, or all there is if no line does.
-
-    Best is a line with no space after it: tokenizers take spaces, line ends too, together with what
-    comes after them, and there a cut changes no token.
-    """
-    ends = [match.end() for match in re.finditer(rb"\n(?=\S)", data)]
-    return ends[-1] if ends else data.rfind(b"\n") + 1 or len(data)
+    """Yield a text in pieces of 1 to 2 million characters, each up to the end of a line."""
+    lines: list[str] = []
+    size = 0
+    with path.open("rb") as raw, io.TextIOWrapper(raw, "utf-8", newline="\n") as file:
+        try:
+            while line := file.readline(_PIECE):
+                # Tokenizers merge spaces and line ends with the text that follows them: a cut in
+                # front of a line that begins with text changes no token.
+                if size >= 2 * _PIECE or (size >= _PIECE and not line[0].isspace()):
+                    yield "".join(lines)
+                    lines, size = [], 0
+                lines.append(line)
+                size += len(line)
+        except UnicodeDecodeError as error:
+            # The decoder saw all bytes up to the position of the binary file below.
+            start = raw.tell() - len(error.object) + error.start
+            raise DataError(
+                f"data file '{path}' is not UTF-8: byte {start:,} is "
+                f"0x{error.object[error.start]:02x} ({error.reason}); convert it (iconv -t utf-8), "
+                "or train on its bytes with the tokenizer 'bytes'"
+            ) from None
+    if lines:
+        yield "".join(lines)

@@ -1,4 +1,4 @@
-"""The text that every machine has: the source code of Python's own standard library."""
+"""A text that every machine has: the source code of Python's standard library."""
 
 import os
 from pathlib import Path
@@ -10,10 +10,9 @@ __all__ = ["write_library_text"]
 
 
 def write_library_text(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write a text to train on and, from every tenth source file, one to validate on.
+    """Write ``train.txt`` and, from every tenth source file, ``valid.txt``; return their paths.
 
-    Files that have the right contents already are left alone. The text is the same for one version of
-    Python, and another for the next.
+    Files with the right contents are left alone. The text depends on the version of Python only.
 
     Example:
         >>> import tempfile
@@ -22,33 +21,33 @@ def write_library_text(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
         ...     train.name, valid.name, train.stat().st_size > valid.stat().st_size > 10_000
         ('train.txt', 'valid.txt', True)
 
-    Returns:
-        The paths of ``train.txt`` and ``valid.txt``.
-
     Raises:
-        DataError: This Python came without its sources, or the folder cannot be written.
+        DataError: This Python has no source files, or the folder cannot be written.
     """
-    library = Path(os.__file__).parent
-    texts = list(filter(None, map(_read, sorted(library.glob("*.py")))))
+    library, folder = Path(os.__file__).parent, Path(folder)
+    texts = [text for path in sorted(library.glob("*.py")) if (text := _read(path))]
     if len(texts) < 2:
         raise DataError(
             f"this Python has no source files in '{library}' (found {len(texts)}, two are needed); "
             "give a text file of your own"
         )
-    folder = Path(folder)
+    train, valid = folder / "train.txt", folder / "valid.txt"
     parts = {
-        folder / "train.txt": [text for number, text in enumerate(texts) if number % 10],
-        folder / "valid.txt": texts[::10],
+        train: b"".join(text for number, text in enumerate(texts) if number % 10),
+        valid: b"".join(texts[::10]),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path, part in parts.items():
-            _write(path, b"".join(part))
+        for path, data in parts.items():
+            # An equal file stays, and with it the tokens made from it. Others are replaced, not
+            # overwritten: a run may have them mapped.
+            if not path.is_file() or path.read_bytes() != data:
+                atomic_io.write_bytes(path, data)
     except OSError as error:
         raise DataError(
-            f"the library text cannot be written to '{folder}': {error.strerror}; name another folder"
+            f"the library text cannot be written to '{folder}': {error.strerror}; name another "
+            "folder"
         ) from None
-    train, valid = parts
     return train, valid
 
 
@@ -58,11 +57,3 @@ def _read(path: Path) -> bytes:
         return path.read_text(encoding="utf-8").encode()
     except (OSError, UnicodeDecodeError):
         return b""
-
-
-def _write(path: Path, data: bytes) -> None:
-    if path.is_file() and path.read_bytes() == data:
-        return  # tokens made from it stay valid
-    atomic_io.write_bytes(
-        path, data
-    )  # another run may have the old file mapped: it must not shrink

@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or a Hugging Face tokenizer from a folder."""
+"""Tokenizers: plain bytes, or a Hugging Face tokenizer from a folder."""
 
 import hashlib
 import os
@@ -20,29 +20,24 @@ _PARTS: Final = ("vocab.json", "merges.txt")
 
 
 class Tokenizer(Protocol):
-    """What samo asks of a tokenizer."""
+    """What samo needs of a tokenizer."""
 
-    @property
-    def name(self) -> str:
-        """What `open_tokenizer` finds it by."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens are less than this."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for tokenizers that give the same tokens, wherever they were read from."""
+    name: str
+    """The name that `open_tokenizer` takes."""
+    vocab_size: int
+    """Tokens are less than this."""
+    fingerprint: str
+    """Equal for tokenizers with the same contents, wherever they were read from."""
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens of a text, as a 1-D array of integers."""
+        """Return the tokens of a text as a 1-D array of integers."""
 
     def decode(self, ids: NDArray[Any]) -> str:
-        """Return the text of some tokens."""
+        """Return the text of tokens."""
 
 
 class ByteTokenizer:
-    """The 256 bytes: nothing to learn, nothing to download, any file fits.
+    """One token for each byte of UTF-8: nothing to train or to download, and any file fits.
 
     Example:
         >>> tokenizer = ByteTokenizer()
@@ -52,34 +47,19 @@ class ByteTokenizer:
         'Hi!'
     """
 
-    name: Final = "bytes"
-    vocab_size: Final = 256
-    fingerprint: Final = "bytes"
+    name = "bytes"
+    vocab_size = 256
+    fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.uint8]:
-        """Return the bytes of a text in UTF-8.
-
-        Example:
-            >>> ByteTokenizer().encode("a\u00e9")
-            array([ 97, 195, 169], dtype=uint8)
-        """
+        """Return the bytes of a text in UTF-8."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, ids: NDArray[Any]) -> str:
-        """Return the text of some bytes; what is not UTF-8, or no byte at all, becomes U+FFFD.
-
-        Example:
-            >>> ByteTokenizer().decode(np.array([97, 300])) == "a\ufffd"
-            True
-        """
-        # A model may know more tokens than there are bytes; 255 stands in no UTF-8 text.
-        return (
-            np.asarray(ids)
-            .clip(0, 255)
-            .astype(np.uint8)
-            .tobytes()
-            .decode("utf-8", errors="replace")
-        )
+        """Return the text of bytes, with U+FFFD for what is not UTF-8 or not a byte."""
+        # A model may have more than 256 tokens; byte 255 never occurs in UTF-8.
+        data = np.asarray(ids).clip(0, 255).astype(np.uint8).tobytes()
+        return data.decode("utf-8", errors="replace")
 
 
 def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
@@ -90,12 +70,12 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
         256
 
     Args:
-        name: ``"bytes"``, or a folder with ``tokenizer.json``, or with ``vocab.json`` and
-            ``merges.txt`` as GPT-2 has them (byte-level BPE).
+        name: ``"bytes"``, or a folder with ``tokenizer.json`` or with GPT-2's ``vocab.json`` and
+            ``merges.txt`` (byte-level BPE).
 
     Raises:
-        DataError: There is no such folder, it holds no tokenizer or a damaged one, or the package
-            that reads it is not installed.
+        DataError: The folder is missing or has no valid tokenizer, or the package ``tokenizers``
+            is not installed.
     """
     name = os.fspath(name)
     if name == ByteTokenizer.name:
@@ -104,19 +84,20 @@ def open_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
     if not folder.is_dir():
         beside = [folder.parent / entry for entry in _names(folder.parent)]
         known = [ByteTokenizer.name, *(str(path) for path in beside if path.is_dir())]
-        what = "is a file" if folder.exists() else "is no folder here, and nothing is downloaded"
+        what = (
+            "is a file" if folder.exists() else "is not a local folder, and nothing is downloaded"
+        )
         raise DataError(
             f"tokenizer '{name}' {what}{nearest(name, known)}; give the word 'bytes' or a folder "
             f"with {_WHOLE}"
         )
-    files = [folder / _WHOLE]
-    if not files[0].is_file():
-        files = [folder / part for part in _PARTS]
-    if not all(file.is_file() for file in files):
+    choices = [[folder / _WHOLE], [folder / part for part in _PARTS]]
+    files = next((files for files in choices if all(file.is_file() for file in files)), None)
+    if files is None:
         found = _names(folder)
         listed = ", ".join(found[:8]) + (", ..." if len(found) > 8 else "")
         raise DataError(
-            f"folder '{name}' holds no tokenizer: looked for {_WHOLE}, then for {_PARTS[0]} and "
+            f"folder '{name}' has no tokenizer: looked for {_WHOLE}, then for {_PARTS[0]} and "
             f"{_PARTS[1]}, and found {listed or 'nothing'}; save one there with "
             "transformers' tokenizer.save_pretrained(folder)"
         )
@@ -142,17 +123,17 @@ def _names(folder: Path) -> list[str]:
 
 
 class _FolderTokenizer:
-    """A tokenizer of Hugging Face's ``tokenizers``; it adds no special tokens of its own accord."""
+    """A tokenizer of Hugging Face's ``tokenizers``, without special tokens added."""
 
     def __init__(self, name: str, files: list[Path]) -> None:
-        self.name: Final = name
+        self.name = name
         digest = hashlib.sha256()
         for file in files:
             digest.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
-        self.fingerprint: Final = digest.hexdigest()
+        self.fingerprint = digest.hexdigest()
         self._tokenizer: Final = _read(files)
-        # The largest number given, not their count: some vocabularies have gaps.
-        self.vocab_size: Final = max(self._tokenizer.get_vocab().values()) + 1
+        # The largest id, not the number of ids: some vocabularies have gaps.
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -167,7 +148,7 @@ def _read(files: list[Path]) -> "HuggingFace":
 
     if len(files) == 1:
         tokenizer = HuggingFace.from_file(str(files[0]))
-        # Both can be part of the file, and would cut or lengthen a training text.
+        # The file may set both, which would cut or pad a training text.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer

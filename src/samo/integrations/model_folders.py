@@ -1,4 +1,4 @@
-"""Models from folders: checkpoints of ``samo train``, run folders, Hugging Face models."""
+"""Open models from folders: checkpoints of ``samo train``, run folders, Hugging Face models."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ __all__ = ["open_model"]
 
 
 def open_model(path: str | os.PathLike[str]) -> nn.Module:
-    """Build the model that a folder holds, with its weights, dense and on the CPU.
+    """Load the model in a folder, dense and on the CPU.
 
     Example:
         >>> from samo.integrations.model_folders import open_model
@@ -25,11 +25,11 @@ def open_model(path: str | os.PathLike[str]) -> nn.Module:
         samo.errors.CheckpointError: 'no-such-folder' does not exist; name a checkpoint, a run folder, or ...
 
     Args:
-        path: A checkpoint of ``samo train``, a run folder (its last checkpoint is taken), or a folder
-            with a Hugging Face ``config.json`` and safetensors weights.
+        path: A checkpoint of ``samo train``, a run folder (for its last checkpoint), or a folder with
+            a Hugging Face ``config.json`` and safetensors weights.
 
     Raises:
-        CheckpointError: There is no model, or it cannot be read.
+        CheckpointError: There is no model in the folder, or it cannot be read.
     """
     path = Path(path)
     if (path / "run.json").is_file():
@@ -52,7 +52,7 @@ def _open_checkpoint(path: Path) -> nn.Module:
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
             f"'{path}' does not say which model it is of: it was not saved by samo train. Build the "
-            "model in Python, and read the checkpoint with samo.load(path, model)"
+            "model in Python, and load the checkpoint with samo.load(path, model)"
         ) from None
     model = GPT(config)
     load(path, model)
@@ -64,14 +64,14 @@ def _open_hugging_face(path: Path) -> nn.Module:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise CheckpointError(
-            f"'{path}' is a Hugging Face model, and reading it needs their library: pip install "
-            "transformers"
+            f"'{path}' is a Hugging Face model, which needs a package that is not installed: pip "
+            "install transformers"
         ) from None
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
-    except Exception as error:  # it raises whatever it met: OSError, ValueError, KeyError, ...
+    except Exception as error:  # OSError, ValueError, KeyError, ...
         raise CheckpointError(
             f"'{path}' cannot be read as a Hugging Face model: {str(error).partition(chr(10))[0]}"
         ) from error

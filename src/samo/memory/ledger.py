@@ -1,7 +1,12 @@
-"""The measured side of the ledger: bytes of the storages a compressed model actually holds."""
+"""The measured side of the ledger: bytes of the storages that a compressed model holds.
 
+Each parameter becomes a `TensorSpec`, from which `predict` gives its bytes by kind; beside them
+stand the bytes of the storages that are there. Each storage counts once.
+"""
+
+import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,31 +37,25 @@ __all__ = ["Ledger", "ledger"]
 
 _LABELS: dict[Kind, str] = {
     "dense": "dense weights",
-    "bitmap": "bitmap",
-    "values": "values",
-    "gradients": "gradients",
-    "moments": "moments",
-    "corrections": "corrections",
     "ages": "ages of entries",
     "buckets": "buckets of DDP",
 }
+"""Of kinds that are not called by their name."""
 _UNITS: Final = (("GB", 9), ("MB", 6), ("kB", 3))
-"""Units of a table, and the powers of ten of bytes that they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The account of the pruned or of the unpruned tensors."""
+    """The bytes of the pruned or of the unpruned parameters."""
 
     num_params: int
     """Dense parameters."""
     measured: dict[Kind, int]
     """Bytes held now, by kind."""
     predicted: dict[Kind, int]
-    """Bytes held once a step has been taken, by kind; state of unknown optimizers once it is there."""
+    """Bytes held after the first step, by kind; state of unknown optimizers once it exists."""
     dense: int | None
-    """Bytes of dense training with the same optimizer, or with Adam if none is given; None where it is
-    not known what the optimizer would keep."""
+    """Bytes of dense training with the same optimizer, or with Adam by default; None if unknown."""
     paper: int
     """Bytes by the SAMO paper's formula."""
 
@@ -85,13 +84,13 @@ class Ledger:
     unpruned: Share
     """Parameters without: embeddings, norms, biases."""
     other_bytes: int
-    """Step counts, paddings, tables: a few bytes a parameter."""
+    """Step counts, padding, tables: a few bytes a parameter."""
     buffer_bytes: int
     """The model's own buffers."""
     optimizers: tuple[str, ...] = ()
-    """Names of the optimizers' classes."""
+    """Class names of the optimizers."""
     unknown: tuple[str, ...] = ()
-    """Those of whose state nothing can be said before their first step."""
+    """Optimizers whose state cannot be predicted before their first step."""
 
     @property
     def num_params(self) -> int:
@@ -100,12 +99,12 @@ class Ledger:
 
     @property
     def measured_bytes(self) -> int:
-        """Bytes of model state held now, pruned and unpruned."""
+        """Bytes of model state held now."""
         return sum(self.pruned.measured.values()) + sum(self.unpruned.measured.values())
 
     @property
     def predicted_bytes(self) -> int:
-        """Bytes of model state predicted, pruned and unpruned."""
+        """Bytes of model state predicted."""
         return sum(self.pruned.predicted.values()) + sum(self.unpruned.predicted.values())
 
     @property
@@ -121,7 +120,7 @@ class Ledger:
         return self.pruned.paper + self.unpruned.paper
 
     def to_json(self) -> str:
-        """Return the account as JSON.
+        """Return all fields and sums as JSON.
 
         Example:
             >>> import json, torch, samo
@@ -130,56 +129,35 @@ class Ledger:
             >>> json.loads(samo.ledger(model).to_json())["pruned"]["num_params"]
             4096
         """
-        return json.dumps(
-            {
-                "num_params": self.num_params,
-                "measured_bytes": self.measured_bytes,
-                "predicted_bytes": self.predicted_bytes,
-                "dense_bytes": self.dense_bytes,
-                "paper_bytes": self.paper_bytes,
-                "other_bytes": self.other_bytes,
-                "buffer_bytes": self.buffer_bytes,
-                "optimizers": self.optimizers,
-                "unknown": self.unknown,
-                "pruned": _as_dict(self.pruned),
-                "unpruned": _as_dict(self.unpruned),
-            }
-        )
+        names = ("num_params", "measured_bytes", "predicted_bytes", "dense_bytes", "paper_bytes")
+        sums = {name: getattr(self, name) for name in names}
+        return json.dumps({**sums, **dataclasses.asdict(self)})
 
     def __str__(self) -> str:
-        name, power = self._unit()
-        title = f"{name} (10^{power} bytes)"
+        unit, power = self._unit()
+
+        def row(label: str, measured: int | None, predicted: int, count: int) -> str:
+            held = predicted if measured is None else measured
+            shown = "-" if measured is None else f"{measured / 10**power:,.2f}"
+            return f"{label:<22}{shown:>12}{predicted / 10**power:>12,.2f}{held / count:>10.2f}"
+
+        title = f"{unit} (10^{power} bytes)"
         lines = [f"{title:<22}{'measured':>12}{'predicted':>12}{'B/param':>10}"]
-        for title, share in (("pruned", self.pruned), ("unpruned", self.unpruned)):
-            if not share.num_params:
+        for name, share in (("pruned", self.pruned), ("unpruned", self.unpruned)):
+            if not (count := share.num_params):
                 continue
-            lines.append(f"{title}, {share.num_params:,} parameters")
+            lines.append(f"{name}, {count:,} parameters")
+            measured, predicted = sum(share.measured.values()), sum(share.predicted.values())
             for kind in KINDS:
                 if share.measured[kind] or share.predicted[kind]:
-                    lines.append(
-                        _row(
-                            f"  {_LABELS[kind]}",
-                            share.measured[kind],
-                            share.predicted[kind],
-                            share.num_params,
-                            power,
-                        )
-                    )
-            lines.append(
-                _row(
-                    "  together",
-                    sum(share.measured.values()),
-                    sum(share.predicted.values()),
-                    share.num_params,
-                    power,
-                )
-            )
-        count = self.num_params
-        lines.append(_row("all", self.measured_bytes, self.predicted_bytes, count, power))
-        dense = self.dense_bytes
+                    label = f"  {_LABELS.get(kind, kind)}"
+                    lines.append(row(label, share.measured[kind], share.predicted[kind], count))
+            lines.append(row("  together", measured, predicted, count))
+        dense, count = self.dense_bytes, self.num_params
+        lines.append(row("all", self.measured_bytes, self.predicted_bytes, count))
         if dense is not None:
-            lines.append(_row("dense training", None, dense, count, power))
-        lines.append(_row("SAMO paper, 16-bit", None, self.paper_bytes, count, power))
+            lines.append(row("dense training", None, dense, count))
+        lines.append(row("SAMO paper, 16-bit", None, self.paper_bytes, count))
         if self.unknown:
             lines.append(f"state of {', '.join(self.unknown)}: unknown until the first step")
         elif self.measured_bytes < self.predicted_bytes:
@@ -188,29 +166,27 @@ class Ledger:
             )
         if dense is not None and self.optimizers and not self.unknown:
             saved = 1 - self.predicted_bytes / dense
-            lines.append(f"saved against dense: {saved:.1%}; activations are not in this account")
+            lines.append(f"saved against dense: {saved:.1%}; activations are not included")
         return "\n".join(lines)
 
     def _unit(self) -> tuple[str, int]:
-        """Return the unit of the table: the largest that shows the sum, or the next if a row needs it."""
+        """Return the largest unit that fits the sum, or the next if a row would be 0.00."""
         whole = max(self.measured_bytes, self.predicted_bytes)
-        fits = [place for place, (_, power) in enumerate(_UNITS) if whole >= 10**power]
-        place = min(fits, default=len(_UNITS) - 1)
-        rows = [
-            size
+        place = next((n for n, (_, power) in enumerate(_UNITS) if whole >= 10**power), 2)
+        columns = [
+            column
             for share in (self.pruned, self.unpruned)
             for column in (share.measured, share.predicted)
-            for size in column.values()
-            if size
         ]
-        if min(rows, default=whole) < 0.005 * 10 ** _UNITS[place][1]:  # it would be 0.00
-            place = min(place + 1, len(_UNITS) - 1)
+        smallest = min((size for column in columns for size in column.values() if size), default=0)
+        if 0 < smallest < 0.005 * 10 ** _UNITS[place][1]:
+            place = min(place + 1, 2)
         return _UNITS[place]
 
 
 @torch.no_grad()
 def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None) -> Ledger:
-    """Account for every byte of model state a compressed model and its optimizers hold right now.
+    """Account for every byte of model state that a compressed model and its optimizers hold now.
 
     Dense weights exist from the first forward pass on, gradients from the first backward pass, and
     moments from the first step; before that they are predicted but not measured.
@@ -234,14 +210,15 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         all                           3.91        3.91      3.73
         dense training                   -       20.97     20.00
         SAMO paper, 16-bit               -        4.61      4.40
-        saved against dense: 81.4%; activations are not in this account
+        saved against dense: 81.4%; activations are not included
 
-    On many ranks it is the account of this rank, which of parameters in shards has its own. Given as wrapped by DistributedDataParallel, the model's
-    account has torch's buckets too, a copy of all gradients that ``gradient_as_bucket_view=True`` avoids.
+    On several ranks this is the account of one rank, with its own shards of parameters. For a model
+    wrapped by DistributedDataParallel it has torch's buckets, a copy of all gradients that
+    ``gradient_as_bucket_view=True`` avoids.
 
     Args:
-        model: A compressed model.
-        opt: Its optimizer, ours or any other, or several. Without one no moments are predicted.
+        model: A compressed model, wrapped or not.
+        opt: Its optimizer, of samo or any other, or several. Without one no moments are predicted.
 
     Raises:
         CompressionError: The model is not compressed.
@@ -252,7 +229,7 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         )
     given = [opt] if isinstance(opt, Optimizer) else list(opt or ())
     opts = [getattr(one, "optim", one) for one in given]  # what ZeroRedundancyOptimizer shards
-    owners: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
+    owners: dict[int, list[_Owner]] = {}
     for one in opts:
         for group in one.param_groups:
             for param in group["params"]:
@@ -260,13 +237,18 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
     meter = _Meter()
     buffer_bytes = sum(meter.count(buffer) for buffer in model.buffers())
     has_buckets = isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view
-    rows = [
-        _Row(param, owners.get(id(param), []), meter, has_opt=bool(opts), has_buckets=has_buckets)
-        for param in model.parameters()
-        if param.is_floating_point()
-    ]
-    other = meter.shared_bytes + _tables(opts, meter)
-    other += sum(meter.count(tensor) for one in opts for tensor in _tensors(dict(one.state)))
+    rows = []
+    for param in model.parameters():
+        if param.is_floating_point():
+            row = _Row.of(param, meter, has_buckets=has_buckets)
+            for owner in owners.get(id(param), ()):
+                row.add_state(param, *owner, meter)
+            if not opts:  # compare with dense training by Adam
+                row.spec = replace(row.spec, moments=2)
+            rows.append(row)
+    other = meter.shared_bytes + sum(meter.count(table) for table in _tables(opts))
+    state = tree_leaves([dict(one.state) for one in opts])
+    other += sum(meter.count(leaf) for leaf in state if isinstance(leaf, Tensor))
     return Ledger(
         pruned=_share(row for row in rows if row.spec.is_pruned),
         unpruned=_share(row for row in rows if not row.spec.is_pruned),
@@ -278,11 +260,11 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
 
 
 class _Meter:
-    """Counts each storage once, whoever refers to it."""
+    """Counts each storage once, however many tensors refer to it."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        self.shared_bytes = 0  # of buffers for several parameters, what no view covers
+        self.shared_bytes = 0  # of storages for several parameters, what no view covers
 
     def count(self, tensor: Tensor | None) -> int:
         """Count all of a tensor's storage."""
@@ -295,7 +277,7 @@ class _Meter:
         return storage.nbytes()
 
     def count_view(self, tensor: Tensor | None) -> int:
-        """Count a parameter's part of a storage that several may share, as gradients do in buckets."""
+        """Count a view of a storage that several may share, as gradients do in buckets."""
         if tensor is None:
             return 0
         nbytes = local_of(tensor).nbytes
@@ -303,24 +285,30 @@ class _Meter:
         return nbytes
 
 
+_Owner = tuple[Optimizer, dict[str, Any]]
+"""An optimizer and one of its parameter groups."""
+
+
+@dataclass
 class _Row:
     """The account of one parameter."""
 
-    def __init__(
-        self,
-        param: nn.Parameter,
-        owners: list[tuple[Optimizer, dict[str, Any]]],
-        meter: _Meter,
-        *,
-        has_opt: bool,
-        has_buckets: bool,
-    ) -> None:
+    spec: TensorSpec
+    measured: dict[Kind, int]
+    predicted: dict[Kind, int]
+    unknown: list[str]
+    """Optimizers that have no state yet and cannot be predicted."""
+    is_known: bool = True
+    """Whether all its optimizers can be predicted."""
+
+    @classmethod
+    def of(cls, param: nn.Parameter, meter: _Meter, *, has_buckets: bool) -> "_Row":
         weight = weight_of(param)
         mask = None if weight is None else weight.mask
         is_sharded = isinstance(param, DTensor)
-        # Of shards FSDP2 reduces gradients to the type of the parameter.
+        # FSDP2 reduces the gradients of shards to the type of the parameter.
         own_grad = None if weight is None or is_sharded else weight.layout.grad_dtype
-        self.spec = TensorSpec(
+        spec = TensorSpec(
             numel=param.numel() if weight is None else weight.shape.numel(),
             kept=None if mask is None else mask.kept,
             dtype=_name(param.dtype if weight is None else weight.dtype),
@@ -331,25 +319,20 @@ class _Row:
             is_trained=param.requires_grad,
             moments=0,
         )
-        self.measured: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+        predicted = predict(spec, has_buckets=has_buckets)
+        measured: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         # FSDP2 pads shards to the same length.
-        self.measured["values"] = meter.count_view(param) if is_sharded else meter.count(param)
-        self.measured["gradients"] = meter.count_view(param.grad)
+        measured["values"] = meter.count_view(param) if is_sharded else meter.count(param)
+        measured["gradients"] = meter.count_view(param.grad)
         if weight is not None:
-            self.measured["dense"] = meter.count(weight.dense)
+            measured["dense"] = meter.count(weight.dense)
         if mask is not None:
-            self.measured["bitmap"] = meter.count(mask.words) + meter.count(mask.offsets)
-        self.predicted = predict(self.spec, has_buckets=has_buckets)
-        # Reducer and buckets are there from the start, but out of reach of Python.
-        self.measured["buckets"] = self.predicted["buckets"]
-        self.unknown: list[str] = []
-        self.is_known = True
-        for opt, group in owners:
-            self._add_state(param, opt, group, meter)
-        if not has_opt:  # for the comparison with dense training alone
-            self.spec = replace(self.spec, moments=2)
+            measured["bitmap"] = meter.count(mask.words) + meter.count(mask.offsets)
+        # DDP's reducer allocates its buckets when it is built, out of reach of Python.
+        measured["buckets"] = predicted["buckets"]
+        return cls(spec, measured, predicted, [])
 
-    def _add_state(
+    def add_state(
         self, param: nn.Parameter, opt: Optimizer, group: dict[str, Any], meter: _Meter
     ) -> None:
         state = opt.state.get(param, {})
@@ -358,18 +341,16 @@ class _Row:
             is_vector = isinstance(value, Tensor) and key not in _SCALARS
             if is_vector and (value.dim() > 0 or param.dim() == 0):
                 held[_KEYS.get(key, "moments")] += meter.count(value)
-        for kind, size in held.items():
-            self.measured[kind] += size
         spec = _with_state(self.spec, opt, group)
         self.is_known &= spec is not None
+        expected = held  # of a parameter frozen after training, or of an unknown optimizer
         if spec is not None and param.requires_grad:
             expected = predict(spec)
             self.spec = replace(self.spec, moments=self.spec.moments + spec.moments)
-        else:  # frozen after it was trained, or of an optimizer that we do not know
-            expected = held
-            if not state and param.requires_grad:
-                self.unknown.append(type(opt).__name__)
+        elif not state and param.requires_grad:
+            self.unknown.append(type(opt).__name__)
         for kind in STATE_KINDS:
+            self.measured[kind] += held[kind]
             self.predicted[kind] += expected[kind]
 
 
@@ -378,7 +359,7 @@ _KEYS: Final[dict[str, Kind]] = {
     "remainder": "corrections",
     "correction": "corrections",
 }
-"""State that is no moment."""
+"""State that is not a moment."""
 
 _SCALARS: Final = ("step", "mu_product", "eta", "mu")
 """State that is one number, whatever the shape of the parameter."""
@@ -396,37 +377,32 @@ _TORCH: Final[dict[type[Optimizer], Callable[[dict[str, Any]], int]]] = {
     torch.optim.Rprop: lambda group: 2,
     torch.optim.SGD: lambda group: int(bool(group["momentum"])),
 }
-"""Vectors that optimizers of torch keep with the settings of a group."""
+"""Number of moments that torch's optimizers keep, from the settings of a group."""
 
 
 def _with_state(spec: TensorSpec, opt: Optimizer, group: dict[str, Any]) -> TensorSpec | None:
-    """Return a parameter with what an optimizer will keep for it; None if that is not known."""
+    """Return a spec with the state that an optimizer will keep; None if that is not known."""
     if isinstance(opt, AdamW):
-        return replace(
-            spec,
-            moments=2,
-            is_lean=group["lean"] and spec.is_trained,
-            has_ages=group["entry_steps"],
-        )
+        is_lean = group["lean"] and spec.is_trained
+        return replace(spec, moments=2, is_lean=is_lean, has_ages=group["entry_steps"])
     count = _TORCH.get(type(opt))
     return None if count is None else replace(spec, moments=count(group), optimizer="torch")
 
 
 def _share(rows: Iterable[_Row]) -> Share:
     rows = list(rows)
+    is_known = all(row.is_known for row in rows)
     return Share(
         num_params=sum(row.spec.numel for row in rows),
         measured={kind: sum(row.measured[kind] for row in rows) for kind in KINDS},
         predicted={kind: sum(row.predicted[kind] for row in rows) for kind in KINDS},
-        dense=sum(dense_bytes(row.spec) for row in rows)
-        if all(row.is_known for row in rows)
-        else None,
+        dense=sum(dense_bytes(row.spec) for row in rows) if is_known else None,
         paper=sum(paper_bytes(row.spec) for row in rows),
     )
 
 
-def _tables(opts: list[Any], meter: _Meter) -> int:
-    """Count the tables of bias corrections by age, which the kernels keep for all parameters."""
+def _tables(opts: list[Any]) -> list[Tensor]:
+    """Return the tables of bias corrections by age, which kernels share among parameters."""
     found = {
         (*group["betas"], param.device)
         for opt in opts
@@ -435,22 +411,8 @@ def _tables(opts: list[Any], meter: _Meter) -> int:
         for param in group["params"]
         if "age" in opt.state.get(param, {})
     }
-    return sum(meter.count(table) for key in found for table in bias_corrections(*key))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return [table for key in found for table in bias_corrections(*key)]
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _row(label: str, measured: int | None, predicted: int, count: int, power: int) -> str:
-    held = predicted if measured is None else measured
-    shown = "-" if measured is None else f"{measured / 10**power:,.2f}"
-    return f"{label:<22}{shown:>12}{predicted / 10**power:>12,.2f}{held / count:>10.2f}"
-
-
-def _as_dict(share: Share) -> dict[str, Any]:
-    return {name: getattr(share, name) for name in Share.__slots__}

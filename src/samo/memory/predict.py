@@ -1,4 +1,4 @@
-"""What a compressed model will hold, by arithmetic alone: imports no torch.
+"""Predict the bytes of a compressed model by arithmetic alone: imports no torch.
 
 Bytes for each dense parameter at density f (fraction kept), `samo.AdamW`, no activations:
 
@@ -8,21 +8,21 @@ Bytes for each dense parameter at density f (fraction kept), `samo.AdamW`, no ac
     values       4f        4f        2f           the parameter
     gradients    4f        4f        2f           2f with grad_dtype=torch.bfloat16
     moments      8f        8f        2f + 0.008   both of AdamW's; lean: 8 bits each, and scales
-    corrections  0         0         f            what rounding to 16 bits leaves over
+    corrections  0         0         f            remainders of rounding to 16 bits
     ages         2f        2f        0            only with entry_steps=True
     buckets      4f        4f        2f           only with DistributedDataParallel: torch's own
 
-An unpruned parameter has f = 1 and no bitmap, and a dense copy only where it is trained in a wider type
-than it is computed with. Lean state has two fp32 scales for 1,024 entries, 256 of an unpruned parameter.
-Optimizers of torch keep moments in the type of the parameter, and no corrections.
+An unpruned parameter has f = 1 and no bitmap, and a dense copy only if its values are wider than the
+compute type. Lean state has two fp32 scales for 1,024 entries, 256 of an unpruned parameter. Torch's
+optimizers keep moments in the type of the parameter, and no corrections.
 
-DistributedDataParallel sends gradients in buckets, one more copy of them all, unless it is told
-``gradient_as_bucket_view=True``. GB is 10**9 bytes everywhere.
+DistributedDataParallel copies all gradients into buckets, unless ``gradient_as_bucket_view=True``.
+GB is 10**9 bytes everywhere.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 __all__ = []
 
@@ -30,19 +30,10 @@ Kind = Literal[
     "dense", "bitmap", "values", "gradients", "moments", "corrections", "ages", "buckets"
 ]
 
-KINDS: Final[tuple[Kind, ...]] = (
-    "dense",
-    "bitmap",
-    "values",
-    "gradients",
-    "moments",
-    "corrections",
-    "ages",
-    "buckets",
-)
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 STATE_KINDS: Final[tuple[Kind, ...]] = ("moments", "corrections", "ages")
-"""What the optimizer keeps."""
+"""State of the optimizer."""
 
 _BITS_A_PAIR: Final = 64
 _BITS_A_BLOCK: Final = 2048
@@ -57,38 +48,32 @@ _AGE_SIZE: Final = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One parameter, as far as its bytes go; ``kept=None`` for one without a mask.
-
-    Example:
-        >>> from samo.memory.predict import TensorSpec
-        >>> TensorSpec(numel=1000, kept=100).is_pruned, TensorSpec(numel=1000, kept=None).is_pruned
-        (True, False)
-    """
+    """One parameter: its sizes and types; ``kept=None`` for one without a mask."""
 
     numel: int
     """Entries of the dense tensor."""
     kept: int | None
     """Entries kept by its mask; None for an unpruned parameter, which has no bitmap."""
     dtype: str = "bfloat16"
-    """Type to compute in: bfloat16, float16, float32 or float64."""
+    """Compute type: bfloat16, float16, float32 or float64."""
     value_dtype: str = ""
-    """Type of the values; by default float32, or float64 where that is computed in."""
+    """Type of the values; by default float32, or float64 to compute in float64."""
     grad_dtype: str = ""
-    """Type of their gradient; by default that of the values."""
+    """Type of the gradient; by default that of the values."""
     is_resident: bool = True
-    """False where the dense weight is streamed, and not kept between uses."""
+    """False if the dense weight is streamed, not kept between uses."""
     held: int | None = None
-    """Entries of the values on this rank, where several have shards of them; the bitmap is whole."""
+    """Values in this rank's shard, if they are sharded; the bitmap never is."""
     is_trained: bool = True
     """False for a frozen parameter, which has neither gradient nor state."""
     moments: int = 2
-    """Vectors that the optimizer keeps: 2 for Adam, 1 for SGD with momentum."""
+    """Moments that the optimizer keeps: 2 for Adam, 1 for SGD with momentum."""
     optimizer: Literal["samo", "torch"] = "samo"
-    """Whose: samo.AdamW has fp32 moments whatever the values are, and keeps what rounding leaves over."""
+    """samo.AdamW has fp32 moments whatever the values are, and corrections for 16-bit values."""
     is_lean: bool = False
     """True for 8-bit optimizer state."""
     has_ages: bool = False
-    """True where the optimizer counts the updates of each kept entry; unpruned parameters have none."""
+    """True if the optimizer counts the updates of each kept entry; only of pruned parameters."""
 
     def __post_init__(self) -> None:
         values = self.value_dtype or ("float64" if self.dtype == "float64" else "float32")
@@ -108,13 +93,13 @@ class TensorSpec:
         return self.kept is not None
 
     def share_of(self, entries: int) -> int:
-        """Return how many of a tensor's entries are this rank's, all of them if it is not in shards."""
+        """Return how many of a number of entries are in this rank's shard."""
         whole = self.numel if self.kept is None else self.kept
         return entries if self.held is None else entries * self.held // max(whole, 1)
 
     @property
     def has_copy(self) -> bool:
-        """Whether a dense weight stands beside the values, or they are computed with themselves."""
+        """Whether there is a dense weight besides the values."""
         return self.is_pruned or (self.is_trained and self.dtype != self.value_dtype)
 
 
@@ -131,7 +116,7 @@ def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]
 
     Args:
         tensor: The parameter.
-        has_buckets: Whether DistributedDataParallel holds its gradient once more, in buckets.
+        has_buckets: Whether DistributedDataParallel copies its gradient into buckets.
     """
     kept = tensor.share_of(tensor.numel if tensor.kept is None else tensor.kept)
     trained = kept if tensor.is_trained else 0
@@ -177,7 +162,7 @@ def total(tensors: Iterable[TensorSpec], *, has_buckets: bool = False) -> dict[K
 
 
 def dense_bytes(tensor: TensorSpec) -> int:
-    """Return what dense training holds for a parameter, with the same number of moments.
+    """Return the bytes of dense training of a parameter, with the same number of moments.
 
     16-bit weights with Adam: 20 bytes, weights and gradients in 16 and in 32 bit and two fp32 moments,
     the SAMO paper's baseline. Wider weights: weights, gradients and moments of their own type.
@@ -195,10 +180,10 @@ def dense_bytes(tensor: TensorSpec) -> int:
 
 
 def paper_bytes(tensor: TensorSpec) -> int:
-    """Return what the SAMO paper's formula gives: 2 + 24 f bytes for each pruned parameter.
+    """Return the bytes by the SAMO paper's formula: 2 + 24 f for each pruned parameter.
 
-    Unpruned parameters are trained densely there. The formula is for 16-bit weights, and is given for
-    those whatever is computed in here.
+    Unpruned parameters are trained densely there. The formula is for 16-bit weights, whatever the
+    compute type is here.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, paper_bytes

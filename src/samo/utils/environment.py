@@ -1,4 +1,4 @@
-"""Versions and hardware: what a run records of the machine, and what ``samo inspect`` shows."""
+"""Versions and hardware, for the records of runs and for ``samo inspect``."""
 
 import importlib.metadata
 import os
@@ -16,7 +16,7 @@ _PACKAGES: Final = ("torch", "numpy", "numba", "safetensors", "triton", "transfo
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of samo, Python and what samo builds on, as far as it is installed.
+    """Return the versions of samo, Python and samo's dependencies, if installed.
 
     Example:
         >>> from samo.utils.environment import versions
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Return the device that computes, and the machine around it.
+    """Describe a device and the machine around it.
 
     Example:
         >>> import torch
@@ -57,13 +57,13 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Return the bytes of the process on a CPU, the highest allocation so far on a GPU."""
+    """Return the resident bytes of the process on a CPU, the peak allocation on a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
         return resident_pages * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux: the highest so far, in bytes on macOS
+    except OSError:  # not Linux: the peak, in bytes on macOS
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Numbers as people read them: units, thousands separators, no more digits than mean something."""
+"""Format numbers for people: units, thousands separators, three significant digits."""
 
 import math
 import unicodedata
@@ -6,11 +6,11 @@ import unicodedata
 __all__ = []
 
 NOTHING = "-"
-"""What stands where a run said nothing."""
+"""Placeholder for a missing number."""
 
 
 def count(value: float | None) -> str:
-    """Write a whole number.
+    """Format a whole number.
 
     Example:
         >>> from samo.utils.formatting import count
@@ -21,7 +21,7 @@ def count(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Write bytes; GB is 10**9 bytes.
+    """Format bytes; GB is 10**9 bytes.
 
     Example:
         >>> from samo.utils.formatting import size
@@ -38,7 +38,7 @@ def size(value: float | None) -> str:
 
 
 def three_digits(value: float | None) -> str:
-    """Write a number with three digits, or all of those before the point.
+    """Format a number with three digits, or all of those before the point.
 
     Example:
         >>> from samo.utils.formatting import three_digits
@@ -52,7 +52,7 @@ def three_digits(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Write a loss.
+    """Format a loss.
 
     Example:
         >>> from samo.utils.formatting import loss
@@ -63,7 +63,7 @@ def loss(value: float | None) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """Write a fraction, with one decimal if it has one.
+    """Format a fraction in percent, with one decimal if it has one.
 
     Example:
         >>> from samo.utils.formatting import percent
@@ -76,7 +76,7 @@ def percent(fraction: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Write a time span.
+    """Format a time span.
 
     Example:
         >>> from samo.utils.formatting import duration
@@ -96,7 +96,7 @@ def duration(seconds: float | None) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Replace what no file format takes (control characters and the like) by question marks.
+    r"""Replace control characters and lone surrogates by question marks.
 
     Example:
         >>> from samo.utils.formatting import plain
@@ -110,7 +110,7 @@ def plain(text: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Cut out the middle of a text on one line that is longer than ``length``.
+    """Put a text on one line, and cut out its middle if it is longer than ``length``.
 
     Example:
         >>> from samo.utils.formatting import shortened

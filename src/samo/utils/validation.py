@@ -1,4 +1,4 @@
-"""Arguments that are checked alike everywhere: numbers, models and optimizers."""
+"""Checks of arguments: numbers, models and optimizers."""
 
 import math
 import operator
@@ -12,14 +12,14 @@ __all__ = []
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """Return a whole number of any kind (numpy's, a tensor of one) as a Python int.
+    """Return an integer of any type (Python, numpy, one-element tensor) as a Python int.
 
     Example:
         >>> whole_number("every", 3, least=1)
         3
 
     Raises:
-        ValueError: It is none, or less than ``least``.
+        ValueError: It is not an integer, or less than ``least``.
     """
     try:
         if isinstance(value, bool):
@@ -34,14 +34,14 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
 
 
 def finite_number(name: str, value: Any) -> float:
-    """Return a number that is neither NaN nor infinite.
+    """Return a number as a finite float.
 
     Example:
         >>> finite_number("drop", 0.3)
         0.3
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a number, NaN or infinite.
     """
     if isinstance(value, bool | str | bytes):
         raise ValueError(f"{name} must be a number, got {value!r}")
@@ -55,11 +55,7 @@ def finite_number(name: str, value: Any) -> float:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no module.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Raise TypeError unless ``model`` is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
@@ -68,7 +64,7 @@ def optimizers_of(opt: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     """Return one optimizer or several as a list.
 
     Raises:
-        TypeError: Something among them is no optimizer.
+        TypeError: One of them is not an optimizer.
     """
     given: Any = opt
     is_one = isinstance(opt, Optimizer | str | nn.Module) or not isinstance(opt, Iterable)
