@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_contenders_take_turns_and_preparation_is_not_timed(
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     times = timing.in_turns(
-        {name: lambda name=name: run(name, 0.25) for name in "abc"},
+        {name: partial(run, name, 0.25) for name in "abc"},
         rounds=6,
         warm_up=1,
         prepare=lambda: run("-", 9.0),

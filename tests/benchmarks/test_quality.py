@@ -119,9 +119,9 @@ def test_runs_in_processes_of_their_own_give_the_same(
     sizes = "--quick --steps 4 --seeds 0 1 --only random-90 --lrs 0.01 --parallel 2 --device cpu"
     call(gpt.main, monkeypatch, *sizes.split(), "--text", text_file, "--out", tmp_path)
     found = {row["seed"]: row["valid_loss"] for row in rows_of(tmp_path)}
-    sizes = Settings(**(QUICK | {"steps": 4}))
+    settings = Settings(**(QUICK | {"steps": 4}))
     for seed in (0, 1):
-        here = gpt.train(runs.Job("random-90", seed, 0.01), sizes, [text_file], "cpu")
+        here = gpt.train(runs.Job("random-90", seed, 0.01), settings, [text_file], "cpu")
         assert found[seed] == pytest.approx(here["valid_loss"], rel=1e-4)  # threads may differ
     assert found[0] != found[1]
 

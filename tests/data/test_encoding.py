@@ -107,7 +107,8 @@ def test_tokens_are_mapped_from_a_file_as_narrow_as_the_vocabulary(tmp_path: Pat
     for vocab_size, dtype in [(2**16, np.uint16), (2**16 + 1, np.uint32)]:
         cache = tmp_path / f"{vocab_size}" / "deep"
         tokens = encoded(path, Letters(vocab_size), cache)
-        assert (tokens.tolist(), tokens.dtype) == ([97, 98, 99], dtype)
+        assert tokens.tolist() == [97, 98, 99]
+        assert tokens.dtype == dtype
         assert isinstance(tokens.base, np.memmap)
         record, name = sorted(file.name for file in cache.iterdir())
         assert re.fullmatch(r"a\.txt-[0-9a-f]{12}\.json", record)
