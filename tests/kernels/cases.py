@@ -35,8 +35,6 @@ KINDS: list[Kind] = [
     (torch.float64, torch.float32, None),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32, None),
-    (torch.float16, torch.bfloat16, torch.float16),
-    (torch.float16, torch.float32, None),
 ]
 LEAN_KINDS = [kind for kind in KINDS if kind[0] != torch.float64]
 
@@ -108,7 +106,7 @@ def draw_update(
             exp_avg_scale=codes.exp_avg_scale_G,
             exp_avg_sq_scale=codes.exp_avg_sq_scale_G,
         )
-        if remainder is not None and dtype == torch.bfloat16:
+        if remainder is not None:
             update = update._replace(remainder=convert_remainder(remainder, torch.int8))
     return update._replace(**changes)
 

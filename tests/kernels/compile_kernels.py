@@ -37,8 +37,6 @@ TRIPLES: list[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = [
     (torch.float32, torch.float32, None),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32, None),
-    (torch.float16, torch.float32, torch.float16),
-    (torch.float16, torch.bfloat16, None),
 ]
 TYPES = {"rows": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
 TYPES |= dict.fromkeys(("lerp", "beta2", "lerp2", "eps"), "fp32")
@@ -60,11 +58,11 @@ def variants() -> Iterator[Variant]:
         kept |= {"HAS_SKIP": is_first, "IS_SMALL": not is_first}
         parts = {"COPY": copy, "IS_ALIGNED": is_first}
         parts |= {"PARTS": launch.ITEM_PARTS, "PART": launch.PART}
-        exact = kept | parts | {"REMAINDERS": launch.REMAINDER_KINDS[dtype]}
+        exact = kept | parts | {"REMAINDERS": tl.int16}
         for oldest, kind in ((0, "*fp64"), (reference.OLDEST, "*fp32")):
             types = TYPES | {"inverses": "*fp64", "denominators": kind}
             yield tk.adamw_kernel, types, exact | {"OLDEST": oldest}, 8
-        kept["REMAINDERS"] = launch.LEAN_REMAINDER_KINDS[dtype]
+        kept["REMAINDERS"] = tl.int8
         yield triton_lean.adamw_lean_kernel, TYPES, kept | parts, 8
         # The other slots differ only in how often the same code stands there.
         kept |= {"BLOCKS": launch.ITEM_BLOCKS, "SLOTS": 128 if is_first else 32}

@@ -26,29 +26,20 @@ def check_pair(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
         )
 
 
-def sizes_of(update: AdamWUpdate) -> dict[str, int]:
-    """Return how many entries each tensor of an update must have."""
-    kept, mask = update.param.numel(), update.mask
-    numel = kept if mask is None else mask.numel
-    groups = num_groups(numel, mask)
-    vectors = ("remainder", "grad", "exp_avg", "exp_avg_sq", "age")
-    return dict.fromkeys(vectors, kept) | {
-        "step": 1,
-        "dense": numel,
-        "exp_avg_scale": groups,
-        "exp_avg_sq_scale": groups,
-    }
-
-
 def check_update(update: AdamWUpdate) -> None:
     """Raise ValueError with the names of the tensors that have the wrong size."""
-    kept, wrong = update.param.numel(), []
-    for name, size in sizes_of(update).items():
-        tensor = getattr(update, name)
-        if tensor is not None and tensor.numel() != size:
-            wrong.append(f"{name} ({tensor.numel():,}, not {size:,})")
-    if update.mask is not None and update.mask.kept != kept:
-        wrong.append(f"mask ({update.mask.kept:,}, not {kept:,})")
+    kept, mask = update.param.numel(), update.mask
+    numel = kept if mask is None else mask.numel
+    sizes = dict.fromkeys(("remainder", "grad", "exp_avg", "exp_avg_sq", "age"), kept)
+    sizes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), num_groups(numel, mask))
+    sizes |= {"step": 1, "dense": numel}
+    wrong = [
+        f"{name} ({tensor.numel():,}, not {size:,})"
+        for name, size in sizes.items()
+        if (tensor := getattr(update, name)) is not None and tensor.numel() != size
+    ]
+    if mask is not None and mask.kept != kept:
+        wrong.append(f"mask ({mask.kept:,}, not {kept:,})")
     if wrong:
         raise ValueError(
             f"a parameter of {kept:,} entries has the wrong size of {', '.join(wrong)}"
@@ -58,36 +49,44 @@ def check_update(update: AdamWUpdate) -> None:
 def is_plain(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:
     """Return whether addresses and sizes describe an update's tensors completely.
 
-    That is: they are contiguous, on one device, of the right sizes, and parameter, gradient and copy
-    are of ``types``.
+    That is: they are contiguous, on one device, of the right sizes and types, and parameter, gradient
+    and copy are of ``types``.
     """
-    param, mask = update.param, update.mask
-    moments = (torch.int8, torch.uint8) if update.is_lean else (master_dtype(param.dtype),) * 2
-    expected = {
-        "remainder": remainder_dtype(param.dtype, is_lean=update.is_lean),
-        "exp_avg": moments[0],
-        "exp_avg_sq": moments[1],
-        "step": torch.float32,
-        "age": torch.int16,
-        "exp_avg_scale": torch.float32,
-        "exp_avg_sq_scale": torch.float32,
-    }
-    for name, size in sizes_of(update).items():
-        tensor = getattr(update, name)
-        if tensor is None:
-            if name == "remainder" and expected[name] is not None:
-                return False
-        elif (
-            tensor.numel() != size
-            or not tensor.is_contiguous()
-            or tensor.device != param.device
-            or (tensor.dtype != expected[name] if name in expected else tensor.dtype not in types)
-        ):
-            return False
+    param, remainder, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask, age, *scales = update
+    kept, device, dtype = param.numel(), param.device, param.dtype
+    numel = kept if mask is None else mask.numel
+    moments = (torch.int8, torch.uint8) if update.is_lean else (master_dtype(dtype),) * 2
+    remainder_type = remainder_dtype(dtype, is_lean=update.is_lean)
     return (
-        param.dtype in types
+        dtype in types
+        and dtype != torch.float16  # it has no master to update
         and param.is_contiguous()
-        and (update.exp_avg_scale is None) == (update.exp_avg_sq_scale is None)
-        and not (update.is_lean and update.age is not None)
-        and (mask is None or (mask.kept == param.numel() and mask.words.device == param.device))
+        and grad.dtype in types
+        and _is_vector(grad, kept, device)
+        and exp_avg.dtype == moments[0]
+        and _is_vector(exp_avg, kept, device)
+        and exp_avg_sq.dtype == moments[1]
+        and _is_vector(exp_avg_sq, kept, device)
+        and step.dtype == torch.float32
+        and _is_vector(step, 1, device)
+        and (None if remainder is None else remainder.dtype) == remainder_type
+        and (remainder is None or _is_vector(remainder, kept, device))
+        and (mask is None or (mask.kept == kept and mask.words.device == device))
+        and (dense is None or (dense.dtype in types and _is_vector(dense, numel, device)))
+        and (age is None or (age.dtype == torch.int16 and _is_vector(age, kept, device)))
+        and (not update.is_lean or (age is None and _are_scales(scales, numel, mask, device)))
+    )
+
+
+def _is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
+    return tensor.numel() == size and tensor.is_contiguous() and tensor.device == device
+
+
+def _are_scales(
+    scales: list[Tensor | None], numel: int, mask: Mask | None, device: torch.device
+) -> bool:
+    groups = num_groups(numel, mask)
+    return all(
+        scale is not None and scale.dtype == torch.float32 and _is_vector(scale, groups, device)
+        for scale in scales
     )

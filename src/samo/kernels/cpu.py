@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo.kernels import checks, cpu_loops, reference
-from samo.kernels.checks import check_pair
+from samo.kernels import cpu_loops, reference
+from samo.kernels.checks import check_pair, is_plain
 from samo.kernels.ops import AdamWSettings, AdamWUpdate
 from samo.kernels.reference import OLDEST, corrections_by_age, count_step
 from samo.mask import bitmap
@@ -128,11 +128,11 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
     first = updates[0]
     has_ages = first.age is not None
     moment = np.float64 if first.param.dtype == torch.float64 else np.float32
-    tables: dict[float, Tensor] = {}
+    tables: dict[_Rate, Tensor] = {}
     for update in updates if has_ages else ():
-        if (lr := float(update.lr)) not in tables:
-            tables[lr] = corrections_by_age(update, settings)
-            tables[lr][0].neg_()
+        if (rate := _rate_of(update)) not in tables:
+            tables[rate] = corrections_by_age(update, settings)
+            tables[rate][0].neg_()
     blocks = [
         bitmap.num_blocks(update.param.numel() if mask is None else mask.numel)
         for update in updates
@@ -157,6 +157,14 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
     else:
         with _threads(parts):
             cpu_loops.adamw_rows_shared(*arrays, parts)
+
+
+_Rate = tuple[float, torch.dtype | None]
+
+
+def _rate_of(update: AdamWUpdate) -> _Rate:
+    """Return a learning rate and the type it is computed with, if it is a tensor."""
+    return float(update.lr), update.lr.dtype if isinstance(update.lr, Tensor) else None
 
 
 def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
@@ -196,7 +204,7 @@ def _array(tensor: Tensor) -> cpu_loops.Array:
     return np.from_dlpack(tensor)
 
 
-def _row(update: AdamWUpdate, tables: dict[float, Tensor]) -> tuple[int, ...]:
+def _row(update: AdamWUpdate, tables: dict[_Rate, Tensor]) -> tuple[int, ...]:
     """Return what the loops have to know of one parameter, in the order of their columns."""
     mask, dense, age = update.mask_of_copy, update.dense, update.age
     return (
@@ -206,7 +214,7 @@ def _row(update: AdamWUpdate, tables: dict[float, Tensor]) -> tuple[int, ...]:
         update.exp_avg.data_ptr(),
         update.exp_avg_sq.data_ptr(),
         0 if age is None else age.data_ptr(),
-        0 if age is None else tables[float(update.lr)].data_ptr(),
+        0 if age is None else tables[_rate_of(update)].data_ptr(),
         0 if dense is None else dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),
         0 if mask is None else mask.offsets.data_ptr(),
@@ -217,11 +225,7 @@ def _row(update: AdamWUpdate, tables: dict[float, Tensor]) -> tuple[int, ...]:
 
 def _is_plain(update: AdamWUpdate) -> bool:
     """Return whether the loops can do an update from addresses and sizes."""
-    return (
-        not update.is_lean
-        and update.param.dtype != torch.float16
-        and checks.is_plain(update, _SEEN_AS)
-    )
+    return not update.is_lean and is_plain(update, _SEEN_AS)
 
 
 def _num_threads(blocks: int) -> int:

@@ -1,11 +1,10 @@
-"""How a 16-bit weight and what its rounding left over make up one fp32 master value.
+"""How a bfloat16 weight and what its rounding left over make up one fp32 master value.
 
     dtype     remainder             master
     float32   none                  the weight itself
     float64   none                  the weight itself
     bfloat16  int16 remainder       bits(weight) * 2**16 + remainder
     bfloat16  int8 correction       bits(weight) * 2**16 + correction * 2**8     (lean state)
-    float16   float32 master        the remainder; the weight is its rounded copy
 
 For bfloat16 the weight is the upper half of its master, rounded half away from zero, and the
 remainder is the signed distance, so both halves together are the master exactly:
@@ -26,9 +25,9 @@ __all__ = []
 
 def remainder_dtype(dtype: torch.dtype, *, is_lean: bool = False) -> torch.dtype | None:
     """Return the type of the remainders of weights of ``dtype``; None if they have none."""
-    if dtype == torch.bfloat16:
-        return torch.int8 if is_lean else torch.int16
-    return torch.float32 if dtype == torch.float16 else None
+    if dtype != torch.bfloat16:
+        return None
+    return torch.int8 if is_lean else torch.int16
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,8 +42,6 @@ def join(values: Tensor, remainder: Tensor | None) -> Tensor:
         if remainder is not None:
             bits += remainder.to(torch.int32) << 8 if remainder.dtype == torch.int8 else remainder
         return bits.view(torch.float32)
-    if remainder is not None:
-        return remainder.clone()
     return values.to(master_dtype(values.dtype), copy=True)
 
 
@@ -57,8 +54,6 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         upper = (bits + 0x8000) >> 16
         remainder = (bits - (upper << 16)).to(torch.int16)
         return upper.to(torch.int16).view(torch.bfloat16), remainder
-    if dtype == torch.float16:
-        return master.to(torch.float16), master.to(torch.float32)
     return master.to(dtype), None
 
 

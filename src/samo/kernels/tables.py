@@ -175,7 +175,7 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
     of tensors go through ``map``, which costs a third of a loop.
     """
     param, remainder, grad, exp_avg, exp_avg_sq, step, lr, _, dense, mask, *others = zip(*updates)
-    state = [*param, *exp_avg, *exp_avg_sq, *step]
+    state = [*param, *exp_avg, *exp_avg_sq]
     copies: list[Tensor] = []
     found: list[object] = [where, len(updates)]
     for column in (remainder, dense, *others):
@@ -187,6 +187,7 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
             if column is dense:
                 copies = there
     found += map(Tensor.data_ptr, state)
+    found += map(Tensor.data_ptr, step)
     found += map(_nbytes, state)
     found += map(_nbytes, grad)
     found += map(Tensor.get_device, grad)

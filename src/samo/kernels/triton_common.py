@@ -247,8 +247,6 @@ def load_master(param_at, remainder_at, mask, IS_FULL: tl.constexpr):
         if remainder_at.dtype.element_ty == tl.int8:
             remainder = remainder << 8
         master = (upper + remainder).to(tl.float32, bitcast=True)
-    elif kind == tl.float16:
-        master = load_entries(remainder_at, mask, IS_FULL)
     else:
         master = load_entries(param_at, mask, IS_FULL)
     return master
@@ -270,9 +268,6 @@ def store_master(param_at, remainder_at, master, dither, mask, IS_FULL: tl.const
             remainder = tl.minimum((remainder + dither) >> 8, 127)
         store_entries(remainder_at, remainder.to(remainder_at.dtype.element_ty), mask, IS_FULL)
         stored = rounded.to(tl.int16)
-    elif kind == tl.float16:
-        store_entries(remainder_at, master, mask, IS_FULL)
-        stored = master.to(tl.float16)
     else:
         stored = master
     store_entries(param_at, stored, mask, IS_FULL)

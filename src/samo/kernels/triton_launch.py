@@ -68,14 +68,6 @@ _EXPONENTS: Final = {
 }
 """For each type its entries as integers, and the bits that are all set in no finite number."""
 
-REMAINDER_KINDS: Final = {
-    torch.bfloat16: tl.int16,
-    torch.float16: tl.float32,
-    torch.float32: tl.float32,  # none; any type will do
-}
-LEAN_REMAINDER_KINDS: Final = REMAINDER_KINDS | {torch.bfloat16: tl.int8}
-"""How the kernels see the remainder of a parameter of a type."""
-
 _MAX_REGISTERS: Final = {32: None, 64: None, 128: 72, 256: 128}
 """By slots: with fewer registers to a lane more programs run at once (H200, 2026-11-15: 3 to 10 %)."""
 
@@ -354,7 +346,7 @@ def _make_group(
         is_lean = chosen[0].is_lean
         options: dict[str, Any] = {
             "WEIGHT": KINDS[dtype],
-            "REMAINDERS": (LEAN_REMAINDER_KINDS if is_lean else REMAINDER_KINDS)[dtype],
+            "REMAINDERS": tl.int8 if is_lean else tl.int16,  # read for bfloat16 alone
             "GRADIENT": KINDS[grad_dtype],
             "enable_fp_fusion": False,  # a multiply and an add round twice, as torch's do
         }
