@@ -183,7 +183,7 @@ def _convert_overload(source, target):
 # they lie side by side. A CPU with AVX-512 does it 8, 16 or 32 entries at a time; any other one walks
 # over the set bits.
 
-# What numba is told to compile for, where a user sets NUMBA_CPU_NAME, may be less than this CPU.
+# With NUMBA_CPU_NAME set, numba compiles for that CPU, which may have less than this one.
 _FEATURES: Final = {} if config.CPU_NAME else binding.get_host_cpu_features()
 _LANES: Final = {
     types.float64: 8 if _FEATURES.get("avx512f") else 0,

@@ -1,4 +1,4 @@
-"""What an implementation of the kernels provides, and what an AdamW step is told.
+"""The operations that an implementation of the kernels provides, and their arguments.
 
 Shape suffixes: N = entries of the dense tensor, Z = kept entries, G = groups of entries.
 """

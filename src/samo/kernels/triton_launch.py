@@ -9,6 +9,7 @@ What the kernels do not cover (float64 updates, parameters with strides) falls b
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -171,25 +172,17 @@ def launch_compress(config: Config, dense: Tensor, mask: Mask, out: Tensor) -> N
     if mask.kept == 0:
         return
     source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out)
+    words = mask.words.numel()
     with device_of(dense):
         if config.way == "slot":
             triton_kernels.compress_by_slot_kernel[(mask.offsets.numel(),)](
-                source,
-                mask.words,
-                mask.offsets,
-                target,
-                mask.words.numel() // 2,
+                *(source, mask.words, mask.offsets, target, words // 2),
                 SLOTS=config.size,
                 num_warps=config.num_warps,
             )
         else:
-            triton_kernels.compress_by_entry_kernel[(cdiv(mask.words.numel(), config.size),)](
-                source,
-                mask.words,
-                mask.offsets,
-                target,
-                mask.numel,
-                mask.words.numel(),
+            triton_kernels.compress_by_entry_kernel[(cdiv(words, config.size),)](
+                *(source, mask.words, mask.offsets, target, mask.numel, words),
                 WORDS=config.size,
                 num_warps=config.num_warps,
             )
@@ -254,9 +247,9 @@ class _Plan(NamedTuple):
     groups: list[_Group]
 
 
-_PLANS: Final[list[tuple[list[object], _Plan]]] = []
+_plans: list[tuple[list[object], _Plan]] = []
 _MAX_PLANS: Final = 8
-"""Plans of the last steps, the latest first."""
+"""The latest plans and the fingerprints of their updates; replaced as a whole, for other threads' sake."""
 
 
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
@@ -281,17 +274,15 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
 
 def _plan_of(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
     """Return the plan of some updates, from an earlier step if nothing but gradients has moved."""
+    global _plans
     if where.is_captured:
         return _make_plan(where, updates)
     key = fingerprint(where, updates)
-    for index, (known, plan) in enumerate(_PLANS):
+    for known, plan in _plans:
         if known == key:
-            if index:
-                _PLANS.insert(0, _PLANS.pop(index))
             return plan
     plan = _make_plan(where, updates)
-    _PLANS.insert(0, (key, plan))
-    del _PLANS[_MAX_PLANS:]
+    _plans = [(key, plan), *_plans[: _MAX_PLANS - 1]]
     return plan
 
 
@@ -416,7 +407,7 @@ def _launch_group(
     skip: Tensor | None,
 ) -> None:
     beta1, beta2, eps = settings
-    addresses = [update.grad.data_ptr() for update in updates]
+    addresses = list(map(Tensor.data_ptr, map(_grad, updates)))
     table = with_addresses(where, group.table, GRAD.value, addresses)
     is_aligned = are_aligned(addresses)
     scalars, skip_at = _count_steps(where, group, table, updates, settings, skip)
@@ -474,9 +465,8 @@ def _count_steps(
     count, size = len(updates), 128
     scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=where.device)
     is_on_host = group.rate_type is None
-    lrs = [float(update.lr) for update in updates] if is_on_host else [0.0]
-    rates, lr = numbers(where, lrs)
-    decays, weight_decay = numbers(where, [float(update.weight_decay) for update in updates])
+    rates, lr = numbers(where, list(map(float, map(_lr, updates))) if is_on_host else [0.0])
+    decays, weight_decay = numbers(where, list(map(float, map(_weight_decay, updates))))
     skip_at = scalars if skip is None else skip.view(torch.int8)
     with device_of(scalars):
         triton_kernels.adamw_scalars_kernel[(cdiv(count, size),)](
@@ -513,6 +503,8 @@ def _refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
         expand_(update.param, update.mask, new)
         dense.detach().copy_(torch.where(skip, dense.detach(), new))
 
+
+_grad, _lr, _weight_decay = map(attrgetter, ("grad", "lr", "weight_decay"))
 
 # Types and sizes ---------------------------------------------------------------------------------
 
