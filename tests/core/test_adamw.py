@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -252,12 +253,12 @@ def test_a_graph_that_replays_something_else_is_refused(monkeypatch: pytest.Monk
 def test_tables_of_a_graph_are_remembered_by_nobody() -> None:
     tables = pytest.importorskip("samo.kernels.tables", reason="needs triton")
     here, graph = (tables.Where(torch.device("cpu"), 0, captured) for captured in (False, True))
-    rows = ((1, 2), (3, 4))
-    assert tables.rows(here, rows) is tables.rows(here, rows)
-    found = tables.rows(graph, rows)
-    assert torch.equal(found, tables.rows(here, rows))
-    assert found is not tables.rows(here, rows)
-    assert found is not tables.rows(graph, rows)
+    rows = numpy.array([[1, 2], [3, 4]])
+    assert tables.send(here, rows) is tables.send(here, rows)
+    found = tables.send(graph, rows)
+    assert torch.equal(found, tables.send(here, rows))
+    assert found is not tables.send(here, rows)
+    assert found is not tables.send(graph, rows)
 
 
 def test_torch_optimizers_refuse_bf16_gradients_and_ours_takes_them() -> None:

@@ -16,7 +16,7 @@ from samo.core import remap, transfer
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
 from samo.core.weight import Weight
-from samo.kernels.rounding import convert_rest, split
+from samo.kernels.rounding import convert_remainder, split
 from tests.meters import LargestTensor
 
 Make = Callable[[Any], Optimizer]
@@ -173,7 +173,7 @@ def test_given_values_are_those_of_the_entries_kept_anew(kind: str) -> None:
     assert torch.equal(state["0.weight value"][at], values)
     for key, dtype in (("remainder", torch.int16), ("correction", torch.int8)):
         if rest is not None and f"0.weight {key}" in state:
-            assert torch.equal(state[f"0.weight {key}"][at], convert_rest(rest, dtype))
+            assert torch.equal(state[f"0.weight {key}"][at], convert_remainder(rest, dtype))
     assert (rest is not None) == (kind in ("remainders", "lean"))
 
 

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel in every variant that ``samo.kernels.cuda`` launches; needs no GPU.
+"""Compile every Triton kernel in every variant that ``samo.kernels`` launches; needs no GPU.
 
     python -m tests.kernels.compile_kernels 90
 
@@ -7,7 +7,7 @@ handy to look at the code: ``compile_kernel(...).asm["ptx"]``.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import cycle, product
 from typing import Any
 
@@ -17,8 +17,8 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from samo.kernels import ages, cuda, triton_kernels as tk
-from samo.kernels.triton_parts import KINDS
+from samo.kernels import reference, triton_kernels as tk, triton_launch as launch, triton_lean
+from samo.kernels.triton_common import KINDS
 
 NAMES = {
     torch.bfloat16: "i16",
@@ -37,9 +37,9 @@ TRIPLES: list[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = [
     (torch.float32, torch.float32, None),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32, None),
-    (torch.float16, torch.float32, torch.float16),
-    (torch.float16, torch.bfloat16, None),
 ]
+TYPES = {"rows": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
+TYPES |= dict.fromkeys(("lerp", "beta2", "lerp2", "eps"), "fp32")
 
 Variant = tuple[Any, dict[str, str], dict[str, Any], int]
 """A kernel, the types of its arguments, its constants, and its warps."""
@@ -52,42 +52,31 @@ def variants() -> Iterator[Variant]:
     for rate in (tl.float32, tl.float64):
         yield scalars_variant(False, rate, False, True)
     # Flags in turns over the types: together only where one changes what another does.
-    for triple, is_first in zip(TRIPLES, cycle((False, True))):
-        types = {"rows": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
-        types |= {"age_rows": "*i64", "inverses": "*fp64", "denominators": "*fp64"}
-        types |= dict.fromkeys(("lerp", "beta2", "rest2", "eps"), "fp32")
-        constants = constants_of(triple, is_first) | {
-            "WHOLE": KINDS[cuda.REST_KINDS[triple[0]]],
-            "OLDEST": 0,
-        }
-        whole = {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}
-        by_age = types | {"denominators": "*fp32"}
-        yield tk.adamw_all_kernel, types, constants | whole, 8
-        yield tk.adamw_all_kernel, by_age, constants | whole | {"OLDEST": ages.OLDEST}, 8
-        if triple[2] is not None:
+    for (dtype, grad_dtype, copy_dtype), is_first in zip(TRIPLES, cycle((False, True))):
+        copy = None if copy_dtype is None else KINDS[copy_dtype]
+        kept = {"WEIGHT": KINDS[dtype], "GRADIENT": KINDS[grad_dtype]}
+        kept |= {"HAS_SKIP": is_first, "IS_SMALL": not is_first}
+        parts = {"COPY": copy, "IS_ALIGNED": is_first}
+        parts |= {"PARTS": launch.ITEM_PARTS, "PART": launch.PART}
+        exact = kept | parts | {"REMAINDERS": tl.int16}
+        for oldest, kind in ((0, "*fp64"), (reference.OLDEST, "*fp32")):
+            types = TYPES | {"inverses": "*fp64", "denominators": kind}
+            yield tk.adamw_kernel, types, exact | {"OLDEST": oldest}, 8
+        kept["REMAINDERS"] = tl.int8
+        yield triton_lean.adamw_lean_kernel, TYPES, kept | parts, 8
+        # The other slots differ only in how often the same code stands there.
+        kept |= {"BLOCKS": launch.ITEM_BLOCKS, "SLOTS": 128 if is_first else 32}
+        yield triton_lean.adamw_lean_kept_kernel, TYPES, kept, 1
+        if copy is not None:
             types = {"rows": "*i64", "items": "*i32", "skip": "*i8" if is_first else "*i32"}
-            constants = {"VALUES": KINDS[triple[0]], "COPY": KINDS[triple[2]]}
-            constants |= {"HAS_SKIP": is_first, "IS_ALIGNED": is_first, "BLOCKS": cuda.ITEM_BLOCKS}
+            constants = {"VALUES": KINDS[dtype], "COPY": copy, "BLOCKS": launch.ITEM_BLOCKS}
+            constants |= {"HAS_SKIP": is_first, "IS_ALIGNED": is_first}
             yield tk.expand_rows_kernel, types, constants, 2
-    for kind, exponent in cuda._EXPONENTS.values():
+    for kind, exponent in launch._EXPONENTS.values():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
-        constants |= {"PARTS": cuda.ITEM_PARTS, "PART": cuda.PART}
+        constants |= {"PARTS": launch.ITEM_PARTS, "PART": launch.PART}
         yield tk.find_exponent_kernel, types, constants, 4
-
-
-def constants_of(
-    triple: tuple[torch.dtype, torch.dtype, torch.dtype | None], is_first: bool
-) -> dict[str, Any]:
-    dtype, grad_dtype, copy_dtype = triple
-    return {
-        "WEIGHT": KINDS[dtype],
-        "GRADIENT": KINDS[grad_dtype],
-        "COPY": None if copy_dtype is None else KINDS[copy_dtype],
-        "HAS_SKIP": is_first,
-        "IS_SMALL": not is_first,
-        "IS_ALIGNED": is_first,
-    }
 
 
 def scalars_variant(has_skip: bool, rate: Any, has_rates: bool, has_decays: bool) -> Variant:
@@ -95,14 +84,8 @@ def scalars_variant(has_skip: bool, rate: Any, has_rates: bool, has_decays: bool
     types["skip"] = "*i8" if has_skip else "*fp64"
     types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
     types["num_params"] = "i32"
-    constants = {
-        "RATE_TYPE": rate,
-        "HAS_RATES": has_rates,
-        "HAS_DECAYS": has_decays,
-        "HAS_SKIP": has_skip,
-        "SIZE": 128,
-    }
-    return tk.adamw_scalars_kernel, types, constants, 4
+    constants = {"RATE_TYPE": rate, "HAS_RATES": has_rates, "HAS_DECAYS": has_decays}
+    return tk.adamw_scalars_kernel, types, constants | {"HAS_SKIP": has_skip, "SIZE": 128}, 4
 
 
 def mask_variants() -> Iterator[Variant]:
@@ -132,19 +115,20 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def compile_all(variants: Iterable[Variant]) -> None:
-    """Compile for the capability named on the command line; with --once, each kernel in one variant.
+def main() -> None:
+    """Compile for the capabilities named on the command line; with --once, each kernel in one variant.
 
     Variants differ in types and flags, which every GPU knows alike: one GPU gets them all, and of another
     it is enough to know that each kernel is possible there.
     """
-    capability = int(sys.argv[1])
-    if "--once" in sys.argv[2:]:
-        variants = {variant[0].__name__: variant for variant in variants}.values()
-    made = [compile_kernel(variant, capability) for variant in variants]
-    assert all(kernel.asm["cubin"] for kernel in made)
-    print(f"sm_{capability}: {len(made)} variants compile")
+    found = list(variants())
+    if "--once" in sys.argv:
+        found = list({variant[0].__name__: variant for variant in found}.values())
+    for capability in (int(argument) for argument in sys.argv[1:] if argument.isdigit()):
+        made = [compile_kernel(variant, capability) for variant in found]
+        assert all(kernel.asm["cubin"] for kernel in made)
+        print(f"sm_{capability}: {len(made)} variants compile")
 
 
 if __name__ == "__main__":
-    compile_all(variants())
+    main()

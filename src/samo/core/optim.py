@@ -15,14 +15,14 @@ from samo import kernels as _kernels
 from samo.core.shards import local_update, shard_groups
 from samo.core.weight import Weight, weight_from, weight_of
 from samo.errors import CompressionError, MaskError
-from samo.kernels import AdamWSettings, AdamWUpdate, AgedUpdate, LeanUpdate
-from samo.kernels.ages import ages_at
+from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.lean import num_groups, quantise_weight
-from samo.kernels.rounding import master_dtype, rest_dtype
+from samo.kernels.reference import ages_at
+from samo.kernels.rounding import master_dtype, remainder_dtype
 
 __all__ = ["AdamW"]
 
-_REST_KEYS: Final = {torch.int16: "remainder", torch.int8: "correction"}
+_REMAINDER_KEYS: Final = {torch.int16: "remainder", torch.int8: "correction"}
 """Name, in the state, of what rounding left over of a bfloat16 parameter, by its type."""
 
 _AGE: Final = "age"
@@ -437,7 +437,6 @@ class _Batch:
         self.gradients: list[Tensor] = []
         self.weights: list[Weight] = []
         self.updates: list[AdamWUpdate] = []
-        self.states: list[dict[str, Any]] = []
 
     def add(
         self, param: Tensor, weight: Weight | None, group: dict[str, Any], state: dict[str, Any]
@@ -452,10 +451,9 @@ class _Batch:
             dense, mask = weight.dense, weight.mask
             if dense is not None:
                 self.weights.append(weight)
-        rest = state.get("correction" if self.is_lean else "remainder")
         update = AdamWUpdate(
             param,
-            rest,
+            state.get("correction" if self.is_lean else "remainder"),
             grad,
             state["exp_avg"],
             state["exp_avg_sq"],
@@ -464,29 +462,18 @@ class _Batch:
             group["weight_decay"],
             dense,
             mask,
+            state.get(_AGE),
+            state.get("exp_avg_scale"),
+            state.get("exp_avg_sq_scale"),
         )
         if isinstance(param, DTensor):
             update = local_update(update)
         self.params.append(param)
         self.gradients.append(update.grad)
-        self.states.append(state)
         self.updates.append(update)
 
     def update(self, skip: Tensor | None) -> None:
-        if self.is_lean:
-            lean = [
-                LeanUpdate(update, state["exp_avg_scale"], state["exp_avg_sq_scale"])
-                for update, state in zip(self.updates, self.states)
-            ]
-            _kernels.choose_lean(self.device, self.path).adamw_lean_(lean, self.settings, skip)
-        else:
-            pairs = list(zip(self.updates, self.states))
-            aged = [AgedUpdate(update, state[_AGE]) for update, state in pairs if _AGE in state]
-            plain = [update for update, state in pairs if _AGE not in state]
-            if aged:
-                _kernels.choose_aged(self.device, self.path).adamw_aged_(aged, self.settings, skip)
-            if plain:
-                self.kernels.adamw_(plain, self.settings, skip)
+        self.kernels.adamw_(self.updates, self.settings, skip)
         # Kernels write behind autograd's back, and a backward pass over older values must be refused.
         torch.autograd.graph.increment_version(self.params)
         torch.autograd.graph.increment_version([weight.dense for weight in self.weights])  # type: ignore[misc]
@@ -513,9 +500,9 @@ def _layout(
             "exp_avg_scale": scale,
             "exp_avg_sq_scale": scale,
         }
-    rest = rest_dtype(param.dtype, is_lean=group["lean"])
-    if rest is not None:
-        layout[_REST_KEYS[rest]] = (rest, param.shape)
+    remainder = remainder_dtype(param.dtype, is_lean=group["lean"])
+    if remainder is not None:
+        layout[_REMAINDER_KEYS[remainder]] = (remainder, param.shape)
     return layout
 
 

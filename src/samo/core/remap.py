@@ -25,7 +25,7 @@ from samo.core.ranks import outdate_replicas
 from samo.core.transfer import move
 from samo.core.weight import STEPPED, Weight, mark_ragged
 from samo.errors import CompressionError, MaskError, nearest
-from samo.kernels.rounding import convert_rest, master_dtype, split
+from samo.kernels.rounding import convert_remainder, master_dtype, split
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.utils.validation import optimizers_of
@@ -313,7 +313,7 @@ def _added(
             f"{count:,} entries anew; give one floating-point number for each, in flat order"
         )
     dtype = weight.values.dtype
-    rounded, rest = split(values.detach().to(weight.device, master_dtype(dtype)), dtype)
+    rounded, remainder = split(values.detach().to(weight.device, master_dtype(dtype)), dtype)
     if not bool(rounded.isfinite().all() and rounded.to(weight.dtype).isfinite().all()):
         raise ValueError(
             f"fill has values for '{name}' that are NaN, infinite or too large for {weight.dtype}; give "
@@ -322,8 +322,8 @@ def _added(
     added = {"values": rounded}
     for index, state in enumerate(states):
         for key in _RESTS.keys() & state.keys():
-            assert rest is not None  # only values that are rounded leave one
-            added[f"{index}/{key}"] = convert_rest(rest, _RESTS[key])
+            assert remainder is not None  # only values that are rounded leave one
+            added[f"{index}/{key}"] = convert_remainder(remainder, _RESTS[key])
     return added
 
 

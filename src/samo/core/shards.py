@@ -31,13 +31,13 @@ def placed_as(values: Tensor, like: Tensor) -> Tensor:
 
 def local_update(update: AdamWUpdate) -> AdamWUpdate:
     """Return the part of an update that is this rank's; its tensors may be empty."""
-    param, rest, grad, exp_avg, exp_avg_sq, *_ = update
+    param, remainder, grad, exp_avg, exp_avg_sq, *_ = update
     if isinstance(grad, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
         # Tensor parallelism may leave a sum over ranks to be done.
         grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
     return update._replace(
         param=local_of(param),
-        rest=None if rest is None else local_of(rest),
+        remainder=None if remainder is None else local_of(remainder),
         grad=local_of(grad),
         exp_avg=local_of(exp_avg),
         exp_avg_sq=local_of(exp_avg_sq),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from samo.kernels.reference import kept_pieces
+from samo.kernels.pieces import kept_pieces
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 

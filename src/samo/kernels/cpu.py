@@ -1,10 +1,10 @@
-"""The fast path on a CPU: hands tensors to the compiled loops of ``loops.py``.
+"""The fast path on a CPU: hands tensors to the compiled loops of ``cpu_loops.py``.
 
 ``docs/decisions/0003-cpu-kernels.md`` has the candidates that were measured. Work is shared among
 torch's number of threads. They are OpenMP's, as torch's are: threads of Python's own would share their
 cores with OpenMP's, which spin for some milliseconds after every torch operation in the hope of more.
 
-What the loops do not cover (float16 parameters, tensors with strides) falls back to ``reference``.
+What the loops do not cover (float16 parameters, 8-bit state, tensors with strides) falls back to ``reference``.
 """
 
 import importlib.util
@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo.kernels import AdamWSettings, AdamWUpdate, loops, reference
-from samo.kernels.corrections import count_step
-from samo.kernels.rounding import master_dtype, rest_dtype
-from samo.kernels.sizes import check_pair, has_plain_tensors, mask_of_copy, set_apart
+from samo.kernels import cpu_loops, reference
+from samo.kernels.checks import check_pair, is_plain
+from samo.kernels.ops import AdamWSettings, AdamWUpdate
+from samo.kernels.reference import OLDEST, corrections_by_age, count_step
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
 if numba.config.DISABLE_JIT:
     raise ImportError(
-        "numba is told not to compile (NUMBA_DISABLE_JIT), so the reference is faster"
+        "numba does not compile here (NUMBA_DISABLE_JIT is set), so the reference is faster"
     )
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
@@ -45,7 +45,7 @@ def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
     if mask is None:
         out.detach().copy_(dense.detach().reshape(out.shape))
     elif _is_covered(dense.dtype, out.dtype) and out.is_contiguous():
-        _run(loops.compress_blocks, mask, dense.detach().reshape(-1), out.detach().view(-1))
+        _run(cpu_loops.compress_blocks, mask, dense.detach().reshape(-1), out.detach().view(-1))
     else:
         reference.compress_(dense, mask, out)
 
@@ -59,18 +59,28 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
     if mask is None:
         dense.detach().copy_(values.detach().reshape(dense.shape))
     elif _is_covered(values.dtype, dense.dtype) and dense.is_contiguous():
-        _run(loops.expand_blocks, mask, values.detach().reshape(-1), dense.detach().view(-1))
+        _run(cpu_loops.expand_blocks, mask, values.detach().reshape(-1), dense.detach().view(-1))
     else:
         reference.expand_(values, mask, dense)
 
 
+@torch.no_grad()
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
     """Do one AdamW step; each block of a dense copy is written as soon as its values are new."""
     if skip is not None and bool(skip):
         return
-    plain, others = set_apart(updates, is_plain)
+    together: dict[tuple[torch.dtype | bool, ...], list[AdamWUpdate]] = {}
+    others = []
+    for update in updates:
+        if _is_plain(update):
+            copy = update.param if update.dense is None else update.dense
+            key = update.param.dtype, update.grad.dtype, copy.dtype, update.age is not None
+            together.setdefault(key, []).append(update)
+        else:
+            others.append(update)
     reference.adamw_(others, settings, None)
-    update_rows(plain, settings)
+    for members in together.values():
+        _update_rows(members, settings)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -88,10 +98,10 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         arrays = (np.array(rows, dtype=np.int64), np.empty(0, dtype=exponent.dtype), exponent)
         parts = _num_threads(bitmap.num_blocks(sum(size for _, size in rows)))
         if parts == 1:
-            found |= loops.find_exponent_rows(*arrays, 0, 1)
+            found |= cpu_loops.find_exponent_rows(*arrays, 0, 1)
         else:
             with _threads(parts):
-                found |= loops.find_exponent_rows_shared(*arrays, parts)
+                found |= cpu_loops.find_exponent_rows_shared(*arrays, parts)
     here = torch.tensor(bool(found), device="cpu")
     return here | reference.find_nonfinite(strided) if strided else here
 
@@ -113,41 +123,48 @@ _SEEN_AS: Final[dict[torch.dtype, Any]] = {
 """How the loops see entries of a type."""
 
 
-def update_rows(
-    updates: Sequence[AdamWUpdate],
-    settings: AdamWSettings,
-    ages: Sequence[tuple[Tensor, Tensor]] = (),
-) -> None:
-    """Update plain parameters; ``ages`` has those of each one's entries, and a table to look them up."""
-    together: dict[tuple[torch.dtype, ...], list[int]] = {}
-    for index, update in enumerate(updates):
-        copy = update.param if update.dense is None else update.dense
-        key = update.param.dtype, update.grad.dtype, copy.dtype
-        together.setdefault(key, []).append(index)
-    for (param, grad, dense), members in together.items():
-        chosen = [updates[index] for index in members]
-        moment = np.float64 if param == torch.float64 else np.float32
-        ends = np.cumsum([_num_blocks(update) for update in chosen])
-        arrays: tuple[Any, ...] = (
-            np.array(
-                [_row(updates[index], ages[index] if ages else None) for index in members],
-                dtype=np.int64,
-            ),
-            np.array([_scalars(update, settings) for update in chosen], dtype=moment),
-            ends,
-            0 if not ages else ages[0][1].shape[1] - 1,
-            np.empty(0, _SEEN_AS[param]),
-            np.empty(0, _SEEN_AS[grad]),
-            np.empty(0, moment),
-            np.empty(0, np.int16 if ages else np.bool_),
-            np.empty(0, _SEEN_AS[dense]),
-        )
-        parts = _num_threads(int(ends[-1]))
-        if parts == 1:
-            loops.adamw_rows(*arrays, 0, int(ends[-1]))
-        else:
-            with _threads(parts):
-                loops.adamw_rows_shared(*arrays, parts)
+def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> None:
+    """Update plain parameters of the same types, all with ages or all without."""
+    first = updates[0]
+    has_ages = first.age is not None
+    moment = np.float64 if first.param.dtype == torch.float64 else np.float32
+    tables: dict[_Rate, Tensor] = {}
+    for update in updates if has_ages else ():
+        if (rate := _rate_of(update)) not in tables:
+            tables[rate] = corrections_by_age(update, settings)
+            tables[rate][0].neg_()
+    blocks = [
+        bitmap.num_blocks(update.param.numel() if mask is None else mask.numel)
+        for update in updates
+        for mask in (update.mask_of_copy,)
+    ]
+    ends = np.cumsum(blocks)
+    dense = first.param if first.dense is None else first.dense
+    arrays: tuple[Any, ...] = (
+        np.array([_row(update, tables) for update in updates], dtype=np.int64),
+        np.array([_scalars(update, settings) for update in updates], dtype=moment),
+        ends,
+        OLDEST if has_ages else 0,
+        np.empty(0, _SEEN_AS[first.param.dtype]),
+        np.empty(0, _SEEN_AS[first.grad.dtype]),
+        np.empty(0, moment),
+        np.empty(0, np.int16 if has_ages else np.bool_),
+        np.empty(0, _SEEN_AS[dense.dtype]),
+    )
+    parts = _num_threads(int(ends[-1]))
+    if parts == 1:
+        cpu_loops.adamw_rows(*arrays, 0, int(ends[-1]))
+    else:
+        with _threads(parts):
+            cpu_loops.adamw_rows_shared(*arrays, parts)
+
+
+_Rate = tuple[float, torch.dtype | None]
+
+
+def _rate_of(update: AdamWUpdate) -> _Rate:
+    """Return a learning rate and the type it is computed with, if it is a tensor."""
+    return float(update.lr), update.lr.dtype if isinstance(update.lr, Tensor) else None
 
 
 def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
@@ -157,18 +174,12 @@ def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
     return decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator
 
 
-def _num_blocks(update: AdamWUpdate) -> int:
-    """Return into how many blocks the work on a parameter is cut."""
-    mask = mask_of_copy(update)
-    return bitmap.num_blocks(update.param.numel() if mask is None else mask.numel)
-
-
 def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether the loops move entries of one type to another."""
     return source in _SEEN_AS and target in _SEEN_AS
 
 
-def _run(kernel: loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> None:
+def _run(kernel: cpu_loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> None:
     """Run a kernel over all blocks of a mask, on as many threads as it is worth."""
     arrays = (
         _array(source),
@@ -182,45 +193,39 @@ def _run(kernel: loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> No
         kernel(*arrays, 0, blocks)
     else:
         with _threads(parts):
-            loops.SHARED[kernel](*arrays, blocks, parts)
+            cpu_loops.SHARED[kernel](*arrays, blocks, parts)
 
 
-def _array(tensor: Tensor) -> loops.Array:
-    """Return a contiguous tensor as an array over the same memory, in the type of the loops."""
+def _array(tensor: Tensor) -> cpu_loops.Array:
+    """Return a contiguous tensor as an array over the same memory, in the type of the cpu_loops."""
     # Not by Tensor.numpy(): from then on torch could not free the memory of FSDP2's whole parameters.
     if tensor.element_size() == 2:
         return np.from_dlpack(tensor.view(torch.int16)).view(_SEEN_AS[tensor.dtype])
     return np.from_dlpack(tensor)
 
 
-def _row(update: AdamWUpdate, age: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
-    """Return what ``loops`` has to know of one parameter, in the order of its columns."""
-    param, rest, grad, exp_avg, exp_avg_sq, _, _, _, dense, _ = update
-    mask = mask_of_copy(update)
+def _row(update: AdamWUpdate, tables: dict[_Rate, Tensor]) -> tuple[int, ...]:
+    """Return what the loops have to know of one parameter, in the order of their columns."""
+    mask, dense, age = update.mask_of_copy, update.dense, update.age
     return (
-        param.data_ptr(),
-        0 if rest is None else rest.data_ptr(),
-        grad.data_ptr(),
-        exp_avg.data_ptr(),
-        exp_avg_sq.data_ptr(),
-        *((0, 0) if age is None else (age[0].data_ptr(), age[1].data_ptr())),
+        update.param.data_ptr(),
+        0 if update.remainder is None else update.remainder.data_ptr(),
+        update.grad.data_ptr(),
+        update.exp_avg.data_ptr(),
+        update.exp_avg_sq.data_ptr(),
+        0 if age is None else age.data_ptr(),
+        0 if age is None else tables[_rate_of(update)].data_ptr(),
         0 if dense is None else dense.data_ptr(),
         0 if mask is None else mask.words.data_ptr(),
         0 if mask is None else mask.offsets.data_ptr(),
-        param.numel(),
+        update.param.numel(),
         0 if dense is None else dense.numel(),
     )
 
 
-def is_plain(update: AdamWUpdate) -> bool:
-    """Return whether addresses and sizes say all about a parameter's tensors, and the loops know them."""
-    dtype, rest = update.param.dtype, update.rest
-    return (
-        dtype != torch.float16
-        and update.exp_avg.dtype == update.exp_avg_sq.dtype == master_dtype(dtype)
-        and (None if rest is None else rest.dtype) == rest_dtype(dtype)
-        and has_plain_tensors(update, _SEEN_AS)
-    )
+def _is_plain(update: AdamWUpdate) -> bool:
+    """Return whether the loops can do an update from addresses and sizes."""
+    return not update.is_lean and is_plain(update, _SEEN_AS)
 
 
 def _num_threads(blocks: int) -> int:

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit state in plain torch operations: right on every device, and the fast one on none.
+"""The codes of 8-bit optimizer state, in plain torch operations.
 
 For each kept entry 1 byte of the first moment m and 1 of the second, v, which is stored as its root u.
 Entries that lie close together in the dense tensor share two fp32 scales, the largest |m| and u of
@@ -22,22 +22,17 @@ Scales are fp32 for the same reason: the largest u of a group decays by 0.05 % i
 gradient (beta2 0.999), a tenth of what bfloat16 can tell apart. Decision 0012 has the numbers.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samo.kernels import AdamWSettings, AdamWUpdate, LeanUpdate
-from samo.kernels.corrections import count_step
-from samo.kernels.reference import adamw_values, flattened, pieces, put, refresh
-from samo.kernels.rounding import convert_rest, join, split
-from samo.kernels.sizes import check_update
+from samo.kernels.pieces import pieces
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
-__all__ = ["adamw_lean_"]
+__all__ = []
 
 GROUP: Final = 1024
 UNPRUNED_GROUP: Final = 256
@@ -129,7 +124,7 @@ def quantise_weight(
         torch.empty_like(exp_avg_sq_Z, dtype=torch.uint8),
         *(torch.empty(groups, device=exp_avg_Z.device) for _ in range(2)),
     )
-    for numbers, piece_Z, piece_G in _grouped_pieces(numel, mask, exp_avg_Z.device):
+    for numbers, piece_Z, piece_G in grouped_pieces(numel, mask, exp_avg_Z.device):
         codes = quantise(
             exp_avg_Z[piece_Z], exp_avg_sq_Z[piece_Z], numbers, piece_G.stop - piece_G.start
         )
@@ -172,7 +167,7 @@ def dequantise_weight(moments: Moments, numel: int, mask: Mask | None) -> tuple[
         (tensor([0.5000, 2.0000]), tensor([4., 1.]))
     """
     made = [torch.empty_like(moments.exp_avg_Z, dtype=torch.float32) for _ in range(2)]
-    for numbers, piece_Z, piece_G in _grouped_pieces(numel, mask, made[0].device):
+    for numbers, piece_Z, piece_G in grouped_pieces(numel, mask, made[0].device):
         cuts = (piece_Z, piece_Z, piece_G, piece_G)
         held = Moments(*(tensor[cut] for tensor, cut in zip(moments, cuts)))
         for target, source in zip(made, dequantise(held, numbers)):
@@ -213,7 +208,7 @@ def group_numbers(numel: int, keep: Tensor | None, device: torch.device) -> Tens
     return keep.nonzero().view(-1) // GROUP
 
 
-def _grouped_pieces(
+def grouped_pieces(
     numel: int, mask: Mask | None, device: torch.device
 ) -> Iterator[tuple[Tensor, slice, slice]]:
     """Yield, for pieces of a weight, the group of each kept entry in it, and where both lie."""
@@ -221,62 +216,6 @@ def _grouped_pieces(
     for piece_N, keep, piece_Z in pieces(numel, mask):
         numbers = group_numbers(piece_N.stop - piece_N.start, keep, device)
         yield numbers, piece_Z, slice(piece_N.start // size, -(-piece_N.stop // size))
-
-
-@torch.no_grad()
-def adamw_lean_(
-    updates: Sequence[LeanUpdate], settings: AdamWSettings, skip: Tensor | None
-) -> None:
-    """Do one AdamW step in fp32 on moments and masters of 8 and 24 bits."""
-    for update, exp_avg_scale, exp_avg_sq_scale in updates:
-        groups = num_groups(numel_of(update), update.mask)
-        check_update(
-            update,
-            exp_avg_scale=(exp_avg_scale, groups),
-            exp_avg_sq_scale=(exp_avg_sq_scale, groups),
-        )
-    for lean_update in updates:
-        _update_one(lean_update, settings, skip)
-
-
-def numel_of(update: AdamWUpdate) -> int:
-    """Return how many entries the groups of a weight are counted in."""
-    return update.param.numel() if update.mask is None else update.mask.numel
-
-
-def _update_one(lean_update: LeanUpdate, settings: AdamWSettings, skip: Tensor | None) -> None:
-    update, *scales_G = lean_update
-    corrections = count_step(update, settings, skip)
-    grad = update.grad.detach().reshape(-1)
-    with ExitStack() as stack:
-        param, exp_avg_Z, exp_avg_sq_Z = (
-            stack.enter_context(flattened(tensor))
-            for tensor in (update.param, update.exp_avg, update.exp_avg_sq)
-        )
-        rest_Z = None if update.rest is None else stack.enter_context(flattened(update.rest))
-        for groups, piece_Z, piece_G in _grouped_pieces(
-            numel_of(update), update.mask, param.device
-        ):
-            held = Moments(
-                exp_avg_Z[piece_Z], exp_avg_sq_Z[piece_Z], *(scale[piece_G] for scale in scales_G)
-            )
-            rest = None if rest_Z is None else rest_Z[piece_Z]
-            master, exp_avg, exp_avg_sq = adamw_values(
-                join(param[piece_Z], rest),
-                grad[piece_Z].to(torch.float32),
-                *dequantise(held, groups),
-                corrections,
-                settings,
-            )
-            bits = random_bits(piece_Z.start, piece_Z.stop, update.step)
-            values, new_rest = split(master, param.dtype)
-            changes = [*zip(held, quantise(exp_avg, exp_avg_sq, groups, len(held[2]), bits))]
-            changes.append((param[piece_Z], values))
-            if rest is not None and new_rest is not None:
-                changes.append((rest, convert_rest(new_rest, rest.dtype, bits & 0xFF)))
-            for target, source in changes:
-                put(target, source, skip)
-    refresh(update, skip)
 
 
 def _root(values: Tensor) -> Tensor:

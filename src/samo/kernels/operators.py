@@ -69,8 +69,8 @@ def _(
 
 
 try:
+    from samo.kernels.triton_common import IS_INTERPRETED
     from samo.kernels.triton_kernels import compress_by_slot_kernel, expand_kernel
-    from samo.kernels.triton_parts import IS_INTERPRETED
 except ImportError:
     _TRITON = False
 else:

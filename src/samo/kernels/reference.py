@@ -1,24 +1,37 @@
 """Plain torch operations: right on every device, and what the fast paths are compared with.
 
-Tensors are walked in pieces of 2**20 entries, so that no temporary grows with a tensor and no whole
-mask is ever unpacked.
+AdamW divides its moments, which start at 0, by how much of a full average they can have seen:
+1 - beta**t after t updates. An entry that is newly kept at step 1,000 has seen one gradient, not 1,000:
+
+    moments after one gradient g     m = 0.1 g    v = 0.001 g^2          (betas 0.9, 0.999)
+    corrected for t = 1              m / 0.1 = g, v / 0.001 = g^2        change lr * 1.0
+    corrected for t = 1,000          m / 1 = 0.1 g, v / 0.63 = 0.0016 g^2    change lr * 2.5
+
+and 3.16 once t is large. So entries may have ages, how many updates each has had, in 16 bits.
+Corrections are looked up in a table. An age stops at `OLDEST`; from there on the step count of the
+weight stands in for it, so that entries which were always kept are corrected as without ages, bit for
+bit, at any step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samo.kernels import AdamWSettings, AdamWUpdate
-from samo.kernels.corrections import Corrections, count_step
-from samo.kernels.rounding import join, split
-from samo.kernels.sizes import check_pair, check_update
-from samo.mask import bitmap
+from samo.kernels import lean
+from samo.kernels.checks import check_pair, check_update
+from samo.kernels.ops import AdamWSettings, AdamWUpdate
+from samo.kernels.pieces import flattened, pieces, put
+from samo.kernels.rounding import convert_remainder, join, split
 from samo.mask.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
+
+OLDEST: Final = 2**15 - 1
+"""The largest age, of an entry that had so many updates or more."""
 
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
@@ -39,81 +52,19 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
     Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
     """
     check_pair(values, mask, dense)
+    _expand(values, mask, dense, None)
+
+
+def _expand(values: Tensor, mask: Mask | None, dense: Tensor, skip: Tensor | None) -> None:
     flat_Z = values.detach().reshape(-1)
     with flattened(dense) as flat_N:
         for piece_N, keep, piece_Z in pieces(dense.numel(), mask):
-            if keep is None:
-                flat_N[piece_N] = flat_Z[piece_Z]
-            else:
-                flat_N[piece_N].zero_()[keep] = flat_Z[piece_Z].to(dense.dtype)
-
-
-def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
-    """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
-    for update in updates:
-        check_update(update)
-    for update in updates:
-        corrections = count_step(update, settings, skip)
-        update_pieces(update, settings, skip, partial(_same, corrections))
-
-
-def update_pieces(
-    update: AdamWUpdate,
-    settings: AdamWSettings,
-    skip: Tensor | None,
-    corrections_of: Callable[[slice], Corrections],
-) -> None:
-    """Update a parameter piece by piece; ``corrections_of`` is asked for each piece's corrections."""
-    grad = update.grad.detach().reshape(-1)
-    with ExitStack() as stack:
-        param, exp_avg, exp_avg_sq = (
-            stack.enter_context(flattened(tensor))
-            for tensor in (update.param, update.exp_avg, update.exp_avg_sq)
-        )
-        rest = None if update.rest is None else stack.enter_context(flattened(update.rest))
-        for piece, _, _ in pieces(param.numel(), None):
-            held_rest = None if rest is None else rest[piece]
-            master = join(param[piece], held_rest)
-            held = (master, exp_avg[piece], exp_avg_sq[piece])
-            new = adamw_values(
-                master,
-                grad[piece].to(master.dtype),
-                exp_avg[piece],
-                exp_avg_sq[piece],
-                corrections_of(piece),
-                settings,
-            )
-            for target, source in zip(held, new):
-                put(target, source, skip)
-            values, new_rest = split(master, param.dtype)
-            put(param[piece], values, skip)
-            if held_rest is not None and new_rest is not None:
-                put(held_rest, new_rest, skip)
-    refresh(update, skip)
-
-
-def refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
-    """Write a parameter to its dense copy, if it has one."""
-    if update.dense is None:
-        return
-    values = update.param.detach().reshape(-1)
-    with flattened(update.dense) as flat_N:
-        for piece_N, keep, piece_Z in pieces(flat_N.numel(), update.mask):
-            new = values[piece_Z].to(flat_N.dtype)
+            new = flat_Z[piece_Z].to(dense.dtype)
             if keep is not None:
                 spread = torch.zeros_like(flat_N[piece_N])
                 spread[keep] = new
                 new = spread
             put(flat_N[piece_N], new, skip)
-
-
-def put(target: Tensor, source: Tensor, skip: Tensor | None) -> None:
-    """Copy to ``target`` in place, unless ``skip`` is true."""
-    target.copy_(source if skip is None else torch.where(skip, target, source))
-
-
-def _same(corrections: Corrections, piece_Z: slice) -> Corrections:
-    return corrections
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -123,6 +74,112 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     if not norms:
         return torch.zeros((), dtype=torch.bool, device=tensors[0].device if tensors else None)
     return ~torch.stack([norm.isfinite() for norm in norms]).all()
+
+
+@torch.no_grad()
+def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
+    """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
+    for update in updates:
+        check_update(update)
+    for update in updates:
+        corrections = count_step(update, settings, skip)
+        with ExitStack() as stack:
+            param, exp_avg, exp_avg_sq, *remainder = (
+                stack.enter_context(flattened(tensor))
+                for tensor in (update.param, update.exp_avg, update.exp_avg_sq, update.remainder)
+                if tensor is not None
+            )
+            flat = update._replace(
+                param=param,
+                remainder=remainder[0] if remainder else None,
+                grad=update.grad.detach().reshape(-1),
+                exp_avg=exp_avg,
+                exp_avg_sq=exp_avg_sq,
+            )
+            (_update_lean if update.is_lean else _update_exact)(flat, settings, skip, corrections)
+        if update.dense is not None:
+            _expand(update.param, update.mask, update.dense, skip)
+
+
+# Corrections of bias -----------------------------------------------------------------------------
+
+
+class Corrections(NamedTuple):
+    """What the entries of a parameter share in an AdamW step; with ages, one value for each entry."""
+
+    step_size: float | Tensor
+    """Learning rate over the first moment's bias correction."""
+    denominator: float | Tensor
+    """Square root of the second moment's bias correction."""
+    decay: float | Tensor
+    """Factor on the parameter: 1 - learning rate * weight decay."""
+
+
+def count_step(update: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None) -> Corrections:
+    """Count a step of a parameter unless it is skipped, and return what follows from the count.
+
+    Doubles on the host, or a double on the device with ``skip``: the digits are needed. If the learning
+    rate is a tensor, step size and decay are in its type, as torch's are.
+    """
+    beta1, beta2, _ = settings
+    step, lr = update.step, update.lr
+    count: float | Tensor
+    if skip is None:
+        step.add_(1)
+        count = step.item()
+    else:
+        step.add_(~skip)
+        count = step.double()
+    first = 1 - beta1**count
+    if isinstance(lr, Tensor) and isinstance(first, Tensor):
+        first = first.to(lr.dtype)
+    return Corrections(lr / first, (1 - beta2**count) ** 0.5, 1 - lr * update.weight_decay)
+
+
+def ages_at(step: Tensor, size: int) -> Tensor:
+    """Return the ages of ``size`` entries that have been kept from the first step on.
+
+    Example:
+        >>> ages_at(torch.tensor(70000.0), 2)
+        tensor([32767, 32767], dtype=torch.int16)
+    """
+    return step.clamp(max=OLDEST).to(torch.int16).expand(size).clone()
+
+
+def corrections_by_age(update: AdamWUpdate, settings: AdamWSettings) -> Tensor:
+    """Return step sizes and denominators by age under `OLDEST`, two rows in the type of the moments."""
+    like, lr = update.exp_avg, update.lr
+    first, second = bias_corrections(settings.beta1, settings.beta2, like.device)
+    if not isinstance(lr, Tensor):
+        lr = torch.full((), lr, dtype=torch.float64, device=like.device)
+    # A tensor over a tensor: torch takes a number over a tensor for its inverse times the number.
+    step_sizes = lr.to(like.device) / first.to(lr.dtype)
+    return torch.stack([step_sizes.to(like.dtype), second.to(like.dtype)])
+
+
+@lru_cache(maxsize=8)
+def bias_corrections(beta1: float, beta2: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the corrections of both moments for each age: the very doubles of `count_step`."""
+    # Not by torch's power function, whose last digit may be another than Python's.
+    ages = range(1, OLDEST + 1)
+    first = [1.0, *(1 - beta1**age for age in ages)]  # age 0, before any update, is never looked up
+    second = [1.0, *((1 - beta2**age) ** 0.5 for age in ages)]
+    return (
+        torch.tensor(first, dtype=torch.float64, device=device),
+        torch.tensor(second, dtype=torch.float64, device=device),
+    )
+
+
+def _look_up(ages: Tensor, by_age: Tensor, whole: Corrections) -> Corrections:
+    ages = ages.to(torch.int32)
+    step_sizes, denominators = (
+        torch.where(ages == OLDEST, of_all, row.index_select(0, ages))
+        for of_all, row in zip(whole, by_age)
+    )
+    return Corrections(step_sizes, denominators, whole.decay)
+
+
+# The update --------------------------------------------------------------------------------------
 
 
 def adamw_values(
@@ -144,29 +201,65 @@ def adamw_values(
     return param.mul(decay).add_(change), exp_avg, exp_avg_sq
 
 
-def pieces(numel: int, mask: Mask | None) -> Iterator[tuple[slice, Tensor | None, slice]]:
-    """Yield pieces of a dense tensor, their kept bits, and where those lie in compressed vectors."""
-    if mask is not None:
-        yield from kept_pieces(mask)
-        return
-    for start, stop in bitmap.chunks(numel):
-        yield slice(start, stop), None, slice(start, stop)
+def _update_exact(
+    flat: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None, corrections: Corrections
+) -> None:
+    by_age = None
+    if flat.age is not None:
+        younger = flat.age < OLDEST
+        flat.age.add_(younger if skip is None else younger & ~skip)
+        by_age = corrections_by_age(flat, settings)
+    # No look at the mask: its offsets would have to come to the host.
+    for piece, _, _ in pieces(flat.param.numel(), None):
+        held = None if flat.remainder is None else flat.remainder[piece]
+        master = join(flat.param[piece], held)
+        own = corrections
+        if flat.age is not None and by_age is not None:
+            own = _look_up(flat.age[piece], by_age, corrections)
+        new_master, exp_avg, exp_avg_sq = adamw_values(
+            master,
+            flat.grad[piece].to(master.dtype),
+            flat.exp_avg[piece],
+            flat.exp_avg_sq[piece],
+            own,
+            settings,
+        )
+        values, remainder = split(new_master, flat.param.dtype)
+        put(flat.exp_avg[piece], exp_avg, skip)
+        put(flat.exp_avg_sq[piece], exp_avg_sq, skip)
+        put(flat.param[piece], values, skip)
+        if held is not None and remainder is not None:
+            put(held, remainder, skip)
 
 
-def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
-    """Yield pieces of a mask's tensor, their kept bits, and where those lie in compressed vectors."""
-    spans = list(bitmap.chunks(mask.numel))
-    first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
-    # One copy to the host for all pieces, not one for each.
-    begins = [*mask.offsets[first_blocks].tolist(), mask.kept]
-    for (start, stop), begin, end in zip(spans, begins, begins[1:]):
-        yield slice(start, stop), bitmap.unpack(mask.words, start, stop), slice(begin, end)
-
-
-@contextmanager
-def flattened(tensor: Tensor) -> Iterator[Tensor]:
-    """Give a tensor as a vector to write to; a copy where strides (channels_last) allow no view."""
-    flat = tensor.detach().reshape(-1)
-    yield flat
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
+def _update_lean(
+    flat: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None, corrections: Corrections
+) -> None:
+    """Update in fp32 what is stored as 8-bit moments and 24-bit masters."""
+    assert flat.exp_avg_scale is not None
+    assert flat.exp_avg_sq_scale is not None
+    numel = flat.param.numel() if flat.mask is None else flat.mask.numel
+    for groups, piece_Z, piece_G in lean.grouped_pieces(numel, flat.mask, flat.param.device):
+        held = lean.Moments(
+            flat.exp_avg[piece_Z],
+            flat.exp_avg_sq[piece_Z],
+            flat.exp_avg_scale[piece_G],
+            flat.exp_avg_sq_scale[piece_G],
+        )
+        held_remainder = None if flat.remainder is None else flat.remainder[piece_Z]
+        master, exp_avg, exp_avg_sq = adamw_values(
+            join(flat.param[piece_Z], held_remainder),
+            flat.grad[piece_Z].to(torch.float32),
+            *lean.dequantise(held, groups),
+            corrections,
+            settings,
+        )
+        bits = lean.random_bits(piece_Z.start, piece_Z.stop, flat.step)
+        codes = lean.quantise(exp_avg, exp_avg_sq, groups, held.exp_avg_scale_G.numel(), bits)
+        values, remainder = split(master, flat.param.dtype)
+        changes = [*zip(held, codes), (flat.param[piece_Z], values)]
+        if held_remainder is not None and remainder is not None:
+            new = convert_remainder(remainder, held_remainder.dtype, bits & 0xFF)
+            changes.append((held_remainder, new))
+        for target, source in changes:
+            put(target, source, skip)

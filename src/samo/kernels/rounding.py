@@ -1,11 +1,10 @@
-"""How a 16-bit weight and what its rounding left over make up one fp32 master value.
+"""How a bfloat16 weight and what its rounding left over make up one fp32 master value.
 
-    dtype     rest_Z                master
+    dtype     remainder             master
     float32   none                  the weight itself
     float64   none                  the weight itself
     bfloat16  int16 remainder       bits(weight) * 2**16 + remainder
     bfloat16  int8 correction       bits(weight) * 2**16 + correction * 2**8     (lean state)
-    float16   float32 master        the rest; the weight is its rounded copy
 
 For bfloat16 the weight is the upper half of its master, rounded half away from zero, and the
 remainder is the signed distance, so both halves together are the master exactly:
@@ -24,11 +23,11 @@ from torch import Tensor
 __all__ = []
 
 
-def rest_dtype(dtype: torch.dtype, *, is_lean: bool = False) -> torch.dtype | None:
-    """Return the type of what is stored beside weights of ``dtype``, or None if nothing is."""
-    if dtype == torch.bfloat16:
-        return torch.int8 if is_lean else torch.int16
-    return torch.float32 if dtype == torch.float16 else None
+def remainder_dtype(dtype: torch.dtype, *, is_lean: bool = False) -> torch.dtype | None:
+    """Return the type of the remainders of weights of ``dtype``; None if they have none."""
+    if dtype != torch.bfloat16:
+        return None
+    return torch.int8 if is_lean else torch.int16
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -36,34 +35,30 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def join(values: Tensor, rest: Tensor | None) -> Tensor:
-    """Return the master values of weights and their rest; a new tensor."""
+def join(values: Tensor, remainder: Tensor | None) -> Tensor:
+    """Return the master values of weights and their remainder; a new tensor."""
     if values.dtype == torch.bfloat16:
         bits = values.view(torch.int16).to(torch.int32) << 16
-        if rest is not None:
-            bits += rest.to(torch.int32) << 8 if rest.dtype == torch.int8 else rest
+        if remainder is not None:
+            bits += remainder.to(torch.int32) << 8 if remainder.dtype == torch.int8 else remainder
         return bits.view(torch.float32)
-    if rest is not None:
-        return rest.clone()
     return values.to(master_dtype(values.dtype), copy=True)
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return master values as weights of ``dtype`` and their rest."""
+    """Return master values as weights of ``dtype`` and their remainder."""
     if dtype == torch.bfloat16:
         bits = master.to(torch.float32).view(torch.int32)
         # A NaN may have all bits set, and rounding would carry it over into a number.
         bits = torch.where(master.isnan(), 0x7FC00000, bits)
         upper = (bits + 0x8000) >> 16
-        rest = (bits - (upper << 16)).to(torch.int16)
-        return upper.to(torch.int16).view(torch.bfloat16), rest
-    if dtype == torch.float16:
-        return master.to(torch.float16), master.to(torch.float32)
+        remainder = (bits - (upper << 16)).to(torch.int16)
+        return upper.to(torch.int16).view(torch.bfloat16), remainder
     return master.to(dtype), None
 
 
-def convert_rest(rest: Tensor, dtype: torch.dtype, dither: Tensor | int = 0x80) -> Tensor:
-    """Return a rest in another of its types: a remainder as a correction, or the other way.
+def convert_remainder(remainder: Tensor, dtype: torch.dtype, dither: Tensor | int = 0x80) -> Tensor:
+    """Return remainders as 8-bit corrections, or the other way.
 
     Example: remainder 0x1234 gives correction 0x12, and that gives remainder 0x1200.
 
@@ -71,8 +66,8 @@ def convert_rest(rest: Tensor, dtype: torch.dtype, dither: Tensor | int = 0x80) 
     cut off; where it is random, the mean of many roundings is the remainder. The top is 0x7F: 0x80, half
     a unit of the weight, would be -0x80.
     """
-    if rest.dtype == dtype:
-        return rest
+    if remainder.dtype == dtype:
+        return remainder
     if dtype == torch.int8:
-        return ((rest.to(torch.int32) + dither) >> 8).clamp_(max=0x7F).to(torch.int8)
-    return rest.to(dtype) << 8
+        return ((remainder.to(torch.int32) + dither) >> 8).clamp_(max=0x7F).to(torch.int8)
+    return remainder.to(dtype) << 8

@@ -1,36 +1,39 @@
-"""The kernels of the CUDA path, compiled by Triton; ``cuda.py`` launches them.
+"""The kernels of the CUDA path, compiled by Triton; ``triton_launch.py`` launches them.
 
-``triton_parts.py`` explains how they find kept entries. Divisions, roots and multiply-adds round where
+``triton_common.py`` explains how they find kept entries. Divisions, roots and multiply-adds round where
 torch's do.
 """
 
 import triton
 import triton.language as tl
 
-from samo.kernels.triton_parts import (
+from samo.kernels.triton_common import (
+    AGE,
+    BITMAP,
     BLOCK_BITS,
     BLOCK_WORDS,
     COLUMNS,
     DENSE,
-    EXP_AVG,
-    EXP_AVG_SQ,
-    EXPAND_COLUMNS,
-    GRAD,
+    NUM_WORDS,
+    OFFSETS,
     PARAM,
     RATE,
-    REST,
     SCALARS,
     SIZE,
     STEP,
     address_in,
+    average,
     convert,
     corrections_of,
-    find_part,
+    find_item,
     load_entries,
     load_master,
+    offset,
     places_of,
     ranks_of,
     read_block,
+    read_scalars,
+    state_at,
     store_entries,
     store_master,
     widen,
@@ -96,18 +99,16 @@ def expand_rows_kernel(
     BLOCKS: tl.constexpr,
 ):
     """Expand the values of many weights to their dense copies; an item is ``BLOCKS`` blocks of one."""
-    item = tl.program_id(0) // BLOCKS
-    row = rows + tl.load(items + item) * EXPAND_COLUMNS
-    block = (item - tl.load(row + 6)) * BLOCKS + tl.program_id(0) % BLOCKS
-    words = address_in(row, 2, tl.int32, IS_ALIGNED)
-    num_words = tl.load(row + 5)
+    row, _, block = find_item(rows, items, BLOCKS)
+    words = address_in(row, BITMAP, tl.int32, IS_ALIGNED)
+    num_words = tl.load(row + NUM_WORDS)
     is_kept, ranks = ranks_of(words, block * BLOCK_WORDS, num_words, BLOCK_WORDS)
     is_inside = block * BLOCK_WORDS < num_words
-    begin = tl.load(address_in(row, 3, tl.int64) + block, mask=is_inside, other=0)
+    begin = tl.load(address_in(row, OFFSETS, tl.int64) + block, mask=is_inside, other=0)
     entry = block * BLOCK_BITS + tl.arange(0, BLOCK_BITS)
-    values = tl.load(address_in(row, 0, VALUES) + begin + ranks, mask=is_kept, other=0)
-    dense = address_in(row, 1, COPY, IS_ALIGNED)
-    numel = tl.load(row + 4)
+    values = tl.load(address_in(row, PARAM, VALUES) + begin + ranks, mask=is_kept, other=0)
+    dense = address_in(row, DENSE, COPY, IS_ALIGNED)
+    numel = tl.load(row + SIZE)
     if HAS_SKIP:
         numel = tl.where(tl.load(skip) == 0, numel, 0)
     if block * BLOCK_BITS + BLOCK_BITS <= numel:  # without a mask there are vector stores
@@ -172,39 +173,19 @@ def adamw_scalars_kernel(
 
 
 @triton.jit
-def read_scalars(scalars, param):
-    """Return what all entries of a parameter share: minus the step size, the denominator, the decay."""
-    at = scalars + param * SCALARS
-    return (
-        tl.load(at).to(tl.float32),
-        tl.load(at + 1).to(tl.float32),
-        tl.load(at + 2).to(tl.float32),
-    )
-
-
-@triton.jit
-def correct_by_age(
-    age_at,
-    mask,
-    inverses,
-    denominators,
-    row,
-    shared,
-    step_size,
-    denominator,
-    OLDEST: tl.constexpr,
-    IS_FULL: tl.constexpr,
+def _correct_by_age(
+    by_age, entry, mask, shared, step_size, denominator, OLDEST: tl.constexpr, IS_FULL: tl.constexpr
 ):
     """Count ages and return the step size and the denominator of each entry.
 
     Example: ages 0 and 99 become 1 and 100, and look up the corrections of a first and a 100th step.
     Entries that were there at every step, or have the largest age, take the parameter's own.
     """
-    age = load_entries(age_at, mask, IS_FULL).to(tl.int32)
-    age = tl.minimum(age + 1, OLDEST)
-    store_entries(age_at, age.to(tl.int16), mask, IS_FULL)
-    steps = tl.load(address_in(row, STEP, tl.float32)).to(tl.int32)
-    is_whole = (age == OLDEST) | (age == steps)
+    ages, step, inverses, denominators = by_age
+    age = load_entries(ages + entry, mask, IS_FULL).to(tl.int32)
+    age = tl.minimum(tl.maximum(age, 0) + 1, OLDEST)  # whatever is stored: an index of the tables
+    store_entries(ages + entry, age.to(tl.int16), mask, IS_FULL)
+    is_whole = (age == OLDEST) | (age == tl.load(step).to(tl.int32))
     own = (tl.load(inverses + age) * -tl.load(shared + 3)).to(tl.float32)
     return (
         tl.where(is_whole, step_size, own),
@@ -213,22 +194,15 @@ def correct_by_age(
 
 
 @triton.jit
-def update_entries(
-    param_at,
-    rest_at,
-    grad_at,
-    exp_avg_at,
-    exp_avg_sq_at,
-    copy_at,
-    mask,
-    step_size,
-    denominator,
-    decay,
-    lerp,
-    beta2,
-    rest2,
-    eps,
+def _update_part(
+    state,
+    by_age,
+    entry,
+    size,
+    shared,
+    settings,
     COPY: tl.constexpr,
+    OLDEST: tl.constexpr,
     IS_SMALL: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
@@ -237,110 +211,43 @@ def update_entries(
     Example, first step with lr 0.1 and no decay: parameter 1.0 and gradient 2.0 give parameter 0.9,
     moments 0.2 and 0.004. A bfloat16 parameter is joined with its remainder first, and split again.
     """
-    param = load_master(param_at, rest_at, mask, IS_FULL)
+    lerp, beta2, lerp2, eps = settings
+    param_at, remainder_at, grad_at, exp_avg_at, exp_avg_sq_at, copy_at = offset(state, entry)
+    mask = entry < size
+    step_size, denominator, decay = read_scalars(shared)
+    if OLDEST > 0:
+        step_size, denominator = _correct_by_age(
+            by_age, entry, mask, shared, step_size, denominator, OLDEST, IS_FULL
+        )
+    param = load_master(param_at, remainder_at, mask, IS_FULL)
     grad = widen(load_entries(grad_at, mask, IS_FULL))
-    exp_avg = load_entries(exp_avg_at, mask, IS_FULL)
+    exp_avg = average(load_entries(exp_avg_at, mask, IS_FULL), grad, lerp, IS_SMALL)
     exp_avg_sq = load_entries(exp_avg_sq_at, mask, IS_FULL)
-    if IS_SMALL:  # torch's lerp starts from the nearer end
-        exp_avg = tl.fma(grad - exp_avg, tl.zeros_like(grad) + lerp, exp_avg)
-    else:
-        exp_avg = tl.fma(grad - exp_avg, tl.zeros_like(grad) + (lerp - 1.0), grad)
-    exp_avg_sq = tl.fma(grad * rest2, grad, exp_avg_sq * beta2)
+    exp_avg_sq = tl.fma(grad * lerp2, grad, exp_avg_sq * beta2)
     under = tl.div_rn(tl.sqrt_rn(exp_avg_sq), tl.zeros_like(grad) + denominator) + eps
     param = param * decay + tl.div_rn(exp_avg * step_size, under)
 
     store_entries(exp_avg_at, exp_avg, mask, IS_FULL)
     store_entries(exp_avg_sq_at, exp_avg_sq, mask, IS_FULL)
-    stored = store_master(param_at, rest_at, param, 0, mask, IS_FULL)
+    stored = store_master(param_at, remainder_at, param, 0, mask, IS_FULL)
     if COPY is not None:
         store_entries(copy_at, convert(stored, COPY), mask, IS_FULL)
 
 
 @triton.jit
-def _update_part(
-    row,
-    param_index,
-    start,
-    size,
-    scalars,
-    age_rows,
-    inverses,
-    denominators,
-    lerp,
-    beta2,
-    rest2,
-    eps,
-    WEIGHT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    COPY: tl.constexpr,
-    OLDEST: tl.constexpr,
-    IS_SMALL: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    IS_FULL: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Update a part of a parameter, and of its copy."""
-    entry = start + tl.arange(0, PART)
-    is_inside = entry < size
-    param = address_in(row, PARAM, WEIGHT, IS_ALIGNED)
-    rest = address_in(row, REST, WHOLE, IS_ALIGNED)
-    grad = address_in(row, GRAD, GRADIENT, IS_ALIGNED)
-    exp_avg = address_in(row, EXP_AVG, tl.float32, IS_ALIGNED)
-    exp_avg_sq = address_in(row, EXP_AVG_SQ, tl.float32, IS_ALIGNED)
-    copy = param
-    if COPY is not None:
-        copy = address_in(row, DENSE, COPY, IS_ALIGNED)
-    step_size, denominator, decay = read_scalars(scalars, param_index)
-    if OLDEST > 0:
-        step_size, denominator = correct_by_age(
-            address_in(age_rows + param_index, 0, tl.int16) + entry,
-            is_inside,
-            inverses,
-            denominators,
-            row,
-            scalars + param_index * SCALARS,
-            step_size,
-            denominator,
-            OLDEST,
-            IS_FULL,
-        )
-    update_entries(
-        param + entry,
-        rest + entry,
-        grad + entry,
-        exp_avg + entry,
-        exp_avg_sq + entry,
-        copy + entry,
-        is_inside,
-        step_size,
-        denominator,
-        decay,
-        lerp,
-        beta2,
-        rest2,
-        eps,
-        COPY,
-        IS_SMALL,
-        IS_FULL,
-    )
-
-
-@triton.jit
-def adamw_all_kernel(
+def adamw_kernel(
     rows,
     items,
     scalars,
     skip,
-    age_rows,
     inverses,
     denominators,
     lerp,
     beta2,
-    rest2,
+    lerp2,
     eps,
     WEIGHT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    REMAINDERS: tl.constexpr,
     GRADIENT: tl.constexpr,
     COPY: tl.constexpr,
     OLDEST: tl.constexpr,
@@ -350,62 +257,29 @@ def adamw_all_kernel(
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Update a part of a parameter that has no mask to look at.
+    """Update a part of a parameter, without a look at its mask.
 
     An item is ``PARTS`` parts of ``PART`` entries. ``OLDEST`` is 0 where entries have no ages.
     """
-    row, param_index, start = find_part(rows, items, PARTS, PART)
+    row, param, part = find_item(rows, items, PARTS)
+    start = part * PART
     size = tl.load(row + SIZE)
     if HAS_SKIP:
         size = tl.where(tl.load(skip) == 0, size, 0)
+    state = state_at(row, WEIGHT, REMAINDERS, GRADIENT, tl.float32, tl.float32, COPY, IS_ALIGNED)
+    by_age = (
+        address_in(row, AGE, tl.int16),
+        address_in(row, STEP, tl.float32),
+        inverses,
+        denominators,
+    )
+    settings = (lerp, beta2, lerp2, eps)
+    shared = scalars + param * SCALARS
+    entry = start + tl.arange(0, PART)
     if start + PART <= size:
-        _update_part(
-            row,
-            param_index,
-            start,
-            size,
-            scalars,
-            age_rows,
-            inverses,
-            denominators,
-            lerp,
-            beta2,
-            rest2,
-            eps,
-            WEIGHT,
-            WHOLE,
-            GRADIENT,
-            COPY,
-            OLDEST,
-            IS_SMALL,
-            IS_ALIGNED,
-            True,
-            PART,
-        )
+        _update_part(state, by_age, entry, size, shared, settings, COPY, OLDEST, IS_SMALL, True)
     elif start < size:
-        _update_part(
-            row,
-            param_index,
-            start,
-            size,
-            scalars,
-            age_rows,
-            inverses,
-            denominators,
-            lerp,
-            beta2,
-            rest2,
-            eps,
-            WEIGHT,
-            WHOLE,
-            GRADIENT,
-            COPY,
-            OLDEST,
-            IS_SMALL,
-            IS_ALIGNED,
-            False,
-            PART,
-        )
+        _update_part(state, by_age, entry, size, shared, settings, COPY, OLDEST, IS_SMALL, False)
 
 
 # Values that are not finite ----------------------------------------------------------------------
@@ -439,4 +313,4 @@ def find_exponent_kernel(
     else:
         bits = tl.load(source + entry, mask=entry < size, other=0)
     if tl.max(((bits & EXPONENT) == EXPONENT).to(tl.int32), 0) != 0:
-        tl.store(found, tl.full((), 1, tl.int8))  # whoever comes first: all write the same
+        tl.store(found, tl.full((), 1, tl.int8))  # all that write, write the same

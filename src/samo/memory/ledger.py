@@ -22,7 +22,7 @@ from samo.core.optim import AdamW
 from samo.core.shards import local_of
 from samo.core.weight import weight_of
 from samo.errors import CompressionError
-from samo.kernels.ages import bias_corrections
+from samo.kernels.reference import bias_corrections
 from samo.memory.predict import (
     KINDS,
     STATE_KINDS,

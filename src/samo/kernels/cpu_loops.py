@@ -127,8 +127,8 @@ def _round_fp16(number):
     bits &= np.uint32(0x7FFFFFFF)
     # A subnormal one has its last place where that of 0.5 is in float32: a sum rounds it there.
     small = _bits_of(_float_of(bits) + np.float32(0.5)) - np.uint32(0x3F000000)
-    rest = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
-    normal = (bits - np.uint32(112 << 23) + rest) >> np.uint32(13)
+    half = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
+    normal = (bits - np.uint32(112 << 23) + half) >> np.uint32(13)
     rounded = small if bits < np.uint32(113 << 23) else normal
     if bits >= np.uint32(143 << 23):  # 65,536 and more
         rounded = np.uint32(0x7E00) if bits > np.uint32(0x7F800000) else np.uint32(0x7C00)
@@ -183,7 +183,7 @@ def _convert_overload(source, target):
 # they lie side by side. A CPU with AVX-512 does it 8, 16 or 32 entries at a time; any other one walks
 # over the set bits.
 
-# What numba is told to compile for, where a user sets NUMBA_CPU_NAME, may be less than this CPU.
+# With NUMBA_CPU_NAME set, numba compiles for that CPU, which may have less than this one.
 _FEATURES: Final = {} if config.CPU_NAME else binding.get_host_cpu_features()
 _LANES: Final = {
     types.float64: 8 if _FEATURES.get("avx512f") else 0,
@@ -371,7 +371,7 @@ def _corrections_overload(age, k, table, scalars):
 
     def of_age(age, k, table, scalars):
         oldest = table.size // 2 - 1
-        t = min(np.int64(age[k]) + 1, oldest)
+        t = min(max(np.int64(age[k]) + 1, 1), oldest)
         age[k] = np.int16(t)
         if t == oldest:
             return scalars[5], scalars[6]
@@ -384,7 +384,7 @@ def _corrections_overload(age, k, table, scalars):
 @_jit
 def _update(param, grad, exp_avg, exp_avg_sq, age, table, scalars):
     """Update contiguous vectors in place, rounding where torch's unfused AdamW rounds."""
-    decay, lerp, beta2, rest2, eps = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
+    decay, lerp, beta2, lerp2, eps = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
     is_small = lerp < 0.5
     one = scalars.dtype.type(1)
     for k in range(param.size):
@@ -392,57 +392,69 @@ def _update(param, grad, exp_avg, exp_avg_sq, age, table, scalars):
         g = scalars.dtype.type(_read(grad[k]))
         m = exp_avg[k]
         m = _fma(lerp, g - m, m) if is_small else _fma(lerp - one, g - m, g)
-        v = _fma(rest2 * g, g, exp_avg_sq[k] * beta2)
+        v = _fma(lerp2 * g, g, exp_avg_sq[k] * beta2)
         exp_avg[k] = m
         exp_avg_sq[k] = v
         param[k] = param[k] * decay + m * step / (np.sqrt(v) / denominator + eps)
 
 
-def _join(param: Array, rest: Array, wide: Array) -> Array:
+def _join(param: Array, remainder: Array, wide: Array) -> Array:
     """Return masters: parameters themselves, or ``wide`` with bfloat16 ones and their remainders."""
     raise AssertionError("only ever called from compiled code")
 
 
 @overload(_join)
-def _join_overload(param, rest, wide):
-    def with_rest(param, rest, wide):
+def _join_overload(param, remainder, wide):
+    def with_remainder(param, remainder, wide):
         # Slices counted from 0: an index like `at + k` might be negative for all numba knows, and
         # the check for it keeps the loop from vector instructions.
         for k in range(param.size):
             upper = np.int32(np.uint32(param[k]) << np.uint32(16))
-            wide[k] = _float_of(np.uint32(upper + np.int32(rest[k])))
+            wide[k] = _float_of(np.uint32(upper + np.int32(remainder[k])))
         return wide[: param.size]
 
     if param.dtype == types.uint16:
-        return with_rest
-    return lambda param, rest, wide: param
+        return with_remainder
+    return lambda param, remainder, wide: param
 
 
-def _split(master: Array, param: Array, rest: Array) -> None:
+def _split(master: Array, param: Array, remainder: Array) -> None:
     """Write masters back where `_join` took them from."""
     raise AssertionError("only ever called from compiled code")
 
 
 @overload(_split)
-def _split_overload(master, param, rest):
-    def with_rest(master, param, rest):
+def _split_overload(master, param, remainder):
+    def with_remainder(master, param, remainder):
         for k in range(param.size):
             bits = np.int32(_bits_of(master[k]))
             if np.isnan(master[k]):  # its bits may all be set, and rounding would carry over
                 bits = np.int32(0x7FC00000)
             rounded = np.int32((bits + np.int32(0x8000)) >> np.int32(16))
-            rest[k] = np.int16(bits - np.int32(rounded << np.int32(16)))
+            remainder[k] = np.int16(bits - np.int32(rounded << np.int32(16)))
             param[k] = np.uint16(rounded)
 
-    def nothing(master, param, rest):
+    def nothing(master, param, remainder):
         pass
 
-    return with_rest if param.dtype == types.uint16 else nothing
+    return with_remainder if param.dtype == types.uint16 else nothing
 
 
 @_jit
 def _adamw_blocks(
-    param, rest, grad, exp_avg, exp_avg_sq, age, table, dense, pairs, offsets, scalars, first, end
+    param,
+    remainder,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    age,
+    table,
+    dense,
+    pairs,
+    offsets,
+    scalars,
+    first,
+    end,
 ):
     """Update some blocks: of a dense copy with a mask, or of the parameter itself."""
     wide = np.empty(BLOCK_BITS, dtype=exp_avg.dtype)
@@ -452,10 +464,10 @@ def _adamw_blocks(
         if pairs.size:
             at = offsets[block]
             to = offsets[block + 1] if block + 1 < offsets.size else param.size
-        values, rests = param[at:to], rest[at:to]
-        master = _join(values, rests, wide)
+        values, remainders = param[at:to], remainder[at:to]
+        master = _join(values, remainders, wide)
         _update(master, grad[at:to], exp_avg[at:to], exp_avg_sq[at:to], age[at:to], table, scalars)
-        _split(master, values, rests)
+        _split(master, values, remainders)
         if pairs.size:
             _convert(values, kept)
             _scatter(kept, pairs, block, _block(dense, block))
@@ -494,7 +506,9 @@ SHARED: Final[dict[Kernel, Kernel]] = {
 # They come as rows of addresses instead of arrays, which cost some 10 us each to hand over. Empty
 # arrays (``param``, ``grad``, ``moment``, ``age``, ``dense``) say what the addresses point to.
 
-PARAM, REST, GRAD, EXP_AVG, EXP_AVG_SQ, AGE, TABLE, DENSE, PAIRS, OFFSETS, KEPT, NUMEL = range(12)
+PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, AGE, TABLE, DENSE, PAIRS, OFFSETS, KEPT, NUMEL = range(
+    12
+)
 """The columns of a row: addresses, and the entries of the parameter and of its dense copy."""
 
 
@@ -527,7 +541,7 @@ def adamw_rows(rows, scalars, ends, oldest, param, grad, moment, age, dense, fir
         kept, numel = row[KEPT], row[NUMEL]
         _adamw_blocks(
             _array_at(row[PARAM], param, kept),
-            _array_at(row[REST], np.empty(0, np.int16), kept),
+            _array_at(row[REMAINDER], np.empty(0, np.int16), kept),
             _array_at(row[GRAD], grad, kept),
             _array_at(row[EXP_AVG], moment, kept),
             _array_at(row[EXP_AVG_SQ], moment, kept),

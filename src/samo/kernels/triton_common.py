@@ -1,4 +1,4 @@
-"""What the Triton kernels are made of: types, columns of tables, the bits of a block, numbers.
+"""The parts that Triton kernels share: types, columns of tables, the bits of a block, numbers.
 
 Two ways lead from a mask's bits to its kept entries:
 
@@ -43,24 +43,25 @@ KINDS: Final = {
 INTS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Integers by their bytes."""
 
-# Columns of a parameter's row in the table of an AdamW step, all int64.
+# Columns of a parameter's row in a table of addresses and sizes, all int64; 0 for what is not there.
 PARAM = tl.constexpr(0)
-REST = tl.constexpr(1)
+REMAINDER = tl.constexpr(1)
 GRAD = tl.constexpr(2)
 EXP_AVG = tl.constexpr(3)
 EXP_AVG_SQ = tl.constexpr(4)
 DENSE = tl.constexpr(5)
-PAIRS = tl.constexpr(6)
+BITMAP = tl.constexpr(6)
 OFFSETS = tl.constexpr(7)
 STEP = tl.constexpr(8)
 RATE = tl.constexpr(9)
-SIZE = tl.constexpr(10)
-FIRST = tl.constexpr(11)
-COLUMNS = tl.constexpr(12)
-"""Addresses, then pairs of words (or entries, without a mask), entries of the weight, its first item."""
-
-EXPAND_COLUMNS = tl.constexpr(7)
-"""Columns of a weight whose copy is made anew: values, copy, words, offsets, sizes, its first item."""
+AGE = tl.constexpr(10)
+EXP_AVG_SCALE = tl.constexpr(11)
+EXP_AVG_SQ_SCALE = tl.constexpr(12)
+SIZE = tl.constexpr(13)
+NUM_WORDS = tl.constexpr(14)
+FIRST = tl.constexpr(15)
+COLUMNS = tl.constexpr(16)
+"""Addresses; then entries, words of the mask, and the parameter's first item in the list."""
 
 SCALARS = tl.constexpr(4)
 """What a step gives each parameter, in fp64: minus the step size, the denominator, the decay, the rate."""
@@ -237,24 +238,22 @@ def store_entries(at, entries, mask, IS_FULL: tl.constexpr):
 
 
 @triton.jit
-def load_master(param_at, rest_at, mask, IS_FULL: tl.constexpr):
+def load_master(param_at, remainder_at, mask, IS_FULL: tl.constexpr):
     """Read fp32 masters: a bfloat16 parameter is joined with its remainder or correction."""
     kind: tl.constexpr = param_at.dtype.element_ty
     if kind == tl.int16:
         upper = load_entries(param_at, mask, IS_FULL).to(tl.int32) << 16
-        rest = load_entries(rest_at, mask, IS_FULL).to(tl.int32)
-        if rest_at.dtype.element_ty == tl.int8:
-            rest = rest << 8
-        master = (upper + rest).to(tl.float32, bitcast=True)
-    elif kind == tl.float16:
-        master = load_entries(rest_at, mask, IS_FULL)
+        remainder = load_entries(remainder_at, mask, IS_FULL).to(tl.int32)
+        if remainder_at.dtype.element_ty == tl.int8:
+            remainder = remainder << 8
+        master = (upper + remainder).to(tl.float32, bitcast=True)
     else:
         master = load_entries(param_at, mask, IS_FULL)
     return master
 
 
 @triton.jit
-def store_master(param_at, rest_at, master, dither, mask, IS_FULL: tl.constexpr):
+def store_master(param_at, remainder_at, master, dither, mask, IS_FULL: tl.constexpr):
     """Write fp32 masters as parameters and what rounding left over, which ``dither`` rounds to 8 bits.
 
     Returns the parameters as they were written.
@@ -264,14 +263,11 @@ def store_master(param_at, rest_at, master, dither, mask, IS_FULL: tl.constexpr)
         bits = master.to(tl.int32, bitcast=True)
         bits = tl.where(master != master, 0x7FC00000, bits)
         rounded = (bits + 0x8000) >> 16  # half away from zero: see kernels/rounding.py
-        rest = bits - (rounded << 16)
-        if rest_at.dtype.element_ty == tl.int8:
-            rest = tl.minimum((rest + dither) >> 8, 127)
-        store_entries(rest_at, rest.to(rest_at.dtype.element_ty), mask, IS_FULL)
+        remainder = bits - (rounded << 16)
+        if remainder_at.dtype.element_ty == tl.int8:
+            remainder = tl.minimum((remainder + dither) >> 8, 127)
+        store_entries(remainder_at, remainder.to(remainder_at.dtype.element_ty), mask, IS_FULL)
         stored = rounded.to(tl.int16)
-    elif kind == tl.float16:
-        store_entries(rest_at, master, mask, IS_FULL)
-        stored = master.to(tl.float16)
     else:
         stored = master
     store_entries(param_at, stored, mask, IS_FULL)
@@ -279,28 +275,64 @@ def store_master(param_at, rest_at, master, dither, mask, IS_FULL: tl.constexpr)
 
 
 @triton.jit
-def find_block(rows, items, BLOCKS: tl.constexpr):
-    """Return the row of a program's weight, its number, its block, and what `read_block` says of that.
-
-    An item of the list is ``BLOCKS`` blocks of one weight, a block for each program.
-    """
-    item = tl.program_id(0) // BLOCKS
-    weight = tl.load(items + item)
-    row = rows + weight * COLUMNS
-    block = (item - tl.load(row + FIRST)) * BLOCKS + tl.program_id(0) % BLOCKS
-    _, _, ends, count, begin = read_block(
-        address_in(row, PAIRS, tl.int64),
-        address_in(row, OFFSETS, tl.int64),
-        block,
-        tl.load(row + SIZE),
+def state_at(
+    row,
+    WEIGHT: tl.constexpr,
+    REMAINDERS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    FIRST_MOMENT: tl.constexpr,
+    SECOND_MOMENT: tl.constexpr,
+    COPY: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Return pointers to a parameter, remainder, gradient, both moments and the copy, if there is one."""
+    param = address_in(row, PARAM, WEIGHT, IS_ALIGNED)
+    copy = param
+    if COPY is not None:
+        copy = address_in(row, DENSE, COPY, IS_ALIGNED)
+    return (
+        param,
+        address_in(row, REMAINDER, REMAINDERS, IS_ALIGNED),
+        address_in(row, GRAD, GRADIENT, IS_ALIGNED),
+        address_in(row, EXP_AVG, FIRST_MOMENT, IS_ALIGNED),
+        address_in(row, EXP_AVG_SQ, SECOND_MOMENT, IS_ALIGNED),
+        copy,
     )
-    return row, weight, block, ends, count, begin
 
 
 @triton.jit
-def find_part(rows, items, PARTS: tl.constexpr, PART: tl.constexpr):
-    """Return the row of a program's parameter, its number, and where the program's part begins."""
-    item = tl.program_id(0) // PARTS
-    weight = tl.load(items + item)
-    row = rows + weight * COLUMNS
-    return row, weight, ((item - tl.load(row + FIRST)) * PARTS + tl.program_id(0) % PARTS) * PART
+def offset(at, by):
+    """Return the pointers of `state_at`, further on by ``by`` entries."""
+    return at[0] + by, at[1] + by, at[2] + by, at[3] + by, at[4] + by, at[5] + by
+
+
+@triton.jit
+def find_item(rows, items, UNITS: tl.constexpr):
+    """Return the row of a program's parameter, its number, and which of its units the program takes.
+
+    An item of the list is ``UNITS`` units (blocks, or parts) of one parameter, one for each program.
+    """
+    item = tl.program_id(0) // UNITS
+    param = tl.load(items + item)
+    row = rows + param * COLUMNS
+    return row, param, (item - tl.load(row + FIRST)) * UNITS + tl.program_id(0) % UNITS
+
+
+@triton.jit
+def read_scalars(shared):
+    """Return what all entries of a parameter share: minus the step size, the denominator, the decay."""
+    return (
+        tl.load(shared).to(tl.float32),
+        tl.load(shared + 1).to(tl.float32),
+        tl.load(shared + 2).to(tl.float32),
+    )
+
+
+@triton.jit
+def average(exp_avg, grad, lerp, IS_SMALL: tl.constexpr):
+    """Return the new first moment, as torch's lerp: it starts from the nearer end."""
+    if IS_SMALL:
+        moved = tl.fma(grad - exp_avg, tl.zeros_like(grad) + lerp, exp_avg)
+    else:
+        moved = tl.fma(grad - exp_avg, tl.zeros_like(grad) + (lerp - 1.0), grad)
+    return moved

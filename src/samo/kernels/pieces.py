@@ -1,0 +1,48 @@
+"""Tensors and masks walked in pieces of 2**20 entries.
+
+No temporary of a plain torch operation grows with a tensor, and no whole mask is ever unpacked.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from samo.mask import bitmap
+from samo.mask.mask import Mask
+
+__all__ = []
+
+
+def pieces(numel: int, mask: Mask | None) -> Iterator[tuple[slice, Tensor | None, slice]]:
+    """Yield pieces of a dense tensor, their kept bits, and where those lie in compressed vectors."""
+    if mask is not None:
+        yield from kept_pieces(mask)
+        return
+    for start, stop in bitmap.chunks(numel):
+        yield slice(start, stop), None, slice(start, stop)
+
+
+def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
+    """Yield pieces of a mask's tensor, their kept bits, and where those lie in compressed vectors."""
+    spans = list(bitmap.chunks(mask.numel))
+    first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
+    # One copy to the host for all pieces, not one for each.
+    begins = [*mask.offsets[first_blocks].tolist(), mask.kept]
+    for (start, stop), begin, end in zip(spans, begins, begins[1:]):
+        yield slice(start, stop), bitmap.unpack(mask.words, start, stop), slice(begin, end)
+
+
+@contextmanager
+def flattened(tensor: Tensor) -> Iterator[Tensor]:
+    """Give a tensor as a vector to write to; a copy where strides (channels_last) allow no view."""
+    flat = tensor.detach().reshape(-1)
+    yield flat
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def put(target: Tensor, source: Tensor, skip: Tensor | None) -> None:
+    """Copy to ``target`` in place, unless ``skip`` is true."""
+    target.copy_(source if skip is None else torch.where(skip, target, source))
