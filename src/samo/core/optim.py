@@ -196,18 +196,19 @@ class AdamW(Optimizer):
         for group in self.param_groups:
             key = (*group["betas"], group["eps"], group["lean"], group["kernels"])
             batch = None
-            for param in group["params"]:  # a small model waits for this loop
+            for param in group["params"]:  # small models are bound by the host time of this loop
                 is_sharded = isinstance(param, DTensor)
                 if is_sharded:
                     sharded.append(param)
-                if param.grad is not None:
-                    device = param.device
+                grad = param.grad
+                if grad is not None:
+                    device = grad.device
                     if batch is None or batch.device != device:
                         batch = batches.get((*key, device))
                         if batch is None:
                             batch = batches[*key, device] = _Batch(group, device)
                     weight = None if is_sharded else self._weight_of(param)
-                    batch.add(param, weight, group, self._state_of(param, weight, group))
+                    batch.add(param, grad, weight, group, self._state_of(param, weight, group))
         if _is_captured():
             _check_captured(batches.values())
         groups = shard_groups(sharded)
@@ -439,21 +440,26 @@ class _Batch:
         self.updates: list[AdamWUpdate] = []
 
     def add(
-        self, param: Tensor, weight: Weight | None, group: dict[str, Any], state: dict[str, Any]
+        self,
+        param: Tensor,
+        grad: Tensor,
+        weight: Weight | None,
+        group: dict[str, Any],
+        state: dict[str, Any],
     ) -> None:
-        grad = param.grad
-        assert grad is not None
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         dense, mask = None, None
         if weight is not None:
-            weight.sync_written()
-            dense, mask = weight.dense, weight.mask
+            if weight.may_be_written():
+                weight.sync_written()
+            dense, mask = weight.dense, weight.layout.mask
             if dense is not None:
                 self.weights.append(weight)
+        is_lean = self.is_lean
         update = AdamWUpdate(
             param,
-            state.get("correction" if self.is_lean else "remainder"),
+            state.get("correction" if is_lean else "remainder"),
             grad,
             state["exp_avg"],
             state["exp_avg_sq"],
@@ -462,9 +468,9 @@ class _Batch:
             group["weight_decay"],
             dense,
             mask,
-            state.get(_AGE),
-            state.get("exp_avg_scale"),
-            state.get("exp_avg_sq_scale"),
+            state.get(_AGE) if group["entry_steps"] else None,
+            state["exp_avg_scale"] if is_lean else None,
+            state["exp_avg_sq_scale"] if is_lean else None,
         )
         if isinstance(param, DTensor):
             update = local_update(update)

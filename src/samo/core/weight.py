@@ -263,6 +263,13 @@ class Weight:
             elif is_moved or self.dense is None:
                 self._refresh()
 
+    def may_be_written(self) -> bool:
+        """Return whether `sync_written` has anything to do, at little cost."""
+        dense = self.dense
+        if dense is None:
+            return bool(self.handed)
+        return dense._version != self._dense_version or bool(self.handed)
+
     def sync_written(self) -> None:
         """Apply writes to ``module.weight`` to the values, before the values are used."""
         for handed in tuple(self.handed):
