@@ -12,7 +12,6 @@ from samo.errors import MaskError, nearest
 from samo.mask import bitmap, mask_files
 from samo.mask.layouts import dense_parameters
 from samo.mask.mask import Mask, share_apart, share_different
-from samo.mask.mask_files import MaskFile
 from samo.mask.prunable import matching, matrices, prunable
 
 __all__ = ["Masks"]
@@ -307,9 +306,7 @@ class Masks(Mapping[str, Mask]):
         Raises:
             FileNotFoundError: The folder does not exist.
         """
-        shapes = {name: mask.shape for name, mask in self.items()}
-        words = {name: mask.words for name, mask in self.items()}
-        mask_files.write(path, MaskFile(words, shapes, self.fingerprint()))
+        mask_files.write(path, self, self.fingerprint())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Masks":
