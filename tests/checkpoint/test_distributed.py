@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from samo import checkpoint
-from samo.checkpoint import load, tensors
+from samo.checkpoint import distributed, load, tensors
 from samo.checkpoint.save import merge
 from samo.errors import CheckpointError, PeerError
 from samo.utils import atomic_io
@@ -429,6 +429,20 @@ def work_for_long(rank: int, num_ranks: int, folder: Path) -> None:
 def test_a_rank_that_makes_progress_is_waited_for(tmp_path: Path) -> None:
     run_ranks(2, work_for_long, tmp_path)
     assert len(checkpoint.verify(tmp_path / "last").files) > 10
+
+
+def test_a_lost_store_is_a_peer_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("[/src/x.cc:5] Connection reset by peer. Check the logs.")
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: Store())
+    message = r"rank 1 lost the store of its process group, .*: Connection reset by peer\. Look"
+    with pytest.raises(PeerError, match=message) as caught:
+        distributed.Ranks([0, 1], "samo.save", 1.0).run_all("it", lambda: None)
+    assert caught.value.ranks == (0,)
 
 
 # What stages hold together

@@ -412,7 +412,6 @@ ENTRY = {"bytes": 1, "sha256": "0" * 64}
 
 FORGERIES = [
     put("data", value="../elsewhere"),
-    put("data", value="data-1234567/"),
     put("data", value="data-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661"),
     put("data", value=None),
     put("files", value=[]),
@@ -421,12 +420,10 @@ FORGERIES = [
     put("files", "weights.safetensors\n", value=ENTRY),
     put("files", "weights.safetensors", value=None),
     put("files", "weights.safetensors", "bytes", value=-1),
-    put("files", "weights.safetensors", "bytes", value=1.0),
     put("files", "weights.safetensors", "bytes", value=True),
     put("files", "weights.safetensors", "bytes", value=2**70),
     put("files", "weights.safetensors", "sha256", value="00"),
     put("time", value="yesterday"),
-    put("time", value=0),
     put("samo", value=None),
     put("model", value=3),
     put("model", "num_params", value="many"),
@@ -439,7 +436,6 @@ FORGERIES = [
     put("extra", value={"$x": 1}),
     put("scaler", value=3),
     put("optimizers", value={}),
-    put("optimizers", value=[None]),
     put("optimizers", 0, "class", value=None),
     put("optimizers", 0, "groups", value={}),
     put("optimizers", 0, "groups", value=[3]),
@@ -569,9 +565,6 @@ def test_optimizer_state_that_refers_to_the_wrong_things_is_refused(
         samo.load(tmp_path, model, opt)
 
 
-ROWS = {"weight": torch.ones(2, 6), "bias": torch.ones(5)}
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -579,6 +572,11 @@ ROWS = {"weight": torch.ones(2, 6), "bias": torch.ones(5)}
         (save_tensors({"weight": torch.ones(2)}), "its 'weight' is torch.float32 .*elsewhere"),
         (save_tensors({"x": torch.ones(2)}, {"rows": '{"x": [3, 5]}'}), "rows of it are missing"),
         (save_tensors({"x": torch.ones(2)}, {"rows": '{"x": 3}'}), "it is not a safetensors file"),
+        (
+            save_tensors({"x": torch.ones(2)}, {"rows": '{"x": [0.0, 2.0]}'}),
+            "it is not a safetensors",
+        ),
+        (save_tensors({"x": torch.ones(2)}, {"rows": "[]"}), "it is not a safetensors file"),
         (
             save_tensors({"x": torch.ones(2)}, {"rows": "[" * 10_000}),
             "it is not a safetensors file",

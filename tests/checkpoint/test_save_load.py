@@ -104,7 +104,7 @@ def assert_same(a: Any, b: Any) -> None:
             assert_same(one, other)
     elif isinstance(a, Tensor):
         assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-        assert torch.equal(a, b)
+        assert torch.equal(safetensors_io.host_bytes(a), safetensors_io.host_bytes(b))
     else:
         assert a == b
 
@@ -277,17 +277,6 @@ def test_a_checkpoint_goes_to_the_device_of_the_model(
         assert_same(state_of(again, again_opt), state_of(model, opt))
 
 
-def test_a_dense_model_resumes_too(tmp_path: Path) -> None:
-    model, again = net(), net(1)
-    opts = [torch.optim.AdamW(m.parameters(), lr=0.05, amsgrad=True) for m in (model, again)]
-    step(model, opts[0], 0)
-    samo.save(tmp_path, model, opts[0])
-    samo.load(tmp_path, again, opts[1])
-    for m, opt in zip((model, again), opts):
-        step(m, opt, 1)
-    assert_same(state_of(again, opts[1]), state_of(model, opts[0]))
-
-
 def test_a_bfloat16_model_keeps_the_types_of_its_optimizer_state(tmp_path: Path) -> None:
     """torch's own load_state_dict would round what is fp32 here to the parameter's type."""
     model, again = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()
@@ -299,26 +288,33 @@ def test_a_bfloat16_model_keeps_the_types_of_its_optimizer_state(tmp_path: Path)
     assert_same(again_opt.state_dict(), opt.state_dict())
 
 
-def test_an_optimizer_with_lists_in_its_state_comes_back(tmp_path: Path) -> None:
-    model, again = nn.Linear(4, 4), nn.Linear(4, 4)
-    opts = [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, again)]
+DENSE: dict[str, Build] = {
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, amsgrad=True),
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),  # with lists
+}
 
-    def closure(model: nn.Module, opt: Optimizer) -> Any:
-        def compute() -> Tensor:
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_dense_model_resumes_too(kind: str, tmp_path: Path) -> None:
+    model, again = nn.Linear(4, 4), nn.Linear(4, 4)
+    opts = [DENSE[kind](m) for m in (model, again)]
+
+    def train(model: nn.Module, opt: Optimizer) -> None:
+        def closure() -> float:
             opt.zero_grad()
             loss = model(torch.ones(2, 4)).square().sum()
             loss.backward()
-            return loss
+            return loss.item()
 
-        return compute
+        opt.step(closure)
 
-    opts[0].step(closure(model, opts[0]))
+    train(model, opts[0])
     samo.save(tmp_path, model, opts[0])
     samo.load(tmp_path, again, opts[1])
     assert_same(opts[1].state_dict(), opts[0].state_dict())
     for m, opt in zip((model, again), opts):
-        opt.step(closure(m, opt))
-    assert torch.equal(model.weight, again.weight)
+        train(m, opt)
+    assert_same(state_of(again, opts[1]), state_of(model, opts[0]))
 
 
 def test_an_optimizer_before_its_first_step_comes_back_without_state(tmp_path: Path) -> None:
@@ -370,24 +366,12 @@ def test_a_checkpoint_holds_kept_values_and_each_tensor_once(tmp_path: Path) -> 
     samo.save(tmp_path, model)
     found = checkpoint.read_manifest(tmp_path)
     specs = {n: s.shape for n, s in SavedTensors(tmp_path, found, "weights").specs.items()}
-    assert specs == {
-        "gain": (),
-        "seen": (),
-        "embed.weight": (7, 12),
-        "body.weight": (36,),
-        "body.bias": (12,),
-        "still.weight": (72,),
-        "norm.weight": (12,),
-        "norm.bias": (12,),
-        "norm.running_mean": (12,),
-        "norm.running_var": (12,),
-        "norm.num_batches_tracked": (),
-    }
+    expected = {name: tuple(value.shape) for name, value in net().state_dict().items()}
+    del expected["head.weight"]
+    assert specs == expected | {"body.weight": (36,), "still.weight": (72,)}
     assert found.tied == {"head.weight": "embed.weight"}
-    assert (found.num_params, found.kept) == (
-        84 + 144 + 12 + 144 + 24 + 1,
-        84 + 36 + 12 + 72 + 24 + 1,
-    )
+    rest = 84 + 12 + 24 + 1
+    assert (found.num_params, found.kept) == (rest + 144 + 144, rest + 36 + 72)
     assert (found.is_compressed, found.dtype) == (True, "float32")
     assert found.num_bytes == sum(f.stat().st_size for f in (tmp_path / found.data).iterdir())
 
@@ -419,36 +403,35 @@ def test_loading_is_seen_by_autograd_and_is_no_edit_by_hand(tmp_path: Path) -> N
     assert_same(state_of(model), before)
 
 
-def test_dense_weights_follow_what_is_loaded(tmp_path: Path) -> None:
+def test_values_written_by_hand_are_saved_and_dense_weights_follow_a_load(tmp_path: Path) -> None:
     model, again = compressed(torch.bfloat16), compressed(torch.bfloat16, seed=1)
+    step(model, OPTIMIZERS["SGD"](model), 0)
+    with torch.no_grad():
+        model.body.weight.mul_(2)
     samo.save(tmp_path, model)
     again(torch.arange(7))
     held = again.body.weight
     samo.load(tmp_path, again)
     assert torch.equal(held, model.body.weight)  # also for compiled code, which does not ask
-
-
-def test_an_edit_by_hand_is_followed_before_it_is_saved(tmp_path: Path) -> None:
-    model, again = compressed(torch.bfloat16), compressed(torch.bfloat16)
-    step(model, OPTIMIZERS["SGD"](model), 0)
-    with torch.no_grad():
-        model.body.weight.mul_(2)
+    with pytest.warns(UserWarning, match="written to pruned entries"):
+        model.body.weight = nn.Parameter(torch.ones(12, 12))
     samo.save(tmp_path, model)
     samo.load(tmp_path, again)
-    assert torch.equal(again.body.weight, model.body.weight)
+    assert int(again.body.weight.sum()) == 36
 
 
 # Extra
 
 
 def test_extra_comes_back(tmp_path: Path) -> None:
-    extra = {
+    extra: dict[str, Any] = {
         "step": 12,
         "name": "a '\u2713' \ud800",
         "best": float("inf"),
         "tiny": 5e-324,
         "loss": [0.1, -0.0, None, True],
         "nested": {"$float": {"a": [1]}},
+        "tuples": (1, (2, 3)),
         "big": 2**100,
         "$odd/name": {},
         "rng": torch.get_rng_state(),
@@ -458,6 +441,7 @@ def test_extra_comes_back(tmp_path: Path) -> None:
     }
     samo.save(tmp_path, nn.Linear(2, 2), extra=extra)
     found = samo.load(tmp_path, nn.Linear(2, 2))
+    extra["tuples"] = [1, [2, 3]]
     assert {name: found[name] for name in extra if not isinstance(extra[name], Tensor)} == {
         name: value for name, value in extra.items() if not isinstance(value, Tensor)
     }
@@ -468,13 +452,6 @@ def test_extra_comes_back(tmp_path: Path) -> None:
     manifest = checkpoint.read_manifest(tmp_path)
     assert set(manifest.extra) | set(manifest.extra_tensors) == set(extra)
     assert sorted(manifest.extra_tensors) == ["empty", "rng", "scalar", "strided"]
-
-
-def test_nan_comes_back_and_tuples_as_lists(tmp_path: Path) -> None:
-    samo.save(tmp_path, nn.Linear(2, 2), extra={"a": float("nan"), "b": (1, (2, 3))})
-    found = samo.load(tmp_path, nn.Linear(2, 2))
-    assert found["a"] != found["a"]
-    assert found["b"] == [1, [2, 3]]
 
 
 def test_what_is_loaded_is_not_a_window_on_the_file(tmp_path: Path) -> None:
@@ -541,9 +518,10 @@ def test_one_tensor_is_copied_to_the_host_at_a_time(
         return copy
 
     host_bytes = safetensors_io.host_bytes
-    monkeypatch.setattr(safetensors_io, "host_bytes", watched)
     given = {f"t{i:02}": torch.full((100,), float(i)) for i in range(12)}
-    files = write_tensors(tmp_path, "weights", given)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_io, "host_bytes", watched)
+        files = write_tensors(tmp_path, "weights", given)
     assert list(files) == [f"weights-0000{i}.safetensors" for i in (1, 2, 3)]
     assert len(copies) == 12
     assert_same({n: v for file in files for n, v in load_file(tmp_path / file).items()}, given)
@@ -559,6 +537,7 @@ def test_a_file_is_what_safetensors_itself_would_write(tmp_path: Path) -> None:
         "conj": torch.tensor([1 + 2j]).conj(),
         "one": torch.tensor(True),
         "none": torch.zeros(0, 7),
+        **{name: torch.ones(3).to(dtype) for name, dtype in safetensors_io.DTYPES.items()},
     }
     write_tensors(tmp_path, "weights", given)
     assert_same(load_file(tmp_path / "weights.safetensors"), given)
@@ -738,15 +717,7 @@ def test_masks_of_other_weights_are_refused(tmp_path: Path) -> None:
         samo.load(tmp_path, model)
 
 
-def test_values_of_another_type_are_refused(tmp_path: Path) -> None:
-    samo.save(tmp_path, compressed(**LEAN))
-    with pytest.raises(
-        CheckpointError, match=r"is torch.bfloat16 in the checkpoint and torch.float32"
-    ):
-        samo.load(tmp_path, compressed(torch.bfloat16))
-
-
-def test_the_type_to_compute_in_is_not_that_of_the_values(tmp_path: Path) -> None:
+def test_a_model_may_compute_in_another_type_but_not_keep_its_values_in_one(tmp_path: Path) -> None:
     def build(dtype: torch.dtype, seed: int) -> Net:
         model = net(seed)
         model.still.requires_grad_(True)  # a frozen weight without values is cast
@@ -756,8 +727,10 @@ def test_the_type_to_compute_in_is_not_that_of_the_values(tmp_path: Path) -> Non
     samo.save(tmp_path, model)
     samo.load(tmp_path, again)
     assert_same(again.state_dict(), model.state_dict())
-    assert again.body.weight.dtype == torch.bfloat16
     assert torch.equal(again.body.weight, model.body.weight.bfloat16())
+    samo.save(tmp_path, compressed(**LEAN))
+    with pytest.raises(CheckpointError, match=r"is torch.bfloat16 in the checkpoint and torch.flo"):
+        samo.load(tmp_path, compressed(torch.bfloat16))
 
 
 OTHERS: list[tuple[Build, str]] = [
@@ -880,51 +853,30 @@ def test_arguments_in_the_wrong_place_are_refused(tmp_path: Path) -> None:
     message = "the model must be a torch.nn.Module, got str; the folder comes first, then the model"
     with pytest.raises(TypeError, match=message):
         samo.save(tmp_path, "model")  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"opt must be a torch.optim.Optimizer or several of them, got GradScaler"
-    ):
+    message = r"opt must be a torch.optim.Optimizer or several of them, got GradScaler"
+    with pytest.raises(TypeError, match=message):
         samo.save(tmp_path, compressed(), torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("buffer", "message"),
-    [
-        (torch.zeros(2, device="meta"), "'0.odd' has no values yet; save the model once it has"),
-        (
-            torch.eye(2).to_sparse(),
-            "'0.odd' is a Tensor of layout torch.sparse_coo; a checkpoint holds",
-        ),
-        (
-            torch.zeros(2, dtype=torch.complex128),
-            "'0.odd' is torch.complex128, which no safetensors",
-        ),
-    ],
-)
+ODD = [
+    ("odd", torch.zeros(2, device="meta"), "'odd' has no values yet; save the model once it has"),
+    ("odd", torch.eye(2).to_sparse(), "'odd' is a Tensor of layout torch.sparse_coo; a checkpoint"),
+    ("odd", torch.zeros(2, dtype=torch.complex128), "'odd' is torch.complex128, which no safetens"),
+    ("__metadata__", torch.ones(1), "'__metadata__' is taken by the file format; give"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "message"), ODD)
 def test_a_tensor_that_no_file_holds_is_refused(
-    buffer: Tensor, message: str, tmp_path: Path
+    name: str, tensor: Tensor, message: str, tmp_path: Path
 ) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].register_buffer("odd", buffer)
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=message):
+        samo.save(tmp_path / "new", model, extra={name: tensor})
+    model.register_buffer(name, tensor)
     with pytest.raises(CheckpointError, match=message):
         samo.save(tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_name_that_the_file_format_takes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'__metadata__' is taken by the file format"):
-        samo.save(tmp_path, nn.Linear(2, 2), extra={"__metadata__": torch.ones(1)})
-    model = nn.ParameterDict({"__metadata__": torch.ones(1)})
-    with pytest.raises(CheckpointError, match="'__metadata__' is taken by the file format; give"):
-        samo.save(tmp_path, model)
-
-
-def test_a_weight_that_was_assigned_is_saved(tmp_path: Path) -> None:
-    model, again = compressed(), compressed(seed=1)
-    with pytest.warns(UserWarning, match="written to pruned entries"):
-        model.body.weight = nn.Parameter(torch.ones(12, 12))
-    samo.save(tmp_path, model)
-    samo.load(tmp_path, again)
-    assert int(again.body.weight.sum()) == 36
 
 
 class Counting(nn.Linear):
@@ -942,22 +894,6 @@ def test_state_of_a_module_that_is_no_tensor_is_warned_about(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match=message) as caught:
         samo.save(tmp_path, nn.Sequential(Counting(2, 2)))
     assert caught[0].filename == __file__
-
-
-def test_many_types_of_buffers_come_back(tmp_path: Path) -> None:
-    def build(fill: int) -> nn.Module:
-        module = nn.Module()
-        for dtype in safetensors_io.DTYPES.values():
-            module.register_buffer(f"of_{str(dtype)[6:]}", torch.full((3,), fill).to(dtype))
-        return module
-
-    model, again = build(1), build(0)
-    samo.save(tmp_path, model)
-    samo.load(tmp_path, again)
-    for name, value in model.state_dict().items():
-        found = again.state_dict()[name]
-        assert found.dtype == value.dtype
-        assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
 
 
 def test_a_model_without_tensors_is_saved(tmp_path: Path) -> None:

@@ -39,19 +39,20 @@ __all__ = []
 
 # Acting as one -----------------------------------------------------------------------------------
 
-_calls: Final[Counter[tuple[int, ...]]] = Counter()
-"""How often these ranks have met: all of them count alike, so that they agree on keys in the store."""
+_calls: Final[Counter[str]] = Counter()
+"""How many calls these ranks have made: each counts for itself, and all agree on keys in the store."""
 
 
 class Ranks:
     """The ranks that save or load together; each makes a new one for each call.
 
     Args:
-        ranks: Global ranks, the same on all of them; the first decides. None for one process.
+        ranks: Global ranks, the same on all of them; the first decides. By default one process.
+        caller: The function that they all call.
         timeout_s: Seconds without progress on any rank after which those that are missing are given up.
     """
 
-    def __init__(self, ranks: Sequence[int] = (), timeout_s: float = 0.0) -> None:
+    def __init__(self, ranks: Sequence[int] = (), caller: str = "", timeout_s: float = 0.0) -> None:
         self.ranks: Final = tuple(ranks) or (0,)
         self.rank: Final = dist.get_rank() if ranks else 0
         self.place: Final = self.ranks.index(self.rank)
@@ -63,11 +64,11 @@ class Ranks:
         self._grace: Final = timedelta(seconds=grace_s)
         self._step = 0
         self._noted = 0.0
-        _calls[self.ranks] += 1
-        digest = hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
+        meeting = f"{caller}/{hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]}"
+        _calls[meeting] += 1
         store = _get_default_store()
         self._store: Final = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"samo/checkpoint/{digest}/{_calls[self.ranks]}",
+            f"{meeting}/{_calls[meeting]}",
             store.clone() if hasattr(store, "clone") else store,  # other threads wait on that one
         )
 
@@ -76,7 +77,7 @@ class Ranks:
         """Whether this is one process."""
         return len(self.ranks) == 1
 
-    def together(
+    def run_all(
         self,
         what: str,
         act: Callable[[], Any],
@@ -102,7 +103,7 @@ class Ranks:
             if self.place == 0:
                 decided, outcome = self._decide(what, answer, decide)
                 error = error or decided
-                self._tell(outcome)
+                self._post(outcome)
             else:
                 self._store.set(self._key(f"answer {self.rank}"), json.dumps(answer))
                 self._wait(what, {self._key("outcome"): self.ranks[0]})
@@ -162,7 +163,7 @@ class Ranks:
             self._store.delete_key(key)
         return answers
 
-    def _tell(self, outcome: dict[str, Any]) -> None:
+    def _post(self, outcome: dict[str, Any]) -> None:
         """Post the outcome, and wait for its readers: the store may end with this process."""
         lost = outcome.get("failure", {}).get("lost", ())
         outcome["readers"] = sum(rank not in lost for rank in self.ranks[1:])
@@ -170,7 +171,7 @@ class Ranks:
         if outcome["readers"]:
             with suppress(dist.DistStoreError):
                 self._store.wait([self._key("read")], self._grace)
-                for name in ("outcome", "readers", "read"):
+                for name in () if lost else ("outcome", "readers", "read"):
                     self._store.delete_key(self._key(name))
 
     def _wait(self, what: str, missing: dict[str, int]) -> None:
@@ -303,7 +304,7 @@ def layout_of(
         )
     return Layout(
         module,
-        Ranks(ranks, timeout_s),
+        Ranks(ranks, caller, timeout_s),
         next(stage[0] for stage in stages if here in stage),
         len(stages) > 1,
         sharded is not None,

@@ -82,10 +82,10 @@ def load(
     """
     layout, folder = layout_of(model, mesh, timeout_s, "samo.load"), Path(path)
     ranks = layout.ranks
-    fill = ranks.together(
+    fill = ranks.run_all(
         f"whether '{folder}' fits everywhere", lambda: _checked(folder, layout, opt, scaler)
     )
-    extra: dict[str, Any] = ranks.together(f"whether '{folder}' was read everywhere", fill)
+    extra: dict[str, Any] = ranks.run_all(f"whether '{folder}' was read everywhere", fill)
     return extra
 
 

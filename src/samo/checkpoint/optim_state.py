@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from samo.checkpoint import json_values
 from samo.checkpoint.model_state import ModelState
-from samo.checkpoint.tensors import SETTING, Checkpoint, check_plain, rows_of, with_rows
+from samo.checkpoint.tensors import SETTING, Checkpoint, check_plain, is_dtensor, rows_of, with_rows
 from samo.core.optim import AdamW, _layout
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import host_bytes
@@ -185,13 +185,12 @@ class OptimizerState:
 
     def fill(self, saved: Checkpoint, entry: dict[str, Any]) -> None:
         """Load a state that fits, by torch's own way, which knows the defaults of newer settings."""
-        host = torch.device("cpu")
+        host, specs = torch.device("cpu"), saved.moments.specs
 
         def decode(value: Any, device: torch.device, like: Tensor | None = None) -> Any:
             def read(name: str) -> Tensor:
-                rows = None if like is None else rows_of(like)
-                if like is not None and rows and saved.moments.specs[name].shape == like.shape:
-                    return with_rows(saved.moments.read(name, rows), like)
+                if like is not None and is_dtensor(like) and specs[name].shape == like.shape:
+                    return with_rows(saved.moments.read(name, rows_of(like)), like)
                 return saved.moments.read(name).to(device, copy=True)
 
             return json_values.decode(value, read)

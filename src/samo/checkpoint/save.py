@@ -158,23 +158,20 @@ def save(
 
     def finish(written: list[Any]) -> None:
         assert new is not None
-        new.publish(
-            encode_manifest(
-                {
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "samo": __version__,
-                    "time": datetime.now(UTC).isoformat(),
-                    "data": data,
-                    "files": {name: entry for part in written for name, entry in part.items()},
-                    **content,
-                }
-            )
-        )
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "samo": __version__,
+            "time": datetime.now(UTC).isoformat(),
+            "data": data,
+            "files": {name: entry for part in written for name, entry in part.items()},
+        }
+        new.publish(encode_manifest(header | content))
+        files.close()  # removes the old tensors, before other ranks look at the folder
 
     with ExitStack() as files:
-        data = layout.ranks.together(f"what goes into '{folder}'", describe, begin)
-        layout.ranks.together(f"the files of '{folder}'", write, finish)
+        data = layout.ranks.run_all(f"what goes into '{folder}'", describe, begin)
+        layout.ranks.run_all(f"the files of '{folder}'", write, finish)
     if layout.is_first:
         _warn_of_extra_state(layout.module)  # at last: where warnings are errors, ranks would wait
 

@@ -6,9 +6,10 @@ puts the rows of all files together, or takes those it needs.
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
@@ -54,11 +55,11 @@ def rows_of(tensor: Tensor) -> Rows | None:
     assert here is not None, "a rank outside the mesh cannot hold its tensors"
     index = tuple(slice(None) if i == axes[0] else at for i, at in enumerate(here))
     ranks: list[int] = mesh.mesh[index].tolist()
-    size = -(
-        -tensor.shape[0] // len(ranks)
-    )  # that of torch.chunk; the last may be smaller or empty
-    start = min(here[axes[0]] * size, tensor.shape[0])
-    return Rows(start, min(start + size, tensor.shape[0]), tuple(ranks))
+    # As torch.chunk cuts: the last ranks may hold fewer rows, or none.
+    num_rows = tensor.shape[0]
+    size = (num_rows + len(ranks) - 1) // len(ranks)
+    start = min(here[axes[0]] * size, num_rows)
+    return Rows(start, min(start + size, num_rows), tuple(ranks))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -89,6 +90,7 @@ def with_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether a tensor is a DTensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return False  # and the module of DTensor, which takes a second to load, stays out
     from torch.distributed.tensor import DTensor
@@ -218,7 +220,7 @@ class SavedTensors:
 
     def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
         self.specs: Final[dict[str, Spec]] = {}
-        self._open: Final[Any] = lru_cache(maxsize=16)(partial(safe_open, framework="pt"))
+        self._open: Final[Any] = cache(partial(safe_open, framework="pt"))
         for file_name in manifest.files_of(kind):
             file = path / manifest.data / file_name
             with _reading(file):
@@ -258,8 +260,9 @@ class SavedTensors:
 
     def _add(self, name: str, header: Any, rows: list[int] | None, file: Path) -> None:
         dtype, shape = safetensors_io.DTYPES[header.get_dtype()], tuple(header.get_shape())
-        start, total = rows or (0, (shape or (1,))[0])
-        part = Part(start, start + (shape or (1,))[0], file)
+        num_rows = (shape or (1,))[0]
+        start, total = map(operator.index, rows or (0, num_rows))
+        part = Part(start, start + num_rows, file)
         whole = (total, *shape[1:]) if shape else ()
         known = self.specs.setdefault(name, Spec(dtype, whole, ()))
         if known[:2] != (dtype, whole):
@@ -272,11 +275,15 @@ SETTING: Final = "setting "
 """Prefix of tensors that are named by their bytes: several ranks may write the same one."""
 
 
+_READ_ERRORS: Final = (AttributeError, KeyError, TypeError, RecursionError)
+"""What metadata of a stranger raises."""
+
+
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     try:
         yield
-    except (*safetensors_io.READ_ERRORS, KeyError, TypeError, RecursionError) as error:
+    except (*_READ_ERRORS, *safetensors_io.READ_ERRORS) as error:
         raise damaged(file, f"it is not a safetensors file of a checkpoint ({error})") from error
 
 
