@@ -113,7 +113,8 @@ class Run:
             self.opts.append(torch.optim.SGD(groups, momentum=0.9))
         if case.optimizer == "both":
             tables = [p for n, p in self.module.named_parameters() if "table" in n or "out" in n]
-            self.opts.append(torch.optim.SGD([{"params": tables}], lr=0.05, momentum=0.9))
+            lr = torch.tensor(0.05)  # a setting that all stages write
+            self.opts.append(torch.optim.SGD([{"params": tables}], lr=lr, momentum=0.9))
             for group in groups:
                 group["params"] = [p for p in group["params"] if all(p is not t for t in tables)]
         if case.optimizer != "sgd":

@@ -454,6 +454,7 @@ def share(names: list[str]) -> dict[str, Any]:
         {"names": [n for n in names if n < "c"], "settings": {"decay": 0.1}},
         {"names": [n for n in names if n >= "c"], "settings": {"decay": 0.0}},
     ]
+    groups = [group for group in groups if group["names"]]
     state = {name: {"exp_avg": {"$tensor": f"{name}/exp_avg"}} for name in names}
     return {
         "is_compressed": True,

@@ -350,6 +350,7 @@ def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) 
 def test_groups_are_matched_by_name_and_may_be_cut_otherwise(tmp_path: Path) -> None:
     model, again = compressed(), compressed(seed=1)
     opt = samo.AdamW(model.parameters(), lr=0.05)
+    opt.add_param_group({"params": [], "lr": torch.tensor(2.0)})
     again_opt = samo.AdamW([{"params": [p]} for p in [*again.parameters()][::-1]], lr=1.0)
     again_opt.add_param_group({"params": [], "lr": 3.0})
     step(model, opt, 0)

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from samo import __version__
 from samo.checkpoint import json_values
-from samo.checkpoint.distributed import layout_of
+from samo.checkpoint.distributed import Layout, layout_of
 from samo.checkpoint.folder import Draft, draft, save_errors
 from samo.checkpoint.manifest import FORMAT, KINDS, VERSION, encode_manifest
 from samo.checkpoint.model_state import ModelState
@@ -96,89 +95,108 @@ def save(
         PeerError: Another rank does not answer.
     """
     layout, folder = layout_of(model, mesh, timeout_s, "samo.save"), Path(path)
-    tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-    masks: dict[str, Mask] = {}
-    content: dict[str, Any] = {}
-    new: Draft | None = None
+    part = _Part(folder, layout)
+    with part.draft:
+        data = layout.ranks.run_all(
+            f"what goes into '{folder}'",
+            lambda: part.describe(opt, scaler, extra or {}),
+            part.begin,
+        )
+        layout.ranks.run_all(f"the files of '{folder}'", lambda: part.write(data), part.publish)
+    if layout.is_first:
+        _warn_of_extra_state(layout.module)  # at last: where warnings are errors, ranks would wait
 
-    def describe() -> dict[str, Any] | None:
-        """Find out what this rank writes; return what the manifest says of a stage."""
+
+class _Part:
+    """What a rank writes of a checkpoint; on the first rank also what the manifest says."""
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        self.folder: Final = folder
+        self.layout: Final = layout
+        self.draft: Final = ExitStack()
+        self.tensors: Final[dict[str, dict[str, Tensor]]] = {kind: {} for kind in KINDS}
+        self.masks: dict[str, Mask] = {}
+        self.content: Final[dict[str, Any]] = {}
+        self._new: Draft | None = None
+
+    def describe(
+        self,
+        opt: Optimizer | Iterable[Optimizer] | None,
+        scaler: Scaler | None,
+        extra: Mapping[str, Any],
+    ) -> dict[str, Any] | None:
+        """Find out what this rank writes; return the share of a stage, from its first replica."""
+        layout, tensors = self.layout, self.tensors
         if layout.ranks.place == 0:
-            content["scaler"] = None
+            self.content["scaler"] = None
             if scaler is not None:
-                content["scaler"] = json_values.encode(scaler.state_dict(), "scaler")
-            content["extra"] = _encode_extra(extra or {}, tensors["extra"])
+                self.content["scaler"] = json_values.encode(scaler.state_dict(), "scaler")
+            self.content["extra"] = _encode_extra(extra, tensors["extra"])
         if not layout.is_first and not layout.is_sharded:
             return None
-        state = ModelState(layout)
-        tensors["weights"] = state.tensors
-        masks.update(state.masks)
-        opts = [] if opt is None else optimizers_of(opt)
-        entries = [
-            OptimizerState(one, state).describe(
+        model = ModelState(layout)
+        tensors["weights"] = model.tensors
+        self.masks = model.masks
+        own = sorted(self.masks.keys() & tensors["weights"].keys())
+        tensors["masks"] = {name: self.masks[name].words for name in own}
+        optimizers = [
+            OptimizerState(one, model).describe(
                 f"optimizer {i}/" if i else "", tensors["optimizer"]
             )
-            for i, one in enumerate(opts)
+            for i, one in enumerate([] if opt is None else optimizers_of(opt))
         ]
-        tensors["masks"] = {
-            name: masks[name].words for name in sorted(masks) if name in tensors["weights"]
-        }
         if not layout.is_first:
             return None
         return {
-            "is_compressed": state.is_compressed,
-            "params": state.params,
-            "tensors": list(state.tensors),
-            "tied": state.tied,
-            "optimizers": entries,
+            "is_compressed": model.is_compressed,
+            "params": model.params,
+            "tensors": list(tensors["weights"]),
+            "tied": model.tied,
+            "optimizers": optimizers,
         }
 
-    def begin(shares: list[Any]) -> str:
-        nonlocal new
-        by_rank = zip(layout.ranks.ranks, shares)
-        content.update(merge({rank: share for rank, share in by_rank if share is not None}))
-        new = files.enter_context(draft(folder))
-        return new.data.name
+    def begin(self, shares: list[Any]) -> str:
+        """Lock the folder, and return the name of the new one for data."""
+        by_rank = zip(self.layout.ranks.ranks, shares)
+        self.content.update(merge({rank: share for rank, share in by_rank if share is not None}))
+        self._new = self.draft.enter_context(draft(self.folder))
+        return self._new.data.name
 
-    def write() -> dict[str, Any]:
-        tag = "" if layout.ranks.is_alone else f"-rank{layout.ranks.rank:05}"
-        written: dict[str, Any] = {}
-        with save_errors(folder):
-            for kind in KINDS:
-                written |= write_tensors(
-                    folder / data,
+    def write(self, data: str) -> dict[str, Any]:
+        """Write this rank's files, and return their entries in the manifest."""
+        ranks = self.layout.ranks
+        files: dict[str, Any] = {}
+        tag = "" if ranks.is_alone else f"-rank{ranks.rank:05}"
+        with save_errors(self.folder):
+            for kind, tensors in self.tensors.items():
+                files |= write_tensors(
+                    self.folder / data,
                     kind + tag,
-                    {name: t for name, t in tensors[kind].items() if layout.writes(t)},
-                    metadata=partial(_mask_metadata, masks) if kind == "masks" else None,
-                    on_file=layout.ranks.note_progress,
+                    {name: t for name, t in tensors.items() if self.layout.writes(t)},
+                    metadata=self._mask_metadata if kind == "masks" else None,
+                    on_file=ranks.note_progress,
                 )
-            if written:
-                atomic_io.sync_folder(folder / data)
-        return written
+            if files:
+                atomic_io.sync_folder(self.folder / data)
+        return files
 
-    def finish(written: list[Any]) -> None:
-        assert new is not None
+    def publish(self, files: list[Any]) -> None:
+        """Write the manifest over the old one, and remove the old tensors."""
+        assert self._new is not None
         header = {
             "format": FORMAT,
             "version": VERSION,
             "samo": __version__,
             "time": datetime.now(UTC).isoformat(),
-            "data": data,
-            "files": {name: entry for part in written for name, entry in part.items()},
+            "data": self._new.data.name,
+            "files": {name: entry for part in files for name, entry in part.items()},
         }
-        new.publish(encode_manifest(header | content))
-        files.close()  # removes the old tensors, before other ranks look at the folder
+        self._new.publish(encode_manifest(header | self.content))
+        self.draft.close()  # here, and not after other ranks are told and look at the folder
 
-    with ExitStack() as files:
-        data = layout.ranks.run_all(f"what goes into '{folder}'", describe, begin)
-        layout.ranks.run_all(f"the files of '{folder}'", write, finish)
-    if layout.is_first:
-        _warn_of_extra_state(layout.module)  # at last: where warnings are errors, ranks would wait
-
-
-def _mask_metadata(masks: Mapping[str, Mask], names: list[str]) -> dict[str, str]:
-    part = Masks({name: masks[name] for name in names})
-    return mask_files.metadata(part, part.fingerprint())
+    def _mask_metadata(self, names: list[str]) -> dict[str, str]:
+        masks = Masks({name: self.masks[name] for name in names})
+        return mask_files.metadata(masks, masks.fingerprint())
 
 
 def _warn_of_extra_state(model: nn.Module) -> None:
@@ -263,7 +281,7 @@ def _merge_optimizers(shares: Mapping[int, Mapping[str, Any]]) -> list[dict[str,
     return [
         {
             "class": entries[0]["class"],
-            "groups": [g for entry in entries for g in entry["groups"] if g["names"]],
+            "groups": [group for entry in entries for group in entry["groups"]],
             "more": entries[0]["more"],
             "state": {name: state for e in entries for name, state in e["state"].items()},
         }
