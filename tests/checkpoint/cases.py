@@ -1,7 +1,6 @@
 """Models on grids of ranks, for checkpoints that go from any layout into any other."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 import samo
 from samo.checkpoint import read_manifest
-from samo.mask import mask_files
+from samo.checkpoint.tensors import SavedTensors
 from tests.pipeline.cases import next_token_loss, tokens
 
 VOCABULARY = 32
@@ -114,7 +113,8 @@ class Run:
             self.opts.append(torch.optim.SGD(groups, momentum=0.9))
         if case.optimizer == "both":
             tables = [p for n, p in self.module.named_parameters() if "table" in n or "out" in n]
-            self.opts.append(torch.optim.SGD([{"params": tables}], lr=0.05, momentum=0.9))
+            lr = torch.tensor(0.05)  # a setting that all stages write
+            self.opts.append(torch.optim.SGD([{"params": tables}], lr=lr, momentum=0.9))
             for group in groups:
                 group["params"] = [p for p in group["params"] if all(p is not t for t in tables)]
         if case.optimizer != "sgd":
@@ -160,13 +160,26 @@ def draw(what: str, size: int) -> Tensor:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """Return all that a checkpoint says, but for when and under which name it was written."""
+    """Return all that a checkpoint says, however it is cut into files, groups and rows."""
     manifest = read_manifest(path)
-    said: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
-    files = {name: (path / manifest.data / name).read_bytes() for name in said.pop("files")}
-    for key in ("time", "data", "checksum"):
-        del said[key]
-    for name in manifest.files_of("masks"):  # safetensors writes its metadata in any order
-        masks = mask_files.read(path / manifest.data / name)
-        files[name] = repr(({n: w.tolist() for n, w in masks.words.items()}, masks[1:])).encode()
-    return {f"manifest {key}": json.dumps(value) for key, value in said.items()} | files
+    found: dict[str, Any] = {
+        key: getattr(manifest, key)
+        for key in (
+            "is_compressed",
+            "dtype",
+            "num_params",
+            "kept",
+            "tied",
+            "extra",
+            "extra_tensors",
+        )
+    }
+    for i, entry in enumerate(manifest.optimizers):
+        settings = {name: group["settings"] for group in entry["groups"] for name in group["names"]}
+        found[f"optimizer {i}"] = (entry["class"], settings, entry["state"], entry["more"])
+    for kind in ("weights", "optimizer", "extra"):
+        saved = SavedTensors(path, manifest, kind)
+        for name, spec in saved.specs.items():
+            found[f"{kind} {name}"] = (spec[:2], saved.read(name).flatten().tolist())
+    found["masks"] = samo.load_masks(path).fingerprint() if manifest.is_compressed else None
+    return found

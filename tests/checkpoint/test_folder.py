@@ -20,18 +20,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save as save_tensors
-from torch import nn
+from torch import Tensor, nn
 
 import samo
 from samo import checkpoint
-from samo.checkpoint import folder as folders, manifest as manifests, tensors
+from samo.checkpoint import manifest as manifests
+from samo.checkpoint.tensors import SavedTensors
 from samo.errors import CheckpointError
-from samo.utils import atomic_io
+from samo.utils import atomic_io, safetensors_io
 
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of real ones take seconds; test_durable.py has them."""
+    """Hundreds of real ones take seconds; test_atomic_io.py has them."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
@@ -74,7 +75,7 @@ CALLS = ("os.open", "os.write", "os.fsync", "os.replace", "os.mkdir", "os.unlink
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nobody catches it, and after it nothing of the process runs."""
+    """Stands for kill -9: nothing catches it, and after it nothing of the process runs."""
 
 
 class System:
@@ -98,13 +99,6 @@ class System:
         return call
 
 
-def count_calls(path: Path, value: float) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        system = System(patch, -1, OSError())
-        save_value(path, value)
-    return system.calls
-
-
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "No space left on device")])
 @pytest.mark.parametrize("is_first", [True, False], ids=["new folder", "old checkpoint"])
 def test_a_save_that_breaks_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
@@ -113,10 +107,12 @@ def test_a_save_that_breaks_at_any_call_leaves_the_old_checkpoint_or_the_new_one
     path = tmp_path / "checkpoint"
     if not is_first:
         save_value(path, 0.0)
-    total = count_calls(path, 0.0)
-    assert total > 15
+    with pytest.MonkeyPatch.context() as patch:
+        system = System(patch, -1, OSError())
+        save_value(path, 0.0)
+    assert system.calls > 15
     outcomes = set()
-    for number in range(1, total + 1):
+    for number in range(1, system.calls + 1):
         shutil.rmtree(path)
         if not is_first:
             save_value(path, 1.0)
@@ -145,26 +141,25 @@ def test_all_tensors_are_on_the_disk_before_the_manifest_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    replace, unlink = os.replace, os.unlink
 
-    def note_fsync(file: int) -> None:
-        done.append(re.sub("[0-9a-f]{8}", "X", Path(os.readlink(f"/proc/self/fd/{file}")).name))
+    def note(call: str, name: Callable[..., str]) -> None:
+        real = getattr(os, call)
 
-    def note_replace(source: Path, target: Path) -> None:
-        done.append("switch")
-        replace(source, target)
+        def noted(*args: Any) -> Any:
+            done.append(name(*args))
+            return real(*args)
 
-    def note_unlink(path: Path) -> None:
-        done.append("remove")
-        unlink(path)
+        monkeypatch.setattr(os, call, noted)
 
     save_value(tmp_path / "last", 1.0)
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    monkeypatch.setattr(os, "unlink", note_unlink)
+    note(
+        "fsync", lambda f: re.sub("[0-9a-f]{8}", "X", Path(os.readlink(f"/proc/self/fd/{f}")).name)
+    )
+    note("replace", lambda *_: "switch")
+    note("unlink", lambda *_: "remove")
     save_value(tmp_path / "last", 2.0)
-    files = ["weights.safetensors", "extra.safetensors", "data-X", "last", ".manifest.json.X"]
-    assert done == [*files, "switch", "last", "remove", "remove"]
+    files = ["weights.safetensors", "extra.safetensors", "data-X", "data-X", "last"]
+    assert done == [*files, ".manifest.json.X", "switch", "last", "remove", "remove"]
 
 
 def test_a_full_disk_is_an_error_that_names_file_and_cause_and_nothing_is_left(
@@ -187,13 +182,6 @@ def test_a_full_disk_is_an_error_that_names_file_and_cause_and_nothing_is_left(
         with pytest.raises(CheckpointError, match=message):
             save_value(tmp_path / "new" / "folder", 2.0)
     assert isinstance(caught.value.__cause__, OSError)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert value_in(tmp_path) == 1.0
-
-
-def test_a_file_that_the_system_does_not_let_grow_is_removed(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
-    before = sorted(tmp_path.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
@@ -201,7 +189,12 @@ def test_a_file_that_the_system_does_not_let_grow_is_removed(tmp_path: Path) -> 
             save_value(tmp_path, 2.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_io, "encode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # is not disguised
+            save_value(tmp_path / "new", 2.0)
     assert sorted(tmp_path.rglob("*")) == before
+    assert value_in(tmp_path) == 1.0
 
 
 def test_a_manifest_whose_rename_could_not_be_synced_keeps_its_data(
@@ -224,19 +217,10 @@ def test_a_manifest_whose_rename_could_not_be_synced_keeps_its_data(
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
-def test_an_error_in_the_middle_of_a_save_is_not_disguised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensors, "_header", lambda sources: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        save_value(tmp_path / "new", 1.0)
-    assert os.listdir(tmp_path) == []
-
-
 SAVER = """
-import sys, torch, samo
-from tests.checkpoint.test_folder import save_value
+import sys
 from pathlib import Path
+from tests.checkpoint.test_folder import save_value
 value = 0.0
 while True:
     value += 1
@@ -247,20 +231,17 @@ while True:
 
 @pytest.mark.slow
 def test_a_process_killed_in_a_loop_of_saves_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    chance = random.Random(0)
-    for _ in range(2):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "1.0\n"
-        time.sleep(chance.uniform(0.01, 0.2))
-        process.send_signal(signal.SIGKILL)
-        rest = process.stdout.read()
-        process.stdout.close()
-        process.wait()
-        done = float((["1.0"] + [line for line in rest.split("\n") if line])[-1])
-        assert value_in(tmp_path) in (done, done + 1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "1.0\n"
+    time.sleep(random.Random().uniform(0.01, 0.2))
+    process.send_signal(signal.SIGKILL)
+    done = float(["1.0", *process.stdout.read().split()][-1])
+    process.stdout.close()
+    process.wait()
+    assert value_in(tmp_path) in (done, done + 1)
     save_value(tmp_path, -5.0)
     assert value_in(tmp_path) == -5.0
     assert len(os.listdir(tmp_path)) == 2
@@ -269,90 +250,61 @@ def test_a_process_killed_in_a_loop_of_saves_leaves_a_whole_checkpoint(tmp_path:
 # Overwriting, other folders, other people's files
 
 
-def test_saving_again_replaces_the_checkpoint(tmp_path: Path) -> None:
-    for value in (1.0, 2.0, 3.0):
-        save_value(tmp_path, value)
-        assert value_in(tmp_path) == value
-        assert len(os.listdir(tmp_path)) == 2
-
-
-def test_a_folder_that_does_not_exist_is_made(tmp_path: Path) -> None:
-    save_value(tmp_path / "runs" / "a" / "last", 1.0)
-    assert value_in(tmp_path / "runs" / "a" / "last") == 1.0
-
-
-def test_a_path_may_be_relative_or_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_made_replaced_moved_and_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    save_value(Path("last"), 1.0)
-    Path("link").symlink_to("last")
-    save_value(Path("link"), 2.0)
-    assert value_in(Path("last")) == 2.0
+    for value in (1.0, 2.0):
+        save_value(Path("runs/a/last"), value)
+        assert value_in(Path("runs/a/last")) == value
+        assert len(os.listdir("runs/a/last")) == 2
+    shutil.copytree("runs/a/last", "copied")
+    Path("runs/a/last").rename("moved")
+    assert value_in(Path("copied")) == value_in(tmp_path / "moved") == 2.0
+    Path("link").symlink_to("moved")
+    save_value(Path("link"), 3.0)
+    assert value_in(Path("moved")) == 3.0
+    manifest = Path("moved/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-10])
+    save_value(Path("moved"), 4.0)  # a damaged one is replaced
+    assert value_in(Path("moved")) == 4.0
+    assert len(os.listdir("moved")) == 2
 
 
-def test_a_checkpoint_that_was_moved_or_copied_loads(tmp_path: Path) -> None:
-    save_value(tmp_path / "a", 1.0)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    (tmp_path / "a").rename(tmp_path / "c")
-    assert value_in(tmp_path / "b") == value_in(tmp_path / "c") == 1.0
-
-
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_files_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_value(tmp_path, 1.0)
     for name in ("notes.txt", "data-12345678/mine.txt", "data-zzzzzzzz/weights.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
     (tmp_path / "data-00000000").symlink_to(tmp_path / "data-zzzzzzzz")
+    names = iter(["12345678", "00000002", "00000003"])  # the first is taken
+    monkeypatch.setattr("secrets.token_hex", lambda _: next(names))
     save_value(tmp_path, 2.0)
     assert value_in(tmp_path) == 2.0
+    assert checkpoint.read_manifest(tmp_path).data == "data-00000002"
     for name in ("notes.txt", "data-12345678/mine.txt", "data-00000000/weights.safetensors"):
         assert (tmp_path / name).read_text() == "mine"
 
 
-def test_a_manifest_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_folder_that_is_another_programs_a_file_or_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "web app"}')
-    with pytest.raises(
-        CheckpointError, match=r"its 'manifest.json' is not one of samo; choose another"
-    ):
+    with pytest.raises(CheckpointError, match=r"its 'manifest.json' is not one of samo; choose"):
         save_value(tmp_path, 1.0)
     assert os.listdir(tmp_path) == ["manifest.json"]
-
-
-def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
-    file = tmp_path / "manifest.json"
-    file.write_bytes(file.read_bytes()[:-10])
-    save_value(tmp_path, 2.0)
-    assert value_in(tmp_path) == 2.0
-    assert len(os.listdir(tmp_path)) == 2
-
-
-def test_a_file_in_the_place_of_the_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot save to '.*file': '.*file': File exists"):
         save_value(tmp_path / "file", 1.0)
     with pytest.raises(CheckpointError, match=r"cannot save to '.*deeper': '.*file': File exists"):
         save_value(tmp_path / "file" / "deeper", 1.0)
-
-
-def test_two_saves_at_once_are_refused(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
+    save_value(tmp_path / "last", 1.0)
     with (
-        atomic_io.locked(tmp_path),
+        atomic_io.locked(tmp_path / "last"),
         pytest.raises(
             CheckpointError, match="another process or thread is saving there; give each"
         ),
     ):
-        save_value(tmp_path, 2.0)
-    assert value_in(tmp_path) == 1.0
-
-
-def test_a_name_that_is_taken_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data-00000001").mkdir()
-    (tmp_path / "data-00000001" / "mine").touch()
-    names = iter(["00000001", "00000002", "00000003"])
-    monkeypatch.setattr("secrets.token_hex", lambda _: next(names))
-    save_value(tmp_path, 1.0)
-    assert checkpoint.read_manifest(tmp_path).data == "data-00000002"
+        save_value(tmp_path / "last", 2.0)
+    assert value_in(tmp_path / "last") == 1.0
 
 
 # Damage
@@ -367,8 +319,8 @@ def test_any_flipped_or_missing_byte_is_refused_with_the_file(tmp_path: Path) ->
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     assert len(files) == 5
     chance = random.Random(0)
-    for _ in range(200):
-        file = chance.choice(files)
+    for i in range(80):
+        file = files[i % 5]
         data = file.read_bytes()
         place = chance.randrange(len(data))
         flipped = bytes([data[place] ^ 1 << chance.randrange(8)])
@@ -399,58 +351,47 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"'{file}' is missing; take another copy"):
             checkpoint.verify(tmp_path)
         file.mkdir()
-        with pytest.raises(CheckpointError, match=f"'{file}' is damaged: it is no file"):
+        with pytest.raises(CheckpointError, match=f"'{file}' is damaged: it is not a file"):
             checkpoint.verify(tmp_path)
         file.rmdir()
         file.write_bytes(data)
     checkpoint.verify(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, message in [
         ("none", "it does not exist"),
-        ("file", "it is no folder"),
-        (".", r"there is no '.*manifest.json'"),
+        ("file", "it is not a folder"),
+        (".", "there is no '.*manifest.json'"),
     ]:
-        with pytest.raises(
-            CheckpointError, match=f"is not a checkpoint: {message}; write one with samo.save"
-        ):
-            checkpoint.read_manifest(tmp_path / name)
+        with pytest.raises(CheckpointError, match=f"is not a checkpoint: {message}; write one"):
+            samo.load(tmp_path / name, model_of(0.0))
 
 
-def broken(*_: object, **__: object) -> Any:
-    raise PermissionError(errno.EACCES, "Permission denied")
-
-
-def test_a_file_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["manifest.json", "data-*/weights.safetensors"])
+def test_a_file_that_cannot_be_read_says_so(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_value(tmp_path, 1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", broken)
-        with pytest.raises(
-            CheckpointError, match=r"manifest.json' cannot be read: Permission denied"
-        ):
-            checkpoint.read_manifest(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", broken)
-        with pytest.raises(
-            CheckpointError, match=r"weights.safetensors' cannot be read: Permission"
-        ):
-            checkpoint.verify(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(folders.os, "stat", broken)
-        with pytest.raises(CheckpointError, match=r"extra.safetensors' cannot be read: Permission"):
-            folders.check_file(
-                tmp_path / "extra.safetensors", manifests.DataFile(num_bytes=1, sha256="")
-            )
+    (file,) = tmp_path.glob(name)
+    real = open
+
+    def deny(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if Path(path) == file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", deny)
+    with pytest.raises(CheckpointError, match=f"'{file}' cannot be read: Permission denied; check"):
+        checkpoint.verify(tmp_path)
 
 
-# The manifest of a stranger, with right checksums
+# Strangers
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest, and give it a new checksum."""
     content = manifests.read_content(path)
     change(content)
     (path / "manifest.json").write_bytes(manifests.encode_manifest(content))
@@ -472,20 +413,10 @@ def put(*keys: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def take(*keys: str) -> Callable[[dict[str, Any]], None]:
-    def change(content: dict[str, Any]) -> None:
-        for key in keys[:-1]:
-            content = content[key]
-        del content[keys[-1]]
-
-    return change
-
-
 ENTRY = {"bytes": 1, "sha256": "0" * 64}
 
 FORGERIES = [
     put("data", value="../elsewhere"),
-    put("data", value="data-1234567/"),
     put("data", value="data-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661"),
     put("data", value=None),
     put("files", value=[]),
@@ -494,12 +425,10 @@ FORGERIES = [
     put("files", "weights.safetensors\n", value=ENTRY),
     put("files", "weights.safetensors", value=None),
     put("files", "weights.safetensors", "bytes", value=-1),
-    put("files", "weights.safetensors", "bytes", value=1.0),
     put("files", "weights.safetensors", "bytes", value=True),
     put("files", "weights.safetensors", "bytes", value=2**70),
     put("files", "weights.safetensors", "sha256", value="00"),
     put("time", value="yesterday"),
-    put("time", value=0),
     put("samo", value=None),
     put("model", value=3),
     put("model", "num_params", value="many"),
@@ -512,7 +441,6 @@ FORGERIES = [
     put("extra", value={"$x": 1}),
     put("scaler", value=3),
     put("optimizers", value={}),
-    put("optimizers", value=[None]),
     put("optimizers", 0, "class", value=None),
     put("optimizers", 0, "groups", value={}),
     put("optimizers", 0, "groups", value=[3]),
@@ -521,58 +449,55 @@ FORGERIES = [
     put("optimizers", 0, "groups", value=[{"names": [], "settings": 3}]),
     put("optimizers", 0, "state", value={"0.weight": 3}),
     put("optimizers", 0, "more", value=3),
-    take("model"),
-    take("optimizers"),
-    take("files"),
+    lambda content: content.pop("model"),
+    lambda content: content.pop("optimizers"),
+    put("format", value="another"),
+    put("version", value="3"),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(FORGERIES)))
-def test_a_manifest_that_makes_no_sense_is_refused(number: int, tmp_path: Path) -> None:
+def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     model, opt = compressed_checkpoint(tmp_path)
-    forge(tmp_path, FORGERIES[number])
-    with pytest.raises(
-        CheckpointError, match=r"manifest.json' is damaged: its contents make no sense"
-    ):
-        samo.load(tmp_path, model, opt)
+    good = (tmp_path / "manifest.json").read_bytes()
+    for number, change in enumerate(FORGERIES):
+        (tmp_path / "manifest.json").write_bytes(good)
+        forge(tmp_path, change)
+        with pytest.raises(CheckpointError) as caught:
+            samo.load(tmp_path, model, opt)
+        assert "manifest.json' is damaged: its contents make no sense" in str(caught.value), number
+
+
+def with_checksum(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text},\n"checksum": "{digest}"\n}}\n'
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        "",
-        "[]",
-        "null",
-        "NaN",
-        '{"format": "samo-checkpoint"}',
-        '{"format": "samo-checkpoint", "format": "samo-checkpoint"}',
-        "[" * 100_000,
-        '{"a":' * 100_000,
-        "9" * 10_000,
-        "1e999",
-        "\x00",
-        "\ufeff{}",
+        ("", "it does not match its checksum, or samo did not write it"),
+        ('{"format": "samo-checkpoint"}', "it does not match its checksum"),
+        (with_checksum("") + " ", "it does not match its checksum"),
+        (with_checksum(""), "its contents make no sense"),
+        (with_checksum('{"format": "samo-checkpoint"'), "its contents make no sense"),
+        (with_checksum('{"a":' * 100_000), "its contents make no sense"),
+        (with_checksum('{"a": ' + "9" * 10_000), "its contents make no sense"),
     ],
     ids=lambda text: repr(text[:20]),
 )
-def test_a_manifest_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+def test_what_is_not_a_manifest_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(
-        CheckpointError, match=r"manifest.json' is damaged: it (is no JSON|was not)"
-    ):
+    with pytest.raises(CheckpointError, match=rf"manifest.json' is damaged: {message}"):
         checkpoint.read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("depth", [250, 400, 900, 100_000])
+@pytest.mark.parametrize("depth", [250, 400, 100_000])
 def test_values_deeper_than_python_can_follow_are_refused(depth: int, tmp_path: Path) -> None:
     save_value(tmp_path, 1.0)
     forge(tmp_path, put("extra", "deep", value="HERE"))
-    text = (tmp_path / "manifest.json").read_text()
+    text = (tmp_path / "manifest.json").read_text().rpartition(',\n"checksum"')[0]
     text = text.replace('"HERE"', "[" * depth + "]" * depth)
-    body = re.sub(r',\n"checksum": "\w+"', "", text)
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    text = body.removesuffix("\n}\n") + f',\n"checksum": "{checksum}"\n}}\n'
-    (tmp_path / "manifest.json").write_text(text)
+    (tmp_path / "manifest.json").write_text(with_checksum(text))
     if depth <= 250:
         assert "deep" in checkpoint.read_manifest(tmp_path).extra
     else:
@@ -580,44 +505,25 @@ def test_values_deeper_than_python_can_follow_are_refused(depth: int, tmp_path: 
             checkpoint.read_manifest(tmp_path)
 
 
-def test_a_manifest_too_large_for_any_checkpoint_is_not_read(
+def test_a_manifest_of_another_version_size_or_wording_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_value(tmp_path, 1.0)
+    forge(tmp_path, put("version", value=4))
+    with pytest.raises(CheckpointError, match="has version 4, this samo reads version 3; update"):
+        checkpoint.read_manifest(tmp_path)
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text())))
+    with pytest.raises(CheckpointError, match="does not match its checksum, or samo did not"):
+        checkpoint.read_manifest(tmp_path)
     monkeypatch.setattr(manifests, "MAX_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"is damaged: it has more than 100 bytes"):
         checkpoint.read_manifest(tmp_path)
 
 
-def test_a_manifest_in_other_words_is_refused(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
-    file = tmp_path / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text())))
-    with pytest.raises(CheckpointError, match="was not written by samo, or changed since"):
-        checkpoint.read_manifest(tmp_path)
-
-
-def test_a_manifest_with_a_wrong_checksum_is_refused(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
-    file = tmp_path / "manifest.json"
-    file.write_text(re.sub(r'"checksum": "\w+"', '"checksum": "00"', file.read_text()))
-    with pytest.raises(CheckpointError, match="does not match its own checksum"):
-        checkpoint.read_manifest(tmp_path)
-
-
-def test_another_version_is_refused(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
-    forge(tmp_path, put("version", value=3))
-    with pytest.raises(
-        CheckpointError, match="has version 3, this samo reads version 2; update samo"
-    ):
-        checkpoint.read_manifest(tmp_path)
-
-
-def forged_tensors(path: Path, kind: str, change: dict[str, torch.Tensor | None]) -> None:
-    found = checkpoint.read_manifest(path)
-    read = tensors.Shards(path, found, kind).read()
-    changed = {name: value.clone() for name, value in read} | change
+def forge_tensors(path: Path, kind: str, change: dict[str, Tensor | None]) -> None:
+    saved = SavedTensors(path, checkpoint.read_manifest(path), kind)
+    changed = {name: saved.read(name).clone() for name in saved.specs} | change
     kept = {name: value for name, value in changed.items() if value is not None}
     forge_file(path, f"{kind}.safetensors", save_tensors(kept))
 
@@ -636,22 +542,11 @@ def forged_tensors(path: Path, kind: str, change: dict[str, torch.Tensor | None]
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_before_a_kernel_sees_them(
-    kind: str, change: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+    kind: str, change: dict[str, Tensor | None], message: str, tmp_path: Path
 ) -> None:
     model, opt = compressed_checkpoint(tmp_path)
-    forged_tensors(tmp_path, kind, change)
+    forge_tensors(tmp_path, kind, change)
     with pytest.raises(CheckpointError, match=message):
-        samo.load(tmp_path, model, opt)
-
-
-def test_moments_of_another_shape_are_refused_for_torchs_optimizers_too(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 4)).sum().backward()
-    opt.step()
-    samo.save(tmp_path, model, opt)
-    forged_tensors(tmp_path, "optimizer", {"weight/momentum_buffer": torch.zeros(4, 3)})
-    with pytest.raises(CheckpointError, match="the optimizer's momentum_buffer of 'weight' is"):
         samo.load(tmp_path, model, opt)
 
 
@@ -660,7 +555,6 @@ def test_moments_of_another_shape_are_refused_for_torchs_optimizers_too(tmp_path
     [
         (["0.weight", "step"], 3, "state names 11 tensors, which are not the 12"),
         (["0.weight"], {}, "state names 9 tensors, which are not the 12"),
-        (["0.weight", "step"], {"$tensor": "0.weight/exp_avg"}, "state names 11 tensors, which are not the 12"),
         (["0.weight", "more"], {"$tensor": "0.weight/exp_avg"}, "state names 12 tensors, which are not the 12"),
         (["0.weight", "more"], 1, "the optimizer's state of '0.weight' is"),
         (["0.weight", "exp_avg"], [{"$tensor": "0.weight/exp_avg"}], "the optimizer's state of '0.w"),
@@ -676,30 +570,32 @@ def test_optimizer_state_that_refers_to_the_wrong_things_is_refused(
         samo.load(tmp_path, model, opt)
 
 
-def test_a_tensor_in_two_shards_or_of_an_unknown_type_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (save_tensors({"weight": torch.ones(5, 6)}), "its tensor 'weight' is there twice, or rows"),
+        (save_tensors({"weight": torch.ones(2)}), "its 'weight' is torch.float32 .*elsewhere"),
+        (save_tensors({"x": torch.ones(2)}, {"rows": '{"x": [3, 5]}'}), "rows of it are missing"),
+        (save_tensors({"x": torch.ones(2)}, {"rows": '{"x": 3}'}), "it is not a safetensors file"),
+        (
+            save_tensors({"x": torch.ones(2)}, {"rows": '{"x": [0.0, 2.0]}'}),
+            "it is not a safetensors",
+        ),
+        (save_tensors({"x": torch.ones(2)}, {"rows": "[]"}), "it is not a safetensors file"),
+        (
+            save_tensors({"x": torch.ones(2)}, {"rows": "[" * 10_000}),
+            "it is not a safetensors file",
+        ),
+        (b"not safetensors at all", "it is not a safetensors file"),
+    ],
+)
+def test_files_that_do_not_fit_together_are_refused(
+    data: bytes, message: str, tmp_path: Path
+) -> None:
     save_value(tmp_path, 1.0)
-    data = save_tensors({"weight": torch.ones(2)})
-    forge_file(tmp_path, "weights-00001-of-00002.safetensors", data)
-    with pytest.raises(
-        CheckpointError, match="its tensor 'weight' is there twice or of no known type"
-    ):
+    forge_file(tmp_path, "weights-rank00001.safetensors", data)
+    with pytest.raises(CheckpointError, match=rf"\.safetensors' is damaged: .*{message}"):
         samo.load(tmp_path, model_of(0.0))
-    forge_file(tmp_path, "weights-00001-of-00002.safetensors", b"not safetensors at all")
-    with pytest.raises(
-        CheckpointError, match=r"00002.safetensors' is damaged: it is no safetensors"
-    ):
-        samo.load(tmp_path, model_of(0.0))
-
-
-def test_a_file_that_goes_away_while_it_is_read_is_named(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
-    found = checkpoint.read_manifest(tmp_path)
-    opened = tensors.Shards(tmp_path, found, "weights")
-    shutil.rmtree(tmp_path / found.data)
-    with pytest.raises(
-        CheckpointError, match=r"weights.safetensors' is damaged: it is no safetensors"
-    ):
-        next(opened.read())
 
 
 def test_masks_of_a_stranger_are_refused(tmp_path: Path) -> None:
@@ -715,22 +611,6 @@ def test_masks_of_a_stranger_are_refused(tmp_path: Path) -> None:
 # Reading, copying
 
 
-def test_the_manifest_says_when_and_by_whom(tmp_path: Path) -> None:
-    save_value(tmp_path, 1.0)
-    found = checkpoint.read_manifest(tmp_path)
-    assert timedelta(0) <= datetime.now(UTC) - found.time < timedelta(minutes=1)
-    assert (found.version, found.samo_version) == (2, samo.__version__)
-    assert (found.is_compressed, found.dtype, found.num_params, found.kept) == (
-        False,
-        "float32",
-        35,
-        35,
-    )
-    assert (found.extra, found.extra_tensors) == ({"value": 1.0}, ("tensor",))
-    assert found.optimizers == ()
-    assert found.scaler is None
-
-
 def test_a_manifest_is_read_verified_and_copied_without_torch(tmp_path: Path) -> None:
     save_value(tmp_path / "a", 1.0)
     code = (
@@ -744,6 +624,12 @@ def test_a_manifest_is_read_verified_and_copied_without_torch(tmp_path: Path) ->
     )
     assert (done.stdout, done.stderr) == ("35\n", "")
     assert value_in(tmp_path / "b") == 1.0
+    found = checkpoint.read_manifest(tmp_path / "b")
+    assert timedelta(0) <= datetime.now(UTC) - found.time < timedelta(minutes=1)
+    assert (found.version, found.samo_version, found.dtype) == (3, samo.__version__, "float32")
+    assert (found.is_compressed, found.num_params, found.kept) == (False, 35, 35)
+    assert (found.extra, found.extra_tensors) == ({"value": 1.0}, ("tensor",))
+    assert (found.optimizers, found.scaler) == ((), None)
 
 
 def test_a_copy_shares_its_files_and_outlives_the_original(tmp_path: Path) -> None:
@@ -759,48 +645,39 @@ def test_a_copy_shares_its_files_and_outlives_the_original(tmp_path: Path) -> No
     assert (value_in(tmp_path / "last"), value_in(tmp_path / "best")) == (2.0, 1.0)
     shutil.rmtree(tmp_path / "last")
     assert value_in(tmp_path / "best") == 1.0
+    (tmp_path / "link").symlink_to("best")
+    with pytest.raises(ValueError, match=r"cannot copy checkpoint '.*best' onto itself; give"):
+        checkpoint.copy(tmp_path / "best", tmp_path / "link")
 
 
 def no_links(*_: object) -> None:
     raise OSError(errno.EXDEV, "Invalid cross-device link")
 
 
-def test_where_files_cannot_be_linked_their_bytes_are_copied_and_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", no_links)
-    save_value(tmp_path / "last", 1.0)
-    checkpoint.copy(tmp_path / "last", tmp_path / "best")
-    assert value_in(tmp_path / "best") == 1.0
-    file = next((tmp_path / "last").glob("data-*/weights.safetensors"))
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match=f"'{file}' is damaged: its bytes do not match"):
-        checkpoint.copy(tmp_path / "last", tmp_path / "best")
-    assert value_in(tmp_path / "best") == 1.0
-    assert len(list((tmp_path / "best").iterdir())) == 2
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
 
 
-def test_a_copy_that_cannot_be_made_leaves_the_target(
+def test_a_copy_without_links_is_checked_and_a_failed_one_leaves_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_value(tmp_path / "last", 1.0)
-    save_value(tmp_path / "best", 2.0)
+    last, best = tmp_path / "last", tmp_path / "best"
+    save_value(last, 1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(os, "link", no_links)
+        checkpoint.copy(last, best)
+        assert value_in(best) == 1.0
+        file = next(last.glob("data-*/weights.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        with pytest.raises(CheckpointError, match=f"'{file}' is damaged: its bytes do not match"):
+            checkpoint.copy(last, best)
+        patch.setattr(os, "link", full)
         with pytest.raises(CheckpointError, match=r"cannot save to '.*best': .*full"):
-            checkpoint.copy(tmp_path / "last", tmp_path / "best")
-    next((tmp_path / "last").glob("data-*/weights.safetensors")).unlink()
+            checkpoint.copy(last, best)
+    file.unlink()
     with pytest.raises(CheckpointError, match=r"weights.safetensors' is missing"):
-        checkpoint.copy(tmp_path / "last", tmp_path / "best")
+        checkpoint.copy(last, best)
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        checkpoint.copy(tmp_path / "none", tmp_path / "best")
-    assert value_in(tmp_path / "best") == 2.0
-    assert len(list((tmp_path / "best").iterdir())) == 2
-
-
-def test_a_checkpoint_is_not_copied_onto_itself(tmp_path: Path) -> None:
-    save_value(tmp_path / "a", 1.0)
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(ValueError, match=r"cannot copy checkpoint '.*a' onto itself; give another"):
-        checkpoint.copy(tmp_path / "a", tmp_path / "b")
-    assert value_in(tmp_path / "a") == 1.0
+        checkpoint.copy(tmp_path / "none", best)
+    assert value_in(best) == 1.0
+    assert len(list(best.iterdir())) == 2

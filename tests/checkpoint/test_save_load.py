@@ -1,4 +1,4 @@
-"""samo.save and samo.load: everything comes back, training goes on exactly, what does not fit is refused."""
+"""samo.save and samo.load: everything comes back, training resumes exactly, what does not fit is refused."""
 
 import copy
 import os
@@ -17,15 +17,16 @@ from torch.optim import Optimizer
 import samo
 from samo import checkpoint
 from samo.checkpoint import manifest as manifests, tensors
-from samo.checkpoint.tensors import source_of, write_tensors
+from samo.checkpoint.tensors import SavedTensors, write_tensors
 from samo.errors import CheckpointError, MaskError
+from samo.utils import safetensors_io
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @pytest.fixture(autouse=True)
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many real ones take seconds; test_durable.py has them."""
+    """Many real ones take seconds; test_atomic_io.py has them."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
@@ -103,7 +104,7 @@ def assert_same(a: Any, b: Any) -> None:
             assert_same(one, other)
     elif isinstance(a, Tensor):
         assert (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-        assert torch.equal(a, b)
+        assert torch.equal(safetensors_io.host_bytes(a), safetensors_io.host_bytes(b))
     else:
         assert a == b
 
@@ -124,26 +125,19 @@ OPTIMIZERS: dict[str, Build] = {
 # What comes back
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_is_equal_is_saved_as_equal_bytes(kind: str, tmp_path: Path) -> None:
-    first = compressed(torch.bfloat16)
-    first_opt = OPTIMIZERS[kind](first)
-    step(first, first_opt, seed=1)
-    samo.save(tmp_path / "a", first, first_opt)
-    again = compressed(torch.bfloat16, seed=1)
-    again_opt = OPTIMIZERS[kind](again)
-    samo.load(tmp_path / "a", again, again_opt)
-    for model, opt, name in ((first, first_opt, "b"), (again, again_opt, "c")):
-        step(model, opt, seed=2)
-        samo.save(tmp_path / name, model, opt)
-    files = [checkpoint.read_manifest(tmp_path / name).files for name in "bc"]
-    assert files[0] == files[1]  # with their SHA-256
-    assert "masks.safetensors" in files[0]
+CASES = [
+    *((kind, torch.bfloat16) for kind in OPTIMIZERS),
+    *(
+        (kind, dtype)
+        for kind in ("samo.AdamW", "SGD")
+        for dtype in DTYPES
+        if dtype != torch.bfloat16
+    ),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+def test_training_resumes_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, again = compressed(dtype), compressed(dtype, seed=1)
     opt, again_opt = OPTIMIZERS[kind](model), OPTIMIZERS[kind](again)
     half = dtype == torch.float16
@@ -151,16 +145,20 @@ def test_training_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: P
         torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2) if half else None
         for scale in (64.0, 8.0)
     )
-    for seed in range(3):
+    for seed in range(2):
         step(model, opt, seed, scaler)
         step(again, again_opt, seed + 50, again_scaler)  # leaves state that has to go
-    samo.save(tmp_path, model, opt, scaler=scaler)
-    assert samo.load(tmp_path, again, again_opt, scaler=again_scaler) == {}
+    samo.save(tmp_path / "a", model, opt, scaler=scaler)
+    assert samo.load(tmp_path / "a", again, again_opt, scaler=again_scaler) == {}
     assert_same(state_of(again, again_opt), state_of(model, opt))
-    for seed in range(3, 6):
+    for seed in range(2, 4):
         step(model, opt, seed, scaler)
         step(again, again_opt, seed, again_scaler)
     assert_same(state_of(again, again_opt), state_of(model, opt))
+    samo.save(tmp_path / "b", model, opt)
+    samo.save(tmp_path / "c", again, again_opt)
+    files = [checkpoint.read_manifest(tmp_path / name).files for name in "bc"]
+    assert files[0] == files[1]  # with their SHA-256: equal state is equal bytes
     if scaler is not None and again_scaler is not None:
         assert scaler.get_scale() == again_scaler.get_scale() != 64.0
 
@@ -171,39 +169,39 @@ NARROW = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
 
 @pytest.mark.parametrize("types", [{}, NARROW, LEAN], ids=["fp32", "bf16 gradients", "bf16 values"])
 @pytest.mark.parametrize("state", ["exact", "lean"])
-@pytest.mark.parametrize("has_stepped", [False, True], ids=["new", "used"])
-def test_all_kinds_of_state_go_on_bit_for_bit(
-    has_stepped: bool, state: Any, types: dict[str, Any], tmp_path: Path
+def test_all_kinds_of_state_resume_bit_for_bit(
+    state: Any, types: dict[str, Any], tmp_path: Path
 ) -> None:
     model, again = compressed(**types), compressed(seed=1, **types)
     opt, again_opt = (
         samo.AdamW(samo.param_groups(m, weight_decay=0.1), lr=0.05, state=state)
         for m in (model, again)
     )
-    for i in range(3):
+    for i in range(2):
         step(model, opt, i)
-    if has_stepped:
-        step(again, again_opt, 7)
     samo.save(tmp_path / "a", model, opt)
     samo.load(tmp_path / "a", again, again_opt)
     assert_same(state_of(again, again_opt), state_of(model, opt))
-    for i in range(3, 6):
-        step(model, opt, i)
-        step(again, again_opt, i)
+    step(model, opt, 2)
+    step(again, again_opt, 2)
     assert_same(state_of(again, again_opt), state_of(model, opt))
+    if types is LEAN and state == "lean":  # or a lost correction would not be noticed
+        saved = SavedTensors(tmp_path / "a", checkpoint.read_manifest(tmp_path / "a"), "optimizer")
+        assert int(saved.read("body.weight/correction").count_nonzero()) > 0
+        assert {name.partition("/")[2] for name in saved.specs} == {
+            "step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "correction",
+        }  # fmt: skip
 
 
-@pytest.mark.parametrize(("saved", "own"), [("exact", "lean"), ("lean", "exact")])
-def test_optimizer_state_of_the_other_kind_is_refused(saved: Any, own: Any, tmp_path: Path) -> None:
-    model = compressed(torch.bfloat16)
+@pytest.mark.parametrize("saved", ["exact", "lean"])
+def test_optimizer_state_of_another_kind_is_refused(saved: Any, tmp_path: Path) -> None:
+    model, other = compressed(torch.bfloat16), compressed(torch.bfloat16)
+    own: Any = "lean" if saved == "exact" else "exact"
     opt = samo.AdamW(model.parameters(), state=saved)
     step(model, opt, 0)
     samo.save(tmp_path / "a", model, opt)
-    other = compressed(torch.bfloat16)
-    with pytest.raises(
-        CheckpointError,
-        match=f"has {saved} optimizer state .* keeps {own} state; .* with state='{saved}'",
-    ):
+    message = f"has {saved} optimizer state .* keeps {own} state; .* with state='{saved}'"
+    with pytest.raises(CheckpointError, match=message):
         samo.load(tmp_path / "a", other, samo.AdamW(other.parameters(), state=own))
     samo.load(tmp_path / "a", other)  # the weights alone go into any
     step(other, samo.AdamW(other.parameters(), state=own), 1)
@@ -211,14 +209,13 @@ def test_optimizer_state_of_the_other_kind_is_refused(saved: Any, own: Any, tmp_
 
 @pytest.mark.parametrize("is_counting", [False, True])
 def test_ages_are_there_exactly_if_they_are_counted(is_counting: bool, tmp_path: Path) -> None:
-    model, again = compressed(), compressed()
+    model = compressed()
     opt = samo.AdamW(model.parameters(), entry_steps=is_counting)
     step(model, opt, 0)
     samo.save(tmp_path, model, opt)
-    with pytest.raises(
-        CheckpointError, match=f"step counts of the entries .* entry_steps={is_counting}"
-    ):
-        samo.load(tmp_path, again, samo.AdamW(again.parameters(), entry_steps=not is_counting))
+    message = f"step counts of the entries .* entry_steps={is_counting}"
+    with pytest.raises(CheckpointError, match=message):
+        samo.load(tmp_path, model, samo.AdamW(model.parameters(), entry_steps=not is_counting))
 
 
 def several(model: Net) -> list[Optimizer]:
@@ -231,7 +228,7 @@ def several(model: Net) -> list[Optimizer]:
     ]
 
 
-def test_several_optimizers_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_several_optimizers_resume_bit_for_bit(tmp_path: Path) -> None:
     model, again = compressed(torch.bfloat16), compressed(torch.bfloat16, seed=1)
     opts, again_opts = several(model), several(again)
     for i in range(3):
@@ -243,9 +240,8 @@ def test_several_optimizers_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert_same(state_of(again, *again_opts), state_of(model, *opts))
     found = checkpoint.read_manifest(tmp_path).optimizers
     assert [entry["class"] for entry in found] == ["samo.AdamW", "torch.optim.SGD", "samo.AdamW"]
-    with pytest.raises(
-        CheckpointError, match=r"has the state of 3 optimizers \(samo.AdamW, .* was given 2; give"
-    ):
+    message = r"has the state of 3 optimizers \(samo.AdamW, .* was given 2; give"
+    with pytest.raises(CheckpointError, match=message):
         samo.load(tmp_path, again, again_opts[:2])
     with pytest.raises(CheckpointError, match=r"of a samo.AdamW, not of a torch.optim.SGD"):
         samo.load(tmp_path, again, again_opts[1:] + again_opts[:1])
@@ -281,18 +277,6 @@ def test_a_checkpoint_goes_to_the_device_of_the_model(
         assert_same(state_of(again, again_opt), state_of(model, opt))
 
 
-def test_a_dense_model_goes_on_too(tmp_path: Path) -> None:
-    model, again = net(), net(1)
-    opts = [torch.optim.AdamW(m.parameters(), lr=0.05, amsgrad=True) for m in (model, again)]
-    step(model, opts[0], 0)
-    samo.save(tmp_path, model, opts[0])
-    samo.load(tmp_path, again, opts[1])
-    for seed in (1, 2):
-        step(model, opts[0], seed)
-        step(again, opts[1], seed)
-    assert_same(state_of(again, opts[1]), state_of(model, opts[0]))
-
-
 def test_a_bfloat16_model_keeps_the_types_of_its_optimizer_state(tmp_path: Path) -> None:
     """torch's own load_state_dict would round what is fp32 here to the parameter's type."""
     model, again = nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).bfloat16()
@@ -304,26 +288,33 @@ def test_a_bfloat16_model_keeps_the_types_of_its_optimizer_state(tmp_path: Path)
     assert_same(again_opt.state_dict(), opt.state_dict())
 
 
-def test_an_optimizer_with_lists_in_its_state_comes_back(tmp_path: Path) -> None:
-    model, again = nn.Linear(4, 4), nn.Linear(4, 4)
-    opts = [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, again)]
+DENSE: dict[str, Build] = {
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, amsgrad=True),
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),  # with lists
+}
 
-    def closure(model: nn.Module, opt: Optimizer) -> Any:
-        def compute() -> Tensor:
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_dense_model_resumes_too(kind: str, tmp_path: Path) -> None:
+    model, again = nn.Linear(4, 4), nn.Linear(4, 4)
+    opts = [DENSE[kind](m) for m in (model, again)]
+
+    def train(model: nn.Module, opt: Optimizer) -> None:
+        def closure() -> float:
             opt.zero_grad()
             loss = model(torch.ones(2, 4)).square().sum()
             loss.backward()
-            return loss
+            return loss.item()
 
-        return compute
+        opt.step(closure)
 
-    opts[0].step(closure(model, opts[0]))
+    train(model, opts[0])
     samo.save(tmp_path, model, opts[0])
     samo.load(tmp_path, again, opts[1])
     assert_same(opts[1].state_dict(), opts[0].state_dict())
     for m, opt in zip((model, again), opts):
-        opt.step(closure(m, opt))
-    assert torch.equal(model.weight, again.weight)
+        train(m, opt)
+    assert_same(state_of(again, opts[1]), state_of(model, opts[0]))
 
 
 def test_an_optimizer_before_its_first_step_comes_back_without_state(tmp_path: Path) -> None:
@@ -356,55 +347,32 @@ def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) 
     assert first["lr"] is not second["lr"]  # a scheduler may change one in place
 
 
-def test_groups_are_matched_by_name_and_not_by_order(tmp_path: Path) -> None:
-    model, again = compressed(), compressed()
+def test_groups_are_matched_by_name_and_may_be_cut_otherwise(tmp_path: Path) -> None:
+    model, again = compressed(), compressed(seed=1)
     opt = samo.AdamW(model.parameters(), lr=0.05)
-    again_opt = samo.AdamW(reversed(list(again.parameters())), lr=0.05)
+    opt.add_param_group({"params": [], "lr": torch.tensor(2.0)})
+    again_opt = samo.AdamW([{"params": [p]} for p in [*again.parameters()][::-1]], lr=1.0)
+    again_opt.add_param_group({"params": [], "lr": 3.0})
     step(model, opt, 0)
     samo.save(tmp_path, model, opt)
     samo.load(tmp_path, again, again_opt)
+    assert [group["lr"] for group in again_opt.param_groups] == [*[0.05] * 7, 3.0]
     step(model, opt, 1)
     step(again, again_opt, 1)
     assert_same(state_of(again), state_of(model))
-
-
-def test_the_digits_that_bf16_values_lack_are_saved(tmp_path: Path) -> None:
-    """The tests above would not notice a lost correction if there were none to lose."""
-    model = compressed(**LEAN)
-    opt = samo.AdamW(model.parameters(), lr=0.05, state="lean")
-    step(model, opt, 0)
-    samo.save(tmp_path, model, opt)
-    found = checkpoint.read_manifest(tmp_path)
-    saved = dict(tensors.Shards(tmp_path, found, "optimizer").read())
-    assert int(saved["body.weight/correction"].count_nonzero()) > 0
-    assert {name.partition("/")[2] for name in saved} == {
-        "step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "correction",
-    }  # fmt: skip
 
 
 def test_a_checkpoint_holds_kept_values_and_each_tensor_once(tmp_path: Path) -> None:
     model = compressed()
     samo.save(tmp_path, model)
     found = checkpoint.read_manifest(tmp_path)
-    specs = {n: s.shape for n, s in tensors.Shards(tmp_path, found, "weights").specs.items()}
-    assert specs == {
-        "gain": (),
-        "seen": (),
-        "embed.weight": (7, 12),
-        "body.weight": (36,),
-        "body.bias": (12,),
-        "still.weight": (72,),
-        "norm.weight": (12,),
-        "norm.bias": (12,),
-        "norm.running_mean": (12,),
-        "norm.running_var": (12,),
-        "norm.num_batches_tracked": (),
-    }
+    specs = {n: s.shape for n, s in SavedTensors(tmp_path, found, "weights").specs.items()}
+    expected = {name: tuple(value.shape) for name, value in net().state_dict().items()}
+    del expected["head.weight"]
+    assert specs == expected | {"body.weight": (36,), "still.weight": (72,)}
     assert found.tied == {"head.weight": "embed.weight"}
-    assert (found.num_params, found.kept) == (
-        84 + 144 + 12 + 144 + 24 + 1,
-        84 + 36 + 12 + 72 + 24 + 1,
-    )
+    rest = 84 + 12 + 24 + 1
+    assert (found.num_params, found.kept) == (rest + 144 + 144, rest + 36 + 72)
     assert (found.is_compressed, found.dtype) == (True, "float32")
     assert found.num_bytes == sum(f.stat().st_size for f in (tmp_path / found.data).iterdir())
 
@@ -436,36 +404,35 @@ def test_loading_is_seen_by_autograd_and_is_no_edit_by_hand(tmp_path: Path) -> N
     assert_same(state_of(model), before)
 
 
-def test_dense_weights_follow_what_is_loaded(tmp_path: Path) -> None:
+def test_values_written_by_hand_are_saved_and_dense_weights_follow_a_load(tmp_path: Path) -> None:
     model, again = compressed(torch.bfloat16), compressed(torch.bfloat16, seed=1)
+    step(model, OPTIMIZERS["SGD"](model), 0)
+    with torch.no_grad():
+        model.body.weight.mul_(2)
     samo.save(tmp_path, model)
     again(torch.arange(7))
     held = again.body.weight
     samo.load(tmp_path, again)
     assert torch.equal(held, model.body.weight)  # also for compiled code, which does not ask
-
-
-def test_an_edit_by_hand_is_followed_before_it_is_saved(tmp_path: Path) -> None:
-    model, again = compressed(torch.bfloat16), compressed(torch.bfloat16)
-    step(model, OPTIMIZERS["SGD"](model), 0)
-    with torch.no_grad():
-        model.body.weight.mul_(2)
+    with pytest.warns(UserWarning, match="written to pruned entries"):
+        model.body.weight = nn.Parameter(torch.ones(12, 12))
     samo.save(tmp_path, model)
     samo.load(tmp_path, again)
-    assert torch.equal(again.body.weight, model.body.weight)
+    assert int(again.body.weight.sum()) == 36
 
 
 # Extra
 
 
 def test_extra_comes_back(tmp_path: Path) -> None:
-    extra = {
+    extra: dict[str, Any] = {
         "step": 12,
         "name": "a '\u2713' \ud800",
         "best": float("inf"),
         "tiny": 5e-324,
         "loss": [0.1, -0.0, None, True],
         "nested": {"$float": {"a": [1]}},
+        "tuples": (1, (2, 3)),
         "big": 2**100,
         "$odd/name": {},
         "rng": torch.get_rng_state(),
@@ -475,6 +442,7 @@ def test_extra_comes_back(tmp_path: Path) -> None:
     }
     samo.save(tmp_path, nn.Linear(2, 2), extra=extra)
     found = samo.load(tmp_path, nn.Linear(2, 2))
+    extra["tuples"] = [1, [2, 3]]
     assert {name: found[name] for name in extra if not isinstance(extra[name], Tensor)} == {
         name: value for name, value in extra.items() if not isinstance(value, Tensor)
     }
@@ -487,31 +455,17 @@ def test_extra_comes_back(tmp_path: Path) -> None:
     assert sorted(manifest.extra_tensors) == ["empty", "rng", "scalar", "strided"]
 
 
-def test_nan_comes_back_and_tuples_as_lists(tmp_path: Path) -> None:
-    samo.save(tmp_path, nn.Linear(2, 2), extra={"a": float("nan"), "b": (1, (2, 3))})
-    found = samo.load(tmp_path, nn.Linear(2, 2))
-    assert found["a"] != found["a"]
-    assert found["b"] == [1, [2, 3]]
-
-
-def test_extra_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
-    samo.save(tmp_path, nn.Linear(2, 2), extra={"a": torch.ones(1000)})
-    found = samo.load(tmp_path, nn.Linear(2, 2))
-    for file in tmp_path.glob("data-*/*"):
-        file.write_bytes(bytes(file.stat().st_size))
-    assert torch.equal(found["a"], torch.ones(1000))
-
-
 def test_what_is_loaded_is_not_a_window_on_the_file(tmp_path: Path) -> None:
     model, again = nn.Linear(50, 50), nn.Linear(50, 50)
     opts = [torch.optim.SGD(m.parameters(), momentum=0.9, lr=0.1) for m in (model, again)]
     model(torch.ones(1, 50)).sum().backward()
     opts[0].step()
-    samo.save(tmp_path, model, opts[0])
-    samo.load(tmp_path, again, opts[1])
+    samo.save(tmp_path, model, opts[0], extra={"a": torch.ones(1000)})
+    found = samo.load(tmp_path, again, opts[1])
     for file in tmp_path.glob("data-*/*"):
         file.write_bytes(bytes(file.stat().st_size))
     assert_same(opts[1].state_dict(), opts[0].state_dict())
+    assert torch.equal(found["a"], torch.ones(1000))
 
 
 @pytest.mark.parametrize("extra", [{"a": {1, 2}}, {"a": [torch.ones(2)]}, {3: 4}], ids=str)
@@ -535,60 +489,47 @@ def test_a_manifest_that_would_be_too_long_is_refused(
 # Shards
 
 
-def test_much_is_split_into_shards_and_read_back(
+def test_much_is_split_into_files_and_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensors, "SHARD_BYTES", 200)
+    monkeypatch.setattr(tensors, "SHARD_BYTES", 20)
     model, again = compressed(torch.bfloat16), compressed(torch.bfloat16, seed=1)
     opt, again_opt = (samo.AdamW(m.parameters(), lr=0.05) for m in (model, again))
     step(model, opt, 0)
     samo.save(tmp_path, model, opt)
     found = checkpoint.read_manifest(tmp_path)
-    names = [f"weights-0000{i}-of-00005.safetensors" for i in (1, 2, 3, 4, 5)]
-    assert list(found.files_of("weights")) == names
-    assert list(found.files_of("masks")) == ["masks.safetensors"]
+    assert list(found.files_of("weights"))[:2] == [f"weights-0000{i}.safetensors" for i in (1, 2)]
+    assert list(found.files_of("masks")) == [f"masks-0000{i}.safetensors" for i in (1, 2)]
     samo.load(tmp_path, again, again_opt)
     assert_same(state_of(again, again_opt), state_of(model, opt))
-
-
-def test_masks_are_split_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "SHARD_BYTES", 20)
-    model = compressed()
-    samo.save(tmp_path, model)
-    files = checkpoint.read_manifest(tmp_path).files_of("masks")
-    assert list(files) == [f"masks-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert samo.load_masks(tmp_path) == masks(net())
-    samo.load(tmp_path, compressed(seed=1))
 
 
-def test_one_tensor_is_on_the_host_at_a_time(
+def test_one_tensor_is_copied_to_the_host_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensors, "SHARD_BYTES", 2000)
     monkeypatch.setattr(tensors, "_CHUNK_BYTES", 64)
-    made: list[weakref.ref[Any]] = []
-    bytes_of = tensors._bytes_of
+    copies: list[weakref.ref[Any]] = []
 
-    def make() -> Tensor:
-        assert not any(reference() is not None for reference in made)
-        return torch.full((100,), 1.0 + len(made))
+    def watched(tensor: Tensor) -> Tensor:
+        assert not any(reference() is not None for reference in copies)
+        copy = host_bytes(tensor).clone()
+        copies.append(weakref.ref(copy))
+        return copy
 
-    def watch(tensor: Tensor) -> memoryview:
-        view = bytes_of(tensor)
-        made.append(weakref.ref(view.obj))
-        return view
-
-    monkeypatch.setattr(tensors, "_bytes_of", watch)
-    sources = {f"t{i:02}": tensors.Source(torch.float32, (100,), make) for i in range(12)}
-    files = tensors.write_tensors(tmp_path, "weights", sources)
-    assert list(files) == [f"weights-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    found = {name: value for file in files for name, value in load_file(tmp_path / file).items()}
-    assert found.keys() == sources.keys()
-    assert [float(found[name][0]) for name in sorted(found)] == list(range(1, 13))
+    host_bytes = safetensors_io.host_bytes
+    given = {f"t{i:02}": torch.full((100,), float(i)) for i in range(12)}
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_io, "host_bytes", watched)
+        files = write_tensors(tmp_path, "weights", given)
+    assert list(files) == [f"weights-0000{i}.safetensors" for i in (1, 2, 3)]
+    assert len(copies) == 12
+    assert_same({n: v for file in files for n, v in load_file(tmp_path / file).items()}, given)
 
 
 def test_a_file_is_what_safetensors_itself_would_write(tmp_path: Path) -> None:
-    tensors = {
+    given = {
         "b": torch.randn(3, 4),
         "a": torch.randn(2, 5, dtype=torch.float64),
         "\u2713": torch.arange(3, dtype=torch.int8),
@@ -597,11 +538,10 @@ def test_a_file_is_what_safetensors_itself_would_write(tmp_path: Path) -> None:
         "conj": torch.tensor([1 + 2j]).conj(),
         "one": torch.tensor(True),
         "none": torch.zeros(0, 7),
+        **{name: torch.ones(3).to(dtype) for name, dtype in safetensors_io.DTYPES.items()},
     }
-    sources = {name: source_of(name, value) for name, value in tensors.items()}
-    write_tensors(tmp_path, "weights", sources)
-    found = load_file(tmp_path / "weights.safetensors")
-    assert_same(found, tensors)
+    write_tensors(tmp_path, "weights", given)
+    assert_same(load_file(tmp_path / "weights.safetensors"), given)
     with safe_open(tmp_path / "weights.safetensors", "pt") as file:
         assert all(file.get_tensor(name).data_ptr() % 8 == 0 for name in ("a", "conj"))
 
@@ -619,15 +559,10 @@ def test_masks_load_from_a_checkpoint(tmp_path: Path) -> None:
     assert samo.load_masks(str(tmp_path)) == samo.Masks({})
 
 
-def test_a_dense_checkpoint_has_no_masks(tmp_path: Path) -> None:
+def test_masks_of_a_dense_or_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
     samo.save(tmp_path, net())
-    with pytest.raises(
-        MaskError, match="has no masks: it was saved from a dense model; load it with"
-    ):
+    with pytest.raises(MaskError, match="has no masks: it was saved from a dense model; load it"):
         samo.load_masks(tmp_path)
-
-
-def test_damaged_masks_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
     samo.save(tmp_path, compressed())
     file = next(tmp_path.glob("data-*/masks.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -635,7 +570,7 @@ def test_damaged_masks_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
         samo.load_masks(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_compressed_checkpoint_fills_a_dense_model_with_zeros_between(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -652,85 +587,59 @@ def test_a_compressed_checkpoint_fills_a_dense_model_with_zeros_between(
     assert int((dense.body.weight == 0).sum()) == 108
 
 
-def test_an_optimizer_of_a_dense_model_takes_no_compressed_state(tmp_path: Path) -> None:
+def test_dense_and_compressed_do_not_mix(tmp_path: Path) -> None:
     model, dense = compressed(), net()
-    samo.save(tmp_path, model, OPTIMIZERS["SGD"](model))
+    samo.save(tmp_path / "compressed", model, OPTIMIZERS["SGD"](model))
     opt = torch.optim.SGD(dense.parameters(), momentum=0.9)
-    message = (
-        r"this one is not compressed; call samo.compress_\(model, samo.load_masks\('.*'\)\) first"
-    )
+    message = r"is not compressed; call samo.compress_\(model, samo.load_masks\('.*'\)\) first"
     with pytest.raises(CheckpointError, match=message):
-        samo.load(tmp_path, dense, opt)
-
-
-def test_a_dense_checkpoint_does_not_go_into_a_compressed_model(tmp_path: Path) -> None:
-    samo.save(tmp_path, net())
-    with pytest.raises(
-        CheckpointError, match="saved from a dense model and this one is compressed"
-    ):
-        samo.load(tmp_path, compressed())
+        samo.load(tmp_path / "compressed", dense, opt)
+    samo.save(tmp_path / "dense", dense)
+    with pytest.raises(CheckpointError, match="from a dense model and this one is compressed"):
+        samo.load(tmp_path / "dense", model)
 
 
 # What does not fit changes nothing
 
 
-def other_shape(model: Net) -> None:
-    model.body = nn.Linear(12, 13)
-
-
-def other_name(model: Net) -> None:
+def rename(model: Net) -> None:
     model.boddy = model.body
     del model.body
 
 
-def more(model: Net) -> None:
-    model.later = nn.Linear(2, 2)
-
-
-def untied(model: Net) -> None:
+def untie(model: Net) -> None:
     model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
-    model.tail = nn.Module()
 
 
-def other_dtype(model: Net) -> None:
-    model.body.double()
-
-
-def other_buffer(model: Net) -> None:
-    model.seen = torch.tensor(3.0)
-
-
-def other_tie(model: Net) -> None:
+def tie(model: Net) -> None:
     model.extra = nn.Linear(12, 7, bias=False)
     model.extra.weight = model.embed.weight
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            other_shape,
-            r"'body.weight' has shape \(12, 12\) in the checkpoint and \(13, 12\) in the",
-        ),
-        (
-            other_name,
-            r"lacks 2 of the model's 11 tensors, the first is 'boddy.weight' \(did you mean",
-        ),
-        (more, "lacks 2 of the model's 13 tensors, the first is 'later.weight'"),
-        (untied, "lacks 1 of the model's 12 tensors, the first is 'head.weight'"),
-        (
-            other_dtype,
-            "'body.weight' is torch.float32 in the checkpoint and torch.float64 in the model",
-        ),
-        (other_buffer, "'seen' is torch.int64 in the checkpoint and torch.float32 in the model"),
-        (
-            other_tie,
-            "'extra.weight' is tied to 'nothing' in the checkpoint and to 'embed.weight' in",
-        ),
-    ],
-)
+def add(model: Net) -> None:
+    model.later = nn.Linear(2, 2)
+
+
+MISFITS: list[tuple[Callable[[Net], Any], str]] = [
+    (lambda m: setattr(m, "body", nn.Linear(12, 13)), r"'body.weight' has shape \(12, 12\) in the"),
+    (rename, r"lacks 2 of the model's 11 tensors, the first is 'boddy.weight' \(did you mean"),
+    (add, "lacks 2 of the model's 13 tensors, the first is 'later.weight'"),
+    (untie, "lacks 1 of the model's 12 tensors, the first is 'head.weight'"),
+    (
+        lambda m: m.body.double(),
+        "'body.weight' is torch.float32 in the checkpoint and torch.float64",
+    ),
+    (
+        lambda m: setattr(m, "seen", torch.tensor(3.0)),
+        "'seen' is torch.int64 in the checkpoint and",
+    ),
+    (tie, "'extra.weight' is tied to 'nothing' in the checkpoint and to 'embed.weight' in"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MISFITS)
 def test_another_model_is_refused(
-    change: Callable[[Net], None], message: str, tmp_path: Path
+    change: Callable[[Net], Any], message: str, tmp_path: Path
 ) -> None:
     samo.save(tmp_path, net())
     model = net(1)
@@ -743,7 +652,7 @@ def test_another_model_is_refused(
 
 def test_a_model_with_less_is_refused(tmp_path: Path) -> None:
     model = net()
-    more(model)
+    add(model)
     samo.save(tmp_path, model)
     with pytest.raises(
         CheckpointError, match="2 of its 13 tensors are not in the model, the first"
@@ -760,11 +669,11 @@ def other_masks(sparsity: float) -> samo.Masks:
 
 
 @pytest.mark.parametrize("sparsity", MOVED.values(), ids=MOVED)
-@pytest.mark.parametrize("kind", ["samo.AdamW", "ages", "lean", "Adam", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("kind", ["samo.AdamW", "ages", "lean", "Adam", "Adafactor"])
 def test_a_model_takes_the_masks_of_a_checkpoint(
     kind: str, sparsity: float, tmp_path: Path
 ) -> None:
-    """Masks that moved in training, as those of DynamicSparse, come back into a model that began anew."""
+    """Masks that moved in training, as those of DynamicSparse, come back into a new model."""
     types: dict[str, Any] = LEAN if kind == "lean" else {"dtype": torch.bfloat16}
     build = OPTIMIZERS.get(kind, lambda m: samo.AdamW(m.parameters(), lr=0.05, state="lean"))
     model, again = compressed(given=other_masks(sparsity), **types), compressed(seed=1, **types)
@@ -809,15 +718,7 @@ def test_masks_of_other_weights_are_refused(tmp_path: Path) -> None:
         samo.load(tmp_path, model)
 
 
-def test_values_of_another_type_are_refused(tmp_path: Path) -> None:
-    samo.save(tmp_path, compressed(**LEAN))
-    with pytest.raises(
-        CheckpointError, match=r"is torch.bfloat16 in the checkpoint and torch.float32"
-    ):
-        samo.load(tmp_path, compressed(torch.bfloat16))
-
-
-def test_the_type_to_compute_in_is_not_that_of_the_values(tmp_path: Path) -> None:
+def test_a_model_may_compute_in_another_type_but_not_keep_its_values_in_one(tmp_path: Path) -> None:
     def build(dtype: torch.dtype, seed: int) -> Net:
         model = net(seed)
         model.still.requires_grad_(True)  # a frozen weight without values is cast
@@ -827,11 +728,27 @@ def test_the_type_to_compute_in_is_not_that_of_the_values(tmp_path: Path) -> Non
     samo.save(tmp_path, model)
     samo.load(tmp_path, again)
     assert_same(again.state_dict(), model.state_dict())
-    assert again.body.weight.dtype == torch.bfloat16
     assert torch.equal(again.body.weight, model.body.weight.bfloat16())
+    samo.save(tmp_path, compressed(**LEAN))
+    with pytest.raises(CheckpointError, match=r"is torch.bfloat16 in the checkpoint and torch.flo"):
+        samo.load(tmp_path, compressed(torch.bfloat16))
 
 
-def refused_optimizer(build: Build, message: str, tmp_path: Path) -> None:
+OTHERS: list[tuple[Build, str]] = [
+    (OPTIMIZERS["AdamW fused"], "the state of a samo.AdamW, not of a torch.optim.AdamW; build the"),
+    (
+        lambda m: samo.AdamW(m.parameters()),
+        "'gain' and 'embed.weight' are in one group .* saved with weight_decay=0.0 and 0.1; build",
+    ),
+    (
+        lambda m: samo.AdamW([p for n, p in m.named_parameters() if n != "embed.weight"]),
+        "'embed.weight' is in the checkpoint alone; build the optimizer on the same",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), OTHERS)
+def test_another_optimizer_is_refused(build: Build, message: str, tmp_path: Path) -> None:
     model = compressed()
     opt = samo.AdamW(samo.param_groups(model, weight_decay=0.1), lr=0.05)
     step(model, opt, 0)
@@ -844,58 +761,16 @@ def refused_optimizer(build: Build, message: str, tmp_path: Path) -> None:
     assert_same(state_of(again, again_opt), before)
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    message = (
-        "has the state of a samo.AdamW, not of a torch.optim.AdamW; build the optimizer it was"
-    )
-    refused_optimizer(OPTIMIZERS["AdamW fused"], message, tmp_path)
-
-
-def test_parameters_that_were_apart_are_refused_together(tmp_path: Path) -> None:
-    message = (
-        "'gain' and 'embed.weight' are in one group .* saved with weight_decay=0.0 and 0.1; build"
-    )
-    refused_optimizer(lambda m: samo.AdamW(m.parameters()), message, tmp_path)
-
-
-def test_parameters_that_were_not_there_are_refused(tmp_path: Path) -> None:
-    def build(model: nn.Module) -> Optimizer:
-        return samo.AdamW([p for n, p in model.named_parameters() if n != "embed.weight"])
-
-    message = "'embed.weight' is in the checkpoint alone; build the optimizer on the same"
-    refused_optimizer(build, message, tmp_path)
-
-
-def test_groups_of_the_same_settings_may_be_cut_otherwise(tmp_path: Path) -> None:
-    model, again = compressed(), compressed(seed=1)
-    opt = samo.AdamW(model.parameters(), lr=0.05)
-    again_opt = samo.AdamW([{"params": [p]} for p in [*again.parameters()][::-1]], lr=1.0)
-    again_opt.add_param_group({"params": [], "lr": 3.0})
-    step(model, opt, 0)
-    samo.save(tmp_path, model, opt)
-    samo.load(tmp_path, again, again_opt)
-    assert [group["lr"] for group in again_opt.param_groups] == [*[0.05] * 7, 3.0]
-    step(model, opt, 1)
-    step(again, again_opt, 1)
-    assert_same(state_of(again), state_of(model))
-
-
-def test_an_optimizer_for_which_nothing_was_saved_is_refused(tmp_path: Path) -> None:
-    model = compressed()
-    samo.save(tmp_path, model)
-    with pytest.raises(
-        CheckpointError, match="was saved without an optimizer; load it with opt=None"
-    ):
-        samo.load(tmp_path, model, OPTIMIZERS["samo.AdamW"](model))
-
-
-def test_an_optimizer_may_be_left_out(tmp_path: Path) -> None:
+def test_an_optimizer_may_be_left_out_but_not_added(tmp_path: Path) -> None:
     model, again = compressed(), compressed(seed=1)
     opt = OPTIMIZERS["samo.AdamW"](model)
     step(model, opt, 0)
     samo.save(tmp_path, model, opt, scaler=torch.amp.GradScaler("cpu"))
     samo.load(tmp_path, again)
     assert_same(state_of(again), state_of(model))
+    samo.save(tmp_path, model)
+    with pytest.raises(CheckpointError, match="was saved without an optimizer; load it with opt="):
+        samo.load(tmp_path, model, opt)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -930,19 +805,13 @@ def test_what_an_optimizer_has_for_all_parameters_comes_back(tmp_path: Path) -> 
     assert_same(again.norm, opt.norm)
 
 
-def test_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
-    model = net()
-    opt = torch.optim.SGD(model.parameters())
-    opt.state["all"] = 3  # type: ignore[index]
-    with pytest.raises(
-        CheckpointError, match=r"keeps state that belongs to none of its parameters \('all'\)"
-    ):
-        samo.save(tmp_path, model, opt)
-
-
-def test_optimizer_state_that_no_file_holds_is_refused_by_name(tmp_path: Path) -> None:
+def test_optimizer_state_that_no_file_holds_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters())
+    opt.state["all"] = 3  # type: ignore[index]
+    with pytest.raises(CheckpointError, match=r"belongs to none of its parameters \('all'\)"):
+        samo.save(tmp_path, model, opt)
+    opt.state.clear()
     opt.state[model.weight]["history"] = {1, 2}
     with pytest.raises(TypeError, match=r"^weight/history is a set that a checkpoint cannot hold"):
         samo.save(tmp_path, model, opt)
@@ -968,17 +837,11 @@ def test_a_scaler_is_given_exactly_if_one_was_saved(tmp_path: Path) -> None:
     scaler, again = (torch.amp.GradScaler("cpu", init_scale=s) for s in (8.0, 16.0))
     samo.save(tmp_path / "with", model, opt, scaler=scaler)
     samo.save(tmp_path / "without", model, opt)
-    with pytest.raises(
-        CheckpointError, match="has the state of a loss scaler, without which training"
-    ):
+    with pytest.raises(CheckpointError, match="the state of a loss scaler, without which"):
         samo.load(tmp_path / "with", model, opt)
-    with pytest.raises(
-        CheckpointError, match="was saved without a loss scaler; load it with scaler="
-    ):
+    with pytest.raises(CheckpointError, match="saved without a loss scaler; load it with scaler"):
         samo.load(tmp_path / "without", model, opt, scaler=scaler)
-    with pytest.raises(
-        CheckpointError, match=r"has the state of another loss scaler, {'scale': 8.0"
-    ):
+    with pytest.raises(CheckpointError, match=r"of another loss scaler, {'scale': 8.0"):
         samo.load(tmp_path / "with", model, opt, scaler=torch.amp.GradScaler("cpu", enabled=False))
     samo.load(tmp_path / "with", model, opt, scaler=again)
     assert again.state_dict()["scale"] == 8.0
@@ -991,51 +854,30 @@ def test_arguments_in_the_wrong_place_are_refused(tmp_path: Path) -> None:
     message = "the model must be a torch.nn.Module, got str; the folder comes first, then the model"
     with pytest.raises(TypeError, match=message):
         samo.save(tmp_path, "model")  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"opt must be a torch.optim.Optimizer or several of them, got GradScaler"
-    ):
+    message = r"opt must be a torch.optim.Optimizer or several of them, got GradScaler"
+    with pytest.raises(TypeError, match=message):
         samo.save(tmp_path, compressed(), torch.amp.GradScaler("cpu"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("buffer", "message"),
-    [
-        (torch.zeros(2, device="meta"), "'0.odd' has no values yet; save the model once it has"),
-        (
-            torch.eye(2).to_sparse(),
-            "'0.odd' is a Tensor of layout torch.sparse_coo; a checkpoint holds",
-        ),
-        (
-            torch.zeros(2, dtype=torch.complex128),
-            "'0.odd' is torch.complex128, which no safetensors",
-        ),
-    ],
-)
+ODD = [
+    ("odd", torch.zeros(2, device="meta"), "'odd' has no values yet; save the model once it has"),
+    ("odd", torch.eye(2).to_sparse(), "'odd' is a Tensor of layout torch.sparse_coo; a checkpoint"),
+    ("odd", torch.zeros(2, dtype=torch.complex128), "'odd' is torch.complex128, which no safetens"),
+    ("__metadata__", torch.ones(1), "'__metadata__' is taken by the file format; give"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "message"), ODD)
 def test_a_tensor_that_no_file_holds_is_refused(
-    buffer: Tensor, message: str, tmp_path: Path
+    name: str, tensor: Tensor, message: str, tmp_path: Path
 ) -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].register_buffer("odd", buffer)
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=message):
+        samo.save(tmp_path / "new", model, extra={name: tensor})
+    model.register_buffer(name, tensor)
     with pytest.raises(CheckpointError, match=message):
         samo.save(tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
-
-
-def test_a_name_that_the_file_format_takes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'__metadata__' is taken by the file format"):
-        samo.save(tmp_path, nn.Linear(2, 2), extra={"__metadata__": torch.ones(1)})
-    model = nn.ParameterDict({"__metadata__": torch.ones(1)})
-    with pytest.raises(CheckpointError, match="'__metadata__' is taken by the file format; call"):
-        samo.save(tmp_path, model)
-
-
-def test_a_weight_that_was_assigned_is_saved(tmp_path: Path) -> None:
-    model, again = compressed(), compressed(seed=1)
-    with pytest.warns(UserWarning, match="written to pruned entries"):
-        model.body.weight = nn.Parameter(torch.ones(12, 12))
-    samo.save(tmp_path, model)
-    samo.load(tmp_path, again)
-    assert int(again.body.weight.sum()) == 36
 
 
 class Counting(nn.Linear):
@@ -1053,22 +895,6 @@ def test_state_of_a_module_that_is_no_tensor_is_warned_about(tmp_path: Path) -> 
     with pytest.warns(UserWarning, match=message) as caught:
         samo.save(tmp_path, nn.Sequential(Counting(2, 2)))
     assert caught[0].filename == __file__
-
-
-def test_many_types_of_buffers_come_back(tmp_path: Path) -> None:
-    def build(fill: int) -> nn.Module:
-        module = nn.Module()
-        for dtype in tensors._DTYPES.values():
-            module.register_buffer(f"of_{str(dtype)[6:]}", torch.full((3,), fill).to(dtype))
-        return module
-
-    model, again = build(1), build(0)
-    samo.save(tmp_path, model)
-    samo.load(tmp_path, again)
-    for name, value in model.state_dict().items():
-        found = again.state_dict()[name]
-        assert found.dtype == value.dtype
-        assert torch.equal(found.view(torch.uint8), value.view(torch.uint8))
 
 
 def test_a_model_without_tensors_is_saved(tmp_path: Path) -> None:

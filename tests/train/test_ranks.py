@@ -16,9 +16,10 @@ from typing import Any, Final, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 import samo
+from samo.checkpoint import read_manifest
+from samo.checkpoint.tensors import SavedTensors
 from samo.data.batches import Batch
 from samo.errors import ConfigError, MaskError, PeerError, RunError
 from samo.models.gpt import GPT, GPTConfig
@@ -116,9 +117,10 @@ def assert_whole_state(one: Path, many: Path, num_replicas: int) -> None:
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in sorted((run / "checkpoints" / "last").glob("data-*/*.safetensors")):
-        found.update({f"{file.name}:{name}": t for name, t in load_file(file).items()})
+    path, found = run / "checkpoints" / "last", {}
+    for kind in ("weights", "masks", "optimizer", "extra"):
+        saved = SavedTensors(path, read_manifest(path), kind)
+        found.update({f"{kind}:{name}": saved.read(name).clone() for name in saved.specs})
     return found
 
 

@@ -1,11 +1,11 @@
-"""A checkpoint's folder: switched from one checkpoint to the next by one rename, checked, copied.
+"""A checkpoint's folder: replaced atomically, verified, copied. Without torch.
 
     1  data-3f2a91c4/ ...   new tensors, in a folder with a new name, each file fsynced
     2  manifest.json        written aside, fsynced, renamed over the old one
     3  data-77b0e512/       the tensors before, removed
 
-Killed before 2, the old manifest and its tensors stand; after it, the new ones. What is left over is
-removed by the next save.
+Killed before 2, the old manifest and its tensors stand; after it, the new ones. The next save removes what
+is left over.
 """
 
 import errno
@@ -13,9 +13,11 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from samo.checkpoint.manifest import (
     DATA_FILE,
@@ -35,7 +37,7 @@ from samo.checkpoint.manifest import (
 from samo.errors import CheckpointError
 from samo.utils import atomic_io
 
-__all__ = ["copy", "publish", "verify"]
+__all__ = ["copy", "verify"]
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
@@ -59,10 +61,10 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
 
 def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Make ``target`` the same checkpoint as ``source``, at no cost where files can be linked.
+    """Make ``target`` the same checkpoint as ``source``, with hard links where the file system has them.
 
-    Where it can, both share their files, which are never written again; otherwise the bytes are
-    copied and checked. A checkpoint that ``target`` held is replaced, whole or not at all.
+    Data files are never written again, so both can share them; where they cannot, bytes are copied and
+    checked. A checkpoint in ``target`` is replaced atomically.
 
     Example:
         >>> import tempfile, torch, samo
@@ -76,94 +78,92 @@ def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
 
     Raises:
         ValueError: Both are the same folder.
-        CheckpointError: ``source`` is no checkpoint, or ``target`` cannot be written.
+        CheckpointError: ``source`` is not a checkpoint, or ``target`` cannot be written.
     """
     source, target = Path(source), Path(target)
     if source.resolve() == target.resolve():
         raise ValueError(f"cannot copy checkpoint '{source}' onto itself; give another folder")
     content = read_content(source)
     manifest = parse(content, source / NAME)
-
-    def write(data: Path) -> bytes:
+    with draft(target) as new:
         for name, entry in manifest.files.items():
             file = source / manifest.data / name
-            check_size(file, entry)
+            check_file(file, entry, size_only=True)
             try:
-                os.link(file, data / name)
+                os.link(file, new.data / name)
             except OSError as error:
                 if error.errno == errno.ENOSPC:
                     raise
-                _copy_file(file, data / name, entry)
-        return encode_manifest({**content, "data": data.name})
+                check_file(file, entry)
+                with open(file, "rb") as stream:
+                    pieces = iter(partial(stream.read, 2**24), b"")
+                    atomic_io.write_new(new.data / name, pieces)
+        new.publish(encode_manifest({**content, "data": new.data.name}))
 
-    publish(target, write)
+
+class Draft(NamedTuple):
+    """A checkpoint that is being written beside the one that its folder holds."""
+
+    folder: Path
+    data: Path
+    """Folder for the new tensors."""
+
+    def publish(self, manifest: bytes) -> None:
+        """Make this the checkpoint of its folder."""
+        with save_errors(self.folder):
+            atomic_io.sync_folder(self.data)
+            atomic_io.sync_folder(self.folder)
+            atomic_io.write_bytes(self.folder / NAME, manifest)
 
 
-def publish(path: Path, write: Callable[[Path], bytes]) -> None:
-    """Switch a folder to a new checkpoint, or leave it as it is.
-
-    Args:
-        path: The folder, made if it does not exist.
-        write: Writes the tensors into the empty folder it is given, and returns the manifest's bytes.
+@contextmanager
+def draft(path: Path) -> Iterator[Draft]:
+    """Lock a folder, made if it does not exist, and remove what the body wrote if that fails.
 
     Raises:
         CheckpointError: A file cannot be written, another save is under way, or the folder has a
-            manifest of something else.
+            manifest of another program.
     """
     made: list[Path] = []
     try:
-        made = atomic_io.make_folders(path)
-        with atomic_io.locked(path):
-            _publish(path, write)
+        with save_errors(path):
+            made = atomic_io.make_folders(path)
+            with atomic_io.locked(path):
+                _check_own(path)
+                # Which data belongs to a damaged manifest is unknown: all of it stays until the end.
+                with suppress(CheckpointError):
+                    is_there = (path / NAME).exists()
+                    _remove_data(path, keep=read_manifest(path).data if is_there else None)
+                data = _new_data_folder(path)
+                try:
+                    yield Draft(path, data)
+                except BaseException:
+                    if not _is_published(path, data):
+                        _remove(data)
+                    raise
+                _remove_data(path, keep=data.name)
+    except BaseException as error:
+        # A folder that another process has locked is its own, even if this one made it.
+        if not isinstance(error.__cause__, BlockingIOError):
+            atomic_io.remove_empty(made)
+        raise
+
+
+@contextmanager
+def save_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the file system into a `CheckpointError` that says what failed."""
+    try:
+        yield
     except BlockingIOError as error:
         raise CheckpointError(
             f"cannot save to '{path}': another process or thread is saving there; give each its own "
             "folder"
         ) from error
     except OSError as error:
-        atomic_io.remove_empty(made)
         raise CheckpointError(
             f"cannot save to '{path}': '{error.filename or path}': {error.strerror or error}; what was "
             "saved there before is unharmed. Make room, or choose another folder"
         ) from error
-    except BaseException:
-        atomic_io.remove_empty(made)
-        raise
-
-
-def _publish(path: Path, write: Callable[[Path], bytes]) -> None:
-    _check_own(path)
-    with suppress(CheckpointError):  # a damaged one: which data is its own, nobody can say
-        _remove_data(path, keep=read_manifest(path).data if (path / NAME).exists() else None)
-    data = _new_data_folder(path)
-    manifest = b""
-    try:
-        manifest = write(data)
-        atomic_io.sync_folder(data)
-        atomic_io.sync_folder(path)
-        atomic_io.write_bytes(path / NAME, manifest)
-    except BaseException:
-        # The rename may have been done, and only the fsync after it failed or was interrupted.
-        if not _holds(path / NAME, manifest):
-            _remove(data)
-        raise
-    _remove_data(path, keep=data.name)
-
-
-def _check_own(path: Path) -> None:
-    """Refuse to write over a manifest of some other program."""
-    file = path / NAME
-    try:
-        with open(file, "rb") as stream:
-            found = stream.read(MAX_BYTES)
-            is_own = not found or FORMAT.encode() in found  # an empty one holds nothing to lose
-    except FileNotFoundError:
-        return
-    if not is_own:
-        raise CheckpointError(
-            f"cannot save to '{path}': its '{NAME}' is not one of samo; choose another folder, or "
-            "remove that file"
-        )
 
 
 def _new_data_folder(path: Path) -> Path:
@@ -174,15 +174,30 @@ def _new_data_folder(path: Path) -> Path:
             return data
 
 
-def _holds(file: Path, data: bytes) -> bool:
+def _is_published(path: Path, data: Path) -> bool:
+    """Return whether the rename was done, and only the fsync after it failed or was interrupted."""
+    with suppress(CheckpointError):
+        return read_manifest(path).data == data.name
+    return False
+
+
+def _check_own(path: Path) -> None:
+    """Refuse to write over the manifest of another program."""
+    file = path / NAME
     try:
-        return bool(data) and file.read_bytes() == data
-    except OSError:
-        return False
+        with open(file, "rb") as stream:
+            found = stream.read(MAX_BYTES)
+    except FileNotFoundError:
+        return
+    if found and FORMAT.encode() not in found:  # an empty one holds nothing to lose
+        raise CheckpointError(
+            f"cannot save to '{path}': its '{NAME}' is not one of samo; choose another folder, or "
+            "remove that file"
+        )
 
 
 def _remove_data(path: Path, *, keep: str | None) -> None:
-    """Remove the tensors of older saves, and what killed ones left; a failure here harms nothing."""
+    """Remove the tensors of older saves and leftovers of killed ones; a failure here is harmless."""
     with suppress(OSError):
         for entry in list(os.scandir(path)):
             if entry.name.startswith(f".{NAME}."):
@@ -203,52 +218,27 @@ def _remove(data: Path) -> None:
         data.rmdir()
 
 
-def check_file(file: Path, entry: DataFile) -> None:
+def check_file(file: Path, entry: DataFile, *, size_only: bool = False) -> None:
     """Compare a file with its size and checksum.
 
     Raises:
         CheckpointError: It is missing, cannot be read, or differs.
     """
-    check_size(file, entry)
-    try:
-        with open(file, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise unreadable(file, error) from error
-    if digest != entry.sha256:
-        raise damaged(file, "its bytes do not match their checksum")
-
-
-def check_size(file: Path, entry: DataFile) -> None:
-    """Compare a file with its size alone.
-
-    Raises:
-        CheckpointError: It is missing, cannot be looked at, or differs.
-    """
     try:
         found = os.stat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(file, "it is not a file")
+        if found.st_size != entry.num_bytes:
+            raise damaged(file, f"it has {found.st_size:,} bytes instead of {entry.num_bytes:,}")
+        if size_only:
+            return
+        with open(file, "rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except FileNotFoundError:
         raise CheckpointError(
             f"'{file}' is missing; take another copy of the checkpoint, with all its files"
         ) from None
     except OSError as error:
         raise unreadable(file, error) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise damaged(file, "it is no file")
-    if found.st_size != entry.num_bytes:
-        raise damaged(file, f"it has {found.st_size:,} bytes instead of {entry.num_bytes:,}")
-
-
-def _copy_file(source: Path, target: Path, entry: DataFile) -> None:
-    """Copy the bytes of a file, where it cannot be linked, and check them on the way."""
-    digest = hashlib.sha256()
-
-    def pieces() -> Iterator[bytes]:
-        with open(source, "rb") as stream:
-            while piece := stream.read(2**24):
-                digest.update(piece)
-                yield piece
-
-    atomic_io.write_new(target, pieces())
-    if digest.hexdigest() != entry.sha256:
-        raise damaged(source, "its bytes do not match their checksum")
+    if digest != entry.sha256:
+        raise damaged(file, "its bytes do not match their checksum")

@@ -1,36 +1,35 @@
-"""The manifest: what a checkpoint folder holds, checked to the last byte, and read without torch.
+"""The manifest of a checkpoint: what the folder holds, checked to the last byte, and read without torch.
 
     path/manifest.json              format, version, files with bytes and SHA-256, everything that is
-                                    no tensor, and a checksum of itself
-    path/data-3f2a91c4/             the tensors; the manifest says which such folder counts
+                                    not a tensor, and, in the last line, a checksum of all lines above
+    path/data-3f2a91c4/             the tensors; the manifest names the folder that counts
         weights.safetensors         what state_dict() has: values, unpruned parameters, buffers
         masks.safetensors           a mask file, of a compressed model
         optimizer.safetensors       "0.weight/exp_avg" and so on
         extra.safetensors           tensors of the caller
 
-What grows past 1 GB becomes ``weights-00001-of-00003.safetensors`` and so on. The bytes of a manifest
-are canonical: whatever was read is written again and compared, so that no byte of it can change
-unseen. Nothing in it is believed before its type is checked: it may come from a stranger.
+A kind of tensors over 1 GB is split into ``weights-00001.safetensors``, ``weights-00002.safetensors`` and
+so on; rank 3 of several writes ``weights-rank00003.safetensors``. A manifest may come from a stranger:
+every value has its type checked before it is used.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from samo.checkpoint import values
+from samo.checkpoint import json_values
 from samo.errors import CheckpointError
 
 __all__ = ["DataFile", "Manifest", "read_manifest"]
 
 NAME: Final = "manifest.json"
 FORMAT: Final = "samo-checkpoint"
-VERSION: Final = 2
+VERSION: Final = 3
 KINDS: Final = ("weights", "masks", "optimizer", "extra")
 
 MAX_BYTES: Final = 2**26
@@ -38,14 +37,14 @@ MAX_BYTES: Final = 2**26
 
 DATA_FOLDER: Final = re.compile(r"data-[0-9a-f]{8}", re.ASCII)
 DATA_FILE: Final = re.compile(
-    rf"(?P<kind>{'|'.join(KINDS)})(-\d{{5}}-of-\d{{5}})?\.safetensors", re.ASCII
+    rf"({'|'.join(KINDS)})(-rank\d{{5,9}})?(-\d{{5}})?\.safetensors", re.ASCII
 )
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFile:
-    """What the manifest says of one file in the data folder."""
+    """The manifest's entry of one file in the data folder."""
 
     num_bytes: int
     sha256: str
@@ -53,7 +52,7 @@ class DataFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint holds, tensors aside.
+    """The contents of a checkpoint, tensors aside.
 
     Example:
         >>> import tempfile, torch, samo
@@ -67,34 +66,20 @@ class Manifest:
         (40, 72, 'bfloat16', {'step': 7})
     """
 
-    version: int
-    """Of the format."""
-    samo_version: str
-    """That wrote it."""
-    time: datetime
-    """When it was written, in UTC."""
-    data: str
-    """Name of the folder with the tensors, beside the manifest."""
-    files: dict[str, DataFile]
-    """The files in that folder."""
+    version: int  # of the format
+    samo_version: str  # of the samo that wrote it
+    time: datetime  # when it was written, in UTC
+    data: str  # name of the folder with the tensors, beside the manifest
+    files: dict[str, DataFile]  # the files in that folder
     is_compressed: bool
-    """Whether the model was compressed, or an ordinary one."""
-    dtype: str
-    """Type that most of its parameters are computed with, such as ``"bfloat16"``."""
-    num_params: int
-    """Parameters of the model, pruned ones included, tied ones once."""
-    kept: int
-    """Those of them that are not pruned."""
-    tied: dict[str, str]
-    """Further names of tensors that are saved under another one."""
-    optimizers: tuple[dict[str, Any], ...]
-    """Class, groups and state of each optimizer that was saved, encoded (see ``values.py``)."""
-    scaler: dict[str, Any] | None
-    """State of the loss scaler, if one was saved."""
-    extra: dict[str, Any]
-    """What the caller added, tensors aside."""
-    extra_tensors: tuple[str, ...]
-    """Names of the tensors that the caller added."""
+    dtype: str  # that most parameters are computed with, such as "bfloat16"
+    num_params: int  # pruned ones included, tied ones once
+    kept: int  # parameters that are not pruned
+    tied: dict[str, str]  # further names of tensors that are saved under another one
+    optimizers: tuple[dict[str, Any], ...]  # class, groups and state of each, see json_values.py
+    scaler: dict[str, Any] | None  # state of the loss scaler, if one was saved
+    extra: dict[str, Any]  # the caller's values, tensors aside
+    extra_tensors: tuple[str, ...]  # names of the caller's tensors
 
     @property
     def num_bytes(self) -> int:
@@ -112,18 +97,15 @@ class Manifest:
             ...     list(read_manifest(folder).files_of("weights"))
             ['weights.safetensors']
         """
-        return {name: file for name, file in sorted(self.files.items()) if kind_of(name) == kind}
-
-
-def kind_of(name: str) -> str:
-    """Return what kind of tensors a data file holds, from its name."""
-    match = DATA_FILE.fullmatch(name)
-    assert match is not None
-    return match["kind"]
+        return {
+            name: file
+            for name, file in sorted(self.files.items())
+            if re.split("[-.]", name)[0] == kind
+        }
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read and check the manifest of a checkpoint; its data files are not looked at, nor is torch loaded.
+    """Read and check the manifest of a checkpoint, without its data files and without torch.
 
     Example:
         >>> import tempfile, torch, samo
@@ -139,8 +121,89 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return parse(read_content(path), Path(path) / NAME)
 
 
+def read_content(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the JSON of a manifest of any version, if its checksum is right.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    path = Path(path)
+    file = path / NAME
+    if not file.is_file():
+        reason = "it does not exist"
+        if path.exists():
+            reason = f"there is no '{file}'" if path.is_dir() else "it is not a folder"
+        raise CheckpointError(
+            f"'{path}' is not a checkpoint: {reason}; write one with samo.save(path, model, opt)"
+        )
+    try:
+        with open(file, "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if len(data) > MAX_BYTES:
+        raise damaged(file, f"it has more than {MAX_BYTES:,} bytes")
+    head = data.rpartition(_CHECKSUM)[0]
+    if data != _with_checksum(head):
+        raise damaged(file, "it does not match its checksum, or samo did not write it")
+    try:
+        content = json.loads(data)
+        if content["format"] != FORMAT or type(content["version"]) is not int:
+            raise ValueError(f"not a {FORMAT}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise damaged(file, f"its contents make no sense ({_short(error)})") from None
+    return dict(content)
+
+
+def encode_manifest(content: dict[str, Any]) -> bytes:
+    """Return the bytes of a manifest: a line for each key, and a checksum.
+
+    Raises:
+        ValueError: It is too large.
+    """
+    lines = [
+        f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+        for key, value in content.items()
+        if key != "checksum"
+    ]
+    data = _with_checksum(("{\n" + ",\n".join(lines)).encode("ascii"))
+    if len(data) > MAX_BYTES:
+        raise ValueError(
+            f"the manifest would have {len(data):,} bytes, at most {MAX_BYTES:,} are allowed; give "
+            "long lists in extra as tensors"
+        )
+    return data
+
+
+_CHECKSUM: Final = b',\n"checksum": '
+
+
+def _with_checksum(head: bytes) -> bytes:
+    digest = hashlib.sha256(head).hexdigest()
+    return head + _CHECKSUM + f'"{digest}"\n}}\n'.encode()
+
+
+def damaged(file: Path, what: str) -> CheckpointError:
+    """Return the error for a file that is not what was written."""
+    return CheckpointError(f"'{file}' is damaged: {what}; take another copy of the checkpoint")
+
+
+def unreadable(file: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file that the system does not let us read."""
+    return CheckpointError(
+        f"'{file}' cannot be read: {error.strerror or error}; check its permissions and the disk"
+    )
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:100]
+
+
+# From JSON to Manifest ---------------------------------------------------------------------------
+
+
 def parse(content: dict[str, Any], file: Path) -> Manifest:
-    """Check what a manifest says, and return it.
+    """Check the type of everything in a manifest, and return it.
 
     Raises:
         CheckpointError: It is of another version, or makes no sense.
@@ -155,130 +218,37 @@ def parse(content: dict[str, Any], file: Path) -> Manifest:
         raise damaged(file, f"its contents make no sense ({_short(error)})") from None
 
 
-def read_content(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what a manifest of any version says, if its checksum is right.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    path = Path(path)
-    file = path / NAME
-    if not file.is_file():
-        what = (
-            f"there is no '{file}'"
-            if path.is_dir()
-            else "it is no folder"
-            if path.exists()
-            else "it does not exist"
-        )
-        raise CheckpointError(
-            f"'{path}' is not a checkpoint: {what}; write one with samo.save(path, model, opt)"
-        )
-    try:
-        with open(file, "rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise unreadable(file, error) from error
-    if len(data) > MAX_BYTES:
-        raise damaged(file, f"it has more than {MAX_BYTES:,} bytes")
-    try:
-        content = json.loads(data)
-        is_canonical = isinstance(content, dict) and _canonical(content) == data
-    except (ValueError, RecursionError) as error:
-        raise damaged(file, f"it is no JSON ({_short(error)})") from None
-    if not is_canonical or content.get("format") != FORMAT:
-        raise damaged(file, f"it was not written by samo, or changed since (no {FORMAT!r})")
-    without = {key: value for key, value in content.items() if key != "checksum"}
-    if content.get("checksum") != _checksum(without) or type(content.get("version")) is not int:
-        raise damaged(file, "it does not match its own checksum")
-    return content
-
-
-def encode_manifest(content: dict[str, Any]) -> bytes:
-    """Return the bytes of a manifest with these contents and their checksum.
-
-    Raises:
-        ValueError: They are too many.
-    """
-    content = {key: value for key, value in content.items() if key != "checksum"}
-    data = _canonical({**content, "checksum": _checksum(content)})
-    if len(data) > MAX_BYTES:
-        raise ValueError(
-            f"the manifest would have {len(data):,} bytes, at most {MAX_BYTES:,} are allowed; give "
-            "long lists in extra as tensors"
-        )
-    return data
-
-
-def describe_files(files: dict[str, DataFile]) -> dict[str, Any]:
-    """Return the entry of some files in a manifest."""
-    return {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in files.items()}
-
-
-def damaged(file: Path, what: str) -> CheckpointError:
-    """Return the error for a file that is not what was written."""
-    return CheckpointError(f"'{file}' is damaged: {what}; take another copy of the checkpoint")
-
-
-def unreadable(file: Path, error: OSError) -> CheckpointError:
-    """Return the error for a file that the system does not give."""
-    return CheckpointError(
-        f"'{file}' cannot be read: {error.strerror or error}; look at its permissions and at the disk"
-    )
-
-
-def _canonical(content: dict[str, Any]) -> bytes:
-    """Return the only bytes that stand for these contents: JSON, a line for each of its parts."""
-    lines = [f"{_json(key)}: {_json(value)}" for key, value in content.items()]
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=True)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(content)).hexdigest()
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:100]
-
-
 def _manifest(content: dict[str, Any]) -> Manifest:
     model = _typed(content["model"], dict)
-    time = datetime.fromisoformat(_typed(content["time"], str))
     scaler = content["scaler"]
-    extra = _typed(content["extra"], dict)
-    tensors: list[str] = []
-    json_values = {}
-    for name, value in extra.items():
+    tensors: dict[str, str] = {}
+    others = {}
+    for name, value in _typed(content["extra"], dict).items():
         if isinstance(value, dict) and set(value) == {"$tensor"}:
-            tensors.append(_typed(value["$tensor"], str))
+            tensors[name] = _typed(value["$tensor"], str)
         else:
-            json_values[name] = value
+            others[name] = value
+    files = {
+        _matching(name, DATA_FILE): DataFile(
+            num_bytes=_count(entry["bytes"]), sha256=_matching(entry["sha256"], _DIGEST)
+        )
+        for name, entry in _typed(content["files"], dict).items()
+    }
     return Manifest(
         version=content["version"],
         samo_version=_typed(content["samo"], str),
-        time=time.astimezone(UTC),
+        time=datetime.fromisoformat(_typed(content["time"], str)).astimezone(UTC),
         data=_matching(content["data"], DATA_FOLDER),
-        files=dict(map(_file, _typed(content["files"], dict).items())),
+        files=files,
         is_compressed=_typed(model["is_compressed"], bool),
         dtype=_typed(model["dtype"], str),
         num_params=_count(model["num_params"]),
         kept=_count(model["kept"]),
-        tied=_strings(model["tied"]),
-        optimizers=tuple(map(_optimizer, _typed(content["optimizers"], list))),
+        tied={alias: _typed(name, str) for alias, name in _typed(model["tied"], dict).items()},
+        optimizers=tuple(_optimizer(entry) for entry in _typed(content["optimizers"], list)),
         scaler=None if scaler is None else _decoded(scaler),
-        extra=_decoded(json_values),
-        extra_tensors=tuple(tensors),
-    )
-
-
-def _file(item: tuple[str, Any]) -> tuple[str, DataFile]:
-    name, entry = item
-    return _matching(name, DATA_FILE), DataFile(
-        num_bytes=_count(entry["bytes"]), sha256=_matching(entry["sha256"], _DIGEST)
+        extra=_decoded(others),
+        extra_tensors=tuple(tensors.values()),
     )
 
 
@@ -287,7 +257,8 @@ def _optimizer(value: Any) -> dict[str, Any]:
     _typed(optimizer["class"], str)
     _decoded(optimizer["more"])
     for group in _typed(optimizer["groups"], list):
-        _all_strings(_typed(group["names"], list))
+        for name in _typed(group["names"], list):
+            _typed(name, str)
         _decoded(group["settings"])
     for state in _typed(optimizer["state"], dict).values():
         _decoded(state)
@@ -295,20 +266,8 @@ def _optimizer(value: Any) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> dict[str, Any]:
-    """Return what an encoded dict stands for, which for the caller's keys includes ``$x``."""
-    decoded: dict[str, Any] = _typed(values.decode(_typed(value, dict)), dict)
+    decoded: dict[str, Any] = _typed(json_values.decode(_typed(value, dict)), dict)
     return decoded
-
-
-def _strings(value: Any) -> dict[str, str]:
-    found: dict[str, str] = _typed(value, dict)
-    _all_strings(found.values())
-    return found
-
-
-def _all_strings(found: Iterable[Any]) -> None:
-    for value in found:
-        _typed(value, str)
 
 
 def _count(value: Any) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from samo.errors import MaskError, nearest
 from samo.mask import bitmap, mask_files
 from samo.mask.mask import Mask, distance, hamming
-from samo.mask.mask_files import MaskFile
 from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 
 __all__ = ["Masks"]
@@ -298,9 +297,7 @@ class Masks(Mapping[str, Mask]):
         Raises:
             FileNotFoundError: The folder does not exist.
         """
-        shapes = {name: mask.shape for name, mask in self.items()}
-        words = {name: mask.words for name, mask in self.items()}
-        mask_files.write(path, MaskFile(words, shapes, self.fingerprint()))
+        mask_files.write(path, self, self.fingerprint())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Masks":

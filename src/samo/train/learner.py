@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samo.checkpoint.rows import cut_as
+from samo.checkpoint.tensors import shard_like
 from samo.core.compress import compress_
 from samo.core.groups import param_groups
 from samo.core.modules import named_weights
@@ -192,7 +192,7 @@ class Learner:
         opt = self._new_adamw()
         for name, param in self.model.named_parameters():
             opt.state[param] = {
-                key: cut_as(value, param) if value.shape == param.shape else value
+                key: shard_like(value, param) if value.shape == param.shape else value
                 for key, value in states[name].items()
             }
         return opt

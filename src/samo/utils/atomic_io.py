@@ -1,4 +1,4 @@
-"""Files that survive a kill or a full disk at any moment: the old one is there or the new one, whole.
+"""Atomic file writes: after a kill or a full disk at any moment, the old file or the new one is there, whole.
 
     write aside  ->  fsync the file  ->  rename over the old one  ->  fsync the folder
 
@@ -14,17 +14,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-__all__ = ["locked", "make_folders", "remove_empty", "sync_folder", "write_bytes", "write_new"]
+__all__ = []
 
 _IS_POSIX: Final = hasattr(os, "O_DIRECTORY")
-"""Elsewhere folders can be neither synced nor locked: files are whole there, but not for good."""
+"""Elsewhere folders can be neither synced nor locked."""
 
 _UNSUPPORTED: Final = {errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
-"""What file systems answer that cannot do what is asked, as against those that failed at it."""
+"""Errors of file systems that lack an operation, as against those that failed at it."""
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file, or replace it, so that a crash leaves the old one or the new one.
+    """Write or replace a file atomically.
 
     Example:
         >>> import tempfile
@@ -36,13 +36,13 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         b'new'
 
     Raises:
-        OSError: The file could not be written; what was there is as it was. Only where the last
-            fsync fails, that of the folder, the new file is in place already.
+        OSError: The file could not be written and the old one is unchanged, unless the last fsync
+            failed, that of the folder: then the new file is in place already.
     """
     target = Path(os.path.realpath(path))  # through a link, which stays
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        write_new(temporary, data)
+        write_new(temporary, [data])
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -50,19 +50,8 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     sync_folder(target.parent)
 
 
-def write_new(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a file that does not exist yet, whole or piece by piece, and wait for the disk.
-
-    Its name is there for good only after `sync_folder`.
-
-    Example:
-        >>> import tempfile
-        >>> from samo.utils import atomic_io
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     atomic_io.write_new(f"{folder}/a", b"first")
-        ...     atomic_io.write_new(f"{folder}/a", b"second")
-        Traceback (most recent call last):
-        FileExistsError: ...
+def write_new(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file that does not exist yet, piece by piece, and fsync it, but not the folder.
 
     Raises:
         OSError: The file exists, or could not be written; half of it may be there.
@@ -70,51 +59,33 @@ def write_new(path: str | os.PathLike[str], data: bytes | Iterable[bytes | memor
     with _naming(path):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            for piece in [data] if isinstance(data, bytes) else data:
+            for piece in pieces:
                 left = memoryview(piece)
                 while left:
                     left = left[os.write(file, left) :]
-                del piece, left  # so that its memory is free before the next one is made
+                del piece, left  # frees its memory before the next piece is made
             os.fsync(file)
         finally:
             os.close(file)
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
-    """Wait until the names in a folder are on the disk.
-
-    Example:
-        >>> from samo.utils import atomic_io
-        >>> atomic_io.sync_folder(".")
-
-    Raises:
-        OSError: The folder cannot be opened or written.
-    """
+    """Wait until the names in a folder are on the disk."""
     if not _IS_POSIX:
         return
-    with _naming(path):
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _naming(path), _opened(path) as folder:
         try:
             os.fsync(folder)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-        finally:
-            os.close(folder)
 
 
 def make_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """Create a folder and those above it, for good, and return the ones that are new, outermost first.
-
-    Example:
-        >>> import tempfile
-        >>> from samo.utils import atomic_io
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     [new.name for new in atomic_io.make_folders(f"{folder}/runs/first")]
-        ['runs', 'first']
+    """Create a folder and its parents, fsynced, and return the new ones, outermost first.
 
     Raises:
-        OSError: A folder cannot be made, or the path is a file.
+        OSError: A folder cannot be made, or the path is a file; none is left then.
     """
     path = Path(path)
     missing = []
@@ -134,12 +105,7 @@ def make_folders(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove folders that `make_folders` made, innermost first, as far as they are empty.
-
-    Example:
-        >>> from samo.utils import atomic_io
-        >>> atomic_io.remove_empty([])
-    """
+    """Remove folders that `make_folders` returned, as far as they are empty."""
     for folder in reversed(folders):
         with suppress(OSError):
             folder.rmdir()
@@ -147,7 +113,7 @@ def remove_empty(folders: list[Path]) -> None:
 
 @contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep other processes and threads out that ask for the same folder; a killed one lets go.
+    """Hold a lock on a folder against other processes and threads; the lock of a killed process is free.
 
     Example:
         >>> from samo.utils import atomic_io
@@ -158,7 +124,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         BlockingIOError: ...
 
     Raises:
-        BlockingIOError: Somebody else holds the lock.
+        BlockingIOError: The lock is taken.
         OSError: The folder cannot be opened.
     """
     if not _IS_POSIX:
@@ -166,25 +132,32 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         return
     import fcntl
 
-    with _naming(folder):
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _opened(folder) as file:
         with _naming(folder):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # or a child forked meanwhile would hold it too
+
+
+@contextmanager
+def _opened(folder: str | os.PathLike[str]) -> Iterator[int]:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield file
     finally:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile would hold it too
         os.close(file)
 
 
 @contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Put the file's name into errors that come without one, such as those of a full disk."""
+    """Add the file's name to errors that lack one, such as those of a full disk."""
     try:
         yield
     except OSError as error:

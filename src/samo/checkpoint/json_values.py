@@ -1,9 +1,9 @@
-"""Python values as JSON, exactly: what JSON cannot say stands in an object with one key.
+"""Python values as JSON, exactly: what JSON cannot express is an object with one key that begins with ``$``.
 
 nan, inf, -inf     {"$float": "nan"}
-(0.9, 0.999)       {"$tuple": [0.9, 0.999]}, or a list where tuples do not matter
+(0.9, 0.999)       {"$tuple": [0.9, 0.999]}, or a plain list without ``keep_tuples``
 a tensor           {"$tensor": "its name in a file"}
-{"$x": 1}          {"$$x": 1}: a key of the user's never means one of the above
+{"$x": 1}          {"$$x": 1}: a caller's key never means one of the above
 """
 
 import math
@@ -14,35 +14,35 @@ __all__ = ["decode", "encode", "references"]
 
 _MAX_DEPTH: Final = 100
 _MAX_INT_BITS: Final = 4096
-"""Python itself refuses to read numbers of more than 4,300 digits."""
+"""Python refuses to read numbers of more than 4,300 digits."""
 
 _NONFINITE: Final = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 NameTensor = Callable[[Any, str], str | None]
 
 
-def _no_tensors(value: Any, where: str) -> str | None:
-    return None
-
-
 def encode(
-    value: Any, where: str, *, name_tensor: NameTensor = _no_tensors, keep_tuples: bool = False
+    value: Any,
+    where: str,
+    *,
+    name_tensor: NameTensor = lambda value, where: None,
+    keep_tuples: bool = False,
 ) -> Any:
     """Return a value as JSON can hold it.
 
     Example:
-        >>> from samo.checkpoint import values
-        >>> values.encode({"best": float("inf"), "betas": (0.9, 0.99)}, "extra")
+        >>> from samo.checkpoint import json_values
+        >>> json_values.encode({"best": float("inf"), "betas": (0.9, 0.99)}, "extra")
         {'best': {'$float': 'inf'}, 'betas': [0.9, 0.99]}
 
     Args:
         value: None, a boolean, number or string, or lists, tuples and dicts of them.
-        where: What errors, and the names of tensors, call the value; ``/key`` is added inside.
-        name_tensor: Returns the name a value gets in a file, or None if it is no tensor.
-        keep_tuples: Whether tuples come back as tuples, not as lists.
+        where: Name of the value in errors and for tensors; ``/key`` is added inside.
+        name_tensor: Returns the name of a value in a file, or None if it is not a tensor.
+        keep_tuples: Whether tuples come back as tuples rather than lists.
 
     Raises:
-        TypeError: The value, or one in it, is of another kind, or too deep or large for JSON.
+        TypeError: The value, or one in it, is of another type, or too deep or large for JSON.
     """
 
     def walk(value: Any, where: str, depth: int) -> Any:
@@ -78,15 +78,15 @@ def encode(
 
 
 def decode(value: Any, tensor: Callable[[str], Any] = str, *, depth: int = 0) -> Any:
-    """Return what was encoded; ``tensor`` gives the tensor of a name.
+    """Return the value that was encoded; ``tensor`` returns the tensor of a name.
 
     Example:
-        >>> from samo.checkpoint import values
-        >>> values.decode({"$tuple": [1, {"$float": "-inf"}]})
+        >>> from samo.checkpoint import json_values
+        >>> json_values.decode({"$tuple": [1, {"$float": "-inf"}]})
         (1, -inf)
 
     Raises:
-        ValueError: Something with a ``$`` means nothing, or the value is deeper than any encoded one.
+        ValueError: A ``$`` key has no meaning, or the value is deeper than any encoded one.
     """
     if depth > 3 * _MAX_DEPTH:  # a tuple is two levels
         raise ValueError("it is nested too deep")
@@ -106,17 +106,17 @@ def decode(value: Any, tensor: Callable[[str], Any] = str, *, depth: int = 0) ->
     found = {}
     for key, item in value.items():
         if key.startswith("$") and not key.startswith("$$"):
-            raise ValueError(f"'{key}' means nothing here")
+            raise ValueError(f"'{key}' has no meaning here")
         found[key.removeprefix("$")] = decode(item, tensor, depth=depth)
     return found
 
 
 def references(value: Any) -> list[str]:
-    """Return the names of the tensors that an encoded value refers to.
+    """Return the names of the tensors in an encoded value.
 
     Example:
-        >>> from samo.checkpoint import values
-        >>> values.references({"step": 1, "exp_avg": {"$tensor": "0.weight/exp_avg"}})
+        >>> from samo.checkpoint import json_values
+        >>> json_values.references({"step": 1, "exp_avg": {"$tensor": "0.weight/exp_avg"}})
         ['0.weight/exp_avg']
     """
     names: list[str] = []
