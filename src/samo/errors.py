@@ -139,14 +139,22 @@ class PeerError(SamoError, RuntimeError):
         message: Who did what, and what to do.
         ranks: The ranks that are known to be at fault.
         stage: The pipeline stage at fault, if it is one.
+        is_diagnosed: Whether heartbeats were compared to find these ranks. If not, the ranks named may
+            themselves wait for another one.
     """
 
     def __init__(
-        self, message: str, ranks: tuple[int, ...] = (), *, stage: int | None = None
+        self,
+        message: str,
+        ranks: tuple[int, ...] = (),
+        *,
+        stage: int | None = None,
+        is_diagnosed: bool = False,
     ) -> None:
         super().__init__(message)
         self.ranks = ranks
         self.stage = stage
+        self.is_diagnosed = is_diagnosed
 
 
 def first_words(error: BaseException) -> str:

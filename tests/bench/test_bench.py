@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from samo.bench.settings import QUESTIONS
-from samo.cli import Bench, main, parse
+from samo.cli.commands import Bench
+from samo.cli.main import main, parse
 
 FIELDS = {
     "bench", "name", "parameters", "median", "p20", "p80", "repeats", "unit", "figures", "failure",

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import PathPatch, Rectangle
 
-from samo.cli import main
+from samo.cli.main import main
 from samo.report import mask_figures
 from samo.report.figures import NARROW, WIDE, Size
 from samo.report.findings import entries, summary

@@ -12,10 +12,10 @@ from rich.console import Console
 from samo.bench import figures
 from samo.bench.rows import Results, Row, failures, slug
 from samo.bench.settings import QUESTIONS, check, command_line
-from samo.cli import Bench
+from samo.cli.commands import Bench
 from samo.cli.tables import columns
 from samo.errors import ConfigError, RunError
-from samo.train.folder import check_free, free_folder
+from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
 
 __all__ = []
@@ -88,4 +88,4 @@ def _device(wanted: str) -> torch.device:
 def _usual_folder(name: str, device: torch.device) -> Path:
     today = datetime.date.today().isoformat()
     machine = slug(hardware(device)["device_name"])
-    return free_folder(Path("benchmarks") / "results", f"{name}-{machine}-{today}")
+    return free_dir(Path("benchmarks") / "results", f"{name}-{machine}-{today}")

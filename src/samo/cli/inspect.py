@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from samo.cli import Inspect
+from samo.cli.commands import Inspect
 from samo.cli.tables import facts, mask_records, mask_table
 from samo.errors import CheckpointError, ConfigError
 from samo.report import grid

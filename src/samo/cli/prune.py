@@ -6,14 +6,14 @@ import sys
 from rich.console import Console
 from torch import nn
 
-from samo.cli import Prune
+from samo.cli.commands import Prune
 from samo.cli.tables import mask_records, mask_table
 from samo.errors import ConfigError, MaskError
 from samo.integrations.model_folders import open_model
 from samo.mask import mask_files
 from samo.mask.masks import Masks
 from samo.pruning.prune import prune
-from samo.train.config import resolve_sparsity
+from samo.train.resolve import resolve_sparsity
 
 __all__ = []
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from samo.cli import Report
+from samo.cli.commands import Report
 from samo.errors import ConfigError
 from samo.report.page import write_report
 
