@@ -102,8 +102,8 @@ class PruneConfig:
     """Steps between two mask observations (early-bird; auto: a 200th of all steps, at least 5) or mask
     updates (gradual, set, rigl; auto: a fortieth of all steps, at most 100)."""
     mask_stop: int | Auto = "auto"
-    """Step of the last mask update (gradual, set, rigl). auto: after three quarters of the steps that
-    follow the dense phase."""
+    """Step at which the masks stop changing (gradual, set, rigl). auto: after three quarters of the steps
+    that follow the dense phase."""
     queue: int = 5
     """Consecutive masks that must agree (early-bird)."""
     threshold: float = 0.1

@@ -54,8 +54,7 @@ class Ranks:
         self.timeout_s: Final = timeout_s
         self.rank = self.stage = self.replica = 0
         self.size = self.num_stages = self.num_replicas = 1
-        self.data: dist.ProcessGroup | None = None
-        """The replicas of this stage, if there are several."""
+        self.data: dist.ProcessGroup | None = None  # the replicas of this stage, if several
         self.watchdog = watchdog
         self._host: dist.ProcessGroup | None = None
         self._owns_process_group = watchdog is not None
