@@ -179,7 +179,7 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         (["report"], 2, "no run to report on"),
         (["report", "nothing"], 1, "nothing"),
         (["inspect", "nothing"], 1, "'nothing' does not exist"),
-        (["inspect", "."], 1, "is no run, checkpoint or mask file"),
+        (["inspect", "."], 1, "is not a run, checkpoint or mask file"),
         (["inspect", "notes.txt"], 1, "'notes.txt' is a text file; samo inspect takes a mask file"),
         (["inspect", "--verify"], 2, "--verify checks a checkpoint"),
         (["prune", "nothing"], 1, "'nothing' does not exist"),

@@ -64,7 +64,7 @@ def started(*command: str, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"},
     )
     try:
         yield process
@@ -149,7 +149,8 @@ def test_a_stopped_rank_ends_all_in_time_and_ctrl_c_saves(tmp_path: Path, text: 
         os.kill(ranks[1], signal.SIGSTOP)
         began = time.monotonic()
         said = process.communicate(timeout=120)[0]
-        assert time.monotonic() - began < TIMEOUT_S + 9 + 10  # and the shutdown timeout
+        # The watchdog, its patience, and the shutdown timeout of torch, which it takes twice.
+        assert time.monotonic() - began < TIMEOUT_S + 5 + 2 * 5 + 15
         assert process.returncode == 1, said
         assert "samo: rank 0: rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
         assert "Traceback" not in said

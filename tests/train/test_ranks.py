@@ -23,7 +23,7 @@ import samo
 from samo.data.batches import Batch
 from samo.errors import ConfigError, MaskError, PeerError, RunError
 from samo.models.gpt import GPT, GPTConfig
-from samo.train import compile as compiling, events
+from samo.train import compile as compiling
 from samo.train.config import (
     DataConfig,
     MeshConfig,
@@ -32,13 +32,12 @@ from samo.train.config import (
     RunConfig,
     TrainConfig,
 )
-from samo.train.events import Event
 from samo.train.ranks import Ranks
 from samo.train.run_dir import RunDir
 from samo.train.step import Learner
 from samo.train.trainer import resume, train
 from tests.ranks import _processes, run_ranks
-from tests.train.helpers import lines, optim, tensors, text
+from tests.train.helpers import interrupt_at, lines, optim, tensors, text
 
 __all__ = ["lines", "tensors", "text"]
 
@@ -103,17 +102,6 @@ def assert_whole_state(one: Path, many: Path, num_replicas: int) -> None:
     assert (first["measured_bytes"] == alone["measured_bytes"]) == (copies == 0)
 
 
-class Killer:
-    """Sends this process a signal after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, events.Ticked) and event.step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def train_here(rank: int, num_ranks: int, configs: dict[Path, TrainConfig]) -> None:
     for out, config in configs.items():
         result = train(config, out)
@@ -122,7 +110,7 @@ def train_here(rank: int, num_ranks: int, configs: dict[Path, TrainConfig]) -> N
 
 def train_until(rank: int, num_ranks: int, config: TrainConfig, out: Path, step: int) -> None:
     # Not the first rank: all of them stop for a signal that one of them got.
-    result = train(config, out, listeners=[Killer(step)] if rank == num_ranks - 1 else [])
+    result = train(config, out, listeners=[interrupt_at(step)] if rank == num_ranks - 1 else [])
     assert (result.signal, result.step, result.saved_step) == (signal.SIGTERM, step, step)
 
 
@@ -133,14 +121,10 @@ def resume_here(rank: int, num_ranks: int, run: Path, mesh: MeshConfig) -> None:
 
 # The same course in every layout -------------------------------------------------------------------
 
-LAYOUTS: Final = [
-    (3, {}),
-    (2, {"pipe": 2}),
-    (4, {"pipe": 2}),
-]
 
-
-@pytest.mark.parametrize(("num_ranks", "mesh"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"), [(3, {}), (2, {"pipe": 2}), (4, {"pipe": 2})], ids=str
+)
 def test_losses_do_not_depend_on_the_layout(
     tmp_path: Path, text: Path, num_ranks: int, mesh: dict[str, Any]
 ) -> None:

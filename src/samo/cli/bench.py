@@ -1,4 +1,4 @@
-"""``samo bench``: measure, show the table, and leave rows, page and figure in a folder."""
+"""``samo bench``: measure, print a table, and write rows, page and figure to a folder."""
 
 import datetime
 import importlib
@@ -28,7 +28,7 @@ _FIGURES: Final[dict[str, Callable[[Sequence[Row]], figures.Figure | None]]] = {
 
 
 def run(command: Bench) -> int:
-    """Measure and show what came out."""
+    """Measure, and print the results."""
     config = command.question
     check(config)
     name, module = QUESTIONS[type(config)]
@@ -36,7 +36,7 @@ def run(command: Bench) -> int:
     device = _device(config.device)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_WIDTH)  # rich would cut the table to 80 columns
+        console = Console(width=_WIDTH)  # otherwise rich wraps at 80 columns
     out = config.out or _usual_folder(name, device)
     check_free(out)
     results = Results(
@@ -79,7 +79,7 @@ def _device(wanted: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise ConfigError(
-            "device cuda was asked for, and this machine has none that torch can use; leave it out to "
+            "--device cuda needs a GPU that torch can use, and this machine has none; leave it out to "
             "measure on the CPU"
         )
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")

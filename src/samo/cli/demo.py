@@ -1,7 +1,7 @@
-"""``samo demo``: the whole story on a laptop, on text that every machine has.
+"""``samo demo``: all of samo on a laptop, on text that every machine has.
 
-Two runs on the source code of Python's standard library, alike up to the moment of pruning: with samo,
-and dense throughout. What is shown is measured in those runs.
+Two runs on the source code of Python's standard library, equal until one is pruned: with samo, and dense
+throughout. All numbers are measured in these runs.
 """
 
 import time
@@ -38,7 +38,7 @@ TITLES: Final[dict[Mode, str]] = {"samo": "samo", "dense": "dense, not pruned"}
 
 
 def run(command: Demo) -> int:
-    """Train twice, compare, and say where to go from here."""
+    """Train twice, and compare."""
     console = Console()
     out = command.out or free_dir(Path("runs"), "demo")
     check_free(out)

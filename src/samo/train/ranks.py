@@ -229,9 +229,6 @@ class Ranks:
     def run_on_rank0_first(self, what: str, function: Callable[[], Result]) -> Result:
         """Call a function on rank 0, and then on the others."""
         result = self.run_on_rank0(what, function)
-        if self.size == 1:
-            assert result is not None
-            return result
         return self.run_all(what, lambda: function() if result is None else result)
 
     def all_gather_str(self, what: str, text: str) -> list[str]:
