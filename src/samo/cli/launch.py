@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,7 @@ from samo.train.config_rules import check_batch
 from samo.train.resolve import resolve
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 __all__ = []
@@ -70,6 +72,8 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:  # connections of this run never leave the machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    # For ranks to save after Ctrl-C, in seconds.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -102,8 +106,7 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
         except SignalException as error:
             return 128 + int(error.sigval)
         except ChildFailedError as error:
-            codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            rank, code = min(codes.items(), key=_blame)
+            rank, code = _first_failure(error.failures)
         if code == 2:  # wrong usage: the same on all ranks, and rank 0 has said so
             return 2
         _show_logs(folder, command.num_ranks)
@@ -116,13 +119,15 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
     return code if code > 0 else 128 - code
 
 
-def _blame(failure: tuple[int, int]) -> tuple[bool, bool, int]:
-    """Order failures: killed ranks first, those that the launcher ended with SIGTERM last.
+def _first_failure(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
+    """Return the rank that failed first, and its exit code, negative for a signal.
 
-    A rank that ended by itself may have done so because of one that was killed.
+    A rank that was killed goes before one that ended by itself at the same time, perhaps because of the
+    other. torch ends the rest: with SIGTERM at once, and with SIGKILL 30 s later.
     """
-    rank, code = failure
-    return code == -signal.SIGTERM, code > 0, rank
+    start = min(failure.timestamp for failure in failures.values())
+    codes = {rank: f.exitcode for rank, f in failures.items() if f.timestamp <= start + 2}
+    return min(codes.items(), key=lambda f: (f[1] == -signal.SIGTERM, f[1] > 0, f[0]))
 
 
 def _local_rendezvous(parameters: "RendezvousParameters") -> "RendezvousHandler":
