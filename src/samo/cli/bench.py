@@ -79,7 +79,7 @@ def _device(wanted: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise ConfigError(
-            "--device cuda needs a GPU that torch can use, and this machine has none; leave it out to "
+            "device cuda was asked for, and this machine has none that torch can use; leave it out to "
             "measure on the CPU"
         )
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")

@@ -4,7 +4,7 @@ run.json            settings, versions, hardware: what was run, where
 metrics.jsonl       what happened, a line each
 metrics.rankN.jsonl  on many ranks: traffic, memory and state of rank N
 masks.safetensors   the masks, from pruning on, as they are now
-checkpoints/last    the newest checkpoint, to go on from
+checkpoints/last    the newest checkpoint, to resume from
 checkpoints/best    the one with the lowest validation loss since pruning
 data/               tokens, where a tokenizer made them
 tensorboard/        event files, where TensorBoard is installed
