@@ -299,7 +299,7 @@ def first_observation(every: int, warmup_steps: int) -> int:
     """Return the step of early-bird's first observation: during warmup masks barely move.
 
     Example:
-        >>> from samo.train.resolve import first_observation
+        >>> from samo.train.config_rules import first_observation
         >>> first_observation(every=20, warmup_steps=50), first_observation(every=20, warmup_steps=0)
         (60, 20)
     """
