@@ -116,7 +116,9 @@ class Run:
         """Train, and yield the number of each step that was taken, to the end of the run."""
         optim = ResolvedOptim(
             density_power=0.0,
-            lr=self.lr, warmup_steps=self.settings.every(20), weight_decay=WEIGHT_DECAY
+            lr=self.lr,
+            warmup_steps=self.settings.every(20),
+            weight_decay=WEIGHT_DECAY,
         )
         while self.step < self.settings.steps:
             self._take_step(learning_rate(self.step + 1, self.settings.steps, optim))
