@@ -16,7 +16,7 @@ from pathlib import Path
 
 from samo.data.library import write_library_text
 from samo.train.config import DataConfig, PruneConfig, RunConfig, TrainConfig
-from samo.train.loop import train
+from samo.train.trainer import train
 
 __all__ = []
 

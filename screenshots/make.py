@@ -29,7 +29,7 @@ RECORD: Final = "terminal.ansi"
 MAX_BYTES: Final = 250_000
 
 TOY: Final = (
-    "import sys; from samo.cli import demo, main; demo.STEPS = 12; demo.DENSE_STEPS = 4; "
+    "import sys; from samo.cli import demo; from samo.cli.main import main; demo.STEPS = 12; demo.DENSE_STEPS = 4; "
     "sys.exit(main(['demo']))"
 )
 

@@ -15,21 +15,23 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import samo
-from samo import cli
+from samo.cli.commands import COMMANDS as CLI_COMMANDS, Train
+from samo.cli.main import parse
 from samo.memory.predict import TensorSpec, dense_bytes, total
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig
-from samo.train import events, folder
+from samo.train import events, run_dir
 from samo.train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from samo.train.config_files import read_toml
-from samo.train.loop import train
-from samo.train.starting import CHANGEABLE
+from samo.train.config_io import read_toml
+from samo.train.resolve import CHANGEABLE
+from samo.train.trainer import train
 from samo.utils.formatting import size
 
 ROOT: Final = Path(__file__).parent.parent
@@ -148,7 +150,8 @@ def test_the_commands_of_a_page_can_be_typed(
         code: object = 0
         if line != "samo --version":  # which main answers, before anything is parsed
             try:
-                cli._parse(shlex.split(line)[1:])
+                with mock.patch("samo.cli.main._train_defaults", return_value=Train()):
+                    parse(shlex.split(line)[1:])
             except SystemExit as error:
                 code = error.code
         assert code == 0, f"{line}\n{capsys.readouterr().err}"
@@ -157,7 +160,7 @@ def test_the_commands_of_a_page_can_be_typed(
 def test_the_page_of_commands_has_them_all() -> None:
     text = section_of("training.md", "Commands")
     assert re.findall(r"^\| `samo (\w+)`", text, re.MULTILINE) == list(COMMANDS)
-    assert {name.__name__.lower() for name in cli._MODULES} == set(COMMANDS)
+    assert {*CLI_COMMANDS} == set(COMMANDS)
 
 
 # The config file
@@ -176,7 +179,7 @@ def test_the_example_of_a_config_file_is_read(tmp_path: Path) -> None:
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.parse(["train", "--help"])
+        parse(["train", "--help"])
     named = set(re.findall(r"--([\w-]+)", capsys.readouterr().out))
     for section in dataclasses.fields(TrainConfig):
         settings = {field.name for field in dataclasses.fields(typing.cast(Any, section.type))}
@@ -255,7 +258,7 @@ def test_the_page_explains_every_key_of_the_record_of_a_run(run: Path) -> None:
 def test_the_page_lists_what_lies_in_a_run_folder(run: Path) -> None:
     pattern = r"^(?: {4})?([a-z]+[\w./]*?)/? {2,}\w"
     listed = re.findall(pattern, section_of("training.md", "The run folder"), re.MULTILINE)
-    assert listed == re.findall(pattern, folder.__doc__ or "", re.MULTILINE)
+    assert listed == re.findall(pattern, run_dir.__doc__ or "", re.MULTILINE)
     found = {entry.name for entry in run.iterdir()} - {"checkpoints"}
     assert found | {f"checkpoints/{e.name}" for e in (run / "checkpoints").iterdir()} <= {*listed}
 
@@ -270,7 +273,7 @@ def test_importing_samo_loads_nothing_of_the_command_line() -> None:
 
 
 def test_help_loads_neither_torch_nor_what_draws() -> None:
-    code = "import sys, samo.cli; print(*sys.modules)"
+    code = "import sys, samo.cli.main; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"rich", "matplotlib", "torch"} & set(done.stdout.split())
 

@@ -24,7 +24,7 @@ from typing import Final
 import samo
 from benchmarks.measure import Row, arguments, show, write_rows
 from samo.checkpoint import verify
-from samo.train.folder import RunFolder
+from samo.train.run_dir import RunDir
 
 __all__ = ["main"]
 
@@ -221,7 +221,7 @@ def named(said: str, victim: int, stage: int | None, stages: int) -> Row:
 def look_at_checkpoints(run: Path) -> Row:
     """Read every checkpoint of a run whole; return the step of the newest."""
     found: Row = {"checkpoint_step": None, "checkpoints_whole": True}
-    if not last_event(run / "metrics.jsonl", "save") and not RunFolder(run).has_checkpoint:
+    if not last_event(run / "metrics.jsonl", "save") and not RunDir(run).has_checkpoint:
         return found  # it failed in its first save, and starts again at its first step
     for path in sorted(run.glob("checkpoints/*/")):
         if path.name not in ("last", "best"):

@@ -15,8 +15,8 @@ import samo
 from benchmarks.quality.text import Text, even, order, windows
 from samo.memory.predict import TensorSpec, total
 from samo.models.gpt import GPT, GPTConfig
-from samo.train.config import OptimConfig
-from samo.train.schedule import learning_rate
+from samo.train.config import ResolvedOptim
+from samo.train.lr_schedule import learning_rate
 
 __all__ = ["QUICK", "Run", "Settings", "matching_shape", "wait"]
 
@@ -114,8 +114,11 @@ class Run:
 
     def steps(self) -> Iterator[int]:
         """Train, and yield the number of each step that was taken, to the end of the run."""
-        optim = OptimConfig(
-            lr=self.lr, warmup_steps=self.settings.every(20), weight_decay=WEIGHT_DECAY
+        optim = ResolvedOptim(
+            density_power=0.0,
+            lr=self.lr,
+            warmup_steps=self.settings.every(20),
+            weight_decay=WEIGHT_DECAY,
         )
         while self.step < self.settings.steps:
             self._take_step(learning_rate(self.step + 1, self.settings.steps, optim))

@@ -2,7 +2,7 @@
 
 import sys
 
-from samo.cli import main
+from samo.cli.main import main
 
 __all__ = []
 

@@ -141,6 +141,8 @@ class PeerError(SamoError, RuntimeError):
         rank: The rank that failed, if known.
         stage: Its pipeline stage, if it has one.
         is_timeout: Whether it failed by not answering in time.
+        is_diagnosed: Whether heartbeats were compared to find these ranks. If not, the ranks named may
+            themselves wait for another one.
     """
 
     def __init__(
@@ -151,12 +153,14 @@ class PeerError(SamoError, RuntimeError):
         rank: int | None = None,
         stage: int | None = None,
         is_timeout: bool = False,
+        is_diagnosed: bool = False,
     ) -> None:
         super().__init__(message)
         self.ranks = ranks if rank is None else (rank,)
         self.rank = rank
         self.stage = stage
         self.is_timeout = is_timeout
+        self.is_diagnosed = is_diagnosed
 
 
 def first_words(error: BaseException) -> str:

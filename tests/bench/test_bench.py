@@ -13,7 +13,8 @@ import torch
 from samo.bench import rows, timing
 from samo.bench.rows import Results, Row, Table
 from samo.bench.settings import QUESTIONS, KernelsConfig, StepConfig, command_line
-from samo.cli import Bench, main, parse
+from samo.cli.commands import Bench
+from samo.cli.main import main, parse
 from samo.errors import RunError
 
 CPU = torch.device("cpu")

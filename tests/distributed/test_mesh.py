@@ -28,7 +28,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_do() -> None:
         check_sizes({"pipe": 3, "data": None}, 4)
     with pytest.raises(ValueError, match="pipe=2 does not make up 1 rank; these do"):
         samo.mesh(pipe=2)
-    assert not dist.is_initialized()  # nothing was begun
+    assert not dist.is_initialized()  # nothing was initialized
     with pytest.raises(ValueError, match="data must be 1 or more, got 0"):
         samo.mesh(data=0)
     with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
@@ -62,7 +62,7 @@ def test_a_shared_gpu_is_said_once(
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         join("cuda", timedelta(seconds=1), None)
     (message,) = caplog.messages
-    assert message.startswith("2 ranks share 1 GPU and talk over gloo")
+    assert message.startswith("2 ranks share 1 GPU and communicate over gloo")
     assert (chosen, backends) == ([0, 0], ["gloo", "gloo"])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from samo.train.loop import train
+from samo.train.trainer import train
 from tests.ranks import run_ranks
 from tests.train.test_ranks import lines, small, tensors, text, train_here
 

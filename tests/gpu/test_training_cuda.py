@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from samo.train.config import OptimConfig
-from samo.train.loop import resume, train
-from tests.train.test_loop import Watcher, lines, small, text
+from samo.train.trainer import resume, train
+from tests.train.helpers import Watcher, lines, small, text
 
 __all__ = ["text"]
 

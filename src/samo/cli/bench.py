@@ -10,10 +10,10 @@ from rich.console import Console
 
 from samo.bench.rows import Results, Row, failures, slug
 from samo.bench.settings import QUESTIONS, command_line
-from samo.cli import Bench
+from samo.cli.commands import Bench
 from samo.cli.tables import columns
 from samo.errors import ConfigError, RunError
-from samo.train.folder import check_free, free_folder
+from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
 
 __all__ = []
@@ -22,7 +22,7 @@ _WIDTH: Final = 140
 
 
 def run(command: Bench) -> int:
-    """Measure and show what came out."""
+    """Measure, and print the results."""
     config = command.question
     name, module = QUESTIONS[type(config)]
     question = importlib.import_module(module)
@@ -30,7 +30,7 @@ def run(command: Bench) -> int:
     device = _device(config.device)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=_WIDTH)  # rich would cut the table to 80 columns
+        console = Console(width=_WIDTH)  # otherwise rich wraps at 80 columns
     out = config.out or _usual_folder(name, device)
     check_free(out)
     results = Results(
@@ -79,4 +79,4 @@ def _device(wanted: str) -> torch.device:
 def _usual_folder(name: str, device: torch.device) -> Path:
     today = datetime.date.today().isoformat()
     machine = slug(hardware(device)["device_name"])
-    return free_folder(Path("benchmarks") / "results", f"{name}-{machine}-{today}")
+    return free_dir(Path("benchmarks") / "results", f"{name}-{machine}-{today}")

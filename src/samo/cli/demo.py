@@ -1,7 +1,7 @@
-"""``samo demo``: the whole story on a laptop, on text that every machine has.
+"""``samo demo``: all of samo on a laptop, on text that every machine has.
 
-Two runs on the source code of Python's standard library, alike up to the moment of pruning: with samo,
-and dense throughout. What is shown is measured in those runs.
+Two runs on the source code of Python's standard library, equal until one is pruned: with samo, and dense
+throughout. All numbers are measured in these runs.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.console import Console
 
-from samo.cli import Demo
+from samo.cli.commands import Demo
 from samo.cli.display import Display
 from samo.cli.tables import columns
 from samo.data.library import write_library_text
@@ -26,8 +26,8 @@ from samo.train.config import (
     RunConfig,
     TrainConfig,
 )
-from samo.train.folder import check_free, free_folder
-from samo.train.loop import Result, train
+from samo.train.run_dir import check_free, free_dir
+from samo.train.trainer import Result, train
 from samo.utils.formatting import count, duration, loss, percent, plain, size
 
 __all__ = []
@@ -38,9 +38,9 @@ TITLES: Final[dict[Mode, str]] = {"samo": "samo", "dense": "dense, not pruned"}
 
 
 def run(command: Demo) -> int:
-    """Train twice, compare, and say where to go from here."""
+    """Train twice, and compare."""
     console = Console()
-    out = command.out or free_folder(Path("runs"), "demo")
+    out = command.out or free_dir(Path("runs"), "demo")
     check_free(out)
     text = write_library_text(out / "text")
     console.print(

@@ -1,7 +1,6 @@
-"""What a person sees while a run goes on: a live bar in a terminal, plain lines anywhere else."""
+"""The progress of a run: a live bar in a terminal, plain lines anywhere else."""
 
 import time
-from types import TracebackType
 from typing import Final
 
 from rich.console import Console
@@ -20,8 +19,8 @@ class Display:
     """Shows the events of one run after the other; a context manager.
 
     Args:
-        console: Where to.
-        title: Stands before the bar and the lines, if there are several runs.
+        console: Where to print.
+        title: Printed before the bar and the lines, if there are several runs.
     """
 
     def __init__(self, console: Console, title: str = "") -> None:
@@ -53,12 +52,7 @@ class Display:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -84,7 +78,7 @@ class Display:
             case events.Observed() if event.largest is not None:
                 self._masks = f"masks differ by {event.largest:.3f}  "
             case events.Pruned():
-                self._masks, self._state = "", ""  # what it holds is known after the next step
+                self._masks, self._state = "", ""  # its size is known after the next step
                 self._changed_at, self._change_every = event.step, 0
                 self._say(event.step, _pruned(event))
             case events.Remapped():
@@ -107,10 +101,9 @@ class Display:
         self._line_at = 0.0
         if isinstance(event, events.Resumed):
             is_over = event.step >= event.steps
-            what = (
-                "all steps are taken; --steps makes it longer" if is_over else "going on from here"
+            self._say(
+                event.step, "the run is complete; extend it with --steps" if is_over else "resumed"
             )
-            self._say(event.step, what)
         if self._progress is not None:
             self._task = self._progress.add_task(
                 self.title or "train", total=event.steps, completed=event.step, numbers=""
@@ -125,18 +118,14 @@ class Display:
     def _step(self, event: events.Stepped) -> None:
         speed = f"{event.tokens_per_s:,.0f} tokens/s"
         if self._change_every and event.step > self._changed_at + self._change_every:
-            self._masks, self._change_every = (
-                "",
-                0,
-            )  # no change came when it was time: that was the last
+            self._masks, self._change_every = "", 0  # the last change was the last of all
         self._numbers = (
             f"loss {event.loss:.3f}  {self._masks}{speed}  "
             f"{self._state}{size(event.memory_bytes)} in all{self._where}"
         )
         if self._progress is not None and self._task is not None:
-            description = (
-                f"{self.title} {event.phase}".strip() if self.title != event.phase else self.title
-            )
+            is_same = self.title == event.phase
+            description = self.title if is_same else f"{self.title} {event.phase}".strip()
             self._progress.update(self._task, description=description, numbers=self._numbers)
             return
         now = time.monotonic()
@@ -159,7 +148,7 @@ class Display:
 
 
 def _pruned(event: events.Pruned) -> str:
-    """Say what is kept, and with early-bird why the masks were drawn now."""
+    """Return the line of the draw: what is kept, and with early-bird why now."""
     text = f"pruned {event.sparsity:.1%}: {event.kept:,} of {event.numel:,} weights kept"
     if event.sparsity == 0:
         text = f"compressed; {event.numel:,} weights are pruned from here on, step by step"
@@ -171,7 +160,7 @@ def _pruned(event: events.Pruned) -> str:
 
 
 def _streamed(weights: str | int | None) -> str:
-    """Say which dense weights are not kept between uses."""
+    """Return a note about dense weights that are streamed."""
     if weights in (None, "resident"):
         return ""
     but = "" if isinstance(weights, str) else f" but for {size(weights)}"

@@ -1,4 +1,4 @@
-"""``samo inspect``: what a path holds, or what this machine has."""
+"""``samo inspect``: the content of a path, or this machine."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from samo.cli import Inspect
+from samo.cli.commands import Inspect
 from samo.cli.tables import facts, mask_records, mask_table
 from samo.errors import CheckpointError, ConfigError
 from samo.utils.formatting import count, duration, loss, percent, size
@@ -17,7 +17,7 @@ __all__ = []
 
 
 def run(command: Inspect) -> int:
-    """Find out what a path is, and show it."""
+    """Show what a path holds."""
     path = command.path
     pictures: list[Table] = []
     if path is None:
@@ -33,7 +33,7 @@ def run(command: Inspect) -> int:
         found, pictures = _masks(path)
     else:
         raise CheckpointError(
-            f"'{path}' is no run, checkpoint or mask file: it holds neither run.json nor manifest.json; "
+            f"'{path}' is not a run, checkpoint or mask file: it holds neither run.json nor manifest.json; "
             "a Hugging Face model is read by samo prune"
         )
     if command.verify and (path is None or not (path / "manifest.json").is_file()):

@@ -1,21 +1,30 @@
-"""``samo launch``: several ranks of this machine with one command, on torch's own launcher."""
+"""``samo launch``: several ranks of this machine with one command, on torchrun's launcher."""
 
 import logging
 import os
+import signal
+import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from samo.cli import LAUNCH_FLAGS, LAUNCHED, Launch, Train, parse
+from samo.cli.commands import Launch, Train
+from samo.cli.main import LAUNCH_FLAGS, parse
+from samo.distributed.mesh import check_sizes
 from samo.errors import ConfigError
-from samo.train.config import resolve
-from samo.train.config_mesh import MeshConfig, place
+from samo.train.config_rules import check_batch
+from samo.train.resolve import resolve
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 __all__ = []
 
+_BACKEND: Final = "samo-local"
 _LAST_LINES: Final = 8
 
 
@@ -25,111 +34,152 @@ def run(command: Launch) -> int:
         raise ConfigError(f"--num-ranks (-n) must be 1 or more, got {command.num_ranks}")
     if command.max_restarts < 0:
         raise ConfigError(f"--max-restarts must be 0 or more, got {command.max_restarts}")
-    if command.command[:1] not in [(name,) for name in LAUNCHED]:
-        got = f"got {command.command[0]!r}" if command.command else "nothing was named"
-        raise ConfigError(
-            f"samo launch starts one of: {', '.join(LAUNCHED)}; {got}: samo launch -n 4 train notes.txt"
-        )
-    settings = _settings(command.command)
-    with ExitStack() as held:
+    if command.command[:1] != ("train",):
+        got = f"got {command.command[0]!r}" if command.command else "no command was given"
+        raise ConfigError(f"samo launch starts train; {got}: samo launch -n 4 train notes.txt")
+    train = _check(command.command, command.num_ranks)
+    with ExitStack() as stack:
         logs = command.logs
         if logs is None:
-            logs = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="samo-launch-")))
-        logs.mkdir(parents=True, exist_ok=True)
-        return _launch(command, settings, logs)
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="samo-launch-")))
+        return _launch(command, train, logs)
 
 
-def _launch(command: Launch, settings: MeshConfig, logs: Path) -> int:
-    threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    from samo.cli.agent import Agent, Fall
-    from samo.distributed.watchdog import PATIENCE_S
-    from samo.train.typed import LAUNCH
-
-    logging.disable(logging.ERROR)  # it says in many lines what we say in one
-    codes: list[int] = []
-
-    def tell(fall: Fall) -> None:
-        said, code = fall.blame(partial(place, settings, command.num_ranks))
-        codes.append(code)
-        if code == 2:  # wrong usage: all ranks have it alike, and the first has said so
-            return
-        _show_last_words(logs, command.num_ranks)
-        sys.stderr.write(f"samo: {said}\n")
-        if len(codes) <= command.max_restarts:
-            which = f"restart {len(codes)} of {command.max_restarts}"
-            sys.stderr.write(f"samo: all ranks start again, from the last checkpoint ({which})\n")
-
-    meeting = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",
-            run_id=f"{LAUNCH}{os.getpid()}",
-            min_nodes=1,
-            max_nodes=1,
-        )
-    )
-    agent = Agent(
-        WorkerSpec(
-            role="default",
-            local_world_size=command.num_ranks,
-            entrypoint=sys.executable,
-            args=("-m", "samo", *command.command),
-            rdzv_handler=meeting,
-            max_restarts=command.max_restarts,
-            monitor_interval=0.1,
-        ),
-        DefaultLogsSpecs(
-            log_dir=str(logs),
-            redirects={rank: Std.ALL for rank in range(1, command.num_ranks)},
-        ),
-        limit_s=settings.timeout_s + PATIENCE_S,
-        on_fall=tell,
-    )
-    try:
-        result = agent.run()
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    finally:
-        meeting.shutdown()
-    if result.is_failed() and not codes:  # where a rank cannot be looked at without taking its code
-        tell(Fall({rank: failure.exitcode for rank, failure in result.failures.items()}))
-    return codes[-1] if result.is_failed() else 0
-
-
-def _settings(words: tuple[str, ...]) -> MeshConfig:
-    """Return the grid that was asked for; refuse what every rank would refuse, once, before there are any.
-
-    Raises:
-        ConfigError: A setting cannot be used, or a flag stands in the wrong place.
-        SystemExit: An unknown flag (2), or help (0).
-    """
+def _check(words: tuple[str, ...], num_ranks: int) -> Train:
+    """Refuse once, before there are ranks, what every rank would refuse."""
     for word in words:
         if word.partition("=")[0] in LAUNCH_FLAGS:
             raise ConfigError(
-                f"{word} is a flag of samo launch, and stands before the word {words[0]}: samo launch "
-                f"{word} ... {words[0]} ..."
+                f"{word} is a flag of samo launch, and goes before the word {words[0]}: samo launch {word} "
+                f"... {words[0]} ..."
             )
-    parsed = parse(words)
-    assert isinstance(parsed, Train), "the only command that is launched"
-    if parsed.resume is None:
-        resolve(parsed)
-    return parsed.mesh
+    command = parse(words)
+    assert isinstance(command, Train)
+    if command.resume is None:
+        config = resolve(command)
+        data = None if isinstance(config.mesh.data, str) else config.mesh.data
+        try:
+            sizes = check_sizes({"pipe": config.mesh.pipe, "data": data}, num_ranks)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        check_batch(config, sizes["data"])
+    return command
 
 
-def _show_last_words(logs: Path, num_ranks: int) -> None:
-    """Show the end of what each rank said that does not speak to the terminal."""
-    attempts = logs.glob("*/attempt_*")
-    newest = max(attempts, key=lambda folder: folder.stat().st_mtime, default=logs)
+def _launch(command: Launch, train: Train, logs: Path) -> int:
+    threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:  # connections of this run never leave the machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    # For ranks to save after Ctrl-C, in seconds.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
+    from samo.train.ranks import rank_name
+
+    logging.disable(logging.ERROR)  # torch's launcher says in many lines what is said here in one
+    rendezvous_handler_registry.register(_BACKEND, _local_rendezvous)
+    for attempt in range(command.max_restarts + 1):
+        os.environ[RESTARTS] = str(attempt)
+        folder = logs / f"attempt-{attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=command.num_ranks,
+            run_id=f"{RUN_ID_PREFIX}{os.getpid()}",
+            rdzv_backend=_BACKEND,
+            max_restarts=0,  # each restart is a launch of its own, and is reported here
+            logs_specs=DefaultLogsSpecs(
+                log_dir=str(folder),
+                redirects={rank: Std.ALL for rank in range(1, command.num_ranks)},
+            ),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "samo", *command.command)
+            return 0
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except ChildFailedError as error:
+            rank, code = _first_failure(error.failures)
+        if code == 2:  # wrong usage: the same on all ranks, and rank 0 has said so
+            return 2
+        _show_logs(folder, command.num_ranks)
+        how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+        name = rank_name(train.mesh, command.num_ranks, rank)
+        sys.stderr.write(f"samo: {name} {how}, the first rank to fail\n")
+        if attempt < command.max_restarts:
+            which = f"restart {attempt + 1} of {command.max_restarts}"
+            sys.stderr.write(f"samo: all ranks restart from the last checkpoint ({which})\n")
+    return code if code > 0 else 128 - code
+
+
+def _first_failure(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
+    """Return the rank that failed first, and its exit code, negative for a signal.
+
+    A rank that was killed goes before one that ended by itself at the same time, perhaps because of the
+    other. torch ends the rest: with SIGTERM at once, and with SIGKILL 30 s later.
+    """
+    start = min(failure.timestamp for failure in failures.values())
+    codes = {rank: f.exitcode for rank, f in failures.items() if f.timestamp <= start + 2}
+    return min(codes.items(), key=lambda f: (f[1] == -signal.SIGTERM, f[1] > 0, f[0]))
+
+
+def _local_rendezvous(parameters: "RendezvousParameters") -> "RendezvousHandler":
+    """Return a rendezvous of one machine, whose store listens on 127.0.0.1 alone."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
+
+    class LocalRendezvous(RendezvousHandler):
+        use_agent_store = True
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+        def get_backend(self) -> str:
+            return _BACKEND
+
+        def get_run_id(self) -> str:
+            return parameters.run_id
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def shutdown(self) -> bool:
+            return True
+
+    return LocalRendezvous()
+
+
+def _show_logs(folder: Path, num_ranks: int) -> None:
+    """Show the end of the output of each rank that does not write to the terminal."""
     for rank in range(1, num_ranks):
         lines: list[str] = []
-        for file in sorted(newest.glob(f"{rank}/std*.log")):
+        for file in sorted(folder.rglob(f"{rank}/std*.log")):
             lines += file.read_text(encoding="utf-8", errors="replace").splitlines()
         for line in lines[-_LAST_LINES:]:
             sys.stderr.write(f"[{rank}] {line}\n")

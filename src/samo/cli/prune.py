@@ -6,27 +6,27 @@ import sys
 from rich.console import Console
 from torch import nn
 
-from samo.cli import Prune
+from samo.cli.commands import Prune
 from samo.cli.tables import mask_records, mask_table
 from samo.errors import ConfigError, MaskError
 from samo.integrations.model_folders import open_model
 from samo.mask import mask_files
 from samo.mask.masks import Masks
 from samo.pruning.prune import prune
-from samo.train.config import resolve_sparsity
+from samo.train.resolve import resolve_sparsity
 
 __all__ = []
 
 
 def run(command: Prune) -> int:
-    """Draw the masks, write them and show them."""
+    """Draw masks, write them and show them."""
     if command.out.is_dir() or not command.out.parent.is_dir():
         raise ConfigError(
             f"--out is the file to write the masks to, and '{command.out}' is a folder or lies in one "
             "that does not exist"
         )
     if command.out.exists():
-        mask_files.read(command.out)  # which refuses what is no mask file: that is not written over
+        mask_files.read(command.out)  # refuses to overwrite other files
     model = open_model(command.source)
     try:
         if command.method == "zeros":
@@ -63,7 +63,7 @@ def run(command: Prune) -> int:
 
 
 def _check_zeros(model: nn.Module, masks: Masks, command: Prune) -> None:
-    """Refuse to keep zeros of a model that is pruned already: which of them would be left to chance."""
+    """Refuse to keep zeros of a model that is pruned already: which ones would be arbitrary."""
     if command.method == "random":
         return
     for name, param in masks.parameters_of(model).items():

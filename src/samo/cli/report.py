@@ -2,7 +2,7 @@
 
 import sys
 
-from samo.cli import Report
+from samo.cli.commands import Report
 from samo.errors import ConfigError
 from samo.report.page import write_report
 
@@ -10,7 +10,7 @@ __all__ = []
 
 
 def run(command: Report) -> int:
-    """Write the page, and say where it lies."""
+    """Write the page, and print its path."""
     if not command.runs:
         raise ConfigError("no run to report on; name a run folder: samo report runs/notes")
     page = write_report(command.runs, command.out or command.runs[0] / "report.html")

@@ -1,6 +1,6 @@
 """Tables that several commands print."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -13,17 +13,17 @@ __all__ = []
 
 
 def facts(rows: Mapping[str, object]) -> Table:
-    """Return names and what they are, without lines around."""
+    """Return a table of names and values, without lines."""
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, Text(plain(str(value))))  # a Text: brackets in a path are no markup
+        table.add_row(name, Text(plain(str(value))))  # a Text: brackets in a path are not markup
     return table
 
 
 def mask_table(masks: Masks) -> Table:
-    """Return the masks, a line for each tensor and one for all."""
+    """Return a table of masks, with a row for each tensor and a total."""
     table = columns("weight", "shape", "kept", "of", "sparsity")
     for name, mask in masks.items():
         shape = " x ".join(map(str, mask.shape))
@@ -46,9 +46,8 @@ def columns(first: str, *others: str) -> Table:
 
 
 def mask_records(masks: Masks) -> list[dict[str, object]]:
-    """Return the same for machines."""
-    return [_record(name, mask.shape, mask.kept, mask.numel) for name, mask in masks.items()]
-
-
-def _record(name: str, shape: Iterable[int], kept: int, numel: int) -> dict[str, object]:
-    return {"name": name, "shape": list(shape), "kept": kept, "numel": numel}
+    """Return the same as JSON."""
+    return [
+        {"name": name, "shape": list(mask.shape), "kept": mask.kept, "numel": mask.numel}
+        for name, mask in masks.items()
+    ]

@@ -5,103 +5,103 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from samo.cli import Train
+from samo.cli.commands import Train
 from samo.cli.display import Display
 from samo.cli.tables import facts
-from samo.errors import RunError, SamoError
+from samo.errors import RunError, SamoError, first_words
 from samo.report.findings import held, ranks as mesh_of
 from samo.report.runs import read_run
 from samo.train.config import TrainConfig
 from samo.train.events import Event, Listener, Resumed, Started
-from samo.train.folder import RunFolder, free_folder
-from samo.train.launches import is_first_rank, is_restarted, num_ranks, restarted_folder
-from samo.train.loop import Result, resume, train
-from samo.train.ranks import Ranks
-from samo.train.starting import on_this_machine
-from samo.train.typed import go_on_line
+from samo.train.launch_env import (
+    is_first_rank,
+    is_restarted,
+    num_ranks,
+    restarted_dir,
+    resume_command,
+)
+from samo.train.ranks import Ranks, is_out_of_memory
+from samo.train.resolve import resolve
+from samo.train.run_dir import RunDir, free_dir
+from samo.train.trainer import Result, resume, train
 from samo.utils.formatting import loss, plain
 
 __all__ = []
 
 
 def run(command: Train) -> int:
-    """Train, or go on with a run."""
+    """Train, or resume a run."""
     console = Console()
-    config = TrainConfig(
-        **{entry.name: getattr(command, entry.name) for entry in fields(TrainConfig)}
-    )
     display = Display(console)
     try:
         with display if is_first_rank() else nullcontext():
-            result = _train(command, config, console, display)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            result = _train(command, console, display)
+    except (MemoryError, RuntimeError) as error:
         if isinstance(error, SamoError):
             raise
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            if num_ranks() == 1:
-                raise
-            # A backend's own error, such as that of a torch schedule whose neighbour is gone.
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if is_out_of_memory(error):
             raise RunError(
-                f"stopped by {type(error).__name__}: {said}; look at what the other ranks say, and go on "
-                "with --resume"
+                f"out of memory: {first_words(error)}; lower --batch-size and raise --accumulate by the same "
+                "factor, use --checkpointing, or a shorter --context"
             ) from error
+        if num_ranks() == 1:
+            raise
+        # An error of a backend, for example of a torch schedule whose neighbour has failed.
         raise RunError(
-            f"out of memory: {str(error).partition('. ')[0]}; lower --batch-size and raise "
-            "--accumulate by as much, use --checkpointing, or a shorter --context"
+            f"stopped by {type(error).__name__}: {first_words(error)}; look at the output of the other "
+            "ranks, and resume with --resume"
         ) from error
     if not is_first_rank():
         return 0 if result.signal is None else 128 + result.signal
-    if result.signal is not None:
-        saved = result.saved_step == result.step
-        what = "and saved" if saved else "but NOT saved: it will go on from an older checkpoint"
-        console.print(
-            f"interrupted at step {result.step:,}, {what}. To go on:\n"
-            f"  {go_on_line(result.folder)}",
-            soft_wrap=True,
-            highlight=False,
-            markup=False,
-        )
-        return 128 + result.signal
-    summarise(console, result)
-    return 0
+    if result.signal is None:
+        summarise(console, result)
+        return 0
+    is_saved = result.saved_step == result.step
+    what = "and saved" if is_saved else "but NOT saved: it will resume from an older checkpoint"
+    console.print(
+        f"interrupted at step {result.step:,}, {what}. To resume:\n  {resume_command(result.folder)}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    return 128 + result.signal
 
 
-def _train(command: Train, config: TrainConfig, console: Console, display: Display) -> Result:
+def _train(command: Train, console: Console, display: Display) -> Result:
     listeners: list[Listener] = [display] if is_first_rank() else []
+    config = TrainConfig(**{f.name: getattr(command, f.name) for f in fields(TrainConfig)})
     if command.resume is not None:
         path = command.resume
         if is_first_rank():
-            listeners.insert(0, Headline(console, RunFolder.find(path).path, is_new=False))
-        if is_restarted():  # the checkpoint it was first told to go on from is the oldest by now
-            path = RunFolder.find(path).path
+            listeners.insert(0, Headline(console, RunDir.find(path).path, is_new=False))
+        if is_restarted():  # the run has newer checkpoints by now than the one that was given
+            path = RunDir.find(path).path
         return resume(path, config=config, listeners=listeners)
-    config = on_this_machine(config)  # so that nothing is made for settings that cannot be run
-    ranks = Ranks.join(config.mesh, config.run.device)
-    name, runs = config.data.train[0].stem, Path("runs")
-    before = restarted_folder(command.out, runs, name) if is_restarted() else None
-    out = command.out or before or free_folder(runs, name)
-    text = ranks.texts("the run folder", json.dumps([str(out), before is not None]))[0]
-    chosen, goes_on = json.loads(text)
-    if goes_on:
-        recorded = RunFolder.find(Path(chosen)).config()
-        config = replace(recorded, mesh=config.mesh)
+    resolved = resolve(config)  # before anything is created
+    ranks = Ranks.join(resolved.mesh, resolved.run.device)
+    name, runs = resolved.data.train[0].stem, Path("runs")
+    before = restarted_dir(command.out, runs, name) if is_restarted() else None
+    out = command.out or before or free_dir(runs, name)
+    text = ranks.all_gather_str("the run folder", json.dumps([str(out), before is not None]))[0]
+    chosen, resumes = json.loads(text)
+    if resumes:
+        recorded = RunDir.find(Path(chosen)).config()
+        config = replace(recorded, mesh=resolved.mesh)
         return resume(Path(chosen), config=config, listeners=listeners, ranks=ranks)
     if ranks.is_first:
         listeners.insert(0, Headline(console, Path(chosen), is_new=True))
-    return train(config, Path(chosen), listeners=listeners, ranks=ranks)
+    return train(resolved, Path(chosen), listeners=listeners, ranks=ranks)
 
 
 class Headline:
-    """Says where a run lies and on how many ranks it goes, once nothing can refuse it any more.
+    """Prints the run folder and the number of ranks once the run has started.
 
     Args:
-        console: Where to.
+        console: Where to print.
         folder: The run folder.
-        is_new: Whether the run is made now, and not gone on with.
+        is_new: Whether the run is new, and not resumed.
     """
 
     def __init__(self, console: Console, folder: Path, *, is_new: bool) -> None:
@@ -110,12 +110,12 @@ class Headline:
         self._is_new = is_new
 
     def on(self, event: Event) -> None:
-        """Speak at the start."""
+        """Print at the start."""
         if not isinstance(event, Started):
             return
         lines = [f"run folder: {self._folder}"] if self._is_new else []
         if not self._is_new and not isinstance(event, Resumed):
-            lines.append("no checkpoint was written before: the run begins anew at its first step")
+            lines.append("the run has no checkpoint yet: it starts again at its first step")
         if layout := mesh_of(read_run(self._folder)):
             lines.append(layout)
         for line in lines:
@@ -123,8 +123,8 @@ class Headline:
 
 
 def summarise(console: Console, result: Result) -> None:
-    """Say what came out, and where it lies."""
-    from samo.report.page import write_report  # it loads matplotlib, for the end of the run alone
+    """Print the result, and where it is."""
+    from samo.report.page import write_report  # loads matplotlib
 
     try:
         page = str(write_report([result.folder], result.folder / "report.html"))

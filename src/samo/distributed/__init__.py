@@ -1,9 +1,8 @@
-"""What ranks need beside torch.distributed: a grid, names for ranks that fail, and messages.
+"""What ranks need besides torch.distributed.
 
-mesh   the grid of ranks, a DeviceMesh with axes `pipe` and `data`
-peers  who is alive
-watch  the last resort against a hang
-links  messages from rank to rank, for checkpoints
+mesh      the ranks as a DeviceMesh with axes `pipe` and `data`
+watchdog  heartbeats: which rank failed, and an end for those that wait for it
+links     messages from rank to rank, for checkpoints
 """
 
 __all__ = []

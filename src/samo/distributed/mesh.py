@@ -1,4 +1,4 @@
-"""The grid of ranks: torch's `DeviceMesh` with axes named ``pipe`` and ``data``."""
+"""The mesh of ranks: torch's `DeviceMesh` with axes named ``pipe`` and ``data``."""
 
 import logging
 import os
@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 __all__ = ["mesh"]
 
@@ -23,10 +24,10 @@ def mesh(
     device: Literal["cpu", "cuda"] | None = None,
     timeout_s: float = 600.0,
 ) -> DeviceMesh:
-    """Return the grid of ranks, ``pipe`` stages of ``data`` replicas each.
+    """Return the mesh of ranks, ``pipe`` stages of ``data`` replicas each.
 
-    Reads torchrun's environment where torch.distributed is not initialised yet; a process that was not
-    started by torchrun is a grid of one rank. Ranks of one replica group are neighbours: rank
+    Initializes torch.distributed from torchrun's environment if that has not been done; a process that
+    torchrun did not start is a mesh of one rank. The replicas of a stage have consecutive ranks: rank
     ``stage * data + replica``.
 
     Example:
@@ -42,8 +43,8 @@ def mesh(
         pipe: Stages of the pipeline.
         data: Replicas of each stage; by default as many as there are ranks for.
         device: ``"cuda"`` for NCCL and a GPU for each rank, ``"cpu"`` for gloo; by default ``"cuda"``
-            where there is one. More ranks than GPUs on a machine share them, over gloo, with a warning:
-            a way to try a layout, not to be fast.
+            if there is one. More ranks than GPUs on a machine share them over gloo, with a warning: a
+            way to try a layout, not to be fast.
         timeout_s: How long a rank waits for the others, in seconds.
 
     Raises:
@@ -54,20 +55,18 @@ def mesh(
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be over 0, got {timeout_s}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not dist.is_initialized():  # sizes first: nothing is begun that cannot be
+    if not dist.is_initialized():  # check sizes before anything is initialized
         check_sizes({"pipe": pipe, "data": data}, int(os.environ.get("WORLD_SIZE", "1")))
-        join(device, timedelta(seconds=timeout_s), launcher_store(timedelta(seconds=timeout_s)))
+        timeout = timedelta(seconds=timeout_s)
+        join(device, timeout, rendezvous(timeout) if "RANK" in os.environ else None)
     sizes = check_sizes({"pipe": pipe, "data": data}, dist.get_world_size())
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, int]:
-    """Return the sizes of all axes; one of them may be None and takes what is left.
+    """Return the sizes of all axes; one of them may be None and follows from the others.
 
     Example: pipe=2, data=None with 8 ranks gives data=4.
-
-    Raises:
-        ValueError: They do not make up the number of ranks; the message lists sizes that do.
     """
     for name, size in sizes.items():
         if size is not None and size < 1:
@@ -87,27 +86,23 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
 
 
 def gpu_of(local_rank: int, num_local: int, num_gpus: int) -> tuple[int, str]:
-    """Return which GPU of its machine a rank takes, and the backend of a machine with so many ranks.
+    """Return the index of a rank's GPU, and the backend: NCCL needs a GPU for each rank.
 
-    Example: rank 3 of 4 on 2 GPUs takes the second one, with gloo, as NCCL wants one for each rank.
+    Example: rank 3 of 4 on 2 GPUs uses the second one, with gloo.
     """
     return local_rank % num_gpus, "nccl" if num_local <= num_gpus else "gloo"
 
 
-def launcher_store(timeout: timedelta) -> Any:
-    """Return the store that the launcher holds for this start of the ranks; None if it holds none."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "RANK" not in os.environ:
-        return None
-    # The launcher keeps its store over restarts, with the addresses of ranks that are gone.
+def rendezvous(timeout: timedelta) -> Any:
+    """Return the store through which the ranks of torchrun or samo launch find each other."""
+    store, _, _ = next(torch_rendezvous("env://", timeout=timeout))
+    # A launcher may keep its store over restarts, with the addresses of ranks that have ended.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
-    )
     return dist.PrefixStore(f"samo/attempt_{attempt}", store)  # type: ignore[attr-defined]
 
 
 def join(device: str, timeout: timedelta, store: Any) -> None:
-    """Initialise torch.distributed, over the launcher's store where there is one."""
+    """Initialize torch.distributed over the store of the ranks, or for this process alone without one."""
     backend = "gloo"
     if device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -115,30 +110,19 @@ def join(device: str, timeout: timedelta, store: Any) -> None:
         num_gpus = torch.cuda.device_count()
         index, backend = gpu_of(local_rank, num_local, num_gpus)
         torch.cuda.set_device(index)
-        torch.cuda.init()  # or torch's mesh would choose a GPU by the local rank
+        torch.cuda.init()  # otherwise torch's mesh chooses a GPU by the local rank
         if backend == "gloo" and local_rank == 0:
             _logger.warning(
-                "%d ranks share %d GPU%s and talk over gloo, through host memory: good to try a layout, "
-                "slower than one rank for each GPU",
+                "%d ranks share %d GPU%s and communicate over gloo, through host memory: good to try a "
+                "layout, slower than one rank per GPU",
                 num_local,
                 num_gpus,
                 "s" if num_gpus > 1 else "",
             )
-    if store is not None:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timeout,
-        )
-    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend,
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-            rank=0,
-            world_size=1,
-            timeout=timeout,
-        )
+    dist.init_process_group(
+        backend,
+        store=dist.HashStore() if store is None else store,  # type: ignore[attr-defined]
+        rank=0 if store is None else int(os.environ["RANK"]),
+        world_size=1 if store is None else int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )

@@ -1,40 +1,53 @@
-"""The last resort against a hang: a rank whose neighbour gives no sign of life for too long ends.
+"""Watchdog: find the rank that failed, and end the ranks that wait for it.
 
-Operations have limits of their own, and whoever meets one says what it waited for. But some wait for two or
-three limits by design, and some inside of torch for half an hour. So a thread of every rank looks after the
-next one, in a ring. When that has been silent for the limit, it writes so to the store, which all of them
-read. Who is not gone a little later is ended: nothing else ends a thread that waits inside of a backend.
+Each rank has one thread. It writes a heartbeat to the store of the ranks, reads that of the next rank in a
+ring, and looks for a root cause that some rank has recorded:
+
+    heartbeat/R   beats and collectives of rank R so far
+    left/R        rank R has ended its run and is not missed
+    root_cause    the ranks that failed; the first writer wins
+
+A backend says at best that a connection was closed or that it waited too long, not for which rank. So,
+when a collective fails, `Watchdog.error` reads all heartbeats twice, a few beats apart. A rank whose count
+does not change was killed or stopped; a rank that beats but has started fewer collectives is late.
+
+A rank whose heartbeat stops for ``timeout_s`` becomes the root cause too. A process that has not left a few
+seconds after a root cause was recorded is ended: a thread blocked in a backend cannot be interrupted.
 """
 
-import sys
+import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from samo.distributed.peers import Peers
+from samo.errors import PeerError, first_words
 
 __all__ = []
 
-PATIENCE_S: Final = 3.0
-"""So long a rank may try to end by itself, and to say what it waited for, once another is given up."""
+HEARTBEAT_S: Final = 0.5
+"""Seconds between heartbeats; a rank without one for three of them has failed."""
+PATIENCE_S: Final = 5.0
+"""Seconds for a rank to report and leave by itself after a root cause was recorded."""
 
-_NAMED: Final = 3
-"""So many functions say where a rank waits."""
+OnLost = Callable[[tuple[int, ...], float], None]
+"""Ends a process that waits for failed ranks; called with them, or () if the store does not answer, and with
+the seconds since their last sign of life."""
 
 
-class Watch:
-    """Looks after the other ranks from a thread.
+class Watchdog:
+    """Heartbeats of this rank, and what those of the others tell.
 
     Args:
-        store: A torch.distributed store.
+        store: A torch.distributed store that all ranks share.
         rank: This rank.
-        num_ranks: Number of ranks; each of them makes a watch.
-        timeout_s: Seconds of silence after which a rank is given up.
-        interval_s: Seconds between two signs of life.
-        give_up: Called with the rank that was given up, or None if the store does not answer, and the
-            seconds of its silence. It ends the process.
+        num_ranks: Number of ranks.
+        timeout_s: Seconds without a heartbeat after which a rank has failed.
+        key: Prefix of the entries in the store.
+        interval_s: Seconds between heartbeats.
+        on_lost: Ends this process if it does not leave by itself. By default nothing is ended.
     """
 
     def __init__(
@@ -44,122 +57,164 @@ class Watch:
         num_ranks: int,
         *,
         timeout_s: float,
-        interval_s: float,
-        give_up: Callable[[int | None, float], None],
+        key: str = "samo/watchdog",
+        interval_s: float = HEARTBEAT_S,
+        on_lost: OnLost | None = None,
     ) -> None:
-        self.peers: Final = Peers(store, "samo/watch", rank, range(num_ranks), interval_s)
-        self._rank: Final = rank
-        self._num_ranks: Final = num_ranks
-        self._timeout_s: Final = timeout_s
-        self._interval_s: Final = interval_s
-        self._give_up: Final = give_up
-        self._stop: Final = threading.Event()
-        self._thread: Final = threading.Thread(target=self._run, name="samo-watch", daemon=True)
+        self._state: Final = _State(store, key, rank, num_ranks, timeout_s, interval_s)
+        self._thread: Final = threading.Thread(
+            target=self._state.run, args=(on_lost,), name="samo-watchdog", daemon=True
+        )
         self._thread.start()
+        weakref.finalize(self, self._state.stop.set)  # the thread does not hold this object
+
+    def count_collective(self) -> None:
+        """Count a collective that this rank starts."""
+        self._state.collectives += 1
+
+    def error(self, what: str, waited_s: float, cause: BaseException) -> PeerError:
+        """Return the error of a collective that failed, with the ranks at fault."""
+        found, rank = self._in_time(self._state.diagnose), self._state.rank
+        ranks, how = () if found is None else found.stopped or found.late, ""
+        if found is None:
+            how = "the launcher's store does not answer, so the rank at fault is unknown"
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                ranks, how = (0,), "rank 0, which holds the store of the ranks, does not answer"
+        elif found.stopped:
+            how = f"{listed(ranks)} stopped (no heartbeat for {self._state.pause_s:g} s)"
+        elif found.late:
+            how = f"{listed(ranks)} did not come, but is alive and does something else"
+        else:
+            how = "all ranks are alive and have come as far as this one"
+        return PeerError(
+            f"rank {rank} waited {waited_s:.1f} s for {what}: {how}. Look at the log of that rank, and start "
+            f"again from the last checkpoint. The backend said: {first_words(cause)}",
+            ranks,
+            is_diagnosed=True,
+        )
+
+    def stopped(self) -> tuple[int, ...]:
+        """Return the ranks that were killed or stopped, after a look at all heartbeats."""
+        found = self._in_time(self._state.diagnose)
+        return () if found is None else found.stopped
+
+    def root_cause(self) -> tuple[int, ...]:
+        """Return the ranks that were recorded as the root cause, if there are any."""
+        return self._in_time(lambda: self._state.read_root_cause(self._state.connect())) or ()
+
+    def record_root_cause(self, ranks: Sequence[int]) -> None:
+        """Record ranks as the root cause. The first writer wins."""
+        self._in_time(lambda: self._state.write_root_cause(self._state.connect(), ranks))
 
     def close(self) -> None:
-        """Leave the others, who do not miss this rank from now on."""
-        self._stop.set()
-        self._thread.join(2.0)  # the store may be gone
-        self.peers.close()
+        """Stop, and deregister this rank: the others do not miss it."""
+        self._state.stop.set()
+        self._thread.join(2.0)  # the store may not answer any more
 
-    def blame(self, rank: int) -> None:
-        """Tell the others for whose sake this rank ends; who was blamed first, stays blamed."""
-        store = self.peers.connection()
-        if not store.check(["samo/watch/blamed"]):
-            store.set("samo/watch/blamed", str(rank))
+    def _in_time(self, ask: Callable[[], Any]) -> Any:
+        """Return what ``ask`` returns, or None if it fails or takes too long: the store may be stopped."""
+        found: list[Any] = []
 
-    def blamed(self) -> int | None:
-        """Return the rank that another has blamed, if any has."""
-        store = self.peers.connection()
-        is_known = store.check(["samo/watch/blamed"])
-        return int(store.get("samo/watch/blamed")) if is_known else None
+        def run() -> None:
+            with suppress(Exception):
+                found.append(ask())
 
-    def _run(self) -> None:
-        course = _Course(self._rank, self._num_ranks, self._timeout_s)
-        store = self.peers.connection()
-        while not self._stop.wait(self._interval_s):
+        thread = threading.Thread(target=run, name="samo-ask-store", daemon=True)
+        thread.start()
+        thread.join(self._state.pause_s + 2.0)
+        return found[0] if found else None
+
+
+class _Diagnosis(NamedTuple):
+    stopped: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+
+
+class _State:
+    """What the thread works on."""
+
+    def __init__(
+        self, store: Any, key: str, rank: int, num_ranks: int, timeout_s: float, interval_s: float
+    ) -> None:
+        self.rank, self.num_ranks, self.timeout_s = rank, num_ranks, timeout_s
+        self.pause_s = max(3 * interval_s, 1.0)
+        self.stop = threading.Event()
+        self.collectives = 0
+        self._store, self._key, self._interval_s = store, key, interval_s
+
+    def run(self, on_lost: OnLost | None) -> None:
+        """Beat, and watch the next rank, until this one leaves."""
+        store, count = self.connect(), 0
+        watched, beats = (self.rank + 1) % self.num_ranks, -1
+        seen_s = answered_s = time.monotonic()
+        lost: tuple[tuple[int, ...], float, float] | None = None  # ranks, last sign, heard of it
+        while not self.stop.is_set():
+            count += 1
             try:
-                self._look(store, course)
+                store.set(f"{self._key}/heartbeat/{self.rank}", f"{count} {self.collectives}")
+                found, _ = self._read(store, watched)
+                now_s = answered_s = time.monotonic()
+                if found != beats:
+                    beats, seen_s = found, now_s
+                if store.check([f"{self._key}/left/{watched}"]):
+                    watched, beats, seen_s = (watched + 1) % self.num_ranks, -1, now_s
+                elif now_s - seen_s >= self.timeout_s and watched != self.rank:
+                    self.write_root_cause(store, [watched])
+                cause = self.read_root_cause(store)
+                if cause and lost is None:
+                    lost = cause, seen_s if watched in cause else now_s, now_s
             except RuntimeError:
-                course.is_deaf(time.monotonic())
-            found = course.verdict(time.monotonic())
-            if found is not None and not self._stop.is_set():
-                self._give_up(*found)
+                now_s = time.monotonic()
+                if now_s - answered_s >= self.timeout_s and lost is None:
+                    lost = (), answered_s, now_s
+            if lost is not None and now_s - lost[2] >= PATIENCE_S and on_lost is not None:
+                on_lost(lost[0], now_s - lost[1])
                 return
+            self.stop.wait(self._interval_s)
         with suppress(RuntimeError):
-            store.set(f"samo/watch/left/{self._rank}", "")
+            store.set(f"{self._key}/left/{self.rank}", "")
 
-    def _look(self, store: Any, course: "_Course") -> None:
-        beats = self.peers.beats(store, course.next)
-        has_left = store.check([f"samo/watch/left/{course.next}"])
-        silent = course.see(time.monotonic(), beats, has_left=has_left)
-        if silent is not None:
-            store.set("samo/watch/given-up", f"{silent} {self._timeout_s}")
-        if store.check(["samo/watch/given-up"]):
-            listed, waited = store.get("samo/watch/given-up").decode().split()
-            course.hear(time.monotonic(), int(listed), float(waited))
+    def diagnose(self) -> _Diagnosis:
+        """Compare two readings of all heartbeats; record ranks that stopped as the root cause."""
+        store = self.connect()
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        before = {rank: self._read(store, rank)[0] for rank in others}
+        time.sleep(self.pause_s)
+        cause = tuple(rank for rank in self.read_root_cause(store) if rank != self.rank)
+        if cause:  # ranks that gave up because of it have stopped too
+            return _Diagnosis(stopped=cause)
+        after = {rank: self._read(store, rank) for rank in others}
+        stopped = tuple(rank for rank in others if before[rank] == after[rank][0])
+        if stopped:
+            self.write_root_cause(store, stopped)
+        return _Diagnosis(stopped, tuple(r for r in others if after[r][1] < self.collectives))
 
+    def read_root_cause(self, store: Any) -> tuple[int, ...]:
+        name = f"{self._key}/root_cause"
+        return tuple(map(int, store.get(name).decode().split(","))) if store.check([name]) else ()
 
-class _Course:
-    """What a watch has seen so far, and what follows from it; knows no store and no clock."""
+    def write_root_cause(self, store: Any, ranks: Sequence[int]) -> None:
+        store.compare_set(f"{self._key}/root_cause", "", ",".join(map(str, ranks)))
 
-    def __init__(self, rank: int, num_ranks: int, timeout_s: float) -> None:
-        self.next = (rank + 1) % num_ranks
-        self._num_ranks: Final = num_ranks
-        self._timeout_s: Final = timeout_s
-        self._beats = -1
-        self._seen_s: float | None = None
-        self._answered_s: float | None = None
-        self._given_up: tuple[int | None, float, float] | None = None
+    def connect(self) -> Any:
+        """Return a connection that no other thread waits on."""
+        return self._store.clone() if hasattr(self._store, "clone") else self._store
 
-    def see(self, now_s: float, beats: int, *, has_left: bool) -> int | None:
-        """Take in how often the next rank has beaten; return it if it is to be given up."""
-        self._answered_s = now_s
-        if self._seen_s is None or beats != self._beats:
-            self._beats, self._seen_s = beats, now_s
-        if has_left:
-            self.next, self._seen_s = (self.next + 1) % self._num_ranks, None
-            return None
-        return self.next if now_s - self._seen_s >= self._timeout_s else None
-
-    def hear(self, now_s: float, rank: int, silent_s: float) -> None:
-        """Learn that a rank was given up."""
-        if self._given_up is None:
-            self._given_up = rank, silent_s, now_s
-
-    def is_deaf(self, now_s: float) -> None:
-        """Learn that the store did not answer."""
-        if self._answered_s is None:
-            self._answered_s = now_s
-        if now_s - self._answered_s >= self._timeout_s:
-            self.hear(now_s, -1, now_s - self._answered_s)
-
-    def verdict(self, now_s: float) -> tuple[int | None, float] | None:
-        """Return who was given up so long ago that this rank should be gone, and their silence."""
-        if self._given_up is None:
-            return None
-        rank, silent_s, heard_s = self._given_up
-        if now_s - heard_s < PATIENCE_S:
-            return None
-        return None if rank == -1 else rank, silent_s + now_s - heard_s
+    def _read(self, store: Any, rank: int) -> tuple[int, int]:
+        """Return the beats and the collectives of a rank."""
+        name = f"{self._key}/heartbeat/{rank}"
+        if not store.check([name]):
+            return 0, 0
+        beats, collectives = store.get(name).decode().split()
+        return int(beats), int(collectives)
 
 
-def place_in_code() -> str:
-    """Return what the main thread does: the innermost functions of samo that it is in.
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks as a sentence names them.
 
     Example:
-        >>> from samo.distributed.watchdog import place_in_code
-        >>> isinstance(place_in_code(), str)
-        True
+        >>> from samo.distributed.watchdog import listed
+        >>> listed((3,)), listed((0, 2))
+        ('rank 3', 'ranks 0, 2')
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    names: list[str] = []
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if (
-            module.startswith("samo.") and module != Peers.__module__
-        ):  # which only asks who is there
-            names.insert(0, f"{module}.{frame.f_code.co_name}")
-        frame = frame.f_back
-    return " > ".join(names[-_NAMED:]) or "something in another library"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -28,7 +28,7 @@ from samo.train.events import (
     Stepped,
     read_events,
 )
-from samo.train.folder import RunFolder
+from samo.train.run_dir import RunDir
 from samo.utils.formatting import shortened
 
 __all__ = []
@@ -210,7 +210,7 @@ def read_run(path: str | Path) -> Run:
     Raises:
         RunError: The folder is missing or is not a run folder, or its files cannot be read.
     """
-    folder = RunFolder(Path(path))
+    folder = RunDir(Path(path))
     if not folder.run_file.is_file():
         raise RunError(f"'{path}' is not a run folder: {_advice(folder.path)}")
     about = folder.read_run()

@@ -1,4 +1,4 @@
-"""A model that lies on several ranks in a row: how its first weights are drawn, and its passes computed."""
+"""A model that is split into pipeline stages: its initial weights, and its forward and backward passes."""
 
 from typing import Final
 
@@ -8,10 +8,11 @@ from torch import Tensor
 
 from samo.data.batches import IGNORE, Batch, part_of
 from samo.models.gpt import GPT, draw_weights
+from samo.models.shapes import GPTConfig
 from samo.pipeline.pipeline import Pipeline
 from samo.pipeline.split import parameter_costs, partition, take_apart
-from samo.train.config import TrainConfig, gpt_config
-from samo.train.config_mesh import micro_batches
+from samo.train.config import ResolvedConfig
+from samo.train.config_rules import micro_batches
 from samo.train.ranks import Ranks
 
 __all__ = []
@@ -20,16 +21,15 @@ __all__ = []
 class Stages:
     """The stages of a GPT, of which this rank has one.
 
-    Weights are drawn as one process draws them, whatever the number of stages.
+    Initial weights do not depend on the number of stages.
 
     Args:
-        config: Resolved settings.
-        ranks: The grid.
+        config: The settings.
+        shape: The shape of the model.
+        ranks: The mesh.
     """
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
-        assert isinstance(config.data.vocab_size, int)
-        shape = gpt_config(config.model, config.data.vocab_size)
+    def __init__(self, config: ResolvedConfig, shape: GPTConfig, ranks: Ranks) -> None:
         with torch.device("meta"):
             whole = GPT(shape)
         layers = take_apart(whole)
@@ -46,7 +46,8 @@ class Stages:
         weights = draw_weights(shape, lambda name: name in own | tied, config.run.device)
         self.names: Final = [name for name, _ in whole.named_parameters()]
         self.num_params: Final = sum(param.numel() for param in whole.parameters())
-        self._rows: Final = _rows(config, ranks)
+        rows = part_of(config.run.batch_size, ranks.part)
+        self._rows: Final = rows.stop - rows.start
         self._divisor = 1.0
         self._num_replicas: Final = ranks.num_replicas
         self.pipeline: Final = Pipeline(
@@ -70,9 +71,9 @@ class Stages:
         *,
         is_last: bool,
     ) -> Tensor:
-        """Compute forward and backward of a batch, and return its part of the loss for each token.
+        """Run forward and backward of a batch, and return its part of the loss per token.
 
-        Losses are divided by the tokens of all replicas, whose gradients the pipeline averages.
+        The loss is divided by the tokens of all replicas, whose gradients the pipeline averages.
         """
         self._divisor = num_tokens / self._num_replicas
         loss = self.pipeline.step(
@@ -83,7 +84,7 @@ class Stages:
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch, which may have fewer rows than others."""
         self._divisor = 1.0
-        missing = max(self._rows - len(batch.inputs_BT), 0)  # torch's schedules know one shape
+        missing = max(self._rows - len(batch.inputs_BT), 0)  # torch's schedules take one shape
         inputs_BT = F.pad(batch.inputs_BT, (0, 0, 0, missing))
         targets_BT = F.pad(batch.targets_BT, (0, 0, 0, missing), value=IGNORE)
         return self.pipeline.eval(inputs_BT, target=targets_BT)
@@ -93,8 +94,3 @@ class Stages:
             logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), reduction="sum"
         )
         return total / self._divisor
-
-
-def _rows(config: TrainConfig, ranks: Ranks) -> int:
-    rows = part_of(config.run.batch_size, ranks.part)
-    return rows.stop - rows.start

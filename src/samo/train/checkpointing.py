@@ -1,4 +1,4 @@
-"""A run in a checkpoint: model, optimizer and scaler, and where the run stood."""
+"""Checkpoints of a run: model, optimizer and scaler, and the progress of the run."""
 
 import dataclasses
 import typing
@@ -15,15 +15,15 @@ from samo.errors import CheckpointError
 from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
 from samo.train.events import Phase
-from samo.train.learner import Learner
 from samo.train.masking import Masking
+from samo.train.step import Learner
 
 __all__ = []
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Progress:
-    """Where a run stands: what its checkpoints hold beside model and optimizer."""
+    """How far a run has come: what its checkpoints hold besides model and optimizer."""
 
     step: int = 0
     tokens: int = 0
@@ -38,7 +38,7 @@ class Progress:
     skipped_steps: int = 0
 
 
-def write(
+def save_run(
     path: Path,
     learner: Learner,
     masking: Masking,
@@ -47,11 +47,7 @@ def write(
     shape: GPTConfig,
     tokenizer: str,
 ) -> None:
-    """Save a run.
-
-    Raises:
-        CheckpointError: It could not be written; what was there before still is.
-    """
+    """Save a run."""
     progress.phase = learner.phase
     progress.skipped_steps = learner.skipped_steps
     extra: dict[str, Any] = {
@@ -72,13 +68,9 @@ def write(
     )
 
 
-def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
-    """Bring a fresh learner and its masks to where a checkpoint stands, and return where that is.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, of another model, or not of a run.
-    """
-    progress, masks = learner.ranks.together("the checkpoint", lambda: _read(path))
+def load_run(path: Path, learner: Learner, masking: Masking) -> Progress:
+    """Load a checkpoint into a new learner and its masks, and return the progress of the run."""
+    progress, masks = learner.ranks.run_all("the checkpoint", lambda: _read(path))
     if masks is not None:
         learner.prune(learner.own_masks(masks).to(learner.device))
     extra = load(
@@ -96,30 +88,32 @@ def restore(path: Path, learner: Learner, masking: Masking) -> Progress:
 
 
 def _read(path: Path) -> tuple[Progress, Masks | None]:
-    """Return where a run stood, and its masks if its model was compressed."""
+    """Return the progress of a run, and its masks if the model was compressed."""
     progress = _progress(path, verify(path).extra.get("progress"))
     return progress, load_masks(path) if progress.phase == "samo" else None
 
 
 def _progress(path: Path, found: Any) -> Progress:
-    """Check what a checkpoint says of its run; what a newer samo has added is left out."""
+    """Check the progress that a checkpoint holds; unknown fields of a newer samo are ignored."""
     hints = typing.get_type_hints(Progress)
     known = {} if not isinstance(found, dict) else {k: v for k, v in found.items() if k in hints}
     if "step" not in known:
         raise CheckpointError(
-            f"'{path}' was not saved by samo train: it does not say where the run stood; read it with "
+            f"'{path}' was not saved by samo train: it does not hold the progress of a run; load it with "
             "samo.load"
         )
     for name, value in known.items():
-        kinds = typing.get_args(hints[name]) or (hints[name],)
-        fits = value in kinds or type(value) in kinds  # a phase is one of the words themselves
-        if name in ("phase", "accounted"):
-            fits = value in ("dense", "samo") or (name == "accounted" and value is None)
-        if not fits or (isinstance(value, int) and not 0 <= value < 2**63):
+        if not _fits(hints[name], value) or (isinstance(value, int) and not 0 <= value < 2**63):
             raise CheckpointError(
-                f"'{path}' is damaged: its {name} is {str(value)[:40]!r}; take another checkpoint"
+                f"'{path}' is damaged: its {name} is {str(value)[:40]!r}; use another checkpoint"
             )
     return Progress(**known)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    return any(_fits(kind, value) for kind in typing.get_args(hint)) or type(value) is hint
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:

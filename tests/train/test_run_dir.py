@@ -1,64 +1,62 @@
-"""Run folders, their record, their metrics, and what the loop is told by signals."""
+"""Run folders, their record, their metrics; and signals."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from samo.errors import RunError
 from samo.train import events
-from samo.train.config import DataConfig, TrainConfig, resolve
-from samo.train.config_files import to_dict
-from samo.train.folder import RunFolder, free_folder
-from samo.train.interrupt import Interrupt
+from samo.train.config import DataConfig, TrainConfig
+from samo.train.config_io import to_dict
 from samo.train.metrics import MetricsFile
+from samo.train.resolve import resolve
+from samo.train.run_dir import RunDir, free_dir
+from samo.train.signals import Interrupt
 
 CONFIG = resolve(TrainConfig(data=DataConfig(train=(Path("notes.txt"),))))
 
 
 def test_a_new_folder_is_made_with_its_parents(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "a" / "b")
+    folder = RunDir.create(tmp_path / "a" / "b")
     folder.write_run({"config": to_dict(CONFIG)})
     assert folder.config() == CONFIG
     folder.close()
 
 
-def test_a_folder_with_a_run_is_refused_with_the_way_to_go_on(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(RunError, match=r"already holds a run; go on with it \(samo train --resume"):
-        RunFolder.create(tmp_path)
-
-
-def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RunError, match=r"is not empty .it holds 'thesis.tex'"):
-        RunFolder.create(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("run.json", r"already holds a run; resume it \(samo train --resume .*\), or choose"),
+        ("thesis.tex", "is not empty .it holds 'thesis.tex'"),
+    ],
+)
+def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(RunError, match=message):
+        RunDir.create(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        RunError, match=r"cannot write to '.*file.run': Not a directory; choose another"
-    ):
-        RunFolder.create(tmp_path / "file" / "run")
+    with pytest.raises(RunError, match=r"cannot write to '.*file.run': Not a directory; choose"):
+        RunDir.create(tmp_path / "file" / "run")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop")
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(RunError, match=r"cannot write to '.*': Permission denied"):
-        RunFolder.create(tmp_path / "run")
+        RunDir.create(tmp_path / "run")
 
 
 def test_a_record_that_cannot_be_written_is_an_error_with_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RunFolder.create(tmp_path / "run")
+    folder = RunDir.create(tmp_path / "run")
 
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -70,14 +68,11 @@ def test_a_record_that_cannot_be_written_is_an_error_with_the_folder(
 
 
 def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path)
-    code = f"from pathlib import Path; from samo.train.folder import RunFolder; RunFolder(Path({str(tmp_path)!r})).lock()"
-    locked = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert "another process is training in" in locked.stderr
+    folder = RunDir.create(tmp_path)
+    with pytest.raises(RunError, match="another process is training in"):
+        RunDir(tmp_path).lock()  # locks belong to open files, also within a process
     folder.close()
-    subprocess.run([sys.executable, "-c", code], check=True)
+    RunDir(tmp_path).lock()
 
 
 @pytest.mark.parametrize(
@@ -94,25 +89,22 @@ def test_a_record_that_makes_no_sense_is_refused(
 ) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(RunError, match=message):
-        RunFolder(tmp_path).read_run()
+        RunDir(tmp_path).read_run()
 
 
 @pytest.mark.parametrize("name", ["", "nothing"])
-def test_what_is_no_run_cannot_be_resumed(tmp_path: Path, name: str) -> None:
+def test_what_is_not_a_run_cannot_be_resumed(tmp_path: Path, name: str) -> None:
     with pytest.raises(RunError, match=r"is not a run folder: it (has no run.json|does not exist)"):
-        RunFolder.find(tmp_path / name)
+        RunDir.find(tmp_path / name)
 
 
-def test_a_run_is_found_by_its_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    assert RunFolder.find(tmp_path / "checkpoints" / "best").path == tmp_path
-    assert RunFolder.find(tmp_path).path == tmp_path
-
-
-def test_the_next_free_name_is_found(tmp_path: Path) -> None:
+def test_a_run_is_found_by_its_checkpoints_and_the_next_free_name_is_chosen(tmp_path: Path) -> None:
     for name in ("notes", "notes-2"):
         (tmp_path / name).mkdir()
-    assert free_folder(tmp_path, "notes") == tmp_path / "notes-3"
+        (tmp_path / name / "run.json").write_text("{}")
+    run = tmp_path / "notes"
+    assert RunDir.find(run / "checkpoints" / "best").path == run == RunDir.find(run).path
+    assert free_dir(tmp_path, "notes") == tmp_path / "notes-3"
 
 
 # Metrics ------------------------------------------------------------------------------------------
@@ -120,6 +112,18 @@ def test_the_next_free_name_is_found(tmp_path: Path) -> None:
 
 def ended(step: int) -> events.Ended:
     return events.Ended(step=step, reason="done")
+
+
+def test_metrics_in_an_impossible_place_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot write metrics to '.*': Is a directory"):
+        MetricsFile(tmp_path, size=0, on_error="stop")
+
+
+def test_metrics_are_never_cut_within_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(b'{"event": "a"}\n{"event": "b"}\n')
+    MetricsFile(path, size=20, on_error="stop").close()
+    assert path.read_bytes() == b'{"event": "a"}\n'
 
 
 def test_events_become_lines_and_ticks_do_not(tmp_path: Path) -> None:
@@ -195,10 +199,11 @@ def test_a_loss_that_is_no_number_is_null_in_the_file() -> None:
 # Signals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_noted_and_the_second_acts(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_is_recorded_and_the_second_acts(number: signal.Signals) -> None:
     taken = []
     before = signal.signal(number, lambda *_: taken.append("second"))
+    handler = signal.getsignal(number)
     try:
         with Interrupt() as interrupt:
             signal.raise_signal(number)
@@ -206,12 +211,8 @@ def test_the_first_signal_is_noted_and_the_second_acts(number: signal.Signals) -
             assert not taken
             signal.raise_signal(number)
             assert taken == ["second"]
+        with Interrupt():
+            assert signal.getsignal(number) != handler
+        assert signal.getsignal(number) == handler
     finally:
         signal.signal(number, before)
-
-
-def test_handlers_are_put_back() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with Interrupt():
-        assert signal.getsignal(signal.SIGINT) != before
-    assert signal.getsignal(signal.SIGINT) == before

@@ -1,4 +1,4 @@
-"""A learner: all tokens weigh the same, and both phases do what they say."""
+"""A training step: all tokens have the same weight, in both phases."""
 
 from typing import Any
 
@@ -9,19 +9,20 @@ import torch.nn.functional as F
 import samo
 from samo.data.batches import IGNORE, Batch
 from samo.models.gpt import GPT, GPTConfig
-from samo.train.config import OptimConfig
-from samo.train.learner import Learner
+from samo.train.state_bytes import state_bytes
+from samo.train.step import Learner
+from tests.train.helpers import optim
 
-SMALL = GPTConfig(num_layers=2, width=32, num_heads=2, context=16, vocab_size=64)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SMALL = GPTConfig(num_layers=1, width=32, num_heads=2, context=16, vocab_size=64)
+PHASES = pytest.mark.parametrize("phase", ["dense", "samo"])
 
 
-def learner(
-    dtype: torch.dtype = torch.float32, *, density_power: float = 0.0, **settings: Any
-) -> Learner:
+def learner(dtype: torch.dtype = torch.float32, phase: str = "dense", **settings: Any) -> Learner:
     torch.manual_seed(0)
-    optim = OptimConfig(lr=1e-3, warmup_steps=0, density_power=density_power, **settings)
-    return Learner(GPT(SMALL), optim, dtype=dtype)
+    one = Learner(GPT(SMALL), optim(**settings), dtype=dtype)
+    if phase == "samo":
+        one.prune(samo.prune(one.model, 0.5))
+    return one
 
 
 def batch(size: int, real: int = 16, seed: int = 1) -> Batch:
@@ -46,12 +47,9 @@ def test_the_loss_is_the_mean_over_all_real_tokens_of_a_step() -> None:
     assert abs(float(mean_of_means - expected)) > 1e-3
 
 
-@pytest.mark.parametrize("phase", ["dense", "samo"])
+@PHASES
 def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(phase: str) -> None:
-    whole, pieces = learner(), learner()
-    for one in (whole, pieces):
-        if phase != "dense":
-            one.prune(samo.prune(one.model, 0.8))
+    whole, pieces = learner(phase=phase), learner(phase=phase)
     inputs, targets, _ = batch(4, real=16)
     targets = targets.clone()
     targets[3, 3:] = IGNORE
@@ -78,12 +76,10 @@ def test_pruned_weights_stay_zero_and_kept_ones_move() -> None:
         assert (after != before[name])[mask.to_bool()].float().mean() > 0.9
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("phase", ["dense", "samo"])
-def test_every_type_learns_in_every_phase(dtype: torch.dtype, phase: str) -> None:
-    one = learner(dtype)
-    if phase != "dense":
-        one.prune(samo.prune(one.model, 0.5))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@PHASES
+def test_every_dtype_learns_in_every_phase(dtype: torch.dtype, phase: str) -> None:
+    one = learner(dtype, phase)
     losses = []
     for _ in range(12):
         losses.append(float(one.backward([batch(4)])))
@@ -92,11 +88,9 @@ def test_every_type_learns_in_every_phase(dtype: torch.dtype, phase: str) -> Non
     assert one.skipped_steps == 0
 
 
-@pytest.mark.parametrize("phase", ["dense", "samo"])
+@PHASES
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(phase: str) -> None:
-    one = learner()
-    if phase != "dense":
-        one.prune(samo.prune(one.model, 0.5))
+    one = learner(phase=phase)
     one.backward([batch(2)])
     one.step(1e-3)
     before = {name: tensor.clone() for name, tensor in one.model.state_dict().items()}
@@ -111,13 +105,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(phase: str
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("phase", ["dense", "samo"])
-def test_clipping_bounds_the_update_and_the_norm_is_told_before_it(phase: str) -> None:
+@PHASES
+def test_the_norm_is_that_before_clipping(phase: str) -> None:
     norms = {}
     for clip in (0.0, 0.01):
-        one = learner(clip=clip)
-        if phase != "dense":
-            one.prune(samo.prune(one.model, 0.5))
+        one = learner(phase=phase, clip=clip)
         one.backward([batch(2)])
         norms[clip] = float(one.step(1e-3))
     assert norms[0.0] == norms[0.01] > 0.1
@@ -131,15 +123,13 @@ def test_evaluation_weighs_tokens_alike_and_leaves_no_gradient() -> None:
     assert one.model.training
 
 
-@pytest.mark.parametrize("phase", ["dense", "samo"])
+@PHASES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_account_is_what_was_predicted(phase: str, dtype: torch.dtype) -> None:
-    one = learner(dtype)
-    if phase != "dense":
-        one.prune(samo.prune(one.model, 0.8))
+def test_the_measured_state_is_as_predicted(phase: str, dtype: torch.dtype) -> None:
+    one = learner(dtype, phase)
     one.backward([batch(2)])
     one.step(1e-3)
-    account = one.account()
+    account = state_bytes(one)
     assert account["measured"] == account["predicted"]
     assert account["measured"]["gradients"] > 0
     assert account["measured_bytes"] == sum(account["measured"].values())
@@ -160,8 +150,8 @@ def test_the_account_is_what_was_predicted(phase: str, dtype: torch.dtype) -> No
 def test_values_and_gradients_of_a_bfloat16_model_have_the_types_asked_for(
     state: str, fp32_gradients: bool, types: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    optim = OptimConfig(density_power=0.0, state=state)  # type: ignore[arg-type]
-    one = Learner(GPT(SMALL), optim, dtype=torch.bfloat16, fp32_gradients=fp32_gradients)
+    settings = optim(state=state)
+    one = Learner(GPT(SMALL), settings, dtype=torch.bfloat16, fp32_gradients=fp32_gradients)
     one.prune(samo.prune(one.model, 0.5))
     one.backward([batch(2)])
     for name, param in one.model.named_parameters():
@@ -173,7 +163,7 @@ def test_values_and_gradients_of_a_bfloat16_model_have_the_types_asked_for(
             assert param.grad.dtype == param.dtype  # biases and norms
 
 
-def test_rates_and_decay_follow_what_is_kept() -> None:
+def test_rates_and_decay_follow_the_density() -> None:
     one = learner(density_power=-1.0, weight_decay=0.1)
     one.prune(samo.Masks.whole(one.model))
     one.backward([batch(2)])
@@ -192,3 +182,14 @@ def test_rates_and_decay_follow_what_is_kept() -> None:
         decay = 0.1 if name in masks or param.dim() >= 2 else 0.0
         assert group["lr"] * group["weight_decay"] == pytest.approx(1e-3 * decay), name
         assert param in one.opt.state
+
+
+def test_the_loss_scale_survives_pruning() -> None:
+    one = learner(torch.float16)
+    assert one.scaler is not None
+    one.backward([batch(2)])
+    one.step(1e-3)
+    one.scaler.update(512.0)
+    one.prune(samo.prune(one.model, 0.5))
+    assert one.scaler.get_scale() == 512.0
+    assert one.scaler.state_dict()["_growth_tracker"] == 1

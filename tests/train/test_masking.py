@@ -1,9 +1,6 @@
-"""Methods of pruning in whole runs: tickets that settle or not, masks that change, exact resumes."""
+"""Methods of pruning in whole runs: tickets, masks that change, exact resumes."""
 
-import multiprocessing
-import random
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,23 @@ from samo.errors import CheckpointError, ConfigError
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.pruning.schedules import cubic_sparsity
-from samo.train import events, masking, starting
+from samo.train import events, setup
 from samo.train.config import OptimConfig, PruneConfig, TrainConfig
-from samo.train.learner import Learner
-from samo.train.loop import resume, train
-from tests.train.test_loop import Watcher, assert_same_run, lines, samo_config, small, text
+from samo.train.masking import Masking
+from samo.train.resolve import resolve
+from samo.train.step import Learner
+from samo.train.trainer import resume, train
+from tests.train.helpers import (
+    CrashError,
+    Watcher,
+    assert_same_run,
+    crash_at,
+    interrupt_at,
+    lines,
+    recorded,
+    small,
+    text,
+)
 
 __all__ = ["text"]
 
@@ -104,14 +113,14 @@ def test_the_ticket_is_what_a_bird_of_the_library_draws(tmp_path: Path, text: Pa
                 weights[event.step] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
     learner: dict[str, Any] = {}
-    build = starting.new_learner
+    build = setup.new_learner
 
     def keep(*args: Any, **kwargs: Any) -> Any:
         learner["one"] = build(*args, **kwargs)
         return learner["one"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("samo.train.loop.new_learner", keep)
+        patch.setattr(setup, "new_learner", keep)
         train(config_of(text, "settled"), tmp_path / "run", listeners=[Copy()])
     model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
     bird = samo.EarlyBird(model, 0.9, queue=3, threshold=0.3)
@@ -185,17 +194,40 @@ def test_moving_masks_stay_as_sparse_and_replace_ever_fewer(
     assert {type(event) for event in watcher.seen} >= {events.Remapped}
 
 
-def test_the_first_masks_of_moving_ones_are_random_before_training_and_the_largest_after(
-    text: Path,
+@pytest.mark.parametrize(
+    ("settings", "method"),
+    [
+        ({"method": "set", "dense_steps": 0, "scope": "erk"}, "random"),
+        ({"method": "set", "dense_steps": 2, "scope": "erk"}, "magnitude"),
+        ({"scope": "erk"}, "magnitude"),
+        ({"pattern": "1:4"}, "magnitude"),
+    ],
+    ids=str,
+)
+def test_the_first_masks_follow_the_settings(
+    settings: dict[str, Any], method: Any, text: Path
 ) -> None:
+    """Before training, moving masks are random: magnitudes carry no information then."""
+    config = resolve(replace(small(text), prune=PruneConfig(**settings)))
     torch.manual_seed(0)
     model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
-    for dense_steps, method in ((0, "random"), (2, "magnitude")):
-        prune = PruneConfig(method="set", dense_steps=dense_steps, scope="erk")
-        config = starting.on_this_machine(replace(small(text), prune=prune))
-        expected = samo.prune(model, 0.9, method=method, scope="erk")  # type: ignore[arg-type]
-        learner = Learner(model, config.optim, dtype=torch.float32)
-        assert masking.draw_masks(learner, config) == expected
+    choice = {key: settings[key] for key in ("scope", "pattern") if key in settings}
+    expected = samo.prune(model, config.prune.sparsity, method=method, **choice)
+    masking = Masking(config, Learner(model, config.optim, dtype=torch.float32))
+    masking.check()
+    assert masking.draw(0)[0] == expected
+    assert expected.sparsity == pytest.approx(0.75 if "pattern" in settings else 0.9, abs=1e-3)
+
+
+def test_masks_are_not_computed_before_they_are_drawn(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr("samo.train.masking.prune", lambda *a, **k: calls.append(k))
+    config = resolve(small(text))
+    model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=32))
+    Masking(config, Learner(model, config.optim, dtype=torch.float32)).check()
+    assert not calls
 
 
 def test_moving_masks_start_from_given_ones(tmp_path: Path, text: Path) -> None:
@@ -216,15 +248,6 @@ def test_late_entries_have_counts_of_their_own(tmp_path: Path, text: Path) -> No
     assert last["measured_bytes"] == last["predicted_bytes"]
 
 
-def test_what_gradual_pruning_would_leave_empty_is_told_at_the_start(
-    tmp_path: Path, text: Path
-) -> None:
-    prune = PruneConfig(method="gradual", sparsity=0.99999)
-    with pytest.raises((ConfigError, samo.MaskError), match=r"keep"):
-        train(replace(small(text), prune=prune), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("method", ["early-bird", "set"])
 def test_patterns_that_match_nothing_are_told_at_the_start(
     tmp_path: Path, text: Path, method: str
@@ -243,9 +266,9 @@ def test_a_run_of_any_method_stopped_and_resumed_equals_one_that_was_not(
 ) -> None:
     config = config_of(text, name)
     train(config, tmp_path / "whole")
-    for step in (2, 4, 6):
+    for step in (2, 5):
         run = tmp_path / f"stopped-{step}"
-        stop = Watcher(step, lambda: signal.raise_signal(signal.SIGINT))
+        stop = interrupt_at(step, signal.SIGINT)
         assert train(config, run, listeners=[stop]).signal == signal.SIGINT
         resume(run)
         assert_same_run(tmp_path / "whole", run)
@@ -258,7 +281,7 @@ def test_sixteen_bits_and_micro_batches_go_on_exactly_too(
 ) -> None:
     config = config_of(text, name, dtype=dtype, accumulate=2)
     train(config, tmp_path / "whole")
-    stop = Watcher(5, lambda: signal.raise_signal(signal.SIGTERM))
+    stop = interrupt_at(5)
     train(config, tmp_path / "stopped", listeners=[stop])
     resume(tmp_path / "stopped")
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
@@ -267,16 +290,10 @@ def test_sixteen_bits_and_micro_batches_go_on_exactly_too(
 def test_the_file_of_masks_goes_back_with_the_run(tmp_path: Path, text: Path) -> None:
     """Killed after a change that no checkpoint has, a run has the masks of its checkpoint again."""
 
-    class CrashError(Exception):
-        pass
-
-    def crash() -> None:
-        raise CrashError
-
     run = tmp_path / "run"
     config = config_of(text, "set", eval_every=100)
     with pytest.raises(CrashError):
-        train(config, run, listeners=[Watcher(5, crash)])  # saved at 3, changed at 4
+        train(config, run, listeners=[crash_at(5)])  # saved at 3, changed at 4
     checkpoint = samo.load_masks(run / "checkpoints" / "last")
     assert masks_file(run) != checkpoint
     found = []
@@ -296,11 +313,11 @@ def test_a_checkpoint_without_the_state_of_its_method_is_refused(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr(masking.Masking, "state_dict", lambda self: {})
-    stop = Watcher(3, lambda: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(Masking, "state_dict", lambda self: {})
+    stop = interrupt_at(3)
     train(config_of(text, name), run, listeners=[stop])
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"does not say how method .* stood: .*; take"):
+    with pytest.raises(CheckpointError, match=r"does not hold the state of method .*: .*; use"):
         resume(run)
 
 
@@ -308,7 +325,7 @@ def test_a_run_killed_within_its_first_checkpoint_starts_again(tmp_path: Path, t
     train(config_of(text, "set"), tmp_path / "whole")
     run = tmp_path / "run"
     train(config_of(text, "set", save_every=100, eval_every=100), run)
-    settings = samo_config(tmp_path / "whole")
+    settings = recorded(tmp_path / "whole")
     (run / "run.json").write_text((tmp_path / "whole" / "run.json").read_text())
     for name in ("last", "best"):
         (run / "checkpoints" / name / "manifest.json").unlink()
@@ -324,54 +341,3 @@ def test_a_last_checkpoint_that_is_damaged_is_not_taken_for_none(
     (run / "checkpoints" / "last" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="is not a checkpoint: there is no"):
         resume(run)
-
-
-def train_or_resume(text: Path, run: Path, name: str) -> None:
-    """Do what somebody does who types the same command after every crash; runs in a process."""
-    torch.set_num_threads(1)
-    if (run / "run.json").exists():
-        resume(run)
-    else:
-        train(config_of(text, name, steps=16, save_every=2, eval_every=5), run)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["settled", "gradual", "rigl"])
-def test_a_run_killed_at_random_moments_and_resumed_equals_the_undisturbed_one(
-    tmp_path: Path, text: Path, name: str
-) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["samo.train.loop", "samo.kernels.cpu"])
-
-    def start(run: Path) -> "multiprocessing.context.ForkServerProcess":
-        process = context.Process(target=train_or_resume, args=(text, run, name))
-        process.start()
-        return process
-
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    undisturbed = start(whole)
-    undisturbed.join()
-    assert undisturbed.exitcode == 0
-    metrics = killed / "metrics.jsonl"
-    draw = random.Random(7)
-    kills = 0
-    while True:
-        process = start(killed)
-        before = metrics.stat().st_size if metrics.exists() else 0
-        wanted = 250 * draw.randint(0, 6)
-        while process.is_alive() and (
-            not metrics.exists() or abs(metrics.stat().st_size - before) < wanted
-        ):
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0.0, 0.02))
-        if kills < 5:
-            process.kill()
-        process.join()
-        if process.exitcode == 0:
-            break
-        assert process.exitcode == -signal.SIGKILL
-        kills += 1
-    assert kills >= 3  # fewer would mean that it ran to its end before it was killed
-    assert_same_run(whole, killed)
-    assert masks_file(whole) == masks_file(killed)

@@ -1,13 +1,14 @@
-"""Methods of pruning as they are typed, shown and looked into."""
+"""The display of a run: its lines and its bar; methods of pruning in whole commands."""
 
 import io
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from samo.cli import main
 from samo.cli.display import Display
+from samo.cli.main import main
 from samo.train import events
 from tests.cli.test_cli import SMALL, here
 
@@ -72,7 +73,7 @@ def test_lines_of_steps_say_how_masks_stand() -> None:
     assert "loss 2.000  25.0% replaced  9 tokens/s" in shown(moved, step_line(100))
 
 
-def account(step: int, *rank_bytes: int) -> events.Accounted:
+def account(step: int, *rank_bytes: int, weights: str | int | None = None) -> events.Accounted:
     sums = dict.fromkeys(("num_params", "predicted_bytes", "dense_bytes"), 1)
     return events.Accounted(
         step=step,
@@ -80,7 +81,7 @@ def account(step: int, *rank_bytes: int) -> events.Accounted:
         paper_bytes=None,
         measured={},
         predicted={},
-        weights=None,
+        weights=weights,
         rank_bytes=[*rank_bytes],
         **sums,
     )
@@ -106,6 +107,24 @@ def test_state_is_that_of_the_phase_and_of_the_first_rank() -> None:
     assert "state 40.0 kB of 0 B in all  left" in numbers_of(account(1, 40_000))
     assert "state 30.0 kB of 0 B in all on the first rank" in numbers_of(account(1, 30_000, 50_000))
     assert "state" not in numbers_of(account(1, 40_000), pruned("dense_steps"))
+    assert "state 2.00 MB of" in numbers_of(account(1, 2_000_000, weights="resident"))
+    assert "state 2.00 MB (weights streamed) of" in numbers_of(
+        account(1, 2_000_000, weights="streamed")
+    )
+    assert "(weights streamed but for 4.00 GB) of" in numbers_of(account(1, 2, weights=4 * 10**9))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_warmup_of_compiled_blocks_is_named(is_terminal: bool) -> None:
+    out = io.StringIO()
+    with Display(Console(file=out, width=120, force_terminal=is_terminal)) as display:
+        display.on(events.Started(step=0, steps=9, time=0.0))
+        display.on(events.Compiling(step=0))
+        if is_terminal:
+            time.sleep(0.2)  # until the bar is drawn again
+        assert "compiling" in out.getvalue()
+        display.on(events.Compiled(step=1, seconds=12.34))
+    assert "step 1/9  blocks were compiled in 12.3 s" in out.getvalue()
 
 
 def test_a_ticket_is_drawn_reported_and_looked_into(
@@ -129,35 +148,3 @@ def test_moving_masks_are_trained_reported_and_looked_into(
     assert main(["inspect", "runs/notes"]) == 0
     assert "2 changes of the masks replaced" in " ".join(capsys.readouterr().out.split())
     assert "Changing masks" in (here / "runs" / "notes" / "report.html").read_text("utf-8")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            ["--threshold", "0.2"],
-            "threshold is a setting of method early-bird, and with method mag",
-        ),
-        (["--method", "rigl", "--mode", "dense"], "mode dense prunes nothing, and method would"),
-        (
-            [*BIRD, "--mask-every", "3"],
-            "so none can settle before step 6, and the dense phase ends",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_wrong_usage(
-    here: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: str
-) -> None:
-    assert main(["train", "notes.txt", *SMALL, *flags]) == 2
-    assert words in capsys.readouterr().err
-    assert not (here / "runs").exists()
-
-
-@pytest.mark.parametrize("method", ["early-bird", "gradual"])
-def test_a_method_that_begins_with_all_weights_must_fit(
-    here: Path, capsys: pytest.CaptureFixture[str], method: str
-) -> None:
-    large = ["--shape", "gpt3-175b", "--context", "32", "--device", "cpu", "--method", method]
-    assert main(["train", "notes.txt", *large]) == 2
-    complaint = capsys.readouterr().err
-    assert "a method that needs no dense state (--method rigl), or a larger machine" in complaint

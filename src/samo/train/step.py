@@ -1,8 +1,7 @@
-"""A model with its optimizer, in one of two phases.
+"""A training step: a model with its optimizer, in one of two phases.
 
-dense   fp32 weights, torch's AdamW, autocast for 16-bit types
-samo    compressed state, weights in the type of the computation; on several ranks replicas, or shares of
-        one model (FSDP2)
+dense   fp32 weights, torch's AdamW, autocast for 16-bit dtypes
+samo    compressed state, weights in the compute dtype; on several ranks replicas (DDP) or shards (FSDP2)
 """
 
 import contextlib
@@ -29,9 +28,8 @@ from samo.errors import MaskError, nearest
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
-from samo.train.compiling import blocks_of, compile_blocks
-from samo.train.config import OptimConfig
-from samo.train.config_weights import Held
+from samo.train.compile import blocks_of, compile_blocks
+from samo.train.config import ResolvedOptim, Weights
 from samo.train.events import Phase
 from samo.train.ranks import Ranks
 from samo.train.stages import Stages
@@ -40,34 +38,33 @@ __all__ = []
 
 
 class Learner:
-    """Learns from batches; knows nothing of steps, files or schedules.
+    """Trains on batches; steps, files and schedules are the trainer's.
 
-    On many ranks each learns from its part of a batch, and all take the same step: stages by their
-    pipeline, replicas of a whole model by torch's DistributedDataParallel, and shares of a pruned one by
-    torch's FSDP2.
+    On many ranks each trains on its part of a batch, and all take the same step: stages by their pipeline,
+    replicas by torch's DistributedDataParallel, shards of a pruned model by torch's FSDP2.
 
     Args:
         model: The model.
         optim: Settings of the optimizer.
-        dtype: Type to compute in.
+        dtype: Compute dtype.
         fp32_gradients: Whether gradients of a bfloat16 model are kept, and sent, in float32.
-        entry_steps: Whether weights may be kept anew: then the updates of each are counted.
-        weights: How the dense weights of a pruned model are held, as `samo.compress_` calls it.
+        entry_steps: Whether weights may be regrown: then the updates of each are counted.
+        weights: How the dense weights of a pruned model are held.
         is_compiled: Whether steps run compiled blocks, in both phases.
-        is_sharded: Whether replicas of a pruned model keep a share each. Weights are streamed then.
-        ranks: Who learns together; one process alone if nothing is said.
-        stages: Where ``model`` is one stage of a larger one: all of them.
+        is_sharded: Whether replicas of a pruned model hold a shard each. Weights are streamed then.
+        ranks: The ranks that train together; by default this process alone.
+        stages: All stages, if ``model`` is one of them.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optim: OptimConfig,
+        optim: ResolvedOptim,
         *,
         dtype: torch.dtype,
         fp32_gradients: bool = False,
         entry_steps: bool = False,
-        weights: Held = "resident",
+        weights: Weights = "resident",
         is_compiled: bool = False,
         is_sharded: bool = False,
         ranks: Ranks | None = None,
@@ -79,23 +76,20 @@ class Learner:
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
         self.device = next(model.parameters()).device
-        # Dense parameters of the whole model.
         self.num_params = sum(param.numel() for param in model.parameters())
         if stages is not None:
-            self.num_params = stages.num_params
+            self.num_params = stages.num_params  # of the whole model
         self.dtype, self._optim = dtype, optim
-        assert not isinstance(optim.density_power, str), "settings are resolved first"
-        self._density_power = optim.density_power
-        is_narrow = dtype == torch.bfloat16 and not fp32_gradients
-        # Between ranks torch takes gradients of the values' type alone.
-        self._grad_dtype = torch.bfloat16 if is_narrow and self.ranks.size == 1 else None
+        is_bf16 = dtype == torch.bfloat16 and not fp32_gradients
+        # Between ranks torch needs gradients of the dtype of the values.
+        self._grad_dtype = torch.bfloat16 if is_bf16 and self.ranks.size == 1 else None
         self._entry_steps = entry_steps
         self._weights = weights
         self._is_sharded = is_sharded and self.ranks.data is not None
         self.is_compiled = is_compiled
         if is_compiled:
             compile_blocks(model)
-        self.skipped_before = 0  # skipped steps that this optimizer has not counted
+        self.skipped_before = 0  # steps that this optimizer has not counted
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
             self._groups(), betas=optim.betas, eps=optim.eps, fused=True
         )
@@ -103,50 +97,42 @@ class Learner:
         self.scaler: torch.amp.GradScaler | None = None
         if dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        self._replicas: DistributedDataParallel | None = None
-        self._sends_narrow = is_narrow and stages is None
-        self._sent_bytes = 0  # gradients that replicas have added up
+        self._ddp: DistributedDataParallel | None = None
+        self._reduces_bf16 = is_bf16 and stages is None
+        self._reduced_bytes = 0
         self._wrap(is_first=True)
 
     @property
     def whole(self) -> nn.Module | Pipeline:
-        """The model, or the pipeline whose stage it is: what checkpoints are about."""
+        """The model, or the pipeline whose stage it is: what a checkpoint holds."""
         return self.model if self.stages is None else self.stages.pipeline
 
     @property
-    def weights(self) -> Held | None:
-        """How dense weights are held: resident, streamed, or so many bytes; None before pruning."""
+    def weights(self) -> Weights | None:
+        """How dense weights are held; None before pruning."""
         return self._weights if self.phase == "samo" else None
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing, because a gradient was not finite; waits for the device."""
+        """Steps without an update because a gradient was not finite; synchronizes with the device."""
         return self.skipped_before + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
 
     def check_names(self, masks: Masks) -> None:
-        """Refuse masks of weights that no stage has.
-
-        Raises:
-            MaskError: There is one.
-        """
+        """Refuse masks of weights that no stage has."""
         names = masks if self.stages is None else self.stages.names
         for name in masks:
             if name not in names:
                 raise MaskError(
-                    f"the masks have '{name}'{nearest(name, names)}, which is no weight of the model; give "
-                    "masks of the same model"
+                    f"the masks have '{name}'{nearest(name, names)}, which is not a weight of the model; "
+                    "use masks of the same model"
                 )
 
     def own_masks(self, masks: Masks) -> Masks:
-        """Return those of a whole model's masks that are about this rank's stage."""
+        """Return the masks of this rank's stage."""
         return masks if self.stages is None else self.stages.pipeline.masks(masks)
 
     def prune(self, masks: Masks) -> None:
-        """Leave the dense phase: from here on pruned weights are 0, and the moments go on.
-
-        Raises:
-            MaskError: Another rank has other masks.
-        """
+        """End the dense phase: compress the model, and carry over the moments."""
         if self.ranks.data is not None:
             compare_masks(masks, self.ranks.data)
         self.masks = masks
@@ -154,7 +140,7 @@ class Learner:
         dense = self.opt
         dense.zero_grad()
         is_lean = self._optim.state == "lean" and self.dtype == torch.bfloat16
-        self._replicas = None
+        self._ddp = None
         compress_(
             self.model,
             masks,
@@ -179,13 +165,13 @@ class Learner:
         )
 
     def _shard(self, whole: AdamW) -> AdamW:
-        """Keep this rank's share of the parameters, and return an optimizer with its share of the state."""
+        """Shard the model with FSDP2, and return an optimizer with this rank's shard of the state."""
         assert self.ranks.data is not None
         states = {name: whole.state[param] for name, param in self.model.named_parameters()}
         mesh = DeviceMesh.from_group(self.ranks.data, self.device.type, mesh_dim_names=("data",))
         policy = MixedPrecisionPolicy()
-        if self.dtype.itemsize == 2:  # what is gathered, and what is sent back
-            sent = torch.bfloat16 if self._sends_narrow else torch.float32
+        if self.dtype.itemsize == 2:
+            sent = torch.bfloat16 if self._reduces_bf16 else torch.float32
             policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=sent)
         for part in [*blocks_of(self.model), self.model]:
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -198,52 +184,52 @@ class Learner:
         return opt
 
     def backward(self, batches: Iterable[Batch]) -> Tensor:
-        """Add up the gradients of some batches and return the loss, both for each real token.
+        """Accumulate the gradients of batches and return the loss, both per real token.
 
-        All tokens of a step weigh the same, however they are spread over its batches.
+        All tokens of a step have the same weight, however they are divided into batches.
         """
         self.opt.zero_grad()
         batches = list(batches)
         num_tokens = sum(batch.num_tokens for batch in batches)
         losses = []
-        with self.in_eager() if self._is_watched() else contextlib.nullcontext():
+        with self.in_eager() if self._has_watchers() else contextlib.nullcontext():
             for left, batch in zip(reversed(range(len(batches))), batches):
                 losses.append(self._pass(batch, num_tokens, is_last=left == 0))
         return torch.stack(losses).sum()
 
-    def _is_watched(self) -> bool:
-        """Return whether someone waits for dense gradients, which compiled code shows to nobody."""
+    def _has_watchers(self) -> bool:
+        """Return whether dense gradients are watched, which compiled code does not expose."""
         if not self.is_compiled or self.phase == "dense":
             return False
         return any(weight.layout.watchers for _, weight in named_weights(self.model))
 
     def _pass(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
-        """Compute forward and backward of one batch, and return its part of the loss."""
+        """Run forward and backward of one batch, and return its part of the loss."""
         if self.stages is not None:
             with self._autocast():
                 return self.stages.backward(batch, num_tokens, self.scaler, is_last=is_last)
-        with self._adding_up(is_last=is_last):
-            loss = self._loss_sum(batch, self._replicas or self.model) / num_tokens
-            # Losses are divided by the tokens of all replicas, whose gradients torch averages.
+        with self._gradient_sync(is_last=is_last):
+            loss = self._loss_sum(batch, self._ddp or self.model) / num_tokens
+            # The loss is divided by the tokens of all replicas, and torch averages their gradients.
             whole = loss if self.ranks.data is None else loss * self.ranks.num_replicas
             (whole if self.scaler is None else self.scaler.scale(whole)).backward()
         return loss.detach()
 
     def whole_loss(self, loss: Tensor) -> float:
-        """Return the loss of a whole batch, of which `backward` has returned this rank's part."""
-        return float(self.ranks.add_up(loss.double(), "the loss"))
+        """Return the loss over all replicas; `backward` returns this rank's part."""
+        return float(self.ranks.all_reduce_(loss.double(), "the loss"))
 
     def step(self, lr: float) -> Tensor:
         """Clip the gradient, update the weights, and return the norm before clipping.
 
-        Gradients stay until the next pass, so that they can be accounted for.
+        Gradients stay until the next pass, so that their bytes can be measured.
         """
         for group, rate in zip(self.opt.param_groups, self._rates):
             group["lr"] = lr * rate
         if self.ranks.num_replicas > 1:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self._sent_bytes += sum(
-                grad.numel() * (2 if self._sends_narrow else grad.itemsize) for grad in gradients
+            self._reduced_bytes += sum(
+                grad.numel() * (2 if self._reduces_bf16 else grad.itemsize) for grad in gradients
             )
         if self.scaler is not None:
             self.scaler.unscale_(self.opt)
@@ -257,7 +243,7 @@ class Learner:
         return norm
 
     def _update(self, norm: Tensor) -> None:
-        """Take a step of the optimizer, unless the gradient is not finite; samo's finds out by itself."""
+        """Step the optimizer unless a gradient is not finite; `samo.AdamW` checks that by itself."""
         if self.scaler is not None:
             before = self.scaler.get_scale()
             self.scaler.step(self.opt)
@@ -270,37 +256,37 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the loss for each real token of some batches."""
+        """Return the loss per real token of batches."""
         self.model.eval()
         total, num_tokens = 0.0, 0
         with self.in_eager():
             for batch in batches:
                 if len(batch.inputs_BT):  # the last batch may be too small for all ranks
                     total += float(self._loss_sum(batch, self.model))
-                elif isinstance(self.model, FSDPModule):  # the others need this rank's weights
+                elif isinstance(self.model, FSDPModule):  # the others gather its weights
                     total += float(self._loss_sum(_without_targets(batch), self.model))
                 num_tokens += batch.num_tokens
         self.model.train()
         if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # its own parameters stay whole until a backward pass comes
-        whole = self.ranks.add_up(
+            self.model.reshard()  # or its parameters stay gathered until the next backward
+        whole = self.ranks.all_reduce_(
             torch.tensor(total, dtype=torch.float64, device=self.device), "the validation loss"
         )
         return float(whole) / num_tokens
 
     def in_eager(self) -> contextlib.AbstractContextManager[object]:
-        """Compute without compiled code, for shapes that are too rare to be compiled for."""
+        """Run without compiled code, for shapes that are too rare to compile for."""
         if not self.is_compiled:
             return contextlib.nullcontext()
         return torch.compiler.set_stance("force_eager")
 
     def remapped(self, masks: Masks) -> None:
-        """Learn that the masks of the compressed model have changed, here and on all ranks."""
+        """Update parameter groups and replicas after the masks have changed, on all ranks."""
         before, self.masks = self.masks, masks
         assert before is not None
         if all(mask.kept == before[name].kept for name, mask in masks.items()):
             return
-        groups = self._groups()  # rates follow what is kept
+        groups = self._groups()  # learning rates follow the density
         self.opt.param_groups.clear()
         for group in groups:
             self.opt.add_param_group(group)
@@ -308,81 +294,44 @@ class Learner:
         self._wrap()
 
     def traffic(self) -> dict[str, int] | None:
-        """Return what this rank has sent, as `samo.train.events.Exchanged` names it."""
+        """Return the bytes that this rank has sent, as fields of `samo.train.events.Exchanged`."""
         if self.ranks.size == 1:
             return None
         sent = 0 if self.stages is None else self.stages.pipeline.exchanged_bytes[0]
-        return {"gradient_bytes": self._sent_bytes, "activation_bytes": sent}
+        return {"gradient_bytes": self._reduced_bytes, "activation_bytes": sent}
 
     def close(self) -> None:
-        """End the links between stages; there is nothing more to learn."""
+        """Close the connections between stages."""
         if self.stages is not None:
             self.stages.pipeline.close()
 
     def ledger(self) -> Ledger | None:
-        """Return the account of compressed state, or None if the state is dense."""
+        """Return the ledger of compressed state, or None if the state is dense."""
         return ledger(self.model, self.opt) if self.phase == "samo" else None
 
-    def account(self) -> dict[str, Any]:
-        """Return the bytes of model state, as `samo.train.events.Accounted` names them."""
-        held = self.ledger()
-        if held is not None:
-            shares = (held.pruned, held.unpruned)
-            return {
-                "num_params": held.num_params,
-                "measured_bytes": held.measured_bytes,
-                "predicted_bytes": held.predicted_bytes,
-                "dense_bytes": held.dense_bytes,
-                "paper_bytes": held.paper_bytes,
-                "measured": _sum(share.measured for share in shares),
-                "predicted": _sum(share.predicted for share in shares),
-            }
-        params = list(self.model.parameters())
-        count = sum(param.numel() for param in params)
-        measured = {
-            "dense": sum(param.nbytes for param in params),
-            "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
-            "moments": sum(
-                value.nbytes
-                for state in self.opt.state.values()
-                for value in state.values()
-                if isinstance(value, Tensor) and value.dim() > 0
-            ),
-        }
-        predicted = {"dense": 4 * count, "gradients": 4 * count, "moments": 8 * count}
-        return {
-            "num_params": count,
-            "measured_bytes": sum(measured.values()),
-            "predicted_bytes": sum(predicted.values()),
-            "dense_bytes": 16 * count,  # itself: fp32 throughout, whatever it computes in
-            "paper_bytes": None,
-            "measured": measured,
-            "predicted": predicted,
-        }
-
     def _groups(self) -> list[dict[str, Any]]:
-        """Return groups whose rates are what the learning rate of a step is multiplied by."""
+        """Return parameter groups whose rates are factors of the learning rate of a step."""
         return param_groups(
             self.model,
             lr=1.0,
             weight_decay=self._optim.weight_decay,
-            density_power=self._density_power,
+            density_power=self._optim.density_power,
         )
 
     def _wrap(self, *, is_first: bool = False) -> None:
-        """Let replicas add up gradients of the parameters as they are now."""
-        self._replicas = None  # which holds on to the old ones
+        """Wrap the model for replicas, with its parameters as they are now."""
+        self._ddp = None  # it holds the old parameters
         is_sharded = isinstance(self.model, FSDPModule)
         if self.ranks.data is None or self.stages is not None or is_sharded:
             return
-        self._replicas = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             self.model,
             process_group=self.ranks.data,
             gradient_as_bucket_view=True,
             init_sync=is_first,
         )
-        if self._sends_narrow:
-            self._replicas.register_comm_hook(self.ranks.data, _send_narrow)
+        if self._reduces_bf16:
+            self._ddp.register_comm_hook(self.ranks.data, _reduce_bf16)
 
     def _loss_sum(self, batch: Batch, model: nn.Module) -> Tensor:
         if self.stages is not None:
@@ -397,36 +346,28 @@ class Learner:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.phase == "samo" or self.dtype == torch.float32:
             return contextlib.nullcontext()
-        # Of stages this is around a whole batch: copies of weights are not to be kept for as long.
-        is_kept = self.stages is None
-        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_kept)
+        # With stages this spans a whole batch, for which copies of weights would be cached.
+        is_cached = self.stages is None
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_cached)
 
-    def _adding_up(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Keep gradients on their rank until those of the last batch of a step have come."""
+    def _gradient_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Reduce gradients over replicas in the last batch of a step alone."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last)
-        if self._replicas is None or is_last:
+        if self._ddp is None or is_last:
             return contextlib.nullcontext()
-        return self._replicas.no_sync()
+        return self._ddp.no_sync()
 
 
-def _send_narrow(
+def _reduce_bf16(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Add up gradients in bfloat16: torch's own hook, which it refuses by name without NCCL."""
+    """Reduce gradients in bfloat16: torch's own hook, which it refuses by name without NCCL."""
     return bf16_compress_hook(group, bucket)
 
 
 def _without_targets(batch: Batch) -> Batch:
-    """Return a batch of one sequence that counts for nothing, of the length of another's."""
+    """Return a batch of one sequence without targets, which adds nothing to the loss."""
     tokens_BT = batch.inputs_BT.new_zeros(1, batch.inputs_BT.shape[1])
     return batch._replace(inputs_BT=tokens_BT, targets_BT=torch.full_like(tokens_BT, IGNORE))
-
-
-def _sum(parts: Iterable[dict[Any, int]]) -> dict[str, int]:
-    together: dict[str, int] = {}
-    for part in parts:
-        for kind, size in part.items():
-            together[kind] = together.get(kind, 0) + size
-    return together

@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a wish: the loop ends the step, saves, and leaves."""
+"""Ctrl-C, SIGTERM and SIGHUP as requests: the loop finishes its step, saves, and ends."""
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final
 
 __all__ = ["Interrupt"]
@@ -10,15 +10,14 @@ __all__ = ["Interrupt"]
 _SIGNALS: Final = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
-"""The key, the scheduler, and the connection that is lost."""
 
 
 class Interrupt:
-    """Notes the first of these signals; the second one acts as if nobody had listened.
+    """Records the first signal; the second one has the effect that it had before.
 
     Example:
         >>> import signal
-        >>> from samo.train.interrupt import Interrupt
+        >>> from samo.train.signals import Interrupt
         >>> with Interrupt() as interrupt:
         ...     signal.raise_signal(signal.SIGTERM)
         ...     print(interrupt.signal)
@@ -26,24 +25,19 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None  # the number of the one that came
+        self.signal: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        if threading.current_thread() is threading.main_thread():  # others may set no handlers
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
             for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         self._restore()
 

@@ -1,4 +1,4 @@
-"""Compiled blocks: which they are, and how long compiling takes."""
+"""Compiled blocks, and the time that compiling takes."""
 
 import re
 import time
@@ -11,7 +11,7 @@ from torch import nn
 __all__ = []
 
 BACKEND = "inductor"
-"""What compiles; tests have a quicker one that computes as eager mode does."""
+"""Backend of torch.compile; tests use a faster one that computes as eager mode does."""
 
 _BLOCK: Final = re.compile(r"blocks\.\d+")
 
@@ -21,7 +21,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
     Example:
         >>> from samo.models.gpt import GPT, GPTConfig
-        >>> from samo.train.compiling import blocks_of
+        >>> from samo.train.compile import blocks_of
         >>> model = GPT(GPTConfig(num_layers=3, width=16, num_heads=2))
         >>> blocks_of(model) == list(model.blocks)
         True
@@ -30,20 +30,19 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Let torch compile each block when it is first called, and again when what it is has changed.
+    """Compile each block on its first call, and again when it has changed.
 
-    Equal blocks share their code. Where gradients are added up between ranks, a block is as much as can be
-    compiled at once without holding that up.
+    Equal blocks share their code. Larger units would delay the reduction of gradients between ranks.
     """
     for block in blocks_of(model):
         block.compile(backend=BACKEND)
 
 
 class Clock:
-    """Counts the seconds that torch compiles, also in backward passes.
+    """Measures the time that torch compiles, also in backward passes.
 
     Args:
-        on_start: Called when it begins to.
+        on_start: Called when compiling starts.
     """
 
     def __init__(self, on_start: Callable[[], None]) -> None:
@@ -53,7 +52,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what is compiled inside."""
+        """Measure compiling inside of the context."""
         from torch._dynamo.callback import callback_handler  # it takes a second to load
 
         callback_handler.register_start_callback(self._start)
@@ -65,7 +64,7 @@ class Clock:
             callback_handler.remove_end_callback(self._end)
 
     def take(self) -> float:
-        """Return the seconds since it was asked last."""
+        """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

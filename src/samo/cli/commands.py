@@ -1,0 +1,111 @@
+"""The commands of ``samo`` as dataclasses: one field is one flag, and the string below it is its help."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from tyro.conf import Positional, arg, subcommand
+
+from samo.bench.settings import KernelsConfig, StepConfig
+from samo.train.config import Auto, OptionalPath, TrainConfig
+
+__all__ = []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demo:
+    """Show everything on a laptop CPU in two minutes: train, prune 90 %, train on, compare."""
+
+    out: OptionalPath = None
+    """Output folder. By default runs/demo, or runs/demo-2 and so on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train(TrainConfig):
+    """Train a GPT on your text: densely at first, then pruned, with compressed state."""
+
+    config: OptionalPath = None
+    """TOML file with settings. Flags override it."""
+    resume: OptionalPath = None
+    """Resume the run in this folder."""
+    out: OptionalPath = None
+    """Run folder. By default runs/NAME-OF-THE-TEXT, with -2, -3, ... added if it exists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Start a command on several ranks of this machine: samo launch -n 4 train notes.txt."""
+
+    command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND ...")]
+    """The command and its flags, without the word samo."""
+    num_ranks: Annotated[int, arg(aliases=("-n",))] = 2
+    """Processes to start; with GPUs, one for each."""
+    max_restarts: int = 0
+    """How often to restart all ranks after a failure; they resume from the last checkpoint."""
+    logs: OptionalPath = None
+    """Folder for the output of all ranks but the first. By default it is shown only after a failure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prune:
+    """Choose the weights to keep of a checkpoint, a run or a Hugging Face model folder."""
+
+    source: Positional[Path]
+    """A checkpoint, a run folder, or a folder with config.json and model weights."""
+    out: Path = Path("masks.safetensors")
+    """Mask file to write."""
+    sparsity: float | Auto = "auto"
+    """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
+    method: Literal["magnitude", "random", "zeros"] = "magnitude"
+    """Keep the largest weights, or random ones; zeros: the masks of a model that is pruned already."""
+    scope: Literal["tensor", "global", "erk"] = "tensor"
+    """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
+    pattern: str | None = None
+    """Keep n of every m neighbours along the inputs, such as "2:4"."""
+    skip: tuple[str, ...] = ()
+    """Patterns of weights that are not pruned, such as "blocks.0.*"."""
+    rules: dict[str, float] = field(default_factory=dict)
+    """Sparsities of individual weights: pairs of pattern and value."""
+    seed: int = 0
+    """Seed for the choice between weights of equal magnitude."""
+    json: bool = False
+    """Print the summary as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspect:
+    """Show masks, a checkpoint or a run; without a path, this machine and its kernels."""
+
+    path: Annotated[Positional[Path | None], arg(metavar="PATH")] = None
+    """A mask file, a checkpoint or a run folder."""
+    verify: bool = False
+    """Read a whole checkpoint, and verify its checksums."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Make one page of a run, or of several to compare: curves, memory, masks."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
+    """Run folders."""
+    out: OptionalPath = None
+    """The page to write, with a picture next to it. By default report.html in the first run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Measure speed and memory on this machine: of the kernels, or of a training step."""
+
+    question: (
+        Annotated[KernelsConfig, subcommand("kernels")] | Annotated[StepConfig, subcommand("step")]
+    )
+
+
+Command = Demo | Train | Launch | Prune | Inspect | Report | Bench
+
+COMMANDS: Final[dict[str, type]] = {
+    kind.__name__.lower(): kind for kind in (Demo, Train, Launch, Prune, Inspect, Report, Bench)
+}
+"""Commands by name; each has a module of that name with a function ``run``."""

@@ -1,0 +1,179 @@
+"""The command ``samo``: parse, run, and report errors.
+
+Nothing heavy is imported before the command is known, so that help appears at once.
+"""
+
+import argparse
+import importlib
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import tyro
+
+from samo import __version__
+from samo.cli.commands import COMMANDS, Command, Launch, Train
+from samo.errors import ConfigError, PeerError, SamoError
+from samo.train.config import TrainConfig
+from samo.train.config_io import read_toml
+
+__all__ = ["main"]
+
+LAUNCH_FLAGS: Final = ("-n", "--num-ranks", "--max-restarts", "--logs")
+"""Flags of samo launch itself, each with a value."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 success, 1 failure, 2 wrong usage.
+
+    Example:
+        >>> from samo.cli.main import main
+        >>> main(["inspect", "no-such-file"])
+        1
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments == ["--version"]:
+        sys.stdout.write(f"samo {__version__}\n")
+        return 0
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # the terminal may not know a character
+    _log_to_stderr()
+    _limit_spinning()
+    rank, num_ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+    prefix = "samo: " if num_ranks == 1 else f"samo: rank {rank}: "
+    try:
+        with _exit_on_ctrl_c():
+            command = parse(arguments or ["--help"])
+            module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
+        return int(module.run(command))
+    except ConfigError as error:
+        if rank == "0":  # all ranks have the same one
+            sys.stderr.write(f"{prefix}{error}\n")
+        return 2
+    except SamoError as error:
+        sys.stderr.write(f"{prefix}{error}\n")
+        if isinstance(error, PeerError) and num_ranks > 1:
+            # Closing connections would wait for the rank that has failed.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{prefix}interrupted\n")
+        return 130
+    except BrokenPipeError:  # as in samo inspect | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"{prefix}{error.filename or 'the system'}: {error.strerror or error}\n")
+        return 1
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """Return the command that was typed."""
+    arguments, launched = _split_launch(arguments)
+    name = arguments[0]
+    style = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    if name not in COMMANDS:
+        about = "Train pruned neural networks with a fraction of the memory."
+        every: Any = Command
+        return tyro.cli(every, prog="samo", description=about, args=arguments, config=style)
+    kind: Any = COMMANDS[name]
+    command: Command = tyro.cli(
+        kind,
+        prog=f"samo {name}",  # so that errors point to the help of this command
+        args=arguments[1:],
+        default=_train_defaults(arguments[1:]) if name == "train" else tyro.MISSING_NONPROP,
+        config=style,
+    )
+    return replace(command, command=launched) if isinstance(command, Launch) else command
+
+
+def _train_defaults(arguments: Sequence[str]) -> Train:
+    """Return the settings of --config or --resume, which flags override."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--config", "--resume", "--out"):
+        parser.add_argument(flag, nargs="?")
+    given, _ = parser.parse_known_args(arguments)
+    if given.resume is not None:
+        for name in ("config", "out"):
+            if getattr(given, name) is not None:
+                raise ConfigError(
+                    f"--resume continues a run that has its settings and its folder already; leave out "
+                    f"--{name}"
+                )
+        from samo.train.run_dir import RunDir
+
+        base: TrainConfig = RunDir.find(Path(given.resume)).config()
+        base = replace(base, mesh=replace(base.mesh, data="auto"))  # on any number of ranks
+    elif given.config is not None:
+        base = read_toml(Path(given.config))
+    else:
+        return Train()
+    return Train(**{entry.name: getattr(base, entry.name) for entry in fields(TrainConfig)})
+
+
+def _split_launch(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Separate the flags of samo launch from the command to launch, whose flags are its own.
+
+    Example:
+        >>> from samo.cli.main import _split_launch
+        >>> _split_launch(["launch", "-n", "4", "train", "notes.txt", "--steps", "9"])
+        (['launch', '-n', '4', 'train'], ('train', 'notes.txt', '--steps', '9'))
+    """
+    ours = list(arguments)
+    place = 1 if ours[:1] == ["launch"] else len(ours)
+    while place < len(ours):
+        if not ours[place].startswith("-"):
+            return ours[: place + 1], tuple(ours[place:])
+        place += 2 if ours[place] in LAUNCH_FLAGS else 1  # its value may be the next word
+    return ours, ()
+
+
+@contextmanager
+def _exit_on_ctrl_c() -> Iterator[None]:
+    """End the process on Ctrl-C while modules load: some turn the exception into others."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # only the main thread may set handlers, and an ignored signal stays ignored
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"samo: interrupted\n")
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _log_to_stderr() -> None:
+    """Show the warnings of samo, and of samo alone."""
+    logger = logging.getLogger("samo")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("samo: %(message)s"))
+        logger.addHandler(handler)
+
+
+def _limit_spinning() -> None:
+    """Let OpenMP threads that wait sleep soon, before torch starts them.
+
+    By default they spin for milliseconds, which on a busy machine takes the time of those they wait for. A
+    step of the demo on 2 cores, 2026-11-15: 50 ms alone (52 with this), next to one busy process 480 to
+    1,700 ms, and 125 with this.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -1,0 +1,103 @@
+"""The launcher as a rank sees it: torchrun and samo launch describe themselves in the environment."""
+
+import ctypes
+import os
+import shlex
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from samo.errors import RunError
+from samo.train.run_dir import RunDir
+
+__all__ = []
+
+RUN_ID_PREFIX: Final = "samo-"
+"""Start of the run ids of samo launch; others are torchrun's."""
+RESTARTS: Final = "SAMO_RESTART_COUNT"
+"""How often samo launch has started the ranks again."""
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def num_ranks() -> int:
+    """Return the number of ranks that were started together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_rank() -> bool:
+    """Return whether this is rank 0, which writes files and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_restarted() -> bool:
+    """Return whether the launcher has started this rank again after a failure."""
+    return any(int(os.environ.get(n, "0")) for n in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def launcher() -> str:
+    """Return an id of this launch that stays the same over restarts; "" without a launcher."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return "" if run is None else f"{run}/{os.getppid()}"
+
+
+def restarted_dir(out: Path | None, parent: Path, name: str) -> Path | None:
+    """Return the run directory of this launch before it was restarted, or None if there is none.
+
+    Args:
+        out: The requested directory, or None if ``free_dir(parent, name)`` chose it.
+        parent: Where it was chosen.
+        name: Its name, to which a number may have been added.
+    """
+    for path in [out] if out is not None else sorted(parent.glob(f"{name}*")):
+        with suppress(RunError):
+            if RunDir.find(path).read_run().get("launcher") == launcher():
+                return path
+    return None
+
+
+def end_with_launcher() -> None:
+    """Ask Linux for a SIGTERM when the launcher dies, even of a SIGKILL, which it cannot pass on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def command_line() -> str:
+    """Return the command that the user typed, with its launcher.
+
+    Example:
+        >>> import sys
+        >>> from samo.train.launch_env import command_line
+        >>> before, sys.argv = sys.argv, ["/usr/lib/samo/__main__.py", "train", "my notes.txt"]
+        >>> command_line()
+        "samo train 'my notes.txt'"
+        >>> sys.argv = before
+    """
+    name = Path(sys.argv[0]).name
+    command = _launched("samo" if name == "__main__.py" else name)
+    return f"{command} {shlex.join(sys.argv[1:])}".strip()
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that resumes a run, on the same number of ranks.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from samo.train.launch_env import resume_command
+        >>> resume_command(Path("runs/notes"))
+        'samo train --resume runs/notes'
+    """
+    start = _launched("samo")
+    # The environment does not tell torchrun's arguments.
+    note = f"   # on {num_ranks()} ranks" if start.startswith("torchrun") else ""
+    return f"{start} train --resume {shlex.quote(str(run))}{note}"
+
+
+def _launched(name: str) -> str:
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return name
+    is_ours = run.startswith(RUN_ID_PREFIX)
+    return f"samo launch -n {num_ranks()}" if is_ours else "torchrun ... -m samo"

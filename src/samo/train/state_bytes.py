@@ -1,0 +1,91 @@
+"""The bytes of model state: of this rank, and of all pipeline stages together."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from samo.train.events import Accounted, AccountedAgain
+from samo.train.step import Learner
+
+__all__ = []
+
+
+def accounted(step: int, learner: Learner, *, is_known: bool = False) -> Accounted:
+    """Return the state that a rank holds after a step; on rank 0, that of all stages of a replica.
+
+    A collective of all ranks.
+
+    Args:
+        step: The step.
+        learner: The holder of the state.
+        is_known: Whether the metrics of the run have it already.
+    """
+    ranks, own = learner.ranks, state_bytes(learner)
+    texts = ranks.all_gather_str("the size of the model state", json.dumps(own))
+    all_ranks = [json.loads(text) for text in texts]
+    held = added_up(all_ranks[:: ranks.num_replicas]) if ranks.is_first else own
+    kind = AccountedAgain if is_known else Accounted
+    return kind(
+        step=step,
+        **held,
+        weights=learner.weights,
+        rank_bytes=[rank["measured_bytes"] for rank in all_ranks],
+    )
+
+
+def state_bytes(learner: Learner) -> dict[str, Any]:
+    """Return the bytes of this rank's model state, as fields of `samo.train.events.Accounted`."""
+    held = learner.ledger()
+    if held is not None:
+        shares = (held.pruned, held.unpruned)
+        return {
+            "num_params": held.num_params,
+            "measured_bytes": held.measured_bytes,
+            "predicted_bytes": held.predicted_bytes,
+            "dense_bytes": held.dense_bytes,
+            "paper_bytes": held.paper_bytes,
+            "measured": added_up([share.measured for share in shares]),
+            "predicted": added_up([share.predicted for share in shares]),
+        }
+    params = list(learner.model.parameters())
+    count = sum(param.numel() for param in params)
+    measured = {
+        "dense": sum(param.nbytes for param in params),
+        "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
+        "moments": sum(
+            value.nbytes
+            for state in learner.opt.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        ),
+    }
+    predicted = {"dense": 4 * count, "gradients": 4 * count, "moments": 8 * count}
+    return {
+        "num_params": count,
+        "measured_bytes": sum(measured.values()),
+        "predicted_bytes": sum(predicted.values()),
+        "dense_bytes": 16 * count,  # fp32 in any dtype
+        "paper_bytes": None,
+        "measured": measured,
+        "predicted": predicted,
+    }
+
+
+def added_up(parts: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
+    """Add up the numbers of several mappings by name, nested ones too; None if one of them is unknown.
+
+    Example:
+        >>> from samo.train.state_bytes import added_up
+        >>> added_up([{"a": 1, "b": {"x": 2}, "c": 3}, {"a": 4, "b": {"x": 5, "y": 6}, "c": None}])
+        {'a': 5, 'b': {'x': 7, 'y': 6}, 'c': None}
+    """
+    total: dict[str, Any] = {}
+    for name in {name: None for part in parts for name in part}:
+        values = [part[name] for part in parts if name in part]
+        if isinstance(values[0], Mapping):
+            total[name] = added_up(values)
+        else:
+            total[name] = None if None in values else sum(values)
+    return total

@@ -1,0 +1,122 @@
+"""Small runs, and what they leave: shared by the tests of training."""
+
+import json
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from samo.checkpoint import read_manifest
+from samo.checkpoint.tensors import SavedTensors
+from samo.train import events
+from samo.train.config import (
+    DataConfig,
+    ModelConfig,
+    PruneConfig,
+    ResolvedConfig,
+    ResolvedOptim,
+    RunConfig,
+    TrainConfig,
+)
+from samo.train.events import Event
+from samo.train.run_dir import RunDir
+
+WORDS: Final = "the quick brown fox jumps over a lazy dog while it rains"
+CLOCKED: Final = {"tokens_per_s", "step_ms", "memory_bytes", "elapsed_s"}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+def write_text(folder: Path) -> Path:
+    draw = random.Random(0)
+    path = folder / "notes.txt"
+    path.write_text("\n".join(" ".join(draw.choices(WORDS.split(), k=8)) for _ in range(300)))
+    return path
+
+
+def small(text: Path, **run: Any) -> TrainConfig:
+    settings = {"steps": 8, "batch_size": 2, "eval_every": 4, "eval_batches": 2, "save_every": 3}
+    return TrainConfig(
+        data=DataConfig(train=(text,)),
+        model=ModelConfig(num_layers=1, width=32, num_heads=2, context=32),
+        prune=PruneConfig(dense_steps=0 if run.get("mode") == "dense" else 3),
+        run=RunConfig(**{**settings, "log_every": 1, "sample_tokens": 5, **run}),
+    )
+
+
+def recorded(run: Path, **changes: Any) -> ResolvedConfig:
+    """Return the settings that a run has recorded, with changes in its section run."""
+    config = RunDir(run).config()
+    return replace(config, run=replace(config.run, **changes))
+
+
+def optim(**settings: Any) -> ResolvedOptim:
+    return ResolvedOptim(**{"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, **settings})
+
+
+def lines(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if not kinds or line["event"] in kinds]
+
+
+def losses(run: Path) -> list[dict[str, Any]]:
+    """Return what a run measured of its model, without what it measured of the clock."""
+    return [
+        {key: value for key, value in line.items() if key not in CLOCKED}
+        for line in lines(run, "step", "eval", "observe", "prune", "remap", "state", "sample")
+    ]
+
+
+def tensors(run: Path, checkpoint: str = "last") -> dict[str, torch.Tensor]:
+    """Return every tensor of a checkpoint."""
+    path, found = run / "checkpoints" / checkpoint, {}
+    for kind in ("weights", "masks", "optimizer", "extra"):
+        saved = SavedTensors(path, read_manifest(path), kind)
+        found.update({f"{kind}:{name}": saved.read(name).clone() for name in saved.specs})
+    return found
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert losses(one) == losses(other)
+    for name in ("last", "best"):
+        ours, theirs = tensors(one, name), tensors(other, name)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            assert torch.equal(tensor, theirs[key]), key
+
+
+class Watcher:
+    """Listens, and does something after a step."""
+
+    def __init__(self, step: int = 0, action: Callable[[], object] | None = None) -> None:
+        self.seen: list[Event] = []
+        self.step = step
+        self.action = action
+
+    def on(self, event: Event) -> None:
+        self.seen.append(event)
+        if isinstance(event, events.Ticked) and event.step == self.step and self.action:
+            self.action()
+
+
+def interrupt_at(step: int, number: int = signal.SIGTERM) -> Watcher:
+    return Watcher(step, lambda: signal.raise_signal(number))
+
+
+class CrashError(Exception):
+    pass
+
+
+def crash_at(step: int) -> Watcher:
+    def crash() -> None:
+        raise CrashError
+
+    return Watcher(step, crash)
