@@ -324,7 +324,7 @@ def test_from_torch_prune_takes_masks_under_the_final_names() -> None:
 
 
 def test_from_zeros_needs_something_to_look_at() -> None:
-    with pytest.raises(MaskError, match="no weight was looked for zeros"):
+    with pytest.raises(MaskError, match="no weight was checked for zeros"):
         Masks.from_zeros(nn.Embedding(4, 4))
 
 
