@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.contenders import CONTENDERS as MORE
-from samo import cli
 from samo.bench.contenders import CONTENDERS
 from samo.bench.settings import StepConfig, command_line
+from samo.cli.main import main as samo_main
 
 __all__ = ["command", "main"]
 
@@ -29,7 +29,7 @@ def command(config: StepConfig) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, with all contenders to choose from."""
     CONTENDERS.update(MORE)
-    return cli.main(["bench", "step", *(sys.argv[1:] if arguments is None else arguments)])
+    return samo_main(["bench", "step", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 if __name__ == "__main__":

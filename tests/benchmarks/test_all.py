@@ -16,7 +16,7 @@ from benchmarks.layouts import bench as layouts
 from benchmarks.pipeline import simulated
 from torch import Tensor
 
-from samo import cli
+from samo.cli.main import main
 
 
 # torch.compile imports deprecated parts of torch, and the peers warn as they are imported.
@@ -55,7 +55,7 @@ def test_layouts_are_compared_by_what_their_runs_wrote(
         )
         arguments[arguments.index("--lr") + 1] = "1e-3" if len(seen) == 0 else "1e-2"
         seen.append(arguments)
-        return SimpleNamespace(returncode=cli.main(arguments))
+        return SimpleNamespace(returncode=main(arguments))
 
     seen: list[list[str]] = []
     out = tmp_path / "rows.jsonl"

@@ -179,7 +179,8 @@ def test_lines_are_measured_by_the_command(
         step.main(seen[-1])
 
     out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(streamed, "subprocess", SimpleNamespace(run=run))
+    stopped = subprocess.TimeoutExpired
+    monkeypatch.setattr(streamed, "subprocess", SimpleNamespace(run=run, TimeoutExpired=stopped))
     arguments = ["--toy", "--only", "masked", "--repeats", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["bench", "eager", "13b", *arguments])
     streamed.main()

@@ -265,7 +265,9 @@ class AdamW(Optimizer):
         assert self._skipped is not None
         if self._skipped_on_host is None:
             pinned = self._skipped.is_cuda
-            self._skipped_on_host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
+            self._skipped_on_host = torch.zeros(
+                2, dtype=torch.int64, device="cpu", pin_memory=pinned
+            )
         total, in_a_row = self._skipped_on_host.tolist()
         if in_a_row and in_a_row % _WARN_AFTER == 0:
             warnings.warn(

@@ -14,7 +14,7 @@ from typing import Any, Final
 from samo.checkpoint.load import load_masks
 from samo.errors import CheckpointError, ConfigError
 from samo.mask.masks import Masks
-from samo.mask.prunable import matching, prunable
+from samo.mask.prunable import dense_parameters, matching, prunable
 from samo.pruning.dynamic import DynamicSparse
 from samo.pruning.early_bird import EarlyBird
 from samo.pruning.gradual import GradualPruning
@@ -61,7 +61,8 @@ class Masking:
         elif self._config.run.mode != "dense":
             choice = self._own_choice()
             try:
-                groups = [] if choice is None else decide(self._learner.model, **choice)
+                model = self._learner.model
+                groups = [] if choice is None else decide(model, dense_parameters(model), **choice)
             except ValueError as error:
                 raise ConfigError(f"cannot prune: {error}") from error
             for group in groups:
