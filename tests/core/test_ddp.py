@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import samo
 from samo.core.compress import dense_of
 from samo.core.modules import named_weights
-from samo.core.ranks import compare_masks
+from samo.core.rank_checks import compare_masks
 from tests.ranks import run_ranks
 
 STEPS = 6

@@ -24,7 +24,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from samo.core.streamed import StreamedWeight
-from samo.core.written import LOCK
+from samo.core.writes import LOCK
 from tests.core.twins import mlp
 from tests.meters import Experts, LiveBytes, SmallResNet, ignores_dynamo, small_gpt, tokens
 

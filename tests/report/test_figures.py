@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from samo.report import figures
 from samo.report.curves import smooth, spread
-from samo.report.model_state import bars
+from samo.report.memory_bars import bars
 from samo.report.runs import Run, read_run, read_runs
 from samo.report.theme import DARK, LIGHT, drawing, to_svg
 from tests.report.runs import (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from samo.report import findings
-from samo.report.model_state import bars, dense_kinds, paper_kinds
+from samo.report.memory_bars import bars, dense_kinds, paper_kinds
 from samo.report.runs import Run, read_run, read_runs
 from samo.train.events import Event
 from tests.report.runs import (

@@ -1,11 +1,27 @@
-"""A pruned weight's parameter is its kept values; everything else is torch's.
+"""A pruned weight's parameter is its kept values; the rest is torch.
 
-weight.py     what belongs to one compressed parameter: values, mask, the dense copy
-dense.py      the dense weight that ``module.weight`` gives, and its way back to the values
-modules.py    the class of a module with compressed parameters
-compress.py   `compress_`, `decompress_` and what looks at a compressed model
-optim.py      `AdamW`; groups.py: parameter groups for any optimizer
-remap.py      `remap_`: other masks for a model in training
+Compressing a model
+    compress.py     `compress_`, `decompress_`, `dense_state_dict`, `masks`
+    checks.py       what `compress_` will do to each parameter, and what it refuses
+    modules.py      the class of a module with compressed parameters
+    weight.py       one compressed parameter: values, mask, resident dense copy
+
+Reading ``module.weight``
+    dense.py        resident: values -> dense weight -> compressed gradient
+    expansion.py    streamed: a dense weight that is expanded lazily
+    streamed.py     the same as a tensor, for eager code
+    functions.py    the functions of torch that it implements
+    products.py     products that save no dense weight for backward
+    writes.py       writes to expansions reach the values
+    traced.py       inside torch.compile and torch.export
+
+Training
+    optim.py        `AdamW`
+    groups.py       parameter groups for any optimizer
+    remap.py        `remap_`: new masks for a model in training
+    transfer.py     moves vectors of kept entries from one mask to another
+    shards.py       DTensor helpers, for FSDP2
+    rank_checks.py  replicas and shards must have the same masks
 """
 
 __all__ = []

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from samo import kernels as _kernels
+from samo.core.checks import (
+    check_arguments,
+    check_scripted,
+    plan_parameters,
+    resident_parameters,
+)
 from samo.core.modules import (
     BITMAP,
     CompressedModule,
@@ -20,13 +26,7 @@ from samo.core.modules import (
     set_weights,
     weights_in,
 )
-from samo.core.plan import (
-    check_arguments,
-    check_scripted,
-    plan_parameters,
-    resident_parameters,
-)
-from samo.core.ranks import check_masks_of_ranks
+from samo.core.rank_checks import check_masks_of_ranks
 from samo.core.shards import whole
 from samo.core.weight import Weight, mark_ragged, weight_of
 from samo.errors import CompressionError

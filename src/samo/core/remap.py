@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samo.core.checks import masks_by_parameter
 from samo.core.compress import check_whole
 from samo.core.modules import named_weights
-from samo.core.plan import masks_by_parameter
-from samo.core.ranks import outdate_replicas
+from samo.core.rank_checks import outdate_replicas
 from samo.core.transfer import move
 from samo.core.weight import STEPPED, Weight, mark_ragged
 from samo.errors import CompressionError, MaskError, nearest

@@ -2,7 +2,7 @@
 
 It knows its shape, dtype and device. A transpose, or one expert of a stack, is another such tensor. It has
 no mutable state, so threads, copies and repeated passes can share it. For writes to expansions see
-`samo.core.written`.
+`samo.core.writes`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from samo.core import functions  # noqa: F401  (registers what it handles)
 from samo.core.dense import DenseWeight, Layout
 from samo.core.expansion import HANDLERS, OPERATORS, Expansion, expanded
-from samo.core.written import Handed
+from samo.core.writes import Handed
 from samo.errors import CompressionError
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from samo.core.dense import (
     expand_by_index,
 )
 from samo.core.streamed import StreamedWeight
-from samo.core.written import LOCK as _LOCK, Handed
+from samo.core.writes import LOCK as _LOCK, Handed
 from samo.errors import CompressionError
 from samo.mask.mask import Mask
 

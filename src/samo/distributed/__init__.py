@@ -2,7 +2,6 @@
 
 mesh      the ranks as a DeviceMesh with axes `pipe` and `data`
 watchdog  heartbeats: which rank failed, and an end for those that wait for it
-links     messages from rank to rank, for checkpoints
 """
 
 __all__ = []

@@ -1,3 +1,3 @@
-"""Models of other libraries."""
+"""Models from elsewhere: checkpoints, run folders and Hugging Face model folders."""
 
 __all__ = []

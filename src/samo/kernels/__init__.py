@@ -13,6 +13,6 @@ more module with these four functions (`Kernels`) and one more line in `choose`.
 """
 
 from samo.kernels.dispatch import PATHS, Path, choose
-from samo.kernels.ops import AdamWSettings, AdamWUpdate, Kernels
+from samo.kernels.protocol import AdamWSettings, AdamWUpdate, Kernels
 
 __all__ = ["PATHS", "AdamWSettings", "AdamWUpdate", "Kernels", "Path", "choose"]

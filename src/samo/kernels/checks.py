@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samo.kernels.lean import num_groups
-from samo.kernels.ops import AdamWUpdate
+from samo.kernels.protocol import AdamWUpdate
 from samo.kernels.rounding import master_dtype, remainder_dtype
 from samo.mask.mask import Mask
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from samo.kernels import cpu_loops, reference
 from samo.kernels.checks import check_pair, is_plain
-from samo.kernels.ops import AdamWSettings, AdamWUpdate
+from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.reference import OLDEST, corrections_by_age, count_step
 from samo.mask import bitmap
 from samo.mask.mask import Mask

@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import torch
 
-from samo.kernels.ops import Kernels
+from samo.kernels.protocol import Kernels
 
 __all__ = ["PATHS", "Path", "choose"]
 

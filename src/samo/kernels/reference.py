@@ -23,8 +23,8 @@ from torch import Tensor
 
 from samo.kernels import lean
 from samo.kernels.checks import check_pair, check_update
-from samo.kernels.ops import AdamWSettings, AdamWUpdate
 from samo.kernels.pieces import flattened, pieces, put
+from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.rounding import convert_remainder, join, split
 from samo.mask.mask import Mask
 

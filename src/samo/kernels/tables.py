@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo.kernels.ops import AdamWUpdate
+from samo.kernels.protocol import AdamWUpdate
 
 __all__ = []
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from samo.kernels import lean, reference, triton_common, triton_kernels, triton_lean
 from samo.kernels.checks import check_pair, check_update, is_plain
-from samo.kernels.ops import AdamWSettings, AdamWUpdate
+from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.tables import (
     Table,
     Where,

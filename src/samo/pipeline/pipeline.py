@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _sync_module_states
 
 from samo.core.compress import masks as masks_of
-from samo.core.ranks import compare_masks
+from samo.core.rank_checks import compare_masks
 from samo.errors import PeerError
 from samo.mask.masks import Masks
 from samo.pipeline.engine import in_flight_limits

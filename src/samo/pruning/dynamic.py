@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from samo.core.modules import named_weights
-from samo.core.ranks import group_of
+from samo.core.rank_checks import group_of
 from samo.core.weight import Weight
 from samo.errors import CompressionError, MaskError
 from samo.mask import bitmap

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samo.core.ranks import group_of
+from samo.core.rank_checks import group_of
 from samo.core.transfer import move, narrow
 from samo.core.weight import Weight
 from samo.errors import CompressionError

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from samo.memory.predict import KINDS
 from samo.report.curves import smooth, spread
 from samo.report.findings import last_loss, tokens_per_s
-from samo.report.model_state import Bar
+from samo.report.memory_bars import Bar
 from samo.report.runs import Run, finite_evals
 from samo.report.theme import LIGHT, RUN_COLOURS, new_figure, place, run_colour, run_dashes
 from samo.train.events import Stepped

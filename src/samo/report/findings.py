@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from samo.report.model_state import holder
+from samo.report.memory_bars import holder
 from samo.report.runs import Run, finite_evals
 from samo.utils.formatting import NOTHING, count, duration, loss, percent, size, three_digits
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from samo.errors import ConfigError, RunError, SamoError
 from samo.report import figures, findings, theme
-from samo.report.model_state import bars
+from samo.report.memory_bars import bars
 from samo.report.runs import Run, read_runs
 from samo.utils import atomic_io, formatting
 

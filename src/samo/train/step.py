@@ -22,7 +22,7 @@ from samo.core.compress import compress_
 from samo.core.groups import param_groups
 from samo.core.modules import named_weights
 from samo.core.optim import AdamW
-from samo.core.ranks import compare_masks
+from samo.core.rank_checks import compare_masks
 from samo.data.batches import IGNORE, Batch
 from samo.errors import MaskError, nearest
 from samo.mask.masks import Masks
