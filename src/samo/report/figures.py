@@ -92,7 +92,7 @@ def throughput_figure(runs: Sequence[Run]) -> Figure:
 def memory_figure(bars: Sequence[Bar]) -> Figure:
     """Draw one stacked bar a row: solid if measured, pale if it comes from arithmetic."""
     figure = new_figure(_WIDTH, 34 * len(bars) + 10)
-    left = min(230.0, 14 + 6.9 * max(len(bar.label) for bar in bars))
+    left = min(230.0, 16 + 8.2 * max(len(bar.label) for bar in bars))
     axes = place(figure, left=left, right=166, top=4, bottom=6)
     axes.set_axis_off()
     widest = max(bar.total for bar in bars) or 1
