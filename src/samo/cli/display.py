@@ -84,7 +84,7 @@ class Display:
             case events.Remapped():
                 self._masks = f"{event.sparsity:.1%} pruned  "
                 if event.grown:
-                    self._masks = f"{event.grown / event.kept:.1%} replaced  "
+                    self._masks = f"{event.replaced:.1%} replaced  "
                     self._change_every = event.step - self._changed_at
                     self._changed_at = event.step
             case events.Accounted():
