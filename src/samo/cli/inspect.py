@@ -75,7 +75,8 @@ def _machine() -> _Found:
     for device in devices:
         about = hardware(device)
         chosen = kernels.choose(device)
-        name = getattr(chosen, "__name__", type(chosen).__name__).rpartition(".")[2]
+        module = getattr(chosen, "__name__", type(chosen).__name__).rpartition(".")[2]
+        name = module.partition("_")[0]  # triton_launch: triton
         shown = f"{about['device_name']}, {size(about['memory_bytes'])}, kernels: {name}"
         if device.type == "cpu":
             shown += f", {about['cores']} cores, {about['threads']} threads"
