@@ -91,7 +91,7 @@ class Report:
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
     """Run folders."""
     out: OptionalPath = None
-    """The page to write, with a picture next to it. By default report.html in the first run."""
+    """The page to write; by default report.html in the first run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,7 +59,7 @@ def from_dict(
     if version != VERSION:
         raise ConfigError(
             f"{source} has version {version!r}, and this samo reads version {VERSION}; use the samo it was "
-            "written for, or write it again (docs/cli.md lists all settings)"
+            "written for, or write it again (samo train --help lists all settings)"
         )
     sections: dict[str, Any] = {}
     kinds = typing.get_type_hints(kind)
