@@ -129,7 +129,7 @@ def test_a_killed_rank_is_named_and_all_restart_from_the_last_checkpoint(
         os.kill(ranks[1], signal.SIGKILL)
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 0, said
-    assert "samo: rank 1 (stage 1 of 2) was killed by signal 9, the first rank to fail" in said
+    assert "samo: rank 1 (stage 1 of 2) was killed by signal 9, the first rank to exit" in said
     assert "samo: all ranks restart from the last checkpoint (restart 1 of 1)" in said
     assert "Traceback" not in said
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes"]
@@ -312,7 +312,7 @@ def test_the_launcher_names_the_rank_that_failed_and_restarts(
     words = ("train", "a.txt", "--pipe", "2", "--device", "cpu")
     assert launch(Launch(command=words, num_ranks=2, max_restarts=1)) == code
     said = capsys.readouterr().err
-    assert ("the first rank to fail" in said) == (message is not None)
+    assert ("the first rank to exit" in said) == (message is not None)
     assert message is None or f"samo: {message}" in said
     assert (
         said.count("all ranks restart from the last checkpoint (restart 1 of 1)") == len(codes) - 1

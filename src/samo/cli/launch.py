@@ -112,7 +112,7 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
         _show_logs(folder, command.num_ranks)
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         name = rank_name(train.mesh, command.num_ranks, rank)
-        sys.stderr.write(f"samo: {name} {how}, the first rank to fail\n")
+        sys.stderr.write(f"samo: {name} {how}, the first rank to exit\n")
         if attempt < command.max_restarts:
             which = f"restart {attempt + 1} of {command.max_restarts}"
             sys.stderr.write(f"samo: all ranks restart from the last checkpoint ({which})\n")
