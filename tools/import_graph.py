@@ -9,6 +9,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +41,7 @@ def imports(path: Path) -> Iterator[str]:
                 yield node.module
 
 
+@cache
 def edges() -> Counter[tuple[str, str]]:
     """Count the imports between packages, without those of `errors` and `utils`."""
     packages = set().union(*LAYERS)
