@@ -59,8 +59,8 @@ def with_losses(folder: Path, losses: dict[str, float], **settings: Any) -> list
             "All runs reach about the same validation loss, 2.100 to 2.115",
         ),
         (
-            {"a": 2.0, "between": 2.015, "c": 2.03},
-            "a has the lowest validation loss, 2.000; c the highest, 2.030",
+            {"a": 2.0, "between": 2.03, "c": 2.06},
+            "a has the lowest validation loss, 2.000; c the highest, 2.060",
         ),
         ({"a": 2.1, "b": 2.1}, "All runs reach about the same validation loss, 2.100"),
     ],

@@ -262,8 +262,9 @@ def _finish_axes(axes: Axes, quantity: str, x: str, *, percent: bool = False) ->
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    low, high = axes.get_ylim()
-    decimals = 0 if high - low > 10 else 1 if high - low > 1 else 2
+    # As many decimals as the ticks have: a tick at 2.25 must not be labelled 2.2.
+    ticks = [round(float(tick), 6) for tick in axes.get_yticks()]
+    decimals = max(len(f"{tick:.6f}".rstrip("0").partition(".")[2]) for tick in ticks)
     write = formatting.percent if percent else lambda value: f"{value:,.{decimals}f}"
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     axes.set_xlabel(x, fontsize=11)

@@ -1,6 +1,6 @@
 """What the runs show, in numbers and sentences. Nothing is drawn here.
 
-A sentence ranks runs only where a careful reader would: losses within 1 % of each other and speeds
+A sentence ranks runs only where a careful reader would: losses within 2 % of each other and speeds
 within 5 % are "about the same", and runs on other data or hardware are not compared at all.
 """
 
@@ -16,7 +16,7 @@ from samo.utils.formatting import NOTHING, count, duration, loss, percent, size,
 
 __all__ = []
 
-_SAME_LOSS: Final = 0.01
+_SAME_LOSS: Final = 0.02
 """Other seeds move the loss of a run by about this fraction,"""
 _SAME_SPEED: Final = 0.05
 """and other load on the machine its speed."""
