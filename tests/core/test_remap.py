@@ -440,7 +440,7 @@ def test_values_that_do_not_fit_are_refused(model: nn.Module) -> None:
     count = new["0.weight"].kept - (old["0.weight"] & new["0.weight"]).kept
     with pytest.raises(ValueError, match=r"fill has values for '1.weight' \(did you mean"):
         samo.remap_(model, new, fill={"1.weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=f"keeps {count:,} entries anew; give one floating-point"):
+    with pytest.raises(ValueError, match=f"keeps {count:,} new entries; give one floating-point"):
         samo.remap_(model, new, fill={"0.weight": torch.ones(count + 1)})
     with pytest.raises(ValueError, match=r"torch.int64 of shape"):
         samo.remap_(model, new, fill={"0.weight": torch.ones(count, dtype=torch.int64)})

@@ -239,7 +239,7 @@ class AdamW(Optimizer):
     ) -> Tensor:
         """Return whether any gradient is not finite on any rank that shares in the parameters.
 
-        Count it, and warn where that goes on. All ranks come here, with gradients or without.
+        Counts skipped steps and warns after several in a row. Every rank calls this, with gradients or not.
         """
         flags = [batch.kernels.find_nonfinite(batch.gradients) for batch in batches]
         params = (param for group in self.param_groups for param in group["params"])
@@ -333,7 +333,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def carry_over(self, dense: Optimizer) -> None:
-        """Go on from the moments of the optimizer that trained the model before it was compressed.
+        """Continue from the moments of the optimizer that trained the model before compression.
 
         Without this the first steps after pruning divide by moments that know one gradient each.
 

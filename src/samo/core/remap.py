@@ -57,15 +57,14 @@ def remap_(
     *,
     fill: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Give a compressed model other masks, in place, and let training go on.
+    """Give a compressed model new masks in place, and keep training.
 
-    Entries kept by the old and the new mask keep their values, gradients and optimizer state bit for
-    bit. Entries kept anew start at 0, with the optimizer state of a first step (0, but for the step
-    sizes of Rprop and the sums of Adagrad). Dropped entries become exactly 0. Parameters stay the
-    objects they were, with another length.
+    Entries kept by both masks keep their values, gradients and optimizer state bit for bit. Newly kept
+    entries start at 0, with initial optimizer state (0, except for Rprop's step sizes and Adagrad's
+    sums). Dropped entries become exactly 0. Parameters stay the same objects, with new lengths.
 
-    Everything that could be wrong is looked for first, and a failure in the middle is undone, so that
-    the model has either all of the new masks or all of the old ones.
+    All checks run first, and a failure midway is rolled back: the model has either all of the new masks
+    or all of the old ones.
 
     Pass every optimizer of the model: state that does not follow belongs to other entries from then on.
     One that has made a step is missed here, and one that only loaded its state at its first step, unless
@@ -73,8 +72,8 @@ def remap_(
     ``torch.optim.swa_utils.AveragedModel``, are not known, and need a remap of their own.
 
     On several ranks all need the same masks. DistributedDataParallel is built for the lengths of the
-    parameters: if these change, build it anew, ``DistributedDataParallel(ddp.module)``; its next forward
-    pass is refused otherwise. With as many entries kept as before it goes on as it is.
+    parameters: if these change, rebuild it as ``DistributedDataParallel(ddp.module)``; otherwise its next
+    forward pass raises an error. If the counts stay the same, it keeps working.
 
     Example:
         >>> import torch, samo
@@ -92,7 +91,7 @@ def remap_(
         model: A compressed model.
         masks: A mask for each pruned parameter; to keep all of one, give a mask that keeps everything.
         opt: The optimizer of the model, `samo.AdamW` or one of torch, or several of them.
-        fill: Values for the entries kept anew, by name: a vector in the order of the flat tensor.
+        fill: Values for newly kept entries, by name: a vector in row-major order.
 
     Returns:
         The same model.
@@ -102,7 +101,7 @@ def remap_(
             cannot be moved.
         MaskError: The masks do not fit the model.
         TypeError: An argument is of another kind.
-        ValueError: ``fill`` does not fit the entries kept anew.
+        ValueError: ``fill`` does not fit the newly kept entries.
     """
     check_whole(
         model,
@@ -141,7 +140,7 @@ class _Plan(NamedTuple):
     weight: Weight
     mask: Mask
     added: _Vectors
-    """Of the entries kept anew what is not 0."""
+    """Nonzero initial values of newly kept entries."""
     states: list[dict[str, Any]]
     """What optimizers keep for the weight."""
 
@@ -178,7 +177,7 @@ def _put_back(plan: _Plan, mask: Mask, dropped: _Vectors, error: BaseException) 
     except (MemoryError, RuntimeError):  # torch has both
         error.add_note(
             f"'{plan.weight.name}' could not be put back for want of memory and has its new mask; load "
-            "a checkpoint before you go on"
+            "a checkpoint before you continue"
         )
 
 
@@ -212,7 +211,7 @@ def _plan(
             if values is not None and values.numel():
                 raise ValueError(
                     f"fill has {values.numel():,} values for '{name}', but its mask stays as it is and "
-                    "keeps nothing anew; leave its name out of fill"
+                    "adds no entries; leave its name out of fill"
                 )
             continue
         _check_passed(name, weight, optimizers)
@@ -306,11 +305,11 @@ def _check_fill(fill: object, found: Collection[str]) -> None:
 def _added(
     name: str, weight: Weight, count: int, values: Tensor, states: list[dict[str, Any]]
 ) -> _Vectors:
-    """Return the vectors of the entries kept anew, in the types that they are stored in."""
+    """Return the vectors of newly kept entries, in the dtypes they are stored in."""
     if values.shape != (count,) or not values.is_floating_point():
         raise ValueError(
             f"fill has {values.dtype} of shape {tuple(values.shape)} for '{name}', whose new mask keeps "
-            f"{count:,} entries anew; give one floating-point number for each, in flat order"
+            f"{count:,} new entries; give one floating-point number for each, in row-major order"
         )
     dtype = weight.values.dtype
     rounded, remainder = split(values.detach().to(weight.device, master_dtype(dtype)), dtype)
@@ -328,7 +327,7 @@ def _added(
 
 
 def _initial_state(weight: Weight, count: int, holding: list[Optimizer]) -> _Vectors:
-    """Return what optimizers begin with for the entries kept anew, where that is not 0."""
+    """Return the initial optimizer state of newly kept entries, where it is not 0."""
     found: _Vectors = {}
     for index, opt in enumerate(holding):
         for kind, key, setting in _INITIAL:
