@@ -10,8 +10,8 @@
      +- TicketError (RuntimeError)  masks that have not settled by the given limit
      +- PeerError (RuntimeError)    another rank died, hung or sent nonsense
 
-Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is wrong,
-the values in hand, the rule and the next step.
+Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is
+wrong, the values in hand, the rule and the next step.
 """
 
 import difflib
@@ -141,8 +141,8 @@ class PeerError(SamoError, RuntimeError):
         rank: The rank that failed, if known.
         stage: Its pipeline stage, if it has one.
         is_timeout: Whether it failed by not answering in time.
-        is_diagnosed: Whether heartbeats were compared to find these ranks. If not, the ranks named may
-            themselves wait for another one.
+        is_diagnosed: Whether heartbeats were compared to find these ranks. If not, the ranks named
+            may themselves wait for another one.
     """
 
     def __init__(

@@ -51,12 +51,13 @@ def floor_bytes(operation: str, numel: int, kept: int) -> int:
         "compress": once + 2 * kept,
         "compress, to fp32": once + 4 * kept,
         "expand": once + 4 * kept,
-        # Per kept weight the update reads 2 bytes of gradient, and reads and writes 4 of value and 8
-        # of moments; then the dense copy is written.
+        # Per kept weight the update reads 2 bytes of gradient, and reads and writes 4 of value and
+        # 8 of moments; then the dense copy is written.
         "update, exact": once + 26 * kept,
         # Here 2 bytes of value, one of correction and two of moments; scales are not counted.
         "update, lean": once + 12 * kept,
-        # Gradient 2 to 4, then 4 in, master 4 in and out, moments 8 in and out; master 4 to weight 2.
+        # Gradient 2 to 4, then 4 in, master 4 in and out, moments 8 in and out; master 4 to weight
+        # 2.
         _DENSE: 40 * numel,
     }[operation]
 

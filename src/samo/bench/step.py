@@ -1,10 +1,10 @@
 """``samo bench step``: what a training step of a pruned GPT costs, in time and memory.
 
-All contenders train the same GPT from the same initial weights, on the same tokens, with the same loss
-and AdamW settings. In each round every contender is built, warmed up, timed and freed in turn.
+All contenders train the same GPT from the same initial weights, on the same tokens, with the same
+loss and AdamW settings. In each round every contender is built, warmed up, timed and freed in turn.
 
-With ``--compile`` every model is compiled in the same way: each block by itself, or forward and loss
-as one graph, with or without CUDA graphs. The optimizer is never compiled.
+With ``--compile`` every model is compiled in the same way: each block by itself, or forward and
+loss as one graph, with or without CUDA graphs. The optimizer is never compiled.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Checkpoints of many ranks: which rank holds what, and how ranks act as one.
 
-Every rank writes files with what it alone holds: the first replica of a stage its tensors, and of DTensors
-each rank its rows. Only small JSON goes between ranks, through the store that the process group met with:
+Every rank writes files with what it alone holds: the first replica of a stage its tensors, and of
+DTensors each rank its rows. Only small JSON goes between ranks, through the store that the process
+group met with:
 
     every rank       act, and post the result or why there is none
     the first one    wait for all, decide, and post the outcome
@@ -49,7 +50,8 @@ class Ranks:
     Args:
         ranks: Global ranks, the same on all of them; the first decides. By default one process.
         caller: The function that they all call.
-        timeout_s: Seconds without progress on any rank after which those that are missing are given up.
+        timeout_s: Seconds without progress on any rank after which those that are missing are given
+            up.
     """
 
     def __init__(self, ranks: Sequence[int] = (), caller: str = "", timeout_s: float = 0.0) -> None:
@@ -88,8 +90,8 @@ class Ranks:
         Args:
             what: What ranks wait for, for errors.
             act: Called on each rank.
-            decide: Called on the first rank with the results of all, in their order; returns what all
-                ranks return instead. Both are JSON then.
+            decide: Called on the first rank with the results of all, in their order; returns what
+                all ranks return instead. Both are JSON then.
 
         Raises:
             CheckpointError: Another rank failed. This rank's own error is raised as it is.
@@ -254,7 +256,8 @@ def layout_of(
 
     Args:
         model: A model, also wrapped by DistributedDataParallel or sharded by FSDP2, or a pipeline.
-        mesh: All ranks; by default those of the pipeline, of DistributedDataParallel or of DTensors.
+        mesh: All ranks; by default those of the pipeline, of DistributedDataParallel or of
+            DTensors.
         timeout_s: How long to wait for a rank.
         caller: For errors.
 

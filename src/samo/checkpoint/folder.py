@@ -4,8 +4,8 @@
     2  manifest.json        written aside, fsynced, renamed over the old one
     3  data-77b0e512/       the tensors before, removed
 
-Killed before 2, the old manifest and its tensors stand; after it, the new ones. The next save removes what
-is left over.
+Killed before 2, the old manifest and its tensors stand; after it, the new ones. The next save
+removes what is left over.
 """
 
 import errno
@@ -63,8 +63,8 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Make ``target`` the same checkpoint as ``source``, with hard links where the file system has them.
 
-    Data files are never written again, so both can share them; where they cannot, bytes are copied and
-    checked. A checkpoint in ``target`` is replaced atomically.
+    Data files are never written again, so both can share them; where they cannot, bytes are copied
+    and checked. A checkpoint in ``target`` is replaced atomically.
 
     Example:
         >>> import tempfile, torch, samo
@@ -130,7 +130,8 @@ def draft(path: Path) -> Iterator[Draft]:
             made = atomic_io.make_folders(path)
             with atomic_io.locked(path):
                 _check_own(path)
-                # Which data belongs to a damaged manifest is unknown: all of it stays until the end.
+                # Which data belongs to a damaged manifest is unknown: all of it stays until the
+                # end.
                 with suppress(CheckpointError):
                     is_there = (path / NAME).exists()
                     _remove_data(path, keep=read_manifest(path).data if is_there else None)

@@ -41,13 +41,13 @@ def load(
     """Fill a model, its optimizer and its scaler from a checkpoint, so that training resumes exactly.
 
     Everything is checked before anything is changed: every byte, and that names, shapes, types and
-    groups fit. A compressed checkpoint goes into a compressed model (``samo.load_masks(path)`` reads its
-    masks), or, without ``opt``, into an ordinary one, with zeros for what is pruned. Where masks have
-    moved since the model was compressed, it gets those of the checkpoint. Tensors go to the device of
-    the model.
+    groups fit. A compressed checkpoint goes into a compressed model (``samo.load_masks(path)``
+    reads its masks), or, without ``opt``, into an ordinary one, with zeros for what is pruned.
+    Where masks have moved since the model was compressed, it gets those of the checkpoint. Tensors
+    go to the device of the model.
 
-    Where a model lies on several ranks, as for `samo.save`, all of them call it, in whatever layout the
-    checkpoint was saved. Each reads its own part; if one refuses, all do.
+    Where a model lies on several ranks, as for `samo.save`, all of them call it, in whatever layout
+    the checkpoint was saved. Each reads its own part; if one refuses, all do.
 
     Example:
         >>> import tempfile, torch, samo
@@ -77,7 +77,8 @@ def load(
         What was given to `samo.save` as ``extra``; tensors on the CPU.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or does not fit, here or on another rank.
+        CheckpointError: The checkpoint is missing or damaged, or does not fit, here or on another
+            rank.
         PeerError: Another rank does not answer.
     """
     layout, folder = layout_of(model, mesh, timeout_s, "samo.load"), Path(path)

@@ -1,16 +1,17 @@
 """The manifest of a checkpoint: what the folder holds, checked to the last byte, and read without torch.
 
     path/manifest.json              format, version, files with bytes and SHA-256, everything that is
-                                    not a tensor, and, in the last line, a checksum of all lines above
+                                    not a tensor, and, in the last line, a checksum of all lines
+                                    above
     path/data-3f2a91c4/             the tensors; the manifest names the folder that counts
         weights.safetensors         what state_dict() has: values, unpruned parameters, buffers
         masks.safetensors           a mask file, of a compressed model
         optimizer.safetensors       "0.weight/exp_avg" and so on
         extra.safetensors           tensors of the caller
 
-A kind of tensors over 1 GB is split into ``weights-00001.safetensors``, ``weights-00002.safetensors`` and
-so on; rank 3 of several writes ``weights-rank00003.safetensors``. A manifest may come from a stranger:
-every value has its type checked before it is used.
+A kind of tensors over 1 GB is split into ``weights-00001.safetensors``,
+``weights-00002.safetensors`` and so on; rank 3 of several writes ``weights-rank00003.safetensors``.
+A manifest may come from a stranger: every value has its type checked before it is used.
 """
 
 import hashlib

@@ -92,8 +92,8 @@ class ModelState:
         """Refuse a checkpoint of another model, before anything is changed.
 
         Raises:
-            CheckpointError: A name, shape, type or tie differs, masks do and cannot be taken over, or
-                the checkpoint is of a dense model and this one is compressed.
+            CheckpointError: A name, shape, type or tie differs, masks do and cannot be taken over,
+                or the checkpoint is of a dense model and this one is compressed.
         """
         if self.is_compressed and not saved.manifest.is_compressed:
             raise CheckpointError(

@@ -210,7 +210,8 @@ class OptimizerState:
                 if name in entry["state"]:
                     content = state[len(params)] = {}
                     for key, value in entry["state"][name].items():
-                        # torch reads step counts on the host, except for capturable and fused kernels.
+                        # torch reads step counts on the host, except for capturable and fused
+                        # kernels.
                         is_host = key == "step" and not (on_device or isinstance(self.kind, AdamW))
                         content |= decode({key: value}, host if is_host else param.device, param)
                 params.append(param)
@@ -248,7 +249,8 @@ def check_all(saved: Checkpoint, optimizers: Sequence[OptimizerState]) -> None:
     shared = [[entry["more"], *_settings_by_name(entry).values()] for entry in entries]
     held = json_values.references([list(entry["state"].values()) for entry in entries])
     named = {*held, *json_values.references(shared)}
-    # What an optimizer has beside its groups is that of the first stage; other stages wrote theirs too.
+    # What an optimizer has beside its groups is that of the first stage; other stages wrote theirs
+    # too.
     found = {n for n in saved.moments.specs if n in named or not n.startswith(SETTING)}
     if named != found or len(held) != len(set(held)):
         raise CheckpointError(

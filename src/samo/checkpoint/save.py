@@ -58,13 +58,13 @@ def save(
 ) -> None:
     """Write a checkpoint, compressed as the model is, and replace the one before it atomically.
 
-    It holds what ``model.state_dict()`` does (of a compressed model the kept values, and its masks) and
-    the state of the optimizers, but no gradients. Killed at any moment, or with the disk full, the folder
-    has the checkpoint before it, or the new one.
+    It holds what ``model.state_dict()`` does (of a compressed model the kept values, and its masks)
+    and the state of the optimizers, but no gradients. Killed at any moment, or with the disk full,
+    the folder has the checkpoint before it, or the new one.
 
-    Where a model lies on several ranks (`samo.Pipeline`, DistributedDataParallel as it is, or FSDP2's
-    ``fully_shard``), all of them call it. Each writes what it alone holds, in parallel, and a failure on
-    any rank is raised on all. A checkpoint loads into any other layout. Call
+    Where a model lies on several ranks (`samo.Pipeline`, DistributedDataParallel as it is, or
+    FSDP2's ``fully_shard``), all of them call it. Each writes what it alone holds, in parallel, and
+    a failure on any rank is raised on all. A checkpoint loads into any other layout. Call
     ``ZeroRedundancyOptimizer.consolidate_state_dict()`` before.
 
     Example:
@@ -82,16 +82,16 @@ def save(
         model: A compressed model or an ordinary one, or a `samo.Pipeline`.
         opt: Its optimizer, `samo.AdamW` or any of torch's, or several of them.
         scaler: Its loss scaler; that of the first rank counts.
-        extra: Anything else, by name: tensors, or JSON values (numbers, strings, booleans, None, lists
-            and dicts of them). Tuples come back as lists. That of the first rank counts.
+        extra: Anything else, by name: tensors, or JSON values (numbers, strings, booleans, None,
+            lists and dicts of them). Tuples come back as lists. That of the first rank counts.
         mesh: All ranks that hold a part of the model or a copy of it. By default those of
             `samo.Pipeline`, of DistributedDataParallel or of DTensors; one process otherwise.
         timeout_s: Seconds to wait for a rank while none writes.
 
     Raises:
         TypeError: ``extra`` has a value of another type.
-        CheckpointError: A file cannot be written, the optimizer belongs to another model, or another
-            rank failed.
+        CheckpointError: A file cannot be written, the optimizer belongs to another model, or
+            another rank failed.
         PeerError: Another rank does not answer.
     """
     layout, folder = layout_of(model, mesh, timeout_s, "samo.save"), Path(path)
@@ -230,8 +230,8 @@ def merge(shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the manifest's entries ``model`` and ``optimizers`` of what stages hold.
 
     Args:
-        shares: By rank, in the order of stages: ``is_compressed``, ``params`` (name to type, number of
-            entries and of kept ones), ``tensors`` (all names), ``tied`` and ``optimizers``.
+        shares: By rank, in the order of stages: ``is_compressed``, ``params`` (name to type, number
+            of entries and of kept ones), ``tensors`` (all names), ``tied`` and ``optimizers``.
 
     Raises:
         CheckpointError: Shares do not belong together.

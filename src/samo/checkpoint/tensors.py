@@ -1,7 +1,7 @@
 """Tensors in the files of a checkpoint: of about 1 GB each, and, of FSDP2's DTensors, a rank's rows.
 
-A file with rows 16 to 31 of a tensor of 64 has ``{"0.weight": [16, 64]}`` as the metadata ``rows``. A reader
-puts the rows of all files together, or takes those it needs.
+A file with rows 16 to 31 of a tensor of 64 has ``{"0.weight": [16, 64]}`` as the metadata ``rows``.
+A reader puts the rows of all files together, or takes those it needs.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """``samo demo``: all of samo on a laptop, on text that every machine has.
 
-Two runs on the source code of Python's standard library, equal until one is pruned: with samo, and dense
-throughout. All numbers are measured in these runs.
+Two runs on the source code of Python's standard library, equal until one is pruned: with samo, and
+dense throughout. All numbers are measured in these runs.
 """
 
 import time

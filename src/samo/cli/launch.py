@@ -122,8 +122,8 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
 def _first_failure(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
     """Return the rank that failed first, and its exit code, negative for a signal.
 
-    A rank that was killed goes before one that ended by itself at the same time, perhaps because of the
-    other. torch ends the rest: with SIGTERM at once, and with SIGKILL 30 s later.
+    A rank that was killed goes before one that ended by itself at the same time, perhaps because of
+    the other. torch ends the rest: with SIGTERM at once, and with SIGKILL 30 s later.
     """
     start = min(failure.timestamp for failure in failures.values())
     codes = {rank: f.exitcode for rank, f in failures.items() if f.timestamp <= start + 2}

@@ -171,9 +171,9 @@ def _log_to_stderr() -> None:
 def _limit_spinning() -> None:
     """Let OpenMP threads that wait sleep soon, before torch starts them.
 
-    By default they spin for milliseconds, which on a busy machine takes the time of those they wait for. A
-    step of the demo on 2 cores, 2026-11-15: 50 ms alone (52 with this), next to one busy process 480 to
-    1,700 ms, and 125 with this.
+    By default they spin for milliseconds, which on a busy machine takes the time of those they wait
+    for. A step of the demo on 2 cores, 2026-11-15: 50 ms alone (52 with this), next to one busy
+    process 480 to 1,700 ms, and 125 with this.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")

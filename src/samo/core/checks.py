@@ -87,10 +87,11 @@ def resident_parameters(
     }
     if weights == "resident":
         return set(sizes)
-    # The copy of an unpruned parameter is 2 of its 16 bytes, and costs more to make than one of a pruned
-    # weight, which is 2 of 3.5.
+    # The copy of an unpruned parameter is 2 of its 16 bytes, and costs more to make than one of a
+    # pruned weight, which is 2 of 3.5.
     found = {key for key in sizes if plans[key].mask is None}
-    # Recurrent layers hold their weights for backward whatever we do, and torch does not compile them.
+    # Recurrent layers hold their weights for backward whatever we do, and torch does not compile
+    # them.
     found |= {
         key
         for module, own in owned.items()
@@ -99,8 +100,8 @@ def resident_parameters(
     }
     if not isinstance(weights, int):
         return found
-    # First what is not used in a product of ours, and whose dense weight would be held for backward;
-    # then small ones, where streaming costs most time for each byte.
+    # First what is not used in a product of ours, and whose dense weight would be held for
+    # backward; then small ones, where streaming costs most time for each byte.
     ours = {
         key
         for module, own in owned.items()
@@ -205,7 +206,8 @@ def plan_parameters(
                 )
             continue
         asked = None if id(param) in batch_norms else dtype
-        # Narrow gradients of biases and norms save nothing, and compiled code returns them at a cost.
+        # Narrow gradients of biases and norms save nothing, and compiled code returns them at a
+        # cost.
         narrow = grad_dtype if mask is not None or param.dim() > 1 else None
         types = types_of(param.dtype, asked, narrow, value_dtype)
         if types.dtype not in _DTYPES:

@@ -51,10 +51,11 @@ def compress_(
 ) -> nn.Module:
     """Replace each pruned parameter of a model by its kept values, in place.
 
-    ``model.parameters()`` and ``state_dict()`` keep their names; a pruned weight is 1-D there and holds its
-    kept entries in row-major order. ``module.weight`` still returns the dense weight, in the compute dtype,
-    with exact zeros; its gradient is compressed. Everything that takes ``model.parameters()`` works as with
-    any model: optimizers, gradient clipping, DistributedDataParallel.
+    ``model.parameters()`` and ``state_dict()`` keep their names; a pruned weight is 1-D there and
+    holds its kept entries in row-major order. ``module.weight`` still returns the dense weight, in
+    the compute dtype, with exact zeros; its gradient is compressed. Everything that takes
+    ``model.parameters()`` works as with any model: optimizers, gradient clipping,
+    DistributedDataParallel.
 
     A model on the meta device stays there; load its values after ``model.to_empty(device=...)``.
 
@@ -71,21 +72,23 @@ def compress_(
 
     Args:
         model: Any module. Build optimizers afterwards.
-        masks: Kept weights by parameter name. Parameters without a mask stay whole, as fp32 parameters
-            with a copy in the compute dtype if that is narrower.
-        dtype: Compute dtype: bfloat16, float16 (with ``torch.amp.GradScaler``), float32 or float64. By
-            default each weight keeps its own. Buffers and the parameters of batch norms keep theirs;
-            frozen parameters without a mask are cast.
-        weights: ``"resident"`` keeps dense weights between uses. ``"streamed"`` expands each one where it
-            is used, and again in backward, which costs a few percent of a step and holds no dense
-            weight; unpruned parameters and recurrent layers stay resident. A number is a budget in
-            bytes of resident dense weights; the rest are streamed. Results are identical.
-        grad_dtype: Dtype of the gradients; by default that of the values, which every optimizer accepts.
-            ``torch.bfloat16`` saves two bytes per value and needs `samo.AdamW`. Biases and norms always
-            have gradients as wide as their values.
+        masks: Kept weights by parameter name. Parameters without a mask stay whole, as fp32
+            parameters with a copy in the compute dtype if that is narrower.
+        dtype: Compute dtype: bfloat16, float16 (with ``torch.amp.GradScaler``), float32 or float64.
+            By default each weight keeps its own. Buffers and the parameters of batch norms keep
+            theirs; frozen parameters without a mask are cast.
+        weights: ``"resident"`` keeps dense weights between uses. ``"streamed"`` expands each one
+            where it is used, and again in backward, which costs a few percent of a step and holds
+            no dense weight; unpruned parameters and recurrent layers stay resident. A number is a
+            budget in bytes of resident dense weights; the rest are streamed. Results are identical.
+        grad_dtype: Dtype of the gradients; by default that of the values, which every optimizer
+            accepts. ``torch.bfloat16`` saves two bytes per value and needs `samo.AdamW`. Biases and
+            norms always have gradients as wide as their values.
         value_dtype: Dtype of the values; by default float32, or float64 for float64 models.
-            ``torch.bfloat16`` needs ``samo.AdamW(state="lean")``, which stores the rounding remainder.
-        kernels: ``"auto"`` picks the fastest kernels for the device, ``"reference"`` uses plain torch.
+            ``torch.bfloat16`` needs ``samo.AdamW(state="lean")``, which stores the rounding
+            remainder.
+        kernels: ``"auto"`` picks the fastest kernels for the device, ``"reference"`` uses plain
+            torch.
 
     Returns:
         The same model.
@@ -140,7 +143,8 @@ def compress_(
 def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Restore an ordinary model in place: original classes, shapes and dtypes.
 
-    For tools that need plain modules, such as quantization, fusion or scripting. Pruned entries are exactly
+    For tools that need plain modules, such as quantization, fusion or scripting. Pruned entries are
+    exactly
     0. Rebuild optimizers afterwards.
 
     Example:

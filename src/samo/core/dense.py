@@ -1,9 +1,10 @@
 """From values to a dense weight and back: `Layout`, and the two autograd functions on it.
 
-The dense tensor of a *resident* weight is created once and returned by every read, so that it behaves like
-a parameter: hooks stay on it, and ``module.weight is module.weight``. It shares storage and version counter
-with the resident copy, so writes are noticed (`samo.core.weight`) and autograd rejects a backward pass over
-overwritten values. Its graph node saves no tensors and serves any number of backward passes.
+The dense tensor of a *resident* weight is created once and returned by every read, so that it
+behaves like a parameter: hooks stay on it, and ``module.weight is module.weight``. It shares
+storage and version counter with the resident copy, so writes are noticed (`samo.core.weight`) and
+autograd rejects a backward pass over overwritten values. Its graph node saves no tensors and serves
+any number of backward passes.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def expand_by_index(values: Tensor, layout: Layout, dtype: torch.dtype) -> Tenso
 class DenseWeight(Tensor):
     """The dense weight as ``module.weight`` returns it; stands in for the parameter.
 
-    Operations on it return plain tensors at no extra cost. Writes through ``.data`` are tracked, ``.grad`` is
-    the parameter's gradient in dense form, and ``requires_grad`` is the parameter's.
+    Operations on it return plain tensors at no extra cost. Writes through ``.data`` are tracked,
+    ``.grad`` is the parameter's gradient in dense form, and ``requires_grad`` is the parameter's.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """`Expansion`: a dense weight that is expanded lazily.
 
-torch passes every function called on it to ``__torch_function__``. Matrix products and convolutions expand
-and free the weight internally (`samo.core.functions`); any other function gets a fresh expansion, in the
-autograd graph of the values. `torch.compile` traces through this object; eager code uses its tensor
-subclass, `samo.core.streamed.StreamedWeight`.
+torch passes every function called on it to ``__torch_function__``. Matrix products and convolutions
+expand and free the weight internally (`samo.core.functions`); any other function gets a fresh
+expansion, in the autograd graph of the values. `torch.compile` traces through this object; eager
+code uses its tensor subclass, `samo.core.streamed.StreamedWeight`.
 """
 
 from __future__ import annotations

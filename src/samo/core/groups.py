@@ -21,8 +21,8 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return plain parameter groups: matrices with weight decay, norms and biases without.
 
-    Code that tells the two apart by ``p.dim() >= 2`` takes the 1-D values of pruned weights for biases;
-    this looks at the dense shape.
+    Code that tells the two apart by ``p.dim() >= 2`` takes the 1-D values of pruned weights for
+    biases; this looks at the dense shape.
 
     Example:
         >>> import torch, samo
@@ -37,14 +37,14 @@ def param_groups(
         model: A model, compressed or not.
         lr: Learning rate; by default the optimizer's own.
         weight_decay: Decay of the parameters with two dimensions or more.
-        density_power: A weight with a mask has its learning rate multiplied by its kept fraction to this
-            power, from -3 to 3, and its decay left as it was: -1 makes one pruned by 90 % learn 10 times
-            as fast. Models that are pruned before they have learnt much want that.
+        density_power: A weight with a mask has its learning rate multiplied by its kept fraction to
+            this power, from -3 to 3, and its decay left as it was: -1 makes one pruned by 90 %
+            learn 10 times as fast. Models that are pruned before they have learnt much want that.
         no_decay: Shell-style patterns of further names to leave undecayed, such as ``"wte.*"``.
 
     Raises:
-        ValueError: A pattern matches no parameter, or ``density_power`` is out of range or has no ``lr``
-            to act on.
+        ValueError: A pattern matches no parameter, or ``density_power`` is out of range or has no
+            ``lr`` to act on.
     """
     if not isinstance(density_power, int | float) or not -3 <= density_power <= 3:
         raise ValueError(

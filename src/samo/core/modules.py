@@ -1,7 +1,7 @@
 """The class of a module with compressed parameters: a property for each.
 
-There is one cached subclass per original class, so that `torch.compile` sees equal blocks as equal. It
-keeps the original's name, and pickles as the original plus its compressed parameters.
+There is one cached subclass per original class, so that `torch.compile` sees equal blocks as equal.
+It keeps the original's name, and pickles as the original plus its compressed parameters.
 """
 
 import hashlib
@@ -277,7 +277,8 @@ def _flat_weights(self: Any) -> list[Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-# Masks in a state dict -------------------------------------------------------------------------------
+# Masks in a state dict
+# -------------------------------------------------------------------------------
 
 
 def to_bytes(mask: Mask) -> Tensor:

@@ -35,24 +35,26 @@ _WARN_AFTER: Final = 10
 class AdamW(Optimizer):
     """AdamW for ``model.parameters()``, in fp32 arithmetic and one fused pass over all of them.
 
-    A step is that of torch's unfused ``torch.optim.AdamW``: bit for bit with ``kernels="reference"``,
-    and within 3 units in the last place with the faster ones. It takes gradients of any
-    type (``compress_(grad_dtype=torch.bfloat16)``), and refreshes the dense weights of a compressed
-    model as it goes. bfloat16 parameters are updated as fp32 ones: what rounding leaves over is state.
+    A step is that of torch's unfused ``torch.optim.AdamW``: bit for bit with
+    ``kernels="reference"``, and within 3 units in the last place with the faster ones. It takes
+    gradients of any type (``compress_(grad_dtype=torch.bfloat16)``), and refreshes the dense
+    weights of a compressed model as it goes. bfloat16 parameters are updated as fp32 ones: what
+    rounding leaves over is state.
 
-    Lean state: both moments in 8 bits each, with two fp32 scales for 1,024 entries of a pruned weight
-    (256 of an unpruned one), and 8 bits of what rounding leaves over: 3 bytes for each bfloat16
-    parameter instead of 10. Moments are a few percent off. The fast kernels for it are those of an
-    NVIDIA GPU.
+    Lean state: both moments in 8 bits each, with two fp32 scales for 1,024 entries of a pruned
+    weight (256 of an unpruned one), and 8 bits of what rounding leaves over: 3 bytes for each
+    bfloat16 parameter instead of 10. Moments are a few percent off. The fast kernels for it are
+    those of an NVIDIA GPU.
 
-    A gradient with a NaN or an infinity anywhere makes the whole step do nothing, without waiting for
-    the device; ``skipped_steps`` counts them, and many in a row are warned of.
+    A gradient with a NaN or an infinity anywhere makes the whole step do nothing, without waiting
+    for the device; ``skipped_steps`` counts them, and many in a row are warned of.
 
-    DTensors, such as FSDP2's ``fully_shard`` makes of parameters, are updated shard by shard with exact
-    state, which is sharded as they are. Ranks that hold shards skip a step together.
+    DTensors, such as FSDP2's ``fully_shard`` makes of parameters, are updated shard by shard with
+    exact state, which is sharded as they are. Ranks that hold shards skip a step together.
 
-    A step can be captured in a CUDA graph, after one outside of it. The graph keeps all settings as they
-    were, but for a learning rate that is a tensor on the parameters' device: change it in place.
+    A step can be captured in a CUDA graph, after one outside of it. The graph keeps all settings as
+    they were, but for a learning rate that is a tensor on the parameters' device: change it in
+    place.
 
     Example:
         >>> import torch, samo
@@ -72,14 +74,15 @@ class AdamW(Optimizer):
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
         state: "exact", or "lean" for 8-bit state.
-        entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so that
-            entries which `samo.remap_` adds late get Adam's bias correction for their own age.
+        entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so
+            that entries which `samo.remap_` adds late get Adam's bias correction for their own age.
         group: Ranks that skip a step together, where each has gradients that the others lack, as in
-            ``ZeroRedundancyOptimizer``. Replicas of DistributedDataParallel need none: they have the
-            same gradients.
-        kernels: ``"auto"`` takes the fastest for the parameters' device, ``"reference"`` plain torch.
-        fused: Taken for compatibility, as ``foreach`` and ``capturable`` are; the step is always fused,
-            and can always be captured.
+            ``ZeroRedundancyOptimizer``. Replicas of DistributedDataParallel need none: they have
+            the same gradients.
+        kernels: ``"auto"`` takes the fastest for the parameters' device, ``"reference"`` plain
+            torch.
+        fused: Taken for compatibility, as ``foreach`` and ``capturable`` are; the step is always
+            fused, and can always be captured.
         foreach: As ``fused``.
         capturable: As ``fused``.
         amsgrad: Must be False, as ``maximize`` and ``differentiable``.
@@ -87,7 +90,8 @@ class AdamW(Optimizer):
         differentiable: As ``amsgrad``.
 
     Raises:
-        ValueError: A setting is out of range or not supported, or a parameter has a type that is not.
+        ValueError: A setting is out of range or not supported, or a parameter has a type that is
+            not.
     """
 
     refreshes_dense_weights = True
@@ -134,7 +138,8 @@ class AdamW(Optimizer):
                 )
         self.group = group
         self._weights: dict[Tensor, weakref.ref[Weight]] = {}
-        # All of it in the groups, as torch's own settings are: copies of an optimizer have nothing else.
+        # All of it in the groups, as torch's own settings are: copies of an optimizer have nothing
+        # else.
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -239,7 +244,8 @@ class AdamW(Optimizer):
     ) -> Tensor:
         """Return whether any gradient is not finite on any rank that shares in the parameters.
 
-        Counts skipped steps and warns after several in a row. Every rank calls this, with gradients or not.
+        Counts skipped steps and warns after several in a row. Every rank calls this, with gradients
+        or not.
         """
         flags = [batch.kernels.find_nonfinite(batch.gradients) for batch in batches]
         params = (param for group in self.param_groups for param in group["params"])
@@ -482,7 +488,8 @@ class _Batch:
 
     def update(self, skip: Tensor | None) -> None:
         self.kernels.adamw_(self.updates, self.settings, skip)
-        # Kernels write behind autograd's back, and a backward pass over older values must be refused.
+        # Kernels write behind autograd's back, and a backward pass over older values must be
+        # refused.
         torch.autograd.graph.increment_version(self.params)
         torch.autograd.graph.increment_version([weight.dense for weight in self.weights])  # type: ignore[misc]
         for weight in self.weights:

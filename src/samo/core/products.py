@@ -1,8 +1,9 @@
 """Products with a streamed weight: autograd functions that save no dense weight for backward.
 
-Forward saves the input and the values. Backward expands the values again and compresses the weight's
-gradient immediately, so at most one dense weight and one dense gradient are alive. Each product uses the
-same torch operations, forward and backward, as autograd would, so results are bit-identical.
+Forward saves the input and the values. Backward expands the values again and compresses the
+weight's gradient immediately, so at most one dense weight and one dense gradient are alive. Each
+product uses the same torch operations, forward and backward, as autograd would, so results are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Product(torch.autograd.Function):
         if torch.compiler.is_compiling():
             ctx.save_for_backward(values, x, ends)
             return operation.forward(x, layout.expand(values, x.dtype), bias, ends)
-        # Save what torch's operations would: an input that is not needed may be freed or overwritten.
+        # Save what torch's operations would: an input that is not needed may be freed or
+        # overwritten.
         needs_values, needs_x = ctx.needs_input_grad[:2]
         saved = x
         if not needs_values and not operation.needs_input:
@@ -105,11 +107,12 @@ def compute(
 
 # Note [Products under checkpointing]
 #
-# torch.utils.checkpoint stops recomputing a block once every saved tensor of the block has been seen. torch's
-# operations save before they compute, so a block's last product is never recomputed. An autograd function
-# saves after it computes, which would waste the last product and its expansion: 5 % of a step. During
-# recomputation (inside a backward pass) we therefore split the work: `Product` saves and returns a result
-# without storage, and `Deferred` computes. The gradient of `Deferred` is passed on unchanged.
+# torch.utils.checkpoint stops recomputing a block once every saved tensor of the block has been
+# seen. torch's operations save before they compute, so a block's last product is never recomputed.
+# An autograd function saves after it computes, which would waste the last product and its
+# expansion: 5 % of a step. During recomputation (inside a backward pass) we therefore split the
+# work: `Product` saves and returns a result without storage, and `Deferred` computes. The gradient
+# of `Deferred` is passed on unchanged.
 
 
 class Deferred(torch.autograd.Function):
@@ -160,7 +163,8 @@ class Matmul:
         """Return the product."""
         if self.is_linear:
             out = F.linear(x, dense if self.is_transposed else dense.t(), bias)
-            # With more than two dimensions it is a view, and autograd forbids in-place writes to ours.
+            # With more than two dimensions it is a view, and autograd forbids in-place writes to
+            # ours.
             return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, out.shape)
         factor = dense.t() if self.is_transposed else dense
         return torch.matmul(x, factor) if bias is None else torch.addmm(bias, x, factor)

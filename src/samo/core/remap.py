@@ -6,9 +6,9 @@ gradient, moments, ages. All of them move alike:
     old mask   1 1 0 1 0      old vector  a b d
     new mask   1 0 1 1 0      new vector  a 0 d        dropped: b
 
-Weights are taken one after the other, and a weight in pieces of 2**20 entries. What is dropped is held
-until the last weight is done: if one fails (memory runs out), the same exchange with the masks the other
-way round puts back those that came before it.
+Weights are taken one after the other, and a weight in pieces of 2**20 entries. What is dropped is
+held until the last weight is done: if one fails (memory runs out), the same exchange with the masks
+the other way round puts back those that came before it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -59,21 +59,24 @@ def remap_(
 ) -> nn.Module:
     """Give a compressed model new masks in place, and keep training.
 
-    Entries kept by both masks keep their values, gradients and optimizer state bit for bit. Newly kept
-    entries start at 0, with initial optimizer state (0, except for Rprop's step sizes and Adagrad's
-    sums). Dropped entries become exactly 0. Parameters stay the same objects, with new lengths.
+    Entries kept by both masks keep their values, gradients and optimizer state bit for bit. Newly
+    kept entries start at 0, with initial optimizer state (0, except for Rprop's step sizes and
+    Adagrad's sums). Dropped entries become exactly 0. Parameters stay the same objects, with new
+    lengths.
 
-    All checks run first, and a failure midway is rolled back: the model has either all of the new masks
-    or all of the old ones.
+    All checks run first, and a failure midway is rolled back: the model has either all of the new
+    masks or all of the old ones.
 
-    Pass every optimizer of the model: state that does not follow belongs to other entries from then on.
-    One that has made a step is missed here, and one that only loaded its state at its first step, unless
-    the weights keep as many entries as before. Copies of the values elsewhere, such as the average of
-    ``torch.optim.swa_utils.AveragedModel``, are not known, and need a remap of their own.
+    Pass every optimizer of the model: state that does not follow belongs to other entries from then
+    on. One that has made a step is missed here, and one that only loaded its state at its first
+    step, unless the weights keep as many entries as before. Copies of the values elsewhere, such as
+    the average of ``torch.optim.swa_utils.AveragedModel``, are not known, and need a remap of their
+    own.
 
-    On several ranks all need the same masks. DistributedDataParallel is built for the lengths of the
-    parameters: if these change, rebuild it as ``DistributedDataParallel(ddp.module)``; otherwise its next
-    forward pass raises an error. If the counts stay the same, it keeps working.
+    On several ranks all need the same masks. DistributedDataParallel is built for the lengths of
+    the
+    parameters: if these change, rebuild it as ``DistributedDataParallel(ddp.module)``; otherwise
+    its next forward pass raises an error. If the counts stay the same, it keeps working.
 
     Example:
         >>> import torch, samo
@@ -89,7 +92,8 @@ def remap_(
 
     Args:
         model: A compressed model.
-        masks: A mask for each pruned parameter; to keep all of one, give a mask that keeps everything.
+        masks: A mask for each pruned parameter; to keep all of one, give a mask that keeps
+            everything.
         opt: The optimizer of the model, `samo.AdamW` or one of torch, or several of them.
         fill: Values for newly kept entries, by name: a vector in row-major order.
 
@@ -97,8 +101,8 @@ def remap_(
         The same model.
 
     Raises:
-        CompressionError: The model is not compressed, or an optimizer was left out or keeps state that
-            cannot be moved.
+        CompressionError: The model is not compressed, or an optimizer was left out or keeps state
+            that cannot be moved.
         MaskError: The masks do not fit the model.
         TypeError: An argument is of another kind.
         ValueError: ``fill`` does not fit the newly kept entries.
@@ -190,7 +194,8 @@ def _vectors_of(state: dict[str, Any]) -> _Vectors:
     }
 
 
-# What can be refused ---------------------------------------------------------------------------------
+# What can be refused
+# ---------------------------------------------------------------------------------
 
 
 def _plan(

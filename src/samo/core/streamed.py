@@ -1,8 +1,8 @@
 """`StreamedWeight`: what ``module.weight`` returns for a streamed weight, a tensor without storage.
 
-It knows its shape, dtype and device. A transpose, or one expert of a stack, is another such tensor. It has
-no mutable state, so threads, copies and repeated passes can share it. For writes to expansions see
-`samo.core.writes`.
+It knows its shape, dtype and device. A transpose, or one expert of a stack, is another such tensor.
+It has no mutable state, so threads, copies and repeated passes can share it. For writes to
+expansions see `samo.core.writes`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class StreamedWeight(Expansion, DenseWeight):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = func(*expanded(args), **dict(zip(kwargs, expanded(kwargs.values()))))
-        # An in-place operation returns the expansion it wrote to; return the weight instead, as torch would.
+        # An in-place operation returns the expansion it wrote to; return the weight instead, as
+        # torch would.
         if type(found) is Tensor and args and getattr(found, "_samo_expansion_of", None) is args[0]:
             return args[0]
         return found

@@ -15,7 +15,8 @@ __all__ = []
 class TracedLayout(NamedTuple):
     """`samo.core.dense.Layout` in traceable operators.
 
-    It never inspects the number of values, so blocks that differ only in their kept counts share a graph.
+    It never inspects the number of values, so blocks that differ only in their kept counts share a
+    graph.
     """
 
     shape: torch.Size
@@ -49,8 +50,8 @@ class TracedLayout(NamedTuple):
 def read(weight: Any, traced: Any) -> Any:
     """Return the dense weight in a traced program, or an `Expansion` of it.
 
-    ``traced`` is the `samo.core.dense.Traced` of the `Weight`. Resident weights are not refreshed here;
-    optimizers, ``load_state_dict`` and ``.to()`` have done that already.
+    ``traced`` is the `samo.core.dense.Traced` of the `Weight`. Resident weights are not refreshed
+    here; optimizers, ``load_state_dict`` and ``.to()`` have done that already.
     """
     values, dense, bitmap, sizes, dtype = traced
     if not sizes:

@@ -1,7 +1,7 @@
 """From one mask to another: move vectors of kept entries, narrow a mask to some of what it keeps.
 
-Tensors are walked in pieces of 2**20 entries. Where the entries of a piece lie is on the host before
-the first of them (the masks' running counts), so that nothing waits for a device in between.
+Tensors are walked in pieces of 2**20 entries. Where the entries of a piece lie is on the host
+before the first of them (the masks' running counts), so that nothing waits for a device in between.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,8 @@ def move(
         vectors: Some vectors with an entry for each one that ``old`` keeps.
         old: Which entries they have.
         new: Which entries they are to have.
-        added: Values for the entries that only ``new`` keeps, in flat order; 0 where there are none.
+        added: Values for the entries that only ``new`` keeps, in flat order; 0 where there are
+            none.
     """
     common = old & new
     moved = {name: vector.new_zeros(new.kept) for name, vector in vectors.items()}

@@ -1,14 +1,16 @@
 """`Weight`: the state of one compressed parameter.
 
 The parameter is the values. A *streamed* dense weight is expanded where it is used
-(`samo.core.streamed`); a *resident* one is a copy of the values in the compute dtype, kept between uses:
+(`samo.core.streamed`); a *resident* one is a copy of the values in the compute dtype, kept between
+uses:
 
     values   1-D, fp32      in module._parameters, the optimizer and state_dict()
     dense    full shape     what module.weight returns; zeros where pruned
 
 Both can be written: the values by optimizers or ``load_state_dict``, the dense weight through
-``module.weight``. The next read syncs them by torch's version counters. Writes through ``.data`` of the
-values do not bump a counter, so every optimizer step refreshes the dense weights of its parameters.
+``module.weight``. The next read syncs them by torch's version counters. Writes through ``.data`` of
+the values do not bump a counter, so every optimizer step refreshes the dense weights of its
+parameters.
 """
 
 import warnings
@@ -44,8 +46,9 @@ from samo.mask.mask import Mask
 
 __all__ = []
 
-# torch.compile specializes on the length of a parameter and would recompile equal blocks whose masks keep
-# different counts. This pattern marks those lengths dynamic. The rest stay static, which is faster.
+# torch.compile specializes on the length of a parameter and would recompile equal blocks whose
+# masks keep different counts. This pattern marks those lengths dynamic. The rest stay static, which
+# is faster.
 torch.compiler.config.dynamic_sources = ",".join(
     filter(
         None,
@@ -183,8 +186,8 @@ class Weight:
         if self._tracked is None:
             assert self.dense is not None
             tracked = Expand.apply(values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
-            # Autograd runs the most recent nodes first. This node is older than the pass it serves and would
-            # run last, keeping every dense gradient alive until then.
+            # Autograd runs the most recent nodes first. This node is older than the pass it serves
+            # and would run last, keeping every dense gradient alive until then.
             tracked.grad_fn._set_sequence_nr(_FIRST)
             self._tracked = as_dense_weight(tracked, self)
         return self._tracked
@@ -387,8 +390,8 @@ class Weight:
     def take_over(self, values: nn.Parameter) -> None:
         """Compute with a parameter that replaces ours, such as FSDP2's unsharded one.
 
-        FSDP2 writes to it without bumping versions, so a resident copy would go stale: the weight becomes
-        streamed. The new parameter also sets the compute and gradient dtype.
+        FSDP2 writes to it without bumping versions, so a resident copy would go stale: the weight
+        becomes streamed. The new parameter also sets the compute and gradient dtype.
         """
         if values is self._taken:
             self.values = values
@@ -419,8 +422,8 @@ class Weight:
         with _LOCK:
             param.grad = None  # torch checks its length against the values
             if values.shape != param.shape:
-                # A loss that is still alive keeps the AccumulateGrad node, which checks the old length.
-                # Changing the dtype makes torch drop that node.
+                # A loss that is still alive keeps the AccumulateGrad node, which checks the old
+                # length. Changing the dtype makes torch drop that node.
                 other = torch.float32 if values.dtype == torch.float64 else torch.float64
                 param.data = values.new_empty(0, dtype=other)
             param.data = values
@@ -518,7 +521,8 @@ def warn_of_pruned(name: str, written: int, stacklevel: int) -> None:
     )
 
 
-# From a tensor to its weight -------------------------------------------------------------------------
+# From a tensor to its weight
+# -------------------------------------------------------------------------
 
 _WEIGHTS: Final = WeakTensorKeyDictionary()
 """From values to their weight."""

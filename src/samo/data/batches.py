@@ -8,8 +8,8 @@ Window borders move from epoch to epoch, as far as the last window of a segment 
     epoch 0    [t0 .. .. t3] [t3 .. .. .. t7] [t7 .. t9]        shifted by 1
     epoch 1    [t0 t1] [t1 .. .. .. t5] [t5 .. .. .. t9]        shifted by 3
 
-Every epoch has the same number of windows, so ``divmod(position, num_windows)`` is the epoch and the
-index in its permutation. A permutation is drawn from (seed, epoch) and takes 4 bytes a window.
+Every epoch has the same number of windows, so ``divmod(position, num_windows)`` is the epoch and
+the index in its permutation. A permutation is drawn from (seed, epoch) and takes 4 bytes a window.
 
 Shapes: B sequences in a batch, T tokens in a sequence.
 """

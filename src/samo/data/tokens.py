@@ -38,7 +38,8 @@ class Tokens:
         vocab_size: Tokens are less than this; not checked, since that would read all of them.
 
     Raises:
-        ValueError: A segment is not a 1-D array of integers, or the vocabulary size is out of range.
+        ValueError: A segment is not a 1-D array of integers, or the vocabulary size is out of
+            range.
     """
 
     __slots__ = ("num_tokens", "segments", "vocab_size")

@@ -26,9 +26,9 @@ def mesh(
 ) -> DeviceMesh:
     """Return the mesh of ranks, ``pipe`` stages of ``data`` replicas each.
 
-    Initializes torch.distributed from torchrun's environment if that has not been done; a process that
-    torchrun did not start is a mesh of one rank. The replicas of a stage have consecutive ranks: rank
-    ``stage * data + replica``.
+    Initializes torch.distributed from torchrun's environment if that has not been done; a process
+    that torchrun did not start is a mesh of one rank. The replicas of a stage have consecutive
+    ranks: rank ``stage * data + replica``.
 
     Example:
         >>> import samo, torch.distributed as dist
@@ -42,9 +42,9 @@ def mesh(
     Args:
         pipe: Stages of the pipeline.
         data: Replicas of each stage; by default as many as there are ranks for.
-        device: ``"cuda"`` for NCCL and a GPU for each rank, ``"cpu"`` for gloo; by default ``"cuda"``
-            if there is one. More ranks than GPUs on a machine share them over gloo, with a warning: a
-            way to try a layout, not to be fast.
+        device: ``"cuda"`` for NCCL and a GPU for each rank, ``"cpu"`` for gloo; by default
+            ``"cuda"`` if there is one. More ranks than GPUs on a machine share them over gloo, with
+            a warning: a way to try a layout, not to be fast.
         timeout_s: How long a rank waits for the others, in seconds.
 
     Raises:

@@ -1,18 +1,20 @@
 """Watchdog: find the rank that failed, and end the ranks that wait for it.
 
-Each rank has one thread. It writes a heartbeat to the store of the ranks, reads that of the next rank in a
-ring, and looks for a root cause that some rank has recorded:
+Each rank has one thread. It writes a heartbeat to the store of the ranks, reads that of the next
+rank in a ring, and looks for a root cause that some rank has recorded:
 
     heartbeat/R   beats and collectives of rank R so far
     left/R        rank R has ended its run and is not missed
     root_cause    the ranks that failed; the first writer wins
 
-A backend says at best that a connection was closed or that it waited too long, not for which rank. So,
-when a collective fails, `Watchdog.error` reads all heartbeats twice, a few beats apart. A rank whose count
-does not change was killed or stopped; a rank that beats but has started fewer collectives is late.
+A backend says at best that a connection was closed or that it waited too long, not for which rank.
+So, when a collective fails, `Watchdog.error` reads all heartbeats twice, a few beats apart. A rank
+whose count does not change was killed or stopped; a rank that beats but has started fewer
+collectives is late.
 
-A rank whose heartbeat stops for ``timeout_s`` becomes the root cause too. A process that has not left a few
-seconds after a root cause was recorded is ended: a thread blocked in a backend cannot be interrupted.
+A rank whose heartbeat stops for ``timeout_s`` becomes the root cause too. A process that has not
+left a few seconds after a root cause was recorded is ended: a thread blocked in a backend cannot be
+interrupted.
 """
 
 import os

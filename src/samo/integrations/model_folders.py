@@ -22,11 +22,12 @@ def open_model(path: str | os.PathLike[str]) -> nn.Module:
         >>> open_model("no-such-folder")
         Traceback (most recent call last):
         ...
-        samo.errors.CheckpointError: 'no-such-folder' does not exist; name a checkpoint, a run folder, or ...
+        samo.errors.CheckpointError: 'no-such-folder' does not exist; name a checkpoint, a run
+        folder, or ...
 
     Args:
-        path: A checkpoint of ``samo train``, a run folder (for its last checkpoint), or a folder with
-            a Hugging Face ``config.json`` and safetensors weights.
+        path: A checkpoint of ``samo train``, a run folder (for its last checkpoint), or a folder
+            with a Hugging Face ``config.json`` and safetensors weights.
 
     Raises:
         CheckpointError: There is no model in the folder, or it cannot be read.

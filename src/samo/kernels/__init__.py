@@ -8,8 +8,8 @@ Four operations carry everything else; the first three read the mask's bits bloc
     find_nonfinite  is any entry of some tensors NaN or infinite?
 
 ``reference`` does them in plain torch on any device and defines what is right; ``cpu`` is the fast
-path of a CPU and ``triton_launch`` that of an NVIDIA GPU. An implementation for another device is one
-more module with these four functions (`Kernels`) and one more line in `choose`.
+path of a CPU and ``triton_launch`` that of an NVIDIA GPU. An implementation for another device is
+one more module with these four functions (`Kernels`) and one more line in `choose`.
 """
 
 from samo.kernels.dispatch import PATHS, Path, choose

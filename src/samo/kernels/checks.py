@@ -49,8 +49,8 @@ def check_update(update: AdamWUpdate) -> None:
 def is_plain(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:
     """Return whether addresses and sizes describe an update's tensors completely.
 
-    That is: they are contiguous, on one device, of the right sizes and types, and parameter, gradient
-    and copy are of ``types``.
+    That is: they are contiguous, on one device, of the right sizes and types, and parameter,
+    gradient and copy are of ``types``.
     """
     param, remainder, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask, age, *scales = update
     kept, device, dtype = param.numel(), param.device, param.dtype

@@ -1,10 +1,12 @@
 """The fast path on a CPU: hands tensors to the compiled loops of ``cpu_loops.py``.
 
 ``docs/decisions/0003-cpu-kernels.md`` has the candidates that were measured. Work is shared among
-torch's number of threads. They are OpenMP's, as torch's are: threads of Python's own would share their
-cores with OpenMP's, which spin for some milliseconds after every torch operation in the hope of more.
+torch's number of threads. They are OpenMP's, as torch's are: threads of Python's own would share
+their cores with OpenMP's, which spin for some milliseconds after every torch operation in the hope
+of more.
 
-What the loops do not cover (float16 parameters, 8-bit state, tensors with strides) falls back to ``reference``.
+What the loops do not cover (float16 parameters, 8-bit state, tensors with strides) falls back to
+``reference``.
 """
 
 import importlib.util
@@ -198,7 +200,8 @@ def _run(kernel: cpu_loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -
 
 def _array(tensor: Tensor) -> cpu_loops.Array:
     """Return a contiguous tensor as an array over the same memory, in the type of the cpu_loops."""
-    # Not by Tensor.numpy(): from then on torch could not free the memory of FSDP2's whole parameters.
+    # Not by Tensor.numpy(): from then on torch could not free the memory of FSDP2's whole
+    # parameters.
     if tensor.element_size() == 2:
         return np.from_dlpack(tensor.view(torch.int16)).view(_SEEN_AS[tensor.dtype])
     return np.from_dlpack(tensor)

@@ -179,9 +179,9 @@ def _convert_overload(source, target):
 
 # Between a block and its kept entries ------------------------------------------------------------
 #
-# Every kernel copies the kept entries of a block to a buffer, or back, and works on the buffer, where
-# they lie side by side. A CPU with AVX-512 does it 8, 16 or 32 entries at a time; any other one walks
-# over the set bits.
+# Every kernel copies the kept entries of a block to a buffer, or back, and works on the buffer,
+# where they lie side by side. A CPU with AVX-512 does it 8, 16 or 32 entries at a time; any other
+# one walks over the set bits.
 
 # With NUMBA_CPU_NAME set, numba compiles for that CPU, which may have less than this one.
 _FEATURES: Final = {} if config.CPU_NAME else binding.get_host_cpu_features()
@@ -201,8 +201,8 @@ def _vector_step(is_gather: bool) -> Any:
     """Return a function that moves as many entries as one instruction does.
 
     It takes a block, a place in it, the bits of the entries from there on, a buffer and a place in
-    it. Gathering [5, 6, 7, 8] with bits 1, 0, 0, 1 writes [5, 8] to the buffer; what it writes after
-    that has no meaning.
+    it. Gathering [5, 6, 7, 8] with bits 1, 0, 0, 1 writes [5, 8] to the buffer; what it writes
+    after that has no meaning.
     """
 
     @intrinsic
@@ -477,7 +477,8 @@ def _adamw_blocks(
 
 # The same kernels, their blocks shared among threads ---------------------------------------------
 #
-# One function each and no factory: numba keeps no compiled code of functions that close over others.
+# One function each and no factory: numba keeps no compiled code of functions that close over
+# others.
 
 
 @_jit_parallel

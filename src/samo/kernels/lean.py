@@ -1,22 +1,22 @@
 """The codes of 8-bit optimizer state, in plain torch operations.
 
-For each kept entry 1 byte of the first moment m and 1 of the second, v, which is stored as its root u.
-Entries that lie close together in the dense tensor share two fp32 scales, the largest |m| and u of
-their group (0 where nothing is kept):
+For each kept entry 1 byte of the first moment m and 1 of the second, v, which is stored as its root
+u. Entries that lie close together in the dense tensor share two fp32 scales, the largest |m| and u
+of their group (0 where nothing is kept):
 
     m = sign * (code / 127)**4 * scale      code -127 to 127, int8
     u = (code / 255)**4 * scale             code 0 to 255, uint8
 
     m = -0.02, scale 0.5     x = 127 * 0.04**(1/4) = 56.8     code -56 or -57
 
-Fourth powers give small entries a finer grid than large ones: the largest is 3 % from the next (u: 1.6
-%), and the smallest m that is not 0 is 4e-9 of it. Their roots are two square roots, which round alike
-everywhere.
+Fourth powers give small entries a finer grid than large ones: the largest is 3 % from the next (u:
+1.6 %), and the smallest m that is not 0 is 4e-9 of it. Their roots are two square roots, which
+round alike everywhere.
 
 **Codes are dithered**: x becomes floor(x + d) with a random d between 0 and 1, so that its mean is x.
-Rounded to nearest, an average that decays by less than half a code in a step would never decay at all. d
-follows from the entry and the step count alone, so equal runs give equal bits. The code of u is 0 only if
-v is: a second moment that came to 0 would divide by epsilon.
+Rounded to nearest, an average that decays by less than half a code in a step would never decay at
+all. d follows from the entry and the step count alone, so equal runs give equal bits. The code of u
+is 0 only if v is: a second moment that came to 0 would divide by epsilon.
 
 Scales are fp32 for the same reason: the largest u of a group decays by 0.05 % in a step without a
 gradient (beta2 0.999), a tenth of what bfloat16 can tell apart. Decision 0012 has the numbers.
@@ -85,8 +85,8 @@ def quantise(
         exp_avg_sq_Z: Second moments.
         group_Z: The number of each entry's group.
         groups: How many groups there are.
-        dither_Z: 32 random bits for each entry (see `random_bits`); without them codes are rounded to
-            nearest.
+        dither_Z: 32 random bits for each entry (see `random_bits`); without them codes are rounded
+            to nearest.
     """
     root = _root(exp_avg_sq_Z)
     # Past fp32 the second moment loses its size, and the first must not stay without it.
@@ -146,7 +146,8 @@ def dequantise(moments: Moments, group_Z: Tensor) -> tuple[Tensor, Tensor]:
         >>> dequantise(codes, torch.tensor([0, 0]))
         (tensor([ 0.5000, -0.0203]), tensor([4.0000, 0.0103]))
     """
-    # 127 and 255 times their rounded inverses are 1 exactly, so that the largest entry is the scale.
+    # 127 and 255 times their rounded inverses are 1 exactly, so that the largest entry is the
+    # scale.
     part = moments.exp_avg_Z.to(torch.float32) * (1 / 127)
     square = part * part
     size = square * square * moments.exp_avg_scale_G[group_Z]

@@ -1,8 +1,8 @@
 """``samo::compress`` and ``samo::expand``: the kernels as operators that compilers can see.
 
-Eager code calls kernels directly: an operator written in Python costs the host some 50 us a call. Compiled
-code calls these. On an NVIDIA GPU they are `torch.library.triton_op`, whose kernels Inductor launches
-itself; elsewhere they are opaque to it.
+Eager code calls kernels directly: an operator written in Python costs the host some 50 us a call.
+Compiled code calls these. On an NVIDIA GPU they are `torch.library.triton_op`, whose kernels
+Inductor launches itself; elsewhere they are opaque to it.
 """
 
 import torch
@@ -30,8 +30,8 @@ def expand(
 ) -> Tensor:
     """Return the dense tensor of kept entries, 0 elsewhere.
 
-    ``after`` is not read. A backward pass that expands again gives its gradient here: the compiler then
-    cannot take the forward pass's expansion in its place, which would be held in between.
+    ``after`` is not read. A backward pass that expands again gives its gradient here: the compiler
+    then cannot take the forward pass's expansion in its place, which would be held in between.
     """
     if values.is_cuda and _TRITON:
         return _expand_triton(values, bitmap, values if after is None else after, shape, dtype)

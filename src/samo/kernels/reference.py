@@ -1,7 +1,8 @@
 """Plain torch operations: right on every device, and what the fast paths are compared with.
 
 AdamW divides its moments, which start at 0, by how much of a full average they can have seen:
-1 - beta**t after t updates. An entry that is newly kept at step 1,000 has seen one gradient, not 1,000:
+1 - beta**t after t updates. An entry that is newly kept at step 1,000 has seen one gradient, not
+1,000:
 
     moments after one gradient g     m = 0.1 g    v = 0.001 g^2          (betas 0.9, 0.999)
     corrected for t = 1              m / 0.1 = g, v / 0.001 = g^2        change lr * 1.0
@@ -9,8 +10,8 @@ AdamW divides its moments, which start at 0, by how much of a full average they 
 
 and 3.16 once t is large. So entries may have ages, how many updates each has had, in 16 bits.
 Corrections are looked up in a table. An age stops at `OLDEST`; from there on the step count of the
-weight stands in for it, so that entries which were always kept are corrected as without ages, bit for
-bit, at any step.
+weight stands in for it, so that entries which were always kept are corrected as without ages, bit
+for bit, at any step.
 """
 
 from collections.abc import Sequence
@@ -118,8 +119,8 @@ class Corrections(NamedTuple):
 def count_step(update: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None) -> Corrections:
     """Count a step of a parameter unless it is skipped, and return what follows from the count.
 
-    Doubles on the host, or a double on the device with ``skip``: the digits are needed. If the learning
-    rate is a tensor, step size and decay are in its type, as torch's are.
+    Doubles on the host, or a double on the device with ``skip``: the digits are needed. If the
+    learning rate is a tensor, step size and decay are in its type, as torch's are.
     """
     beta1, beta2, _ = settings
     step, lr = update.step, update.lr
@@ -196,7 +197,8 @@ def adamw_values(
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
     exp_avg_sq = exp_avg_sq.mul(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq.sqrt() / correction).add_(eps)
-    # Spelled out instead of addcdiv_, which takes no tensor as its value; the roundings are the same.
+    # Spelled out instead of addcdiv_, which takes no tensor as its value; the roundings are the
+    # same.
     change = (exp_avg * -step_size) / denominator
     return param.mul(decay).add_(change), exp_avg, exp_avg_sq
 

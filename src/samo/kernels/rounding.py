@@ -62,9 +62,9 @@ def convert_remainder(remainder: Tensor, dtype: torch.dtype, dither: Tensor | in
 
     Example: remainder 0x1234 gives correction 0x12, and that gives remainder 0x1200.
 
-    A remainder is rounded to its upper 8 bits. ``dither``, 0 to 255, is added before the lower ones are
-    cut off; where it is random, the mean of many roundings is the remainder. The top is 0x7F: 0x80, half
-    a unit of the weight, would be -0x80.
+    A remainder is rounded to its upper 8 bits. ``dither``, 0 to 255, is added before the lower ones
+    are cut off; where it is random, the mean of many roundings is the remainder. The top is 0x7F:
+    0x80, half a unit of the weight, would be -0x80.
     """
     if remainder.dtype == dtype:
         return remainder

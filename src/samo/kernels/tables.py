@@ -7,8 +7,8 @@ addresses and sizes for each one, and a list of items says which one a program w
 
 Both are sent again only when something in them has changed, and nothing waits for the device.
 
-While a CUDA graph is captured, copies are only recorded, for each replay: its tables are its own, in the
-graph's memory, and what they are copied from is kept.
+While a CUDA graph is captured, copies are only recorded, for each replay: its tables are its own,
+in the graph's memory, and what they are copied from is kept.
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,8 +61,8 @@ def device_of(tensor: Tensor) -> AbstractContextManager[object]:
 def send(where: Where, array: np.ndarray[Any, Any]) -> Tensor:
     """Return an array on the device; the same tensor as before if it was sent already.
 
-    A graph gets a tensor of its own: it reads it at each replay, when this cache has long let it go, and
-    what was recorded for a graph is not there yet for a step outside of it.
+    A graph gets a tensor of its own: it reads it at each replay, when this cache has long let it
+    go, and what was recorded for a graph is not there yet for a step outside of it.
     """
     if where.is_captured:
         return _send(where, array.tobytes(), array.dtype.str, array.shape)
@@ -170,9 +170,9 @@ _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
 def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
     """Return all that decides how updates are done, except the addresses of their gradients.
 
-    Two lists of updates with equal fingerprints have tensors of the same sizes and types at the same
-    addresses. It holds no tensor alive. A small model waits for this function in each step: columns
-    of tensors go through ``map``, which costs a third of a loop.
+    Two lists of updates with equal fingerprints have tensors of the same sizes and types at the
+    same addresses. It holds no tensor alive. A small model waits for this function in each step:
+    columns of tensors go through ``map``, which costs a third of a loop.
     """
     param, remainder, grad, exp_avg, exp_avg_sq, step, lr, _, dense, mask, *others = zip(*updates)
     state = [*param, *exp_avg, *exp_avg_sq]

@@ -8,8 +8,8 @@ Two ways lead from a mask's bits to its kept entries:
     by entry    for each entry of a block, kept or not, count the set bits below it: some 12
                 instructions for each entry of the dense tensor
 
-A program takes one block of 2,048 weights. By slot it is one warp, whose 32 lanes hold the block's 32
-pairs of words, so that every look at the bits of another lane is a shuffle and nothing waits for
+A program takes one block of 2,048 weights. By slot it is one warp, whose 32 lanes hold the block's
+32 pairs of words, so that every look at the bits of another lane is a shuffle and nothing waits for
 shared memory.
 
 bfloat16 comes as int16 and is widened and rounded by its bits: exact, and the same under Triton's
@@ -26,7 +26,8 @@ from samo.mask import bitmap
 
 __all__ = []
 
-# Constants of kernels have no annotations: Inductor copies them into files that do not import `Final`.
+# Constants of kernels have no annotations: Inductor copies them into files that do not import
+# `Final`.
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 BLOCK_BITS = tl.constexpr(bitmap.BLOCK_BITS)
@@ -43,7 +44,8 @@ KINDS: Final = {
 INTS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
 """Integers by their bytes."""
 
-# Columns of a parameter's row in a table of addresses and sizes, all int64; 0 for what is not there.
+# Columns of a parameter's row in a table of addresses and sizes, all int64; 0 for what is not
+# there.
 PARAM = tl.constexpr(0)
 REMAINDER = tl.constexpr(1)
 GRAD = tl.constexpr(2)
@@ -137,8 +139,8 @@ def power_of(base, exponents, SIZE: tl.constexpr):
 def corrections_of(counts, rate, beta1, beta2, SIZE: tl.constexpr):
     """Return minus the step size and the denominator after so many updates, in fp64.
 
-    Example: lr 0.1, betas 0.9 and 0.99 give -1 (lr / (1 - 0.9), negative) and 0.1 (the square root of
-    1 - 0.99) after the first.
+    Example: lr 0.1, betas 0.9 and 0.99 give -1 (lr / (1 - 0.9), negative) and 0.1 (the square root
+    of 1 - 0.99) after the first.
     """
     step_size = rate / (1.0 - power_of(beta1, counts, SIZE))
     denominator = tl.sqrt(1.0 - power_of(beta2, counts, SIZE))
@@ -152,8 +154,8 @@ def corrections_of(counts, rate, beta1, beta2, SIZE: tl.constexpr):
 def read_block(pairs, offsets, block, num_pairs):
     """Return a block's low and high words, the kept entries up to each pair, all, and those before.
 
-    A block past the last one has none. Example, with 2 pairs of 4-bit words: pairs 0001 0010 and 0000
-    0110, offsets[block] 7, give low [2, 6], high [1, 0], ends [2, 4], 4 and 7.
+    A block past the last one has none. Example, with 2 pairs of 4-bit words: pairs 0001 0010 and
+    0000 0110, offsets[block] 7, give low [2, 6], high [1, 0], ends [2, 4], 4 and 7.
     """
     pair = block * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     words = tl.load(pairs + pair, mask=pair < num_pairs, other=0)
@@ -170,8 +172,9 @@ def places_of(low, high, ends, slots, SLOTS: tl.constexpr):
 
     Example: bits 1, 0, 0, 1 and slots [0, 1] give [0, 3].
 
-    Both searches halve what is left: first the pairs, by the kept entries up to each, then the bits of
-    one word, by the bits set under a place. A slot past the last one gets some place in the block.
+    Both searches halve what is left: first the pairs, by the kept entries up to each, then the bits
+    of one word, by the bits set under a place. A slot past the last one gets some place in the
+    block.
     """
     probe = tl.full([SLOTS], BLOCK_PAIRS // 2 - 1, tl.int32)
     for level in tl.static_range(4):
@@ -310,7 +313,8 @@ def offset(at, by):
 def find_item(rows, items, UNITS: tl.constexpr):
     """Return the row of a program's parameter, its number, and which of its units the program takes.
 
-    An item of the list is ``UNITS`` units (blocks, or parts) of one parameter, one for each program.
+    An item of the list is ``UNITS`` units (blocks, or parts) of one parameter, one for each
+    program.
     """
     item = tl.program_id(0) // UNITS
     param = tl.load(items + item)

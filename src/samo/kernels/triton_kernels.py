@@ -1,7 +1,7 @@
 """The kernels of the CUDA path, compiled by Triton; ``triton_launch.py`` launches them.
 
-``triton_common.py`` explains how they find kept entries. Divisions, roots and multiply-adds round where
-torch's do.
+``triton_common.py`` explains how they find kept entries. Divisions, roots and multiply-adds round
+where torch's do.
 """
 
 import triton
@@ -76,7 +76,8 @@ def compress_by_entry_kernel(dense, words, offsets, out, numel, num_words, WORDS
 def expand_kernel(values, words, offsets, after, dense, numel, num_words, WORDS: tl.constexpr):
     """Write values to the kept entries of some blocks, and 0 to the others.
 
-    Example: [5, 8] with bits 1, 0, 0, 1 gives [5, 0, 0, 8]. ``after`` is not read: see ``operators.py``.
+    Example: [5, 8] with bits 1, 0, 0, 1 gives [5, 0, 0, 8]. ``after`` is not read: see
+    ``operators.py``.
     """
     index = tl.program_id(0).to(tl.int64)
     is_kept, ranks = ranks_of(words, index * WORDS, num_words, WORDS)
@@ -178,8 +179,8 @@ def _correct_by_age(
 ):
     """Count ages and return the step size and the denominator of each entry.
 
-    Example: ages 0 and 99 become 1 and 100, and look up the corrections of a first and a 100th step.
-    Entries that were there at every step, or have the largest age, take the parameter's own.
+    Example: ages 0 and 99 become 1 and 100, and look up the corrections of a first and a 100th
+    step. Entries that were there at every step, or have the largest age, take the parameter's own.
     """
     ages, step, inverses, denominators = by_age
     age = load_entries(ages + entry, mask, IS_FULL).to(tl.int32)

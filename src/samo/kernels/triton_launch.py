@@ -1,10 +1,11 @@
 """The fast path on an NVIDIA GPU: hands tensors to the Triton kernels.
 
-``docs/decisions/0011-triton-kernels.md`` says why the kernels are as they are. Nothing here waits for
-the device: numbers that decide something on the host (sizes, kept entries) are on the host already.
-All parameters of an AdamW step go into a few launches: ``tables.py``.
+``docs/decisions/0011-triton-kernels.md`` says why the kernels are as they are. Nothing here waits
+for the device: numbers that decide something on the host (sizes, kept entries) are on the host
+already. All parameters of an AdamW step go into a few launches: ``tables.py``.
 
-What the kernels do not cover (float64 updates, parameters with strides) falls back to ``reference``.
+What the kernels do not cover (float64 updates, parameters with strides) falls back to
+``reference``.
 """
 
 from collections.abc import Sequence
@@ -315,8 +316,8 @@ def _make_group(
 ) -> _Group:
     """Work out the tables of plain parameters, and what is launched for which of them.
 
-    Two passes, over the values and then over the dense copies of pruned weights, are faster than one
-    that scatters each updated value: a copy is written in whole sectors.
+    Two passes, over the values and then over the dense copies of pruned weights, are faster than
+    one that scatters each updated value: a copy is written in whole sectors.
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     copied: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}

@@ -1,12 +1,12 @@
 """AdamW with 8-bit state for the CUDA path, compiled by Triton; ``triton_launch.py`` launches the kernels.
 
-A program takes a block of a pruned weight, one group after the other, or 1,024 entries of a parameter
-without a mask, four groups: no other program writes their scales. The values of a group stay in
-registers from the old codes to the new ones, unless they are unusually many.
+A program takes a block of a pruned weight, one group after the other, or 1,024 entries of a
+parameter without a mask, four groups: no other program writes their scales. The values of a group
+stay in registers from the old codes to the new ones, unless they are unusually many.
 
 ``lean.py`` says what the codes mean and how they are dithered, and does the same in the same order.
-Roots and quotients are the GPU's fast ones here, which may be 2 in the last place of fp32 off: a code
-changes by that once in ten thousand, and dithering moves it more.
+Roots and quotients are the GPU's fast ones here, which may be 2 in the last place of fp32 off: a
+code changes by that once in ten thousand, and dithering moves it more.
 """
 
 import triton
@@ -61,8 +61,8 @@ def random_bits(index, step):
     return bits ^ (bits >> 16)
 
 
-# Between floats and small integers by their bits: the instructions that convert run at a quarter of the
-# speed of those that add. An fp32 number from 2**23 on has whole numbers as its lowest bits.
+# Between floats and small integers by their bits: the instructions that convert run at a quarter of
+# the speed of those that add. An fp32 number from 2**23 on has whole numbers as its lowest bits.
 
 
 @triton.jit
@@ -86,7 +86,8 @@ def to_code(x, bits, SHIFT: tl.constexpr, MOST: tl.constexpr):
     """
     part = ((bits >> SHIFT) & 0xFFF).to(tl.int32)
     dither = ((part << 11) | 0x3F800000).to(tl.float32, bitcast=True) - (1.5 - 2**-13)
-    # Half less, and rounded to nearest, is down: no tie, since the dither is an odd multiple of 2**-13.
+    # Half less, and rounded to nearest, is down: no tie, since the dither is an odd multiple of
+    # 2**-13.
     whole = (tl.minimum(x + dither, MOST) + 8388864.0).to(tl.int32, bitcast=True)
     return whole & 0xFF
 
@@ -174,7 +175,8 @@ def _update_group(
 ):
     """Update the kept entries ``first`` to ``stop`` of a block, which are a group.
 
-    If they are more than ``SLOTS``, they are updated twice: once for the new scales, once to be written.
+    If they are more than ``SLOTS``, they are updated twice: once for the new scales, once to be
+    written.
     """
     scale = tl.load(exp_avg_scale_at)
     root_scale = tl.load(root_scale_at)

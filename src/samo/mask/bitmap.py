@@ -69,8 +69,8 @@ def unpack(words: Tensor, start: int, stop: int) -> Tensor:
 
 def popcount(words: Tensor) -> Tensor:
     """Count the set bits of each word."""
-    # Sums of neighbouring 1, 2 and 4 bits, then of the four bytes. A shift repeats the sign of a word;
-    # the masks cut that off, and no sum of bytes reaches the sign again.
+    # Sums of neighbouring 1, 2 and 4 bits, then of the four bytes. A shift repeats the sign of a
+    # word; the masks cut that off, and no sum of bytes reaches the sign again.
     x = words - ((words >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F

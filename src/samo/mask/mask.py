@@ -240,7 +240,8 @@ class Mask:
         """Return the fraction of the kept entries that two masks do not share.
 
         This is ``1 - |A and B| / kept``. Unlike `hamming` it means the same at any sparsity: two
-        random masks at sparsity 0.9 differ in only 18 % of their bits but in 90 % of what they keep.
+        random masks at sparsity 0.9 differ in only 18 % of their bits but in 90 % of what they
+        keep.
 
         Example:
             >>> import torch, samo

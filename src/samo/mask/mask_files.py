@@ -3,8 +3,8 @@
     tensors    parameter name -> words of its bitmap, int32
     metadata   format "samo-masks", version, shapes (JSON), fingerprint of all names, shapes and bits
 
-The counts of a bitmap follow from its words and are not written. Names are in alphabetical order, so that
-equal masks are equal bytes.
+The counts of a bitmap follow from its words and are not written. Names are in alphabetical order,
+so that equal masks are equal bytes.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Which parameters are worth pruning, and what their dimensions mean, by module type and name.
 
-Pruned by default are the large matrices: weights of linear and convolution layers, of Hugging Face's
-``Conv1D`` and of stacked experts. Embeddings, output heads, norms, biases, routers and position tables
-stay dense: they are small, and pruning them hurts.
+Pruned by default are the large matrices: weights of linear and convolution layers, of Hugging
+Face's ``Conv1D`` and of stacked experts. Embeddings, output heads, norms, biases, routers and
+position tables stay dense: they are small, and pruning them hurts.
 """
 
 import fnmatch

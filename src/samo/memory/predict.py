@@ -12,9 +12,9 @@ Bytes for each dense parameter at density f (fraction kept), `samo.AdamW`, no ac
     ages         2f        2f        0            only with entry_steps=True
     buckets      4f        4f        2f           only with DistributedDataParallel: torch's own
 
-An unpruned parameter has f = 1 and no bitmap, and a dense copy only if its values are wider than the
-compute type. Lean state has two fp32 scales for 1,024 entries, 256 of an unpruned parameter. Torch's
-optimizers keep moments in the type of the parameter, and no corrections.
+An unpruned parameter has f = 1 and no bitmap, and a dense copy only if its values are wider than
+the compute type. Lean state has two fp32 scales for 1,024 entries, 256 of an unpruned parameter.
+Torch's optimizers keep moments in the type of the parameter, and no corrections.
 
 DistributedDataParallel copies all gradients into buckets, unless ``gradient_as_bucket_view=True``.
 GB is 10**9 bytes everywhere.
@@ -109,7 +109,8 @@ def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]
     Example:
         >>> from samo.memory.predict import TensorSpec, predict
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000))
-        {'dense': 2000000, 'bitmap': 128912, 'values': 400000, 'gradients': 400000, 'moments': 800000,
+        {'dense': 2000000, 'bitmap': 128912, 'values': 400000, 'gradients': 400000, 'moments':
+        800000,
          'corrections': 0, 'ages': 0, 'buckets': 0}
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000, is_lean=True))["moments"]
         207816
@@ -164,8 +165,9 @@ def total(tensors: Iterable[TensorSpec], *, has_buckets: bool = False) -> dict[K
 def dense_bytes(tensor: TensorSpec) -> int:
     """Return the bytes of dense training of a parameter, with the same number of moments.
 
-    16-bit weights with Adam: 20 bytes, weights and gradients in 16 and in 32 bit and two fp32 moments,
-    the SAMO paper's baseline. Wider weights: weights, gradients and moments of their own type.
+    16-bit weights with Adam: 20 bytes, weights and gradients in 16 and in 32 bit and two fp32
+    moments, the SAMO paper's baseline. Wider weights: weights, gradients and moments of their own
+    type.
 
     Example:
         >>> from samo.memory.predict import TensorSpec, dense_bytes

@@ -77,8 +77,9 @@ class GPT(nn.Module):
     def _loss(self, x_ND: Tensor, targets_N: Tensor, reduction: str) -> Tensor:
         """Return the loss of many tokens without holding all of their logits.
 
-        With a large vocabulary, logits and their gradients would take more memory than the whole state
-        of a pruned model. So they are computed in chunks of tokens, and recomputed in backward.
+        With a large vocabulary, logits and their gradients would take more memory than the whole
+        state of a pruned model. So they are computed in chunks of tokens, and recomputed in
+        backward.
         """
         size = 1 << max(_MAX_LOGITS // self.config.vocab_size, 1).bit_length() - 1
         if len(targets_N) <= size:
@@ -145,8 +146,8 @@ def draw_weights(
 ) -> dict[str, Tensor]:
     """Return some initial weights of a GPT, bit for bit those of the constructor.
 
-    For the same seed and device. Allocates nothing else, so that a rank can draw its own part of a model
-    that it has no room for.
+    For the same seed and device. Allocates nothing else, so that a rank can draw its own part of a
+    model that it has no room for.
 
     Example:
         >>> import torch

@@ -1,7 +1,8 @@
 """The shapes of `samo.models.gpt.GPT`, by name: imports no torch.
 
-The GPT-3 family follows Brown et al. 2020, table 2.1, with its learning rates. Two rows are inconsistent
-as printed (24 heads of 128 in a width of 2,048; a width of 5,140): 16 heads and 5,120 are used.
+The GPT-3 family follows Brown et al. 2020, table 2.1, with its learning rates. Two rows are
+inconsistent as printed (24 heads of 128 in a width of 2,048; a width of 5,140): 16 heads and 5,120
+are used.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,11 @@
 """What one stage does next: a pure state machine, messages in and actions out.
 
-Nothing is planned ahead. A stage computes whatever its messages allow, up to its limit of micro-batches in
-flight. If both passes are possible, it takes the backward pass, which frees memory; but not twice in a row
-(``prefer="alternate"``), since later stages wait for what it sends forward. Each directed link delivers
-in the order of sending, so micro-batches pass every stage in the order 0, 1, 2, ..., forward and backward:
-gradients are added up in the same order in every run, whatever the delays are.
+Nothing is planned ahead. A stage computes whatever its messages allow, up to its limit of
+micro-batches in flight. If both passes are possible, it takes the backward pass, which frees
+memory; but not twice in a row (``prefer="alternate"``), since later stages wait for what it sends
+forward. Each directed link delivers in the order of sending, so micro-batches pass every stage in
+the order 0, 1, 2, ..., forward and backward: gradients are added up in the same order in every run,
+whatever the delays are.
 """
 
 from collections.abc import Sequence

@@ -41,8 +41,8 @@ def sync_found_inf(
 ) -> None:
     """Put a NaN into every gradient of all stages if any of them has one that is not finite.
 
-    Optimizers and gradient scalers then skip the same steps on all stages. The host does not wait for the
-    device.
+    Optimizers and gradient scalers then skip the same steps on all stages. The host does not wait
+    for the device.
     """
     found = [_entries(grad) for param in params if (grad := param.grad) is not None]
     found = [entries for entries in found if entries.numel()]

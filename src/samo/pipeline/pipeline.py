@@ -36,13 +36,14 @@ _BROADCAST_BYTES: Final = 250 * 2**20  # DistributedDataParallel's
 class Pipeline:
     """Trains a model whose layers lie on several ranks; every rank runs the same program.
 
-    `step` computes forward and backward of all micro-batches and accumulates gradients. The optimizer is
-    the caller's, over the parameters of ``pipeline.module``, which holds this rank's layers under the
-    names they have in the whole model, compressed or not. Losses, gradients and updates are those of one
-    process that computes the same micro-batches in sequence, bit for bit on a CPU.
+    `step` computes forward and backward of all micro-batches and accumulates gradients. The
+    optimizer is the caller's, over the parameters of ``pipeline.module``, which holds this rank's
+    layers under the names they have in the whole model, compressed or not. Losses, gradients and
+    updates are those of one process that computes the same micro-batches in sequence, bit for bit
+    on a CPU.
 
-    If the mesh has a dimension "data" too, each stage has replicas: they start with the values of the
-    first, compute batches of their own, and average their gradients.
+    If the mesh has a dimension "data" too, each stage has replicas: they start with the values of
+    the first, compute batches of their own, and average their gradients.
 
     Example:
         >>> import torch, samo
@@ -57,11 +58,11 @@ class Pipeline:
 
     Args:
         layers: ``nn.Sequential``, a list of layers or of functions that build one, samo's GPT, or
-            Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take memory only on
-            the rank that holds them.
+            Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take memory
+            only on the rank that holds them.
         loss_fn: Called with the output and the target of a micro-batch; returns a scalar.
-        mesh: A device mesh with a dimension "pipe", and "data" if stages have replicas; None for one
-            stage in this process.
+        mesh: A device mesh with a dimension "pipe", and "data" if stages have replicas; None for
+            one stage in this process.
         micro_batches: Number of micro-batches a batch is cut into.
         schedule: "message-driven", or torch's "1f1b", "gpipe" and "interleaved".
         in_flight: Micro-batches a stage may hold, one number or one for each stage; by default the
@@ -70,13 +71,14 @@ class Pipeline:
         cuts: First layer and the one after the last of each stage, as `partition` returns them; by
             default even in the number of weights.
         device: Where the stage computes; by default the mesh's device.
-        weights: Values by name, or safetensors: a file, or a folder of files. Each rank reads its own.
+        weights: Values by name, or safetensors: a file, or a folder of files. Each rank reads its
+            own.
         seed: Seed of layers that have no values yet.
         tied: Groups of parameter names that are one weight, where the model does not show it.
         loss_reduction: Whether ``loss_fn`` returns a mean or a sum over its targets.
         count: Number of terms of a mean loss, for a target; by default its entries other than -100.
-        timeout_s: Seconds of silence after which another rank is given up. Must be longer than anything
-            a rank does between two batches.
+        timeout_s: Seconds of silence after which another rank is given up. Must be longer than
+            anything a rank does between two batches.
 
     Raises:
         ValueError: A setting is out of range, or the layers cannot be cut so.
@@ -134,7 +136,8 @@ class Pipeline:
         self._ties: Final = find_tied(split, self.cuts, group, timeout_s)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
         transport = Transport() if self._links is None else self._links
-        # Also closes links of a program that ends without close(), before torch's own exit handlers.
+        # Also closes links of a program that ends without close(), before torch's own exit
+        # handlers.
         self._finalizer: Final = weakref.finalize(self, transport.close)
         self._runner: Runner | TorchRunner
         if schedule == "message-driven" or group is None:
@@ -166,12 +169,13 @@ class Pipeline:
     ) -> Tensor:
         """Compute forward and backward of a batch, accumulate gradients, and return the loss.
 
-        Call on every rank. Only the first stage reads ``x`` and only the last reads ``target``. Every stage
-        returns the loss of the whole batch; a replica, that of its own part. Pass ``is_last=False`` for
-        every batch but the last of an optimizer step: reductions run once, at the end. Gradients are then
-        averaged over replicas, those of tied weights are summed over stages, and if a gradient is not
-        finite on any stage, all stages get a NaN in theirs, so that `samo.AdamW` and GradScaler skip the
-        same steps everywhere. Gradients cleared between two batches are cleared for tied weights too.
+        Call on every rank. Only the first stage reads ``x`` and only the last reads ``target``.
+        Every stage returns the loss of the whole batch; a replica, that of its own part. Pass
+        ``is_last=False`` for every batch but the last of an optimizer step: reductions run once, at
+        the end. Gradients are then averaged over replicas, those of tied weights are summed over
+        stages, and if a gradient is not finite on any stage, all stages get a NaN in theirs, so
+        that `samo.AdamW` and GradScaler skip the same steps everywhere. Gradients cleared between
+        two batches are cleared for tied weights too.
 
         Example:
             >>> import torch, samo
@@ -190,8 +194,8 @@ class Pipeline:
             x: Inputs, a tensor or a tuple of tensors.
             target: What ``loss_fn`` compares the output with.
             is_last: Whether an optimizer step follows.
-            scaler: Scales the loss before backward, and not the one that is returned. Scalers of all ranks
-                keep the same scale, since they find the same gradients finite.
+            scaler: Scales the loss before backward, and not the one that is returned. Scalers of
+                all ranks keep the same scale, since they find the same gradients finite.
 
         Raises:
             PeerError: Another rank died, hung, failed or sent something invalid.
@@ -216,8 +220,8 @@ class Pipeline:
     ) -> Tensor:
         """Scale the gradients of all stages so that their norm is at most ``max_norm``; return the norm.
 
-        As ``torch.nn.utils.clip_grad_norm_`` on the whole model, with a tied weight counted once. Call on
-        every rank. If the norm is not finite, gradients become NaN on all stages.
+        As ``torch.nn.utils.clip_grad_norm_`` on the whole model, with a tied weight counted once.
+        Call on every rank. If the norm is not finite, gradients become NaN on all stages.
 
         Example:
             >>> import torch, samo
@@ -277,7 +281,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Return when each stage computed what in the last batch. Call on every rank.
 
-        Times are the ranks' own clocks, so all ranks must be on one machine. Only for "message-driven".
+        Times are the ranks' own clocks, so all ranks must be on one machine. Only for
+        "message-driven".
 
         Example:
             >>> import torch, samo

@@ -1,9 +1,9 @@
 """Run one stage: compute the passes that the engine decides on, exchange packets, and name a rank that fails.
 
-A stage that has waited for half of the timeout probes the silent neighbour. A neighbour that is itself
-waiting answers at once. One that is dead, stopped or stuck in its own computation does not, and is
-reported when the timeout expires. The report is sent on as an "abort", so every rank raises a `PeerError`
-that names the same rank.
+A stage that has waited for half of the timeout probes the silent neighbour. A neighbour that is
+itself waiting answers at once. One that is dead, stopped or stuck in its own computation does not,
+and is reported when the timeout expires. The report is sent on as an "abort", so every rank raises
+a `PeerError` that names the same rank.
 """
 
 import time
@@ -285,8 +285,9 @@ class Runner:
     def _await_ends(self) -> None:
         """Wait until each neighbour has ended this batch.
 
-        A rank that exits while its neighbour still waits for a message would take it down. A neighbour that
-        has our "end" answers no probes, and may have as many passes to compute as are in flight.
+        A rank that exits while its neighbour still waits for a message would take it down. A
+        neighbour that has our "end" answers no probes, and may have as many passes to compute as
+        are in flight.
         """
         begin = time.monotonic()
         limit = max(_PATIENCE, self.in_flight + 1) * self.timeout_s
@@ -330,7 +331,8 @@ class Runner:
     def _drain(self, stage: int) -> Exception | None:
         """Raise the "abort" that a neighbour sent before its link broke; else return the link's error.
 
-        The sending thread may see the closed connection before the receiving one has read the "abort".
+        The sending thread may see the closed connection before the receiving one has read the
+        "abort".
         """
         self.transport.begin()  # it may have ended this batch and failed in the next
         error: Exception | None = None

@@ -1,7 +1,7 @@
 """Split a model into layers, and the layers into stages.
 
-It takes `nn.Sequential`, a list of layers or of functions that build one, samo's GPT, and Hugging Face's
-GPT-2 and Llama. Attention masks and rotary tables are computed on each stage and never sent.
+It takes `nn.Sequential`, a list of layers or of functions that build one, samo's GPT, and Hugging
+Face's GPT-2 and Llama. Attention masks and rotary tables are computed on each stage and never sent.
 """
 
 import sys
@@ -157,7 +157,8 @@ def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
     if any(cost < 0 for cost in costs):
         raise ValueError(f"costs must be 0 or more, got {list(costs)}")
     total = [0.0, *accumulate(costs)]
-    # best[stop]: slowest stage, sum of squares and starts of the stages that hold the first `stop` layers.
+    # best[stop]: slowest stage, sum of squares and starts of the stages that hold the first `stop`
+    # layers.
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(num_stages):
         best = {

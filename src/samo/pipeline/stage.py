@@ -1,7 +1,8 @@
 """The layers of one stage, under the names they have in the whole model, and where their values come from.
 
-Layers on the meta device, and functions that build a layer, take no memory until a rank builds those of its
-own stage. New weights are drawn from a seed for each layer, so they do not depend on the number of stages.
+Layers on the meta device, and functions that build a layer, take no memory until a rank builds
+those of its own stage. New weights are drawn from a seed for each layer, so they do not depend on
+the number of stages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

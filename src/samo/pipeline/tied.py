@@ -18,8 +18,8 @@ __all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
 class TiedWeight:
     """One weight on several ranks, whose gradients are added up once for each optimizer step.
 
-    A gradient that is there before the step's first batch is a sum over the ranks already. It is set aside
-    until `all_reduce`, so that it is not counted once for each rank.
+    A gradient that is there before the step's first batch is a sum over the ranks already. It is
+    set aside until `all_reduce`, so that it is not counted once for each rank.
 
     Args:
         names: Its names in the whole model.

@@ -37,28 +37,31 @@ _MOVERS: Final[weakref.WeakKeyDictionary[Weight, weakref.ref["DynamicSparse"]]] 
 class DynamicSparse(MaskSchedule):
     """Drop the smallest kept entries every so many steps, and grow as many others in their place.
 
-    ``grow="random"`` draws them (SET: Mocanu et al., 2018). ``grow="gradient"`` takes those with the
-    largest gradient (RigL: Evci et al., 2020), found in the backward pass before an update while a
-    weight's dense gradient exists, so that at most one dense gradient is alive. If gradients accumulate
-    over several backward passes, the choice is exact among the entries held since the first pass:
-    ``candidates`` times as many as will grow, or all.
+    ``grow="random"`` draws them (SET: Mocanu et al., 2018). ``grow="gradient"`` takes those with
+    the largest gradient (RigL: Evci et al., 2020), found in the backward pass before an update
+    while a weight's dense gradient exists, so that at most one dense gradient is alive. If
+    gradients accumulate over several backward passes, the choice is exact among the entries held
+    since the first pass: ``candidates`` times as many as will grow, or all.
 
-    Masks move if their matrices are trained: with ``requires_grad``, and in a group of ``opt``. Masks
-    with a structure that this would destroy, n:m patterns and channels, are refused where detected.
+    Masks move if their matrices are trained: with ``requires_grad``, and in a group of ``opt``.
+    Masks with a structure that this would destroy, n:m patterns and channels, are refused where
+    detected.
 
     The fraction of each tensor's kept entries that is replaced decays from ``drop``:
-    ``drop / 2 * (1 + cos(pi * step / stop))``. Entries grow among all that are not kept after the drop,
-    so one that was just dropped may be chosen again and keeps its value. Grown entries start at 0.
+    ``drop / 2 * (1 + cos(pi * step / stop))``. Entries grow among all that are not kept after the
+    drop, so one that was just dropped may be chosen again and keeps its value. Grown entries start
+    at 0.
 
-    Replicas of DistributedDataParallel keep working: parameters keep their lengths. Gradients are summed
-    over replicas in the backward passes before an update, in which each rank must use every pruned
-    weight, and all ranks get the masks of the first.
+    Replicas of DistributedDataParallel keep working: parameters keep their lengths. Gradients are
+    summed over replicas in the backward passes before an update, in which each rank must use every
+    pruned weight, and all ranks get the masks of the first.
 
-    Steps that the optimizer skips, as with `torch.amp.GradScaler` on overflow, count too; masks do not
-    move by gradients that are not finite.
+    Steps that the optimizer skips, as with `torch.amp.GradScaler` on overflow, count too; masks do
+    not move by gradients that are not finite.
 
-    Adam's bias correction counts the steps of a whole tensor, which makes the first updates of a grown
-    entry up to 3 times too large. ``samo.AdamW(..., entry_steps=True)`` counts the steps of each entry.
+    Adam's bias correction counts the steps of a whole tensor, which makes the first updates of a
+    grown entry up to 3 times too large. ``samo.AdamW(..., entry_steps=True)`` counts the steps of
+    each entry.
 
     Example:
         >>> import torch, samo
@@ -82,17 +85,17 @@ class DynamicSparse(MaskSchedule):
         every: Steps between updates.
         stop: Step at which masks stop moving; three quarters of a run is usual.
         seed: Draws the entries of ``grow="random"``, and breaks ties.
-        candidates: For ``grow="gradient"``: entries whose gradients are summed while a gradient comes in
-            parts, as a multiple of those that will grow, 4 bytes each until `step`. None sums all that
-            are not kept, which is exact and takes 4 bytes per weight of the model.
+        candidates: For ``grow="gradient"``: entries whose gradients are summed while a gradient
+            comes in parts, as a multiple of those that will grow, 4 bytes each until `step`. None
+            sums all that are not kept, which is exact and takes 4 bytes per weight of the model.
         group: Ranks with replicas of the model, if not those of DistributedDataParallel.
 
     Raises:
         TypeError: ``opt`` is not an optimizer, or ``model`` not a module.
         ValueError: A setting is out of range, or masks would never move.
         CompressionError: The model has no masks, or another object moves them.
-        MaskError: No tensor with a mask is trained, all keep everything, or one has a structure that
-            would be lost.
+        MaskError: No tensor with a mask is trained, all keep everything, or one has a structure
+            that would be lost.
     """
 
     def __init__(
@@ -161,8 +164,8 @@ class DynamicSparse(MaskSchedule):
             The new masks, or None if they did not change.
 
         Raises:
-            CompressionError: Entries should grow by gradient without a backward pass, or `detach` was
-                called.
+            CompressionError: Entries should grow by gradient without a backward pass, or `detach`
+                was called.
             ValueError: A weight is NaN or infinite.
         """
         if self._is_detached:

@@ -86,10 +86,11 @@ class EarlyBird:
     """Watch a dense model in training and draw a ticket, its masks, once they stabilize.
 
     Which weights will be large is clear long before a network is trained (You et al. 2020). Every
-    observation takes the masks that pruning would give now. They have settled when the queue is full
-    and the newest is within ``threshold`` of all others in it.
+    observation takes the masks that pruning would give now. They have settled when the queue is
+    full and the newest is within ``threshold`` of all others in it.
 
-    The model is not changed and stays dense; `samo.compress_` with the masks starts pruned training.
+    The model is not changed and stays dense; `samo.compress_` with the masks starts pruned
+    training.
 
     Example:
         >>> import torch, samo
@@ -106,9 +107,9 @@ class EarlyBird:
     Args:
         model: The model itself, not a wrapper such as DDP, which would change the names of masks.
         sparsity: Fraction to prune.
-        every: Observe at every ``every``-th call of `observe`, the first included. Masks a step or two
-            apart are within any threshold even while they drift: use 5 or more with a call after each
-            step, 1 with a call after each epoch.
+        every: Observe at every ``every``-th call of `observe`, the first included. Masks a step or
+            two apart are within any threshold even while they drift: use 5 or more with a call
+            after each step, 1 with a call after each epoch.
         queue: Number of masks that must agree, the newest included; 5 as published.
         threshold: Largest distance at which masks agree.
         distance: ``"kept"``: fraction of the kept weights not shared, over all tensors together. It
@@ -121,7 +122,8 @@ class EarlyBird:
         seed: As in `samo.prune`.
         limit: Number of observations after which `observe` raises if masks have not settled.
         history: Hold all masks, on the CPU, and compare each with all before it in `distances`. By
-            default only the queue is held, on the devices of the weights: 1/8 byte per weight and mask.
+            default only the queue is held, on the devices of the weights: 1/8 byte per weight and
+            mask.
 
     Raises:
         TypeError: ``model`` is not a module, or a setting has the wrong type.

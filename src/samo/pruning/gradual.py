@@ -19,17 +19,17 @@ __all__ = ["GradualPruning"]
 class GradualPruning(MaskSchedule):
     """Prune a compressed model gradually, by magnitude, on a cubic schedule (Zhu and Gupta, 2017).
 
-    At ``start``, every ``every`` steps after it and at ``stop``, each pruned tensor drops its smallest
-    kept entries to reach the sparsity of that step:
+    At ``start``, every ``every`` steps after it and at ``stop``, each pruned tensor drops its
+    smallest kept entries to reach the sparsity of that step:
 
         sparsity + (initial - sparsity) * (1 - (step - start) / (stop - start)) ** 3
 
     Gradients and optimizer state shrink with it. Entries never come back. A tensor sparser than the
     schedule waits until the schedule has caught up.
 
-    Matrices are pruned if they are trained: with ``requires_grad``, and in a group of ``opt``. Steps
-    count from 1, so with ``start=0`` the first pruning is at step ``every``. A run past ``stop`` that
-    has not reached its sparsity is pruned to it at the next step.
+    Matrices are pruned if they are trained: with ``requires_grad``, and in a group of ``opt``.
+    Steps count from 1, so with ``start=0`` the first pruning is at step ``every``. A run past
+    ``stop`` that has not reached its sparsity is pruned to it at the next step.
 
     Replicas with equal weights prune alike. DistributedDataParallel is built for fixed parameter
     lengths: rebuild it after each pruning with ``DistributedDataParallel(ddp.module)``. Its next
@@ -63,7 +63,8 @@ class GradualPruning(MaskSchedule):
         TypeError: ``opt`` is not an optimizer, or ``model`` not a module.
         ValueError: A setting is out of range.
         CompressionError: The model has no masks.
-        MaskError: No tensor with a mask is trained, one would keep nothing, or all are sparser already.
+        MaskError: No tensor with a mask is trained, one would keep nothing, or all are sparser
+            already.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
 """Which entries of a weight to drop and which to grow, at random or by their gradient.
 
-A dense gradient lives for a moment: it is compressed and freed before the next weight's. So candidates
-for growth are chosen right then, and only their mask and scores are kept:
+A dense gradient lives for a moment: it is compressed and freed before the next weight's. So
+candidates for growth are chosen right then, and only their mask and scores are kept:
 
     weight           a  .  b  .  c  .       keeps a, b, c; the smallest, b, will be dropped
     dense gradient   .  4  1  .  .  9       the largest where nothing is kept after that: the last
     candidates       mask 0 1 0 0 0 1, scores 4 9, of which the largest grow in the end
 
 The gradient of one step may come in parts: micro-batches, recomputed blocks. Scores are sums, as
-gradients are. A candidate has the exact sum from its first part on; an entry that a later part brings in
-starts there. So several times as many are held as will grow. With one part, which is usual, or with all
-entries as candidates, the choice is exact.
+gradients are. A candidate has the exact sum from its first part on; an entry that a later part
+brings in starts there. So several times as many are held as will grow. With one part, which is
+usual, or with all entries as candidates, the choice is exact.
 """
 
 import weakref
@@ -129,9 +129,9 @@ class Growth:
         mask, sum_so_far = self.weight.mask, self.weight.values.grad
         assert mask is not None  # only weights with a mask are watched
         grad = self._all_reduce(grad)
-        # A discarded gradient, set to None or to 0, starts a new sum. A streamed weight reports each
-        # use in a backward pass by itself, and its sum is there only at the end: the id of the pass
-        # tells its uses from a new sum.
+        # A discarded gradient, set to None or to 0, starts a new sum. A streamed weight reports
+        # each use in a backward pass by itself, and its sum is there only at the end: the id of the
+        # pass tells its uses from a new sum.
         last_pass, self._pass = self._pass, torch._C._current_graph_task_id()
         is_empty = sum_so_far is None or not bool(sum_so_far.any())
         is_first = is_empty and (self._pass == -1 or self._pass != last_pass)

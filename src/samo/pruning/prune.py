@@ -1,7 +1,7 @@
 """`prune`: choose the weights to keep, by magnitude or at random, per tensor or over the whole model.
 
-`decide` groups the tensors that are compared with one another and counts what each group keeps; then
-each group is pruned on its own.
+`decide` groups the tensors that are compared with one another and counts what each group keeps;
+then each group is pruned on its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ def prune(
 ) -> Masks:
     """Choose which weights of a model to keep. The model itself is not changed.
 
-    Counts are exact: of ``n`` weights ``round(n * sparsity)`` are pruned. Ties are broken by a hash of
-    name, place and ``seed``, which favours no layer or row and is the same on every device.
+    Counts are exact: of ``n`` weights ``round(n * sparsity)`` are pruned. Ties are broken by a hash
+    of name, place and ``seed``, which favours no layer or row and is the same on every device.
 
     Example:
         >>> import torch, samo
@@ -57,9 +57,9 @@ def prune(
         sparsity: Fraction to prune, at least 0 and less than 1. At 0 a tensor gets no mask. May be
             omitted with a ``pattern``, which implies it.
         method: ``"magnitude"`` keeps the weights furthest from 0, ``"random"`` any.
-        scope: ``"tensor"`` prunes each tensor to ``sparsity``; ``"global"`` compares all of them, so
-            that tensors with small weights lose more; ``"erk"`` prunes the model to ``sparsity`` and
-            each tensor to a density proportional to the sum of its sizes over their product
+        scope: ``"tensor"`` prunes each tensor to ``sparsity``; ``"global"`` compares all of them,
+            so that tensors with small weights lose more; ``"erk"`` prunes the model to ``sparsity``
+            and each tensor to a density proportional to the sum of its sizes over their product
             (Erdos-Renyi-Kernel), at most 1, so that small tensors keep more.
         pattern: ``"n:m"``, such as ``"2:4"``: keep n of every m neighbours along a weight's inputs.
         skip: Shell-style patterns of weights to leave dense. Takes precedence over ``rules``.
@@ -74,9 +74,9 @@ def prune(
 
     Raises:
         TypeError: ``model`` is not a module, ``skip`` not patterns, or ``rules`` not a mapping.
-        ValueError: A setting is out of range or contradicts another, a pattern matches nothing, there
-            is nothing to prune, a weight is not a finite floating-point number, or the inputs of one
-            cannot be divided into groups of m.
+        ValueError: A setting is out of range or contradicts another, a pattern matches nothing,
+            there is nothing to prune, a weight is not a finite floating-point number, or the inputs
+            of one cannot be divided into groups of m.
         MaskError: A tensor would keep nothing.
     """
     check_model(model)

@@ -45,8 +45,8 @@ def cosine_fraction(step: int, stop: int, drop: float) -> float:
 class MaskSchedule:
     """Base of `GradualPruning` and `DynamicSparse`: counts steps and remaps the model when it is time.
 
-    Only the masks of matrices that are trained change: with ``requires_grad``, and in a group of one of
-    the optimizers. Norms and biases have masks as parts of a channel, and keep them.
+    Only the masks of matrices that are trained change: with ``requires_grad``, and in a group of
+    one of the optimizers. Norms and biases have masks as parts of a channel, and keep them.
 
     Args:
         model: A compressed model.

@@ -1,7 +1,7 @@
 """Find the largest entries of one or more tensors, exactly and in constant memory.
 
-Each entry has an integer key; the largest keys are kept. The smallest kept key, the cut, is found by
-counting digits (radix select), so nothing is ever sorted:
+Each entry has an integer key; the largest keys are kept. The smallest kept key, the cut, is found
+by counting digits (radix select), so nothing is ever sorted:
 
     keep 3 of     0x4a1  0x4a7  0x13c  0x4a1  0x4c2       digits here: 4 bits, then 8
     pass 1        digit 4: 4 keys, digit 1: 1 key         the 3rd largest begins with 4

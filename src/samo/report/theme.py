@@ -1,10 +1,11 @@
 """The look of every figure: colours by role, matplotlib's settings, and export to SVG and PNG.
 
 Figures are drawn in the light colours. No two roles share one, so `to_svg` can replace a colour by
-the variable of its role (``#0072b2`` by ``var(--run0)``), which the page defines for light and dark.
+the variable of its role (``#0072b2`` by ``var(--run0)``), which the page defines for light and
+dark.
 
-Runs have the colours of Okabe and Ito, which are safe for colour-blind readers; a seventh run starts
-over with a dashed line. Kinds of memory are mostly shades of slate, unlike runs.
+Runs have the colours of Okabe and Ito, which are safe for colour-blind readers; a seventh run
+starts over with a dashed line. Kinds of memory are mostly shades of slate, unlike runs.
 """
 
 import io

@@ -32,7 +32,8 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block on its first call, and again when it has changed.
 
-    Equal blocks share their code. Larger units would delay the reduction of gradients between ranks.
+    Equal blocks share their code. Larger units would delay the reduction of gradients between
+    ranks.
     """
     for block in blocks_of(model):
         block.compile(backend=BACKEND)

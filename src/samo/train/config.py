@@ -1,8 +1,8 @@
 """The settings of a training run, shared by the command line, TOML files and the Python API.
 
-One dataclass is one section of the file and one group of flags; the string below a field is its help.
-"auto" stands for a value that follows from others: `samo.train.resolve` makes a `ResolvedConfig` of a
-`TrainConfig`. Imports no torch.
+One dataclass is one section of the file and one group of flags; the string below a field is its
+help. "auto" stands for a value that follows from others: `samo.train.resolve` makes a
+`ResolvedConfig` of a `TrainConfig`. Imports no torch.
 
     [run]                       samo train notes.txt --steps 2000
     steps = 2000                TrainConfig(run=RunConfig(steps=2000), ...)

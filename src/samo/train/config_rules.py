@@ -281,8 +281,8 @@ def check_batch(config: ResolvedConfig, num_replicas: int) -> None:
 def micro_batches(config: ResolvedConfig, num_replicas: int) -> int:
     """Return the number of micro-batches of a pass: two for each stage by default.
 
-    Then a pipeline idles for less than a third of a batch. Example: 4 stages and 6 sequences for each
-    replica give 6, one for each sequence.
+    Then a pipeline idles for less than a third of a batch. Example: 4 stages and 6 sequences for
+    each replica give 6, one for each sequence.
     """
     mesh = config.mesh
     if not isinstance(mesh.micro_batches, str):

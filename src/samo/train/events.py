@@ -1,6 +1,7 @@
 """The events of a run: what training reports to its listeners, and the lines of ``metrics.jsonl``.
 
-Each class is one kind of line. `Event.to_json` writes it, `from_json` and `read_events` read it back:
+Each class is one kind of line. `Event.to_json` writes it, `from_json` and `read_events` read it
+back:
 
     Evaluated(step=5, ...)  <->  {"event": "eval", "step": 5, "valid_loss": 2.0, ...}
 
@@ -36,7 +37,8 @@ class Event:
         Example:
             >>> from samo.train.events import Evaluated
             >>> Evaluated(step=5, valid_loss=2.0, perplexity=7.4, tokens=640, elapsed_s=1.5).to_json()
-            '{"event": "eval", "step": 5, "valid_loss": 2.0, "perplexity": 7.4, "tokens": 640, "elapsed_s": 1.5}'
+            '{"event": "eval", "step": 5, "valid_loss": 2.0, "perplexity": 7.4, "tokens": 640,
+            "elapsed_s": 1.5}'
         """
         values = {entry.name: _finite(getattr(self, entry.name)) for entry in fields(self)}
         return json.dumps({"event": NAMES[type(self)], **values})
@@ -274,7 +276,8 @@ def from_json(line: str | bytes) -> Event | None:
         Ended(step=9, reason='done')
 
     Raises:
-        ValueError: The line is not the whole JSON of an event, or a field is missing or of another type.
+        ValueError: The line is not the whole JSON of an event, or a field is missing or of another
+            type.
     """
     try:
         record = json.loads(line)

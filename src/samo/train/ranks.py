@@ -1,7 +1,8 @@
 """The ranks of a run: which one this is, and what all of them do together.
 
-A run on one process has `Ranks` too, whose collectives are no-ops. Strings, errors and signals go over a gloo
-group of all ranks, on any device; sums of losses go over the axis `data`, as gradients do.
+A run on one process has `Ranks` too, whose collectives are no-ops. Strings, errors and signals go
+over a gloo group of all ranks, on any device; sums of losses go over the axis `data`, as gradients
+do.
 """
 
 import json
@@ -176,8 +177,8 @@ class Ranks:
     def _attribute(self, error: PeerError) -> PeerError:
         """Return the error with its root cause, rank and stage.
 
-        A stage reports the neighbour that sends nothing, which may itself wait for another rank; and a rank
-        that gave up has stopped for those who wait for it.
+        A stage reports the neighbour that sends nothing, which may itself wait for another rank;
+        and a rank that gave up has stopped for those who wait for it.
         """
         if self.watchdog is not None:
             cause = self.watchdog.root_cause()

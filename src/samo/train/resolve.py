@@ -56,7 +56,8 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
         200
 
     Raises:
-        ConfigError: A setting is out of range, contradicts another, or needs a GPU that is not there.
+        ConfigError: A setting is out of range, contradicts another, or needs a GPU that is not
+            there.
     """
     model, prune, optim, run = config.model, config.prune, config.optim, config.run
     shape, is_dense = SHAPES[model.shape], run.mode == "dense"
@@ -100,8 +101,8 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
             device=device,
             dtype=dtype,
             weights=_weights(run.weights, is_sharded=config.mesh.shard == "weights"),
-            # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager ones
-            # took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
+            # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager
+            # ones took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
             compile=bool(run.compile),
         ),
     )
@@ -186,7 +187,8 @@ def _mask_steps(config: TrainConfig, warmup_steps: int) -> tuple[int, int, int]:
     dense = _or(prune.dense_steps, steps // 2 if method == "early-bird" else dense)
     every = stop = 0
     if method == "early-bird":
-        # Masks one step apart are always close: at least 5 steps, if the dense phase has room for them.
+        # Masks one step apart are always close: at least 5 steps, if the dense phase has room for
+        # them.
         room = (dense - warmup_steps) // max(prune.queue, 1)
         every = max(1, min(max(steps // 200, 5), room))
     elif method in CHANGING:

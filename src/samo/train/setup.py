@@ -118,7 +118,8 @@ def new_learner(
         config: The settings.
         shape: The shape of the model.
         ranks: The ranks that train together.
-        loads_later: Whether a checkpoint will be loaded; then ``model.init`` need not exist any more.
+        loads_later: Whether a checkpoint will be loaded; then ``model.init`` need not exist any
+            more.
     """
     stages: Stages | None = None
     if ranks.num_stages > 1:

@@ -1,7 +1,8 @@
 """A training step: a model with its optimizer, in one of two phases.
 
 dense   fp32 weights, torch's AdamW, autocast for 16-bit dtypes
-samo    compressed state, weights in the compute dtype; on several ranks replicas (DDP) or shards (FSDP2)
+samo    compressed state, weights in the compute dtype; on several ranks replicas (DDP) or shards
+(FSDP2)
 """
 
 import contextlib
@@ -40,8 +41,9 @@ __all__ = []
 class Learner:
     """Trains on batches; steps, files and schedules are the trainer's.
 
-    On many ranks each trains on its part of a batch, and all take the same step: stages by their pipeline,
-    replicas by torch's DistributedDataParallel, shards of a pruned model by torch's FSDP2.
+    On many ranks each trains on its part of a batch, and all take the same step: stages by their
+    pipeline, replicas by torch's DistributedDataParallel, shards of a pruned model by torch's
+    FSDP2.
 
     Args:
         model: The model.

@@ -5,9 +5,9 @@
 
     result = train(TrainConfig(data=DataConfig(train=(Path("notes.txt"),))), Path("runs/notes"))
 
-A run is a function of its settings and its text. A step depends only on the state that a checkpoint holds:
-weights, moments, scaler, masks, the position in the text, the random generators. So a run that was killed
-and resumed equals one that was not.
+A run is a function of its settings and its text. A step depends only on the state that a checkpoint
+holds: weights, moments, scaler, masks, the position in the text, the random generators. So a run
+that was killed and resumed equals one that was not.
 """
 
 import logging

@@ -4,9 +4,9 @@
     header      {"name": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}, ...}, JSON
     tensors     one after the other
 
-safetensors' own ``save`` holds each tensor twice more in memory (5 s against 2 s for the 0.54 GB of a dense
-GPT and its AdamW on two busy cores, 2026-11-15) and orders metadata at random. Its reader is used: it
-checks the header against the size of the file before it maps a tensor.
+safetensors' own ``save`` holds each tensor twice more in memory (5 s against 2 s for the 0.54 GB of
+a dense GPT and its AdamW on two busy cores, 2026-11-15) and orders metadata at random. Its reader
+is used: it checks the header against the size of the file before it maps a tensor.
 """
 
 import json

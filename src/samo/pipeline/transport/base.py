@@ -17,8 +17,8 @@ class Arrival:
     Attributes:
         stage: The neighbour.
         packet: What it sent.
-        error: A `PeerError` if it sent something invalid, a `TimeoutError` or `ConnectionError` if the
-            link is broken.
+        error: A `PeerError` if it sent something invalid, a `TimeoutError` or `ConnectionError` if
+            the link is broken.
     """
 
     stage: int
@@ -29,8 +29,8 @@ class Arrival:
 class Transport:
     """The links of one stage to its neighbours. The base class is a pipeline of one stage.
 
-    Packets of a directed link arrive in the order of sending. Packets are received from `begin` until the
-    packet "end" of each neighbour, so no link is waited on between two batches.
+    Packets of a directed link arrive in the order of sending. Packets are received from `begin`
+    until the packet "end" of each neighbour, so no link is waited on between two batches.
 
     Args:
         stage: This stage.

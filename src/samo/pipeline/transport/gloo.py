@@ -1,8 +1,9 @@
 """Links over torch.distributed with gloo, for CPUs and, through pinned host memory, for GPUs.
 
-A gloo receive cannot be polled: only a thread that waits for it learns that it is complete. So one thread
-for each neighbour receives, and puts packets into one queue; another one sends. An unfinished gloo
-send is cancelled when its tensor is freed, so the sending thread keeps tensors until they are sent.
+A gloo receive cannot be polled: only a thread that waits for it learns that it is complete. So one
+thread for each neighbour receives, and puts packets into one queue; another one sends. An
+unfinished gloo send is cancelled when its tensor is freed, so the sending thread keeps tensors
+until they are sent.
 """
 
 import datetime

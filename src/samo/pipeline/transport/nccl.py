@@ -1,9 +1,10 @@
 """Links between GPUs over NCCL. Not yet run on several GPUs.
 
-Headers go over gloo, since reading one from a GPU would stall its stream. Tensors have a group for each
-directed link: NCCL has no tags, and two links in one communicator would wait for each other. torch creates
-a communicator for each pair of ranks that sends, but not always: where it connects groups eagerly, all
-pairs of a group share one. Nothing waits for the whole device: streams wait for events.
+Headers go over gloo, since reading one from a GPU would stall its stream. Tensors have a group for
+each directed link: NCCL has no tags, and two links in one communicator would wait for each other.
+torch creates a communicator for each pair of ranks that sends, but not always: where it connects
+groups eagerly, all pairs of a group share one. Nothing waits for the whole device: streams wait for
+events.
 """
 
 from collections.abc import Sequence

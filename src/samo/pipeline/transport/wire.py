@@ -4,8 +4,8 @@ A packet travels as a header of fixed size, then its tensors, one message each:
 
     | uint32 length | {"kind": "activation", "sequence": 7, "tensors": [["float32", [8, 16]]], ...} | 0 ... |
 
-A receiver can wait for a header without knowing what comes; the JSON in it says which tensors follow.
-Order alone identifies packets: no tags are needed, which NCCL does not have.
+A receiver can wait for a header without knowing what comes; the JSON in it says which tensors
+follow. Order alone identifies packets: no tags are needed, which NCCL does not have.
 """
 
 import json
