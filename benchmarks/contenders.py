@@ -8,8 +8,8 @@ flashoptim-release    the same, each weight updated in backward and its gradient
 torchao               its AdamW8bit on bfloat16 weights, with stochastic rounding
 bitsandbytes          its AdamW8bit on bfloat16 weights
 
-The other projects hold gradients and state for every weight. They keep their masks by setting pruned
-weights back to 0 after each step, which is not timed.
+The other projects hold gradients and state for every weight. They keep their masks by setting
+pruned weights back to 0 after each step, which is not timed.
 """
 
 import functools

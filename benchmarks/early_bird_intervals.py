@@ -3,10 +3,11 @@
     python -m benchmarks.early_bird_intervals
     python -m benchmarks.early_bird_intervals --steps 300 --every 1
 
-``samo train --method early-bird`` with the defaults of shape tiny on text of this Python's library, but with
-a threshold of 0, so that no ticket settles and every fifth step (``--every``) is looked at to the end. All distances
-are in its metrics; from them follows for each interval and threshold the step at which five masks in a
-row would have settled, and how many of the weights kept then are not kept at the last look.
+``samo train --method early-bird`` with the defaults of shape tiny on text of this Python's library,
+but with a threshold of 0, so that no ticket settles and every fifth step (``--every``) is looked at
+to the end. All distances are in its metrics; from them follows for each interval and threshold the
+step at which five masks in a row would have settled, and how many of the weights kept then are not
+kept at the last look.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
     python -m benchmarks.early_bird_rules
 
-A GPT of shape tiny (0.8 M parameters in its blocks) is trained densely on text of this Python's library,
-and its masks are taken every 25 steps. For each sparsity and distance: the step at which the newest of five masks is
-within 0.1 of the others, and how many of the weights kept then are not kept at the end of the run.
+A GPT of shape tiny (0.8 M parameters in its blocks) is trained densely on text of this Python's
+library, and its masks are taken every 25 steps. For each sparsity and distance: the step at which
+the newest of five masks is within 0.1 of the others, and how many of the weights kept then are not
+kept at the end of the run.
 """
 
 import argparse

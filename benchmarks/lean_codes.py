@@ -2,10 +2,11 @@
 
     python -m benchmarks.lean_codes
 
-Gradients are drawn, no model is trained: 75 groups of 102 kept entries (1,024 entries at 90 % sparsity),
-each entry with a mean and a size of its own. Two runs of AdamW's moments see the same gradients, one in
-fp32 and one through codes. Reported is the error of the path, the sum of all updates in the second half
-of the run, against the path of the fp32 run: root of the mean square over entries.
+Gradients are drawn, no model is trained: 75 groups of 102 kept entries (1,024 entries at 90 %
+sparsity), each entry with a mean and a size of its own. Two runs of AdamW's moments see the same
+gradients, one in fp32 and one through codes. Reported is the error of the path, the sum of all
+updates in the second half of the run, against the path of the fp32 run: root of the mean square
+over entries.
 """
 
 import argparse

@@ -14,7 +14,8 @@ hypothesis.settings.load_profile("samo")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Small tensors gain nothing from a second thread, and two that share a busy machine wait for each other.
+# Small tensors gain nothing from a second thread, and two that share a busy machine wait for each
+# other.
 torch.set_num_threads(1)
 
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from samo.models.gpt import GPT, GPTConfig
 
-# Dynamo itself looks at the .grad of a compiled block's input, imports deprecated parts of torch, and makes
-# objects of autograd functions.
+# Dynamo itself looks at the .grad of a compiled block's input, imports deprecated parts of torch,
+# and makes objects of autograd functions.
 ignores_dynamo = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf",
     "ignore:`torch.jit:DeprecationWarning",

@@ -1,8 +1,8 @@
 """Run a function on several ranks of this machine, each a process of its own.
 
-Ranks are forked from a server that has torch and samo loaded: they start in some hundredths of a second
-and inherit no threads. Where there is a GPU, which a forked process cannot use, each starts by itself. The
-ranks' store is held here, as torchrun holds it, so it outlives any of them.
+Ranks are forked from a server that has torch and samo loaded: they start in some hundredths of a
+second and inherit no threads. Where there is a GPU, which a forked process cannot use, each starts
+by itself. The ranks' store is held here, as torchrun holds it, so it outlives any of them.
 """
 
 import datetime

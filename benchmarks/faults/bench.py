@@ -1,9 +1,9 @@
 """How soon is a run on four ranks gone when one of them is killed or stopped, and who says which?
 
-Each fall starts `samo launch -n 4 train` with a tiny model, waits for a moment that a seed draws, and sends
-SIGKILL or SIGSTOP to a rank that it draws too. Then it waits until no process of the run is left, launcher
-and orphans included: all of them carry a mark in their environment. It reads what they said, opens the
-checkpoint, and resumes some of the runs.
+Each fall starts `samo launch -n 4 train` with a tiny model, waits for a moment that a seed draws,
+and sends SIGKILL or SIGSTOP to a rank that it draws too. Then it waits until no process of the run
+is left, launcher and orphans included: all of them carry a mark in their environment. It reads what
+they said, opens the checkpoint, and resumes some of the runs.
 """
 
 import json

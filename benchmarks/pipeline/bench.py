@@ -1,9 +1,10 @@
 """Message-driven pipeline against those of fixed order: 4 gloo stages whose passes are sleeps.
 
 Sleeps take the place of computation, so that four ranks fit on two cores and nothing but waiting is
-measured. All contenders sleep the same seeded times for the same passes and take turns step by step. Fixed
-and free order are compared at equal limits: with as many micro-batches in flight as there are stages, and
-with one more. How many a stage holds is counted in its layer, not taken from the settings.
+measured. All contenders sleep the same seeded times for the same passes and take turns step by
+step. Fixed and free order are compared at equal limits: with as many micro-batches in flight as
+there are stages, and with one more. How many a stage holds is counted in its layer, not taken from
+the settings.
 """
 
 import datetime

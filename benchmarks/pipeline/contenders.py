@@ -95,7 +95,8 @@ class DeepSpeed(Contender):
                 partition_method="uniform",
                 activation_checkpoint_interval=0,
             )
-            # It takes a step by itself; without it weights and losses would differ from the others'.
+            # It takes a step by itself; without it weights and losses would differ from the
+            # others'.
             optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
             self.engine, *_ = deepspeed.initialize(
                 model=self.module,

@@ -1,7 +1,7 @@
 """Run engines over a simulated network: virtual time, seeded delays, links that keep their order.
 
-It shows what a schedule does before anything is computed, and proves in tests that engines never wait
-for each other and never hold more than they promised.
+It shows what a schedule does before anything is computed, and proves in tests that engines never
+wait for each other and never hold more than they promised.
 """
 
 import heapq

@@ -2,10 +2,10 @@
 
     python -m benchmarks.quality.gpt --out DIR
 
-All contenders read the same bytes in the same order and take equally many steps, each at its own learning
-rate: the first seed tries one rate after the other, from the lowest on, until the loss gets worse. Rows
-are kept after each run; what is there already is not run again. ``--estimate`` times a few steps and says how
-long all of it would take.
+All contenders read the same bytes in the same order and take equally many steps, each at its own
+learning rate: the first seed tries one rate after the other, from the lowest on, until the loss
+gets worse. Rows are kept after each run; what is there already is not run again. ``--estimate``
+times a few steps and says how long all of it would take.
 """
 
 import argparse

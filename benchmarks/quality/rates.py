@@ -1,7 +1,7 @@
 """Which learning rate each contender gets: the first seed walks up until the loss is worse.
 
-A pruned model wants a larger rate than the dense one it was cut from, and a small one a larger rate than a
-large one. With one rate for all, the table would say whom that rate suits.
+A pruned model wants a larger rate than the dense one it was cut from, and a small one a larger rate
+than a large one. With one rate for all, the table would say whom that rate suits.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ def plan(
 ) -> list[Job]:
     """Return the runs that are wanted, given the rows of those that are done.
 
-    Example: losses 1.4, 1.1, 1.2 of a first seed at rates 1, 3, 10: the other seeds are wanted at 3.
+    Example: losses 1.4, 1.1, 1.2 of a first seed at rates 1, 3, 10: the other seeds are wanted at
+    3.
     """
     walking, rest = [], []
     for name in names:

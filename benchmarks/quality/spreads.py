@@ -44,8 +44,8 @@ def of(values: Sequence[float]) -> Spread:
 def against(rows: Sequence[Row], base: Sequence[Row], figure: str) -> Spread | None:
     """Return the spread of the differences to another contender, seed by seed; None without a common seed.
 
-    Runs of one seed begin with the same weights and read the same batches, so much of what seeds do to
-    them cancels out.
+    Runs of one seed begin with the same weights and read the same batches, so much of what seeds do
+    to them cancels out.
     """
     values = {row["seed"]: row[figure] for row in base}
     found = [row[figure] - values[row["seed"]] for row in rows if row["seed"] in values]

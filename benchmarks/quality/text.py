@@ -1,7 +1,8 @@
 """The text of the GPTs: found, split into what is learnt and what is held back, and put in an order.
 
-Text is bytes, one token each. In a pass, the text is cut into windows that touch but do not overlap, each
-pass at another place, and every window is read at most once: so a byte is seen at most once in a pass.
+Text is bytes, one token each. In a pass, the text is cut into windows that touch but do not
+overlap, each pass at another place, and every window is read at most once: so a byte is seen at
+most once in a pass.
 
     pass 1    |----|----|----|----|--       windows of `context` bytes, in an order of the seed's own
     pass 2    -|----|----|----|----|-
@@ -45,8 +46,8 @@ class Text(NamedTuple):
 def find_text(paths: Sequence[Path] = (), *, least: int = LEAST_BYTES) -> Text:
     """Read files, and the text files of folders; without any, the standard library of this Python.
 
-    Of equal files one is taken. Every twentieth file is held back; of fewer than twenty files, the last
-    twentieth of each.
+    Of equal files one is taken. Every twentieth file is held back; of fewer than twenty files, the
+    last twentieth of each.
 
     Raises:
         DataError: A path is not there, or there is less text than ``least`` bytes.

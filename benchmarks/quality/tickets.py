@@ -7,14 +7,15 @@ channels are taken over all layers at once:
     threshold  the score at place int(n * sparsity) in ascending order
     kept       channels whose score is larger; those that equal the threshold are pruned
 
-and drawn when five in a row agree, by the share of all channels in which they differ. A ticket is masks
-of parameters. A pruned channel takes along
+and drawn when five in a row agree, by the share of all channels in which they differ. A ticket is
+masks of parameters. A pruned channel takes along
 
     conv -> BatchNorm -> ReLU, pooling, flattening -> conv or linear layer
     outputs  scale, shift                             inputs
 
-so it is exactly 0 behind its BatchNorm, and the masked network computes what the network without the
-channel would compute, in training too. About 1 - (1 - sparsity)^2 of the weights between two layers go.
+so it is exactly 0 behind its BatchNorm, and the masked network computes what the network without
+the channel would compute, in training too. About 1 - (1 - sparsity)^2 of the weights between two
+layers go.
 """
 
 from collections.abc import Collection

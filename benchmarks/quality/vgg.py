@@ -2,11 +2,12 @@
 
     python -m benchmarks.quality.vgg --data FOLDER --out DIR
 
-As published (You et al. 2020): SGD with momentum, rate 0.1, divided by 10 after a half and three quarters of
-the epochs; 1e-4 sign(gamma) added to the gradient of every BatchNorm scale; masks of channels before each
-epoch; once five of them agree the ticket is drawn, and training continues from there with what is kept. Where
-a ticket would take all channels of a layer, it is not drawn, and looked for again after the next epoch.
-Rows are kept after each run; what is there already is not run again.
+As published (You et al. 2020): SGD with momentum, rate 0.1, divided by 10 after a half and three
+quarters of the epochs; 1e-4 sign(gamma) added to the gradient of every BatchNorm scale; masks of
+channels before each epoch; once five of them agree the ticket is drawn, and training continues from
+there with what is kept. Where a ticket would take all channels of a layer, it is not drawn, and
+looked for again after the next epoch. Rows are kept after each run; what is there already is not
+run again.
 """
 
 import argparse

@@ -96,7 +96,8 @@ def test_gpts_run_once_and_leave_rows_page_and_figures(
     call(gpt.main, monkeypatch, "--out", out, "--page-only")
     assert (out / "README.md").read_text() == page
 
-    # With a second rate there is a table of rates, and a figure; the rate that came apart is not taken.
+    # With a second rate there is a table of rates, and a figure; the rate that came apart is not
+    # taken.
     second = [json.dumps(row | {"lr": 3e-3, "valid_loss": float("nan")}) for row in rows.values()]
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "rows.jsonl").write_text(before.decode() + "\n".join(second) + "\n")

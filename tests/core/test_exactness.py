@@ -132,8 +132,8 @@ def test_lbfgs_goes_on_over_twenty_steps(line_search: str | None) -> None:
         net: torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, line_search_fn=line_search)
         for net in losses
     }
-    # The curvature estimate amplifies rounding: dense runs whose first weights differ by one unit in
-    # the last place are up to 8e-11 apart after 10 steps, and 2.4e-8 after 20.
+    # The curvature estimate amplifies rounding: dense runs whose first weights differ by one unit
+    # in the last place are up to 8e-11 apart after 10 steps, and 2.4e-8 after 20.
     for steps, at_most in ((10, 1e-9), (10, 1e-7)):
         for net, opt in opts.items():
 

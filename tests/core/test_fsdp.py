@@ -448,7 +448,8 @@ def test_other_ways_in_and_out(tmp_path: Path) -> None:
         assert "the mask of 'weight' is not the same on rank" in masks_differ
 
 
-# What is held and sent ------------------------------------------------------------------------------
+# What is held and sent
+# ------------------------------------------------------------------------------
 
 
 class Sent(TorchDispatchMode):

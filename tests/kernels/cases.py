@@ -138,9 +138,9 @@ def assert_copied(update: AdamWUpdate) -> None:
 def assert_same(ours: AdamWUpdate, theirs: AdamWUpdate, before: Tensor, *, at_most: int) -> None:
     """Demand what the reference gives, but for what roundings can do.
 
-    Of 8-bit state: Triton's interpreter rounds a multiply-add twice, so that values differ in their last
-    digit. A code is then another one where that digit carries x + dither over a whole number: once in
-    thousands.
+    Of 8-bit state: Triton's interpreter rounds a multiply-add twice, so that values differ in their
+    last digit. A code is then another one where that digit carries x + dither over a whole number:
+    once in thousands.
     """
     assert_copied(ours)
     assert ours.step == theirs.step

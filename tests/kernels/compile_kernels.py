@@ -2,8 +2,8 @@
 
     python -m tests.kernels.compile_kernels 90
 
-Run by test_triton.py in a process of its own, since Triton compiles nothing where it interprets. Also
-handy to look at the code: ``compile_kernel(...).asm["ptx"]``.
+Run by test_triton.py in a process of its own, since Triton compiles nothing where it interprets.
+Also handy to look at the code: ``compile_kernel(...).asm["ptx"]``.
 """
 
 import sys
@@ -118,8 +118,8 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
 def main() -> None:
     """Compile for the capabilities named on the command line; with --once, each kernel in one variant.
 
-    Variants differ in types and flags, which every GPU knows alike: one GPU gets them all, and of another
-    it is enough to know that each kernel is possible there.
+    Variants differ in types and flags, which every GPU knows alike: one GPU gets them all, and of
+    another it is enough to know that each kernel is possible there.
     """
     found = list(variants())
     if "--once" in sys.argv:

@@ -146,10 +146,11 @@ def test_adamw_equals_torch(
             assert torch.equal(ours, theirs)
             continue
         # torch's square root (MKL's) may be 1 ulp off, numba's is not. Carried through a quotient
-        # that is 3 ulp of the largest term in the sum. Both go on from the same weights, but not from
-        # the same moments: a GPU's differ by a digit in each step, as below.
+        # that is 3 ulp of the largest term in the sum. Both go on from the same weights, but not
+        # from the same moments: a GPU's differ by a digit in each step, as below.
         more = step_number if is_triton(kernels) else 0
-        # torch works out step size and decay in the type of a rate in a tensor, Triton's kernels in fp64.
+        # torch works out step size and decay in the type of a rate in a tensor, Triton's kernels in
+        # fp64.
         more += 2 * is_lr_tensor
         assert_ulps(ours, theirs.detach(), before, at_most=3 + more)
         values, remainder = split(theirs.detach(), update.param.dtype)
@@ -159,8 +160,8 @@ def test_adamw_equals_torch(
     assert update.step == steps
     state = optimizer.state[theirs]
     if is_triton(kernels):
-        # The interpreter rounds a multiply-add twice, and torch's GPU kernels fuse as they like: 1 ulp
-        # of the largest term a step, and gradients here are under 0.06.
+        # The interpreter rounds a multiply-add twice, and torch's GPU kernels fuse as they like: 1
+        # ulp of the largest term a step, and gradients here are under 0.06.
         ulp = torch.finfo(update.exp_avg.dtype).eps
         torch.testing.assert_close(
             update.exp_avg, state["exp_avg"], rtol=3 * ulp, atol=3 * 0.06 * ulp

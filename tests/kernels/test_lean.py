@@ -131,7 +131,8 @@ def test_dithered_codes_have_the_right_mean() -> None:
         codes = lean.quantise(exp_avg, root.square(), groups, 1, bits)
         sums += torch.stack([codes.exp_avg_Z.float(), codes.exp_avg_sq_Z.float()])
     means = sums / count
-    # The mean of 1,024 codes, each with a standard deviation of up to 0.5: 0.016, and five of these.
+    # The mean of 1,024 codes, each with a standard deviation of up to 0.5: 0.016, and five of
+    # these.
     expected = exp_avg.sign() * exp_avg.abs() ** 0.25 * 127
     torch.testing.assert_close(means[0], expected, rtol=0, atol=0.08)
     torch.testing.assert_close(means[1, :4], root[:4] ** 0.25 * 255, rtol=0, atol=0.08)
@@ -174,7 +175,8 @@ def test_a_master_has_24_bits_of_fp32s_32() -> None:
     correction = convert_remainder(remainder, torch.int8)
     joined = join(values, correction)
     assert torch.equal(joined, join(values, convert_remainder(correction, torch.int16)))
-    # 2**-16 is half of the last of 24 bits, and 2**-15 what is lost at most where the top is cut off.
+    # 2**-16 is half of the last of 24 bits, and 2**-15 what is lost at most where the top is cut
+    # off.
     assert float((joined / master - 1).abs().max()) <= 2**-15
     assert float((joined / master - 1).abs().mean()) < 2**-17
 

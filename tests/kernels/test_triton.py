@@ -321,8 +321,8 @@ def test_a_model_trains_as_with_the_reference(dtype: torch.dtype) -> None:
     for seed in (2, 3):
         step(model, opt, seed)
         step(twin, twin_opt, seed)
-    # Some roundings apart in fp32, and so seldom one unit of a 16-bit weight's last place, which the
-    # next gradient sees.
+    # Some roundings apart in fp32, and so seldom one unit of a 16-bit weight's last place, which
+    # the next gradient sees.
     digits = torch.finfo(dtype).eps
     for ours, theirs in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=8 * digits, atol=8 * digits * 0.1)

@@ -14,8 +14,8 @@ from samo.pipeline.transport.wire import Packet, decode, encode
 class MemoryNetwork:
     """The links between all stages; give each thread the transport of its stage.
 
-    Every packet goes through the header of a real network. It is delivered after a delay drawn for it,
-    but never before one that was sent earlier over the same link.
+    Every packet goes through the header of a real network. It is delivered after a delay drawn for
+    it, but never before one that was sent earlier over the same link.
     """
 
     def __init__(self, num_stages: int, *, seed: int = 0, max_delay: float = 0.0) -> None:

@@ -191,7 +191,8 @@ def test_defaults_fit_each_other_at_any_length(steps: int, method: Any, shape: A
     assert once.prune.mask_stop <= steps
 
 
-# Resumed runs -----------------------------------------------------------------------------------------
+# Resumed runs
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:

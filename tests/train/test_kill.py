@@ -68,7 +68,8 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_the_undisturbed_one(
     kills, moments = 0, set()
     while True:
         process = start(killed)
-        # Wait for a few lines, so that it gets somewhere at any speed; then a little, to hit any moment.
+        # Wait for a few lines, so that it gets somewhere at any speed; then a little, to hit any
+        # moment.
         wanted = draw.randint(0, 6)
         before = metrics.stat().st_size if metrics.exists() else 0
         while process.is_alive() and grown(before) < 250 * wanted:

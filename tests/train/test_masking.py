@@ -188,7 +188,8 @@ def test_moving_masks_stay_as_sparse_and_replace_ever_fewer(
     for line in changes:
         assert (line["kept"], line["numel"]) == (pruned["kept"], pruned["numel"])
         assert 0 < line["dropped"] == line["grown"] <= 0.3 * line["kept"]
-    # RigL may grow what it has just dropped; SET replaces as many as the schedule says, or a few less.
+    # RigL may grow what it has just dropped; SET replaces as many as the schedule says, or a few
+    # less.
     assert changes[-1]["dropped"] < changes[0]["dropped"]
     assert masks_file(run) == samo.load_masks(run / "checkpoints" / "last")
     assert {type(event) for event in watcher.seen} >= {events.Remapped}

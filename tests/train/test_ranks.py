@@ -44,7 +44,8 @@ __all__ = ["lines", "tensors", "text"]
 SHAPE: Final = GPTConfig(num_layers=2, width=32, num_heads=2, context=8, vocab_size=64)
 
 # Sums over parts of a batch are rounded otherwise than those over all of it, by some 1e-7; Adam
-# divides by the size of a gradient, so that the smallest ones, mostly rounding, count as much as others.
+# divides by the size of a gradient, so that the smallest ones, mostly rounding, count as much as
+# others.
 CLOSE: Final = {"rel": 3e-5}
 
 
@@ -119,7 +120,8 @@ def resume_here(rank: int, num_ranks: int, run: Path, mesh: MeshConfig) -> None:
     assert resume(run, config=config).signal is None
 
 
-# The same course in every layout -------------------------------------------------------------------
+# The same course in every layout
+# -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,8 @@ def test_shares_agree_with_one_process_and_on_steps_to_skip(dtype: torch.dtype) 
                 torch.testing.assert_close(found[2][name], value, rtol=0, atol=1e-12, msg=name)
 
 
-# Replicas of a learner -----------------------------------------------------------------------------
+# Replicas of a learner
+# -----------------------------------------------------------------------------
 
 TYPES: Final = [
     # What one process and several differ by: the order of sums; sums of 16-bit gradients.

@@ -100,7 +100,8 @@ def test_a_run_is_dense_training_whose_pruned_weights_are_set_to_zero(
 ) -> None:
     """A twin on dense state: torch's AdamW, and masks on gradients and weights."""
     folder = tmp_path / "run"
-    # With a larger eps the bias of keys, whose gradient is rounding alone, is not thrown about by it.
+    # With a larger eps the bias of keys, whose gradient is rounding alone, is not thrown about by
+    # it.
     train(replace(small(text), optim=OptimConfig(lr=5e-3, eps=1e-5)), folder)
     config, masks = recorded(folder), samo.Masks.load(folder / "masks.safetensors")
     torch.manual_seed(0)
