@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
+from samo.core import rank_checks
 from samo.core.compress import dense_of
 from samo.core.modules import named_weights
 from samo.core.rank_checks import compare_masks
@@ -307,9 +308,21 @@ def test_sharded_state_trains_as_one_process_and_skips_the_same_steps(
     assert min(numbers) > 0
 
 
-def test_masks_are_compared_in_a_group_without_a_named_backend() -> None:
+def test_masks_are_compared_in_a_group_without_a_named_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gathered: list[Tensor] = []
+    gather = rank_checks._gather
+
+    def noted(tensor: Tensor, group: Any) -> list[Tensor]:
+        gathered.extend(found := gather(tensor, group))
+        return found
+
+    monkeypatch.setattr(rank_checks, "_gather", noted)
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
-        compare_masks(samo.masks(compressed()), None)
+        masks = samo.masks(compressed())
+        compare_masks(masks, None)
+        assert [tensor.numel() for tensor in gathered] == [1, len(masks)]
     finally:
         dist.destroy_process_group()

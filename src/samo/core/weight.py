@@ -268,7 +268,7 @@ class Weight:
 
     def may_be_written(self) -> bool:
         """Return whether `sync_written` has anything to do, at little cost."""
-        dense = self.dense
+        dense = self.dense  # `_is_written` inlined: optimizers ask for every weight in every step
         if dense is None:
             return bool(self.handed)
         return dense._version != self._dense_version or bool(self.handed)
