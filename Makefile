@@ -28,8 +28,8 @@ setup: $(STAMP) ## create .venv with everything development needs
 test: lint ## check format, lint and types, then run the tests
 	OMP_NUM_THREADS=1 $(RUN) pytest -m "not long" --numprocesses 3 --dist worksteal --durations=10
 
-test-all: lint ## the same with the tests that take long
-	OMP_NUM_THREADS=1 $(RUN) pytest --numprocesses 3 --dist worksteal --durations=10
+test-all: lint ## the same with the tests that take long, and new random examples
+	OMP_NUM_THREADS=1 $(RUN) pytest --hypothesis-profile random --numprocesses 3 --dist worksteal --durations=10
 
 lint: $(STAMP) ## check format, lint and types
 	$(RUN) ruff format --check

@@ -4,11 +4,13 @@ It takes `nn.Sequential`, a list of layers or of functions that build one, samo'
 Face's GPT-2 and Llama. Attention masks and rotary tables are computed on each stage and never sent.
 """
 
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 import torch
@@ -157,23 +159,26 @@ def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
     if any(cost < 0 for cost in costs):
         raise ValueError(f"costs must be 0 or more, got {list(costs)}")
     total = [0.0, *accumulate(costs)]
-    # best[stop]: slowest stage, sum of squares and starts of the stages that hold the first `stop`
-    # layers.
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
-    for stage in range(num_stages):
-        best = {
-            stop: min(
-                (
-                    (max(slowest, own), squares + own * own, [*starts, start])
-                    for start, (slowest, squares, starts) in best.items()
+
+    def best(
+        cost: Callable[[float], float], join: Callable[[float, float], float]
+    ) -> tuple[float, list[int]]:
+        # found[stop]: cost and starts of the stages that hold the first `stop` layers.
+        found: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+        for stage in range(num_stages):
+            found = {
+                stop: min(
+                    (join(before, cost(total[stop] - total[start])), [*starts, start])
+                    for start, (before, starts) in found.items()
                     if start < stop
-                    for own in [total[stop] - total[start]]
-                ),
-                key=lambda found: found[:2],
-            )
-            for stop in range(stage + 1, count - (num_stages - stage - 1) + 1)
-        }
-    starts = best[count][2]
+                )
+                for stop in range(stage + 1, count - (num_stages - stage - 1) + 1)
+            }
+        return found[count]
+
+    # Two passes: the most even start of a cut may have a slower stage than the fastest start.
+    slowest, _ = best(lambda own: own, max)
+    _, starts = best(lambda own: own * own if own <= slowest else inf, operator.add)
     return list(zip(starts, [*starts[1:], count]))
 
 
