@@ -17,8 +17,8 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from samo.kernels import reference, triton_kernels as tk, triton_launch as launch, triton_lean
-from samo.kernels.triton_common import KINDS
+from samo.kernels import reference, triton_adamw, triton_launch as launch, triton_masks
+from samo.kernels.triton_masks import KINDS
 
 NAMES = {
     torch.bfloat16: "i16",
@@ -57,26 +57,25 @@ def variants() -> Iterator[Variant]:
         kept = {"WEIGHT": KINDS[dtype], "GRADIENT": KINDS[grad_dtype]}
         kept |= {"HAS_SKIP": is_first, "IS_SMALL": not is_first}
         parts = {"COPY": copy, "IS_ALIGNED": is_first}
-        parts |= {"PARTS": launch.ITEM_PARTS, "PART": launch.PART}
-        exact = kept | parts | {"REMAINDERS": tl.int16}
-        for oldest, kind in ((0, "*fp64"), (reference.OLDEST, "*fp32")):
-            types = TYPES | {"inverses": "*fp64", "denominators": kind}
-            yield tk.adamw_kernel, types, exact | {"OLDEST": oldest}, 8
-        kept["REMAINDERS"] = tl.int8
-        yield triton_lean.adamw_lean_kernel, TYPES, kept | parts, 8
-        # The other slots differ only in how often the same code stands there.
-        kept |= {"BLOCKS": launch.ITEM_BLOCKS, "SLOTS": 128 if is_first else 32}
-        yield triton_lean.adamw_lean_kept_kernel, TYPES, kept, 1
+        parts |= {"PARTS": launch.UNITS, "PART": launch.PART}
+        for is_lean, oldest in ((False, 0), (False, reference.OLDEST), (True, 0)):
+            types = TYPES | {"inverses": "*fp64", "denominators": "*fp32" if oldest else "*fp64"}
+            state = {"IS_LEAN": is_lean, "OLDEST": oldest}
+            state["REMAINDERS"] = tl.int8 if is_lean else tl.int16
+            yield triton_adamw.adamw_kernel, types, kept | parts | state, 8
+        # Other numbers of slots only repeat the same code.
+        kept |= {"REMAINDERS": tl.int8, "BLOCKS": launch.UNITS, "SLOTS": 128 if is_first else 32}
+        yield triton_adamw.adamw_lean_kept_kernel, TYPES, kept, 1
         if copy is not None:
             types = {"rows": "*i64", "items": "*i32", "skip": "*i8" if is_first else "*i32"}
-            constants = {"VALUES": KINDS[dtype], "COPY": copy, "BLOCKS": launch.ITEM_BLOCKS}
+            constants = {"VALUES": KINDS[dtype], "COPY": copy, "BLOCKS": launch.UNITS}
             constants |= {"HAS_SKIP": is_first, "IS_ALIGNED": is_first}
-            yield tk.expand_rows_kernel, types, constants, 2
-    for kind, exponent in launch._EXPONENTS.values():
+            yield triton_adamw.expand_rows_kernel, types, constants, 2
+    for kind, exponent in launch.EXPONENTS.values():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
-        constants |= {"PARTS": launch.ITEM_PARTS, "PART": launch.PART}
-        yield tk.find_exponent_kernel, types, constants, 4
+        constants |= {"PARTS": launch.UNITS, "PART": launch.PART}
+        yield triton_adamw.find_exponent_kernel, types, constants, 4
 
 
 def scalars_variant(has_skip: bool, rate: Any, has_rates: bool, has_decays: bool) -> Variant:
@@ -85,7 +84,12 @@ def scalars_variant(has_skip: bool, rate: Any, has_rates: bool, has_decays: bool
     types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
     types["num_params"] = "i32"
     constants = {"RATE_TYPE": rate, "HAS_RATES": has_rates, "HAS_DECAYS": has_decays}
-    return tk.adamw_scalars_kernel, types, constants | {"HAS_SKIP": has_skip, "SIZE": 128}, 4
+    return (
+        triton_adamw.adamw_scalars_kernel,
+        types,
+        constants | {"HAS_SKIP": has_skip, "SIZE": 128},
+        4,
+    )
 
 
 def mask_variants() -> Iterator[Variant]:
@@ -94,10 +98,10 @@ def mask_variants() -> Iterator[Variant]:
         common = {"words": "*i32", "offsets": "*i64", "after": "*" + NAMES[source]}
         common |= {"num_pairs": "i64", "numel": "i64", "num_words": "i32"}
         types = common | {"dense": "*" + NAMES[source], "out": "*" + NAMES[target]}
-        yield tk.compress_by_slot_kernel, types, {"SLOTS": 256}, 1
-        yield tk.compress_by_entry_kernel, types, {"WORDS": 64}, 2
+        yield triton_masks.compress_by_slot_kernel, types, {"SLOTS": 256}, 1
+        yield triton_masks.compress_by_entry_kernel, types, {"WORDS": 64}, 2
         types = common | {"values": "*" + NAMES[source], "dense": "*" + NAMES[target]}
-        yield tk.expand_kernel, types, {"WORDS": 64}, 2
+        yield triton_masks.expand_kernel, types, {"WORDS": 64}, 2
 
 
 def compile_kernel(variant: Variant, capability: int) -> Any:
@@ -116,11 +120,7 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
 
 
 def main() -> None:
-    """Compile for the capabilities named on the command line; with --once, each kernel in one variant.
-
-    Variants differ in types and flags, which every GPU knows alike: one GPU gets them all, and of
-    another it is enough to know that each kernel is possible there.
-    """
+    """Compile for the capabilities named on the command line; with --once, one variant per kernel."""
     found = list(variants())
     if "--once" in sys.argv:
         found = list({variant[0].__name__: variant for variant in found}.values())

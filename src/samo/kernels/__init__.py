@@ -1,15 +1,13 @@
 """The operations on compressed tensors, and which implementation runs them.
 
-Four operations carry everything else; the first three read the mask's bits block by block:
-
     compress_       dense tensor -> vector of its kept entries
     expand_         vector of kept entries -> dense tensor with exact zeros
-    adamw_          one AdamW update of parameters, and of the dense copies that are made of them
+    adamw_          one AdamW update of parameters and of their dense copies
     find_nonfinite  is any entry of some tensors NaN or infinite?
 
-``reference`` does them in plain torch on any device and defines what is right; ``cpu`` is the fast
-path of a CPU and ``triton_launch`` that of an NVIDIA GPU. An implementation for another device is
-one more module with these four functions (`Kernels`) and one more line in `choose`.
+``reference`` implements them in plain torch on any device and defines what is right; ``cpu`` and
+``triton_launch`` are the fast paths for a CPU and an NVIDIA GPU. To support another device, write a
+module with these four functions (`Kernels`) and add it to `choose`.
 """
 
 from samo.kernels.dispatch import PATHS, Path, choose

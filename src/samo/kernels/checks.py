@@ -1,4 +1,4 @@
-"""Checks of sizes, types and layouts that the kernels rely on and do not look at themselves."""
+"""Checks of sizes, types and layouts, which the kernels rely on."""
 
 from collections.abc import Container
 
@@ -21,13 +21,13 @@ def check_pair(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
             raise ValueError(f"{values.numel():,} values do not fill a tensor of {numel:,} entries")
     elif numel != mask.numel or values.numel() != mask.kept:
         raise ValueError(
-            f"a mask that keeps {mask.kept:,} of {mask.numel:,} entries does not fit {values.numel():,} "
-            f"values and a dense tensor of {numel:,}"
+            f"a mask that keeps {mask.kept:,} of {mask.numel:,} entries does not fit "
+            f"{values.numel():,} values and a dense tensor of {numel:,}"
         )
 
 
 def check_update(update: AdamWUpdate) -> None:
-    """Raise ValueError with the names of the tensors that have the wrong size."""
+    """Raise ValueError with the names of tensors of the wrong size."""
     kept, mask = update.param.numel(), update.mask
     numel = kept if mask is None else mask.numel
     sizes = dict.fromkeys(("remainder", "grad", "exp_avg", "exp_avg_sq", "age"), kept)
@@ -41,52 +41,39 @@ def check_update(update: AdamWUpdate) -> None:
     if mask is not None and mask.kept != kept:
         wrong.append(f"mask ({mask.kept:,}, not {kept:,})")
     if wrong:
-        raise ValueError(
-            f"a parameter of {kept:,} entries has the wrong size of {', '.join(wrong)}"
-        )
+        raise ValueError(f"wrong size for a parameter of {kept:,} entries: {', '.join(wrong)}")
 
 
 def is_plain(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:
     """Return whether addresses and sizes describe an update's tensors completely.
 
-    That is: they are contiguous, on one device, of the right sizes and types, and parameter,
-    gradient and copy are of ``types``.
+    They must be contiguous, on one device and of the right sizes and types, with parameter,
+    gradient and copy of ``types``.
     """
     param, remainder, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask, age, *scales = update
     kept, device, dtype = param.numel(), param.device, param.dtype
     numel = kept if mask is None else mask.numel
     moments = (torch.int8, torch.uint8) if update.is_lean else (master_dtype(dtype),) * 2
-    remainder_type = remainder_dtype(dtype, is_lean=update.is_lean)
+    groups = num_groups(numel, mask)
+
+    def fits(tensor: Tensor | None, dtype: torch.dtype | None, size: int) -> bool:
+        if tensor is None or dtype is None:
+            return tensor is None and dtype is None
+        is_vector = tensor.numel() == size and tensor.is_contiguous()
+        return is_vector and tensor.dtype == dtype and tensor.device == device
+
     return (
         dtype in types
         and dtype != torch.float16  # it has no master to update
         and param.is_contiguous()
         and grad.dtype in types
-        and _is_vector(grad, kept, device)
-        and exp_avg.dtype == moments[0]
-        and _is_vector(exp_avg, kept, device)
-        and exp_avg_sq.dtype == moments[1]
-        and _is_vector(exp_avg_sq, kept, device)
-        and step.dtype == torch.float32
-        and _is_vector(step, 1, device)
-        and (None if remainder is None else remainder.dtype) == remainder_type
-        and (remainder is None or _is_vector(remainder, kept, device))
+        and fits(grad, grad.dtype, kept)
+        and fits(exp_avg, moments[0], kept)
+        and fits(exp_avg_sq, moments[1], kept)
+        and fits(step, torch.float32, 1)
+        and fits(remainder, remainder_dtype(dtype, is_lean=update.is_lean), kept)
         and (mask is None or (mask.kept == kept and mask.words.device == device))
-        and (dense is None or (dense.dtype in types and _is_vector(dense, numel, device)))
-        and (age is None or (age.dtype == torch.int16 and _is_vector(age, kept, device)))
-        and (not update.is_lean or (age is None and _are_scales(scales, numel, mask, device)))
-    )
-
-
-def _is_vector(tensor: Tensor, size: int, device: torch.device) -> bool:
-    return tensor.numel() == size and tensor.is_contiguous() and tensor.device == device
-
-
-def _are_scales(
-    scales: list[Tensor | None], numel: int, mask: Mask | None, device: torch.device
-) -> bool:
-    groups = num_groups(numel, mask)
-    return all(
-        scale is not None and scale.dtype == torch.float32 and _is_vector(scale, groups, device)
-        for scale in scales
+        and (dense is None or (dense.dtype in types and fits(dense, dense.dtype, numel)))
+        and (age is None or (not update.is_lean and fits(age, torch.int16, kept)))
+        and (not update.is_lean or all(fits(each, torch.float32, groups) for each in scales))
     )

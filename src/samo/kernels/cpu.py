@@ -1,18 +1,16 @@
 """The fast path on a CPU: hands tensors to the compiled loops of ``cpu_loops.py``.
 
-``docs/decisions/0003-cpu-kernels.md`` has the candidates that were measured. Work is shared among
-torch's number of threads. They are OpenMP's, as torch's are: threads of Python's own would share
-their cores with OpenMP's, which spin for some milliseconds after every torch operation in the hope
-of more.
+Work is split among as many threads as torch uses. They are OpenMP's, as torch's are: OpenMP threads
+spin for some milliseconds after every torch operation, and would compete with any others.
+``docs/decisions/0003-cpu-kernels.md`` compares alternatives.
 
-What the loops do not cover (float16 parameters, 8-bit state, tensors with strides) falls back to
-``reference``.
+The loops only move float16, and torch converts it. ``reference`` does the rest: float16 parameters,
+8-bit state, tensors with strides.
 """
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numba
@@ -28,53 +26,59 @@ from samo.mask import bitmap
 from samo.mask.mask import Mask
 
 if numba.config.DISABLE_JIT:
-    raise ImportError(
-        "numba does not compile here (NUMBA_DISABLE_JIT is set), so the reference is faster"
-    )
+    raise ImportError("NUMBA_DISABLE_JIT is set, so the reference is faster")
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 
 _BLOCKS_A_THREAD: Final = 16
-"""Starting a second thread costs about 5 us, the time of some 10 blocks."""
+"""Starting another thread costs about 5 us, the time of some 10 blocks."""
 
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
-    """Write the kept entries of ``dense`` to ``out``.
-
-    Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
-    """
+    """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
     check_pair(out, mask, dense)
     if mask is None:
         out.detach().copy_(dense.detach().reshape(out.shape))
-    elif _is_covered(dense.dtype, out.dtype) and out.is_contiguous():
-        _run(cpu_loops.compress_blocks, mask, dense.detach().reshape(-1), out.detach().view(-1))
-    else:
+    elif dense.dtype not in _SEEN_AS or out.dtype not in _SEEN_AS or not out.is_contiguous():
         reference.compress_(dense, mask, out)
+    else:
+        kept = out.detach().view(-1)
+        if _needs_torch(dense.dtype, out.dtype):
+            kept = torch.empty_like(kept, dtype=dense.dtype)
+        shared = cpu_loops.compress_shared
+        _move(cpu_loops.compress_blocks, shared, mask, dense.detach().reshape(-1), kept)
+        if kept.dtype != out.dtype:
+            out.detach().view(-1).copy_(kept)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
-    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere.
-
-    Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
-    """
+    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere: `Kernels.expand_`."""
     check_pair(values, mask, dense)
     if mask is None:
         dense.detach().copy_(values.detach().reshape(dense.shape))
-    elif _is_covered(values.dtype, dense.dtype) and dense.is_contiguous():
-        _run(cpu_loops.expand_blocks, mask, values.detach().reshape(-1), dense.detach().view(-1))
-    else:
+    elif values.dtype not in _SEEN_AS or dense.dtype not in _SEEN_AS or not dense.is_contiguous():
         reference.expand_(values, mask, dense)
+    else:
+        kept = values.detach().reshape(-1)
+        if _needs_torch(values.dtype, dense.dtype):
+            kept = kept.to(dense.dtype)
+        _move(cpu_loops.expand_blocks, cpu_loops.expand_shared, mask, kept, dense.detach().view(-1))
 
 
 @torch.no_grad()
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
-    """Do one AdamW step; each block of a dense copy is written as soon as its values are new."""
+    """Do one AdamW step; each block of a dense copy is written right after its values."""
     if skip is not None and bool(skip):
         return
     together: dict[tuple[torch.dtype | bool, ...], list[AdamWUpdate]] = {}
-    others = []
+    others, refreshed = [], []
     for update in updates:
-        if _is_plain(update):
+        if not update.is_lean and is_plain(update, _SEEN_AS):
+            if update.grad.dtype == torch.float16:
+                update = update._replace(grad=update.grad.float())
+            if update.dense is not None and update.dense.dtype == torch.float16:
+                refreshed.append(update)
+                update = update._replace(dense=None)
             copy = update.param if update.dense is None else update.dense
             key = update.param.dtype, update.grad.dtype, copy.dtype, update.age is not None
             together.setdefault(key, []).append(update)
@@ -83,10 +87,13 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     reference.adamw_(others, settings, None)
     for members in together.values():
         _update_rows(members, settings)
+    for update in refreshed:
+        assert update.dense is not None
+        expand_(update.param, update.mask, update.dense)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether any entry of any tensor is NaN or infinite, as a boolean scalar."""
+    """Return whether any entry is NaN or infinite: `Kernels.find_nonfinite`."""
     together: dict[torch.dtype, list[tuple[int, int]]] = {}
     strided = []
     for tensor in tensors:
@@ -97,13 +104,10 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     found = False
     for dtype, rows in together.items():
         exponent = _EXPONENTS[dtype]
-        arrays = (np.array(rows, dtype=np.int64), np.empty(0, dtype=exponent.dtype), exponent)
-        parts = _num_threads(bitmap.num_blocks(sum(size for _, size in rows)))
-        if parts == 1:
-            found |= cpu_loops.find_exponent_rows(*arrays, 0, 1)
-        else:
-            with _threads(parts):
-                found |= cpu_loops.find_exponent_rows_shared(*arrays, parts)
+        blocks = max(1, bitmap.num_blocks(sum(size for _, size in rows)))
+        arrays = (np.array(rows, dtype=np.int64), np.empty(0, exponent.dtype), exponent, blocks)
+        kernels = cpu_loops.find_exponent_rows, cpu_loops.find_exponent_rows_shared
+        found |= _run(*kernels, arrays, blocks)
     here = torch.tensor(bool(found), device="cpu")
     return here | reference.find_nonfinite(strided) if strided else here
 
@@ -114,15 +118,15 @@ _EXPONENTS: Final[dict[torch.dtype, Any]] = {
     torch.float32: np.uint32(0x7F800000),
     torch.float64: np.uint64(0x7FF0000000000000),
 }
-"""Bits that are all set in infinities and NaNs and in no other number."""
+"""The exponent bits, which are all set only in infinities and NaNs."""
 
 _SEEN_AS: Final[dict[torch.dtype, Any]] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
     torch.bfloat16: np.uint16,
-    torch.float16: np.int16,
+    torch.float16: np.uint16,
 }
-"""How the loops see entries of a type."""
+"""The numpy type in which the loops get each type."""
 
 
 def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> None:
@@ -135,30 +139,25 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
         if (rate := _rate_of(update)) not in tables:
             tables[rate] = corrections_by_age(update, settings)
             tables[rate][0].neg_()
-    blocks = [
-        bitmap.num_blocks(update.param.numel() if mask is None else mask.numel)
-        for update in updates
-        for mask in (update.mask_of_copy,)
-    ]
-    ends = np.cumsum(blocks)
+    masks = [update.mask_of_copy for update in updates]
+    sizes = [u.param.numel() if mask is None else mask.numel for u, mask in zip(updates, masks)]
+    ends = np.cumsum([bitmap.num_blocks(size) for size in sizes])
     dense = first.param if first.dense is None else first.dense
-    arrays: tuple[Any, ...] = (
-        np.array([_row(update, tables) for update in updates], dtype=np.int64),
-        np.array([_scalars(update, settings) for update in updates], dtype=moment),
-        ends,
-        OLDEST if has_ages else 0,
+    like = (
         np.empty(0, _SEEN_AS[first.param.dtype]),
         np.empty(0, _SEEN_AS[first.grad.dtype]),
         np.empty(0, moment),
         np.empty(0, np.int16 if has_ages else np.bool_),
         np.empty(0, _SEEN_AS[dense.dtype]),
     )
-    parts = _num_threads(int(ends[-1]))
-    if parts == 1:
-        cpu_loops.adamw_rows(*arrays, 0, int(ends[-1]))
-    else:
-        with _threads(parts):
-            cpu_loops.adamw_rows_shared(*arrays, parts)
+    arrays = (
+        np.array([_row(update, tables) for update in updates], dtype=np.int64),
+        np.array([_scalars(update, settings) for update in updates], dtype=moment),
+        ends,
+        OLDEST if has_ages else 0,
+        like,
+    )
+    _run(cpu_loops.adamw_rows, cpu_loops.adamw_rows_shared, arrays, int(ends[-1]))
 
 
 _Rate = tuple[float, torch.dtype | None]
@@ -170,45 +169,51 @@ def _rate_of(update: AdamWUpdate) -> _Rate:
 
 
 def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
-    """Return what the entries of a parameter share, in the loops' order; counts its step."""
+    """Count a parameter's step, and return its scalars in the loops' order."""
     step_size, denominator, decay = map(float, count_step(update, settings, None))
     beta1, beta2, eps = settings
     return decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator
 
 
-def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether the loops move entries of one type to another."""
-    return source in _SEEN_AS and target in _SEEN_AS
+def _needs_torch(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether torch converts one type to another, because the loops have no float16."""
+    return source != target and torch.float16 in (source, target)
 
 
-def _run(kernel: cpu_loops.Kernel, mask: Mask, source: Tensor, target: Tensor) -> None:
-    """Run a kernel over all blocks of a mask, on as many threads as it is worth."""
-    arrays = (
-        _array(source),
-        mask.words.numpy().view(np.uint64),
-        mask.offsets.numpy(),
-        _array(target),
-    )
-    blocks = mask.offsets.numel()
-    parts = _num_threads(blocks)
-    if parts == 1:
-        kernel(*arrays, 0, blocks)
-    else:
-        with _threads(parts):
-            cpu_loops.SHARED[kernel](*arrays, blocks, parts)
+def _move(
+    alone: cpu_loops.Kernel, shared: cpu_loops.Kernel, mask: Mask, source: Tensor, target: Tensor
+) -> None:
+    """Run a kernel over all blocks of a mask."""
+    words, offsets = mask.words.numpy().view(np.uint64), mask.offsets.numpy()
+    _run(alone, shared, (_array(source), words, offsets, _array(target)), offsets.size)
+
+
+def _run(
+    alone: cpu_loops.Kernel, shared: cpu_loops.Kernel, arrays: tuple[Any, ...], blocks: int
+) -> Any:
+    """Run a kernel over ``blocks`` blocks, shared among threads if there are enough."""
+    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if _has_openmp else 1
+    parts = min(most, blocks // _BLOCKS_A_THREAD)
+    if parts <= 1:
+        return alone(*arrays, 0, blocks)
+    before = numba.get_num_threads()
+    numba.set_num_threads(parts)
+    try:
+        return shared(*arrays, blocks, parts)
+    finally:
+        numba.set_num_threads(before)
 
 
 def _array(tensor: Tensor) -> cpu_loops.Array:
-    """Return a contiguous tensor as an array over the same memory, in the type of the cpu_loops."""
-    # Not by Tensor.numpy(): from then on torch could not free the memory of FSDP2's whole
-    # parameters.
+    """Return a contiguous tensor as an array over the same memory, in the type of the loops."""
+    # Not Tensor.numpy(), after which torch could not free the memory of FSDP2's whole parameters.
     if tensor.element_size() == 2:
         return np.from_dlpack(tensor.view(torch.int16)).view(_SEEN_AS[tensor.dtype])
     return np.from_dlpack(tensor)
 
 
 def _row(update: AdamWUpdate, tables: dict[_Rate, Tensor]) -> tuple[int, ...]:
-    """Return what the loops have to know of one parameter, in the order of their columns."""
+    """Return a parameter's row, in the order of the loops' columns."""
     mask, dense, age = update.mask_of_copy, update.dense, update.age
     return (
         update.param.data_ptr(),
@@ -226,29 +231,7 @@ def _row(update: AdamWUpdate, tables: dict[_Rate, Tensor]) -> tuple[int, ...]:
     )
 
 
-def _is_plain(update: AdamWUpdate) -> bool:
-    """Return whether the loops can do an update from addresses and sizes."""
-    return not update.is_lean and is_plain(update, _SEEN_AS)
-
-
-def _num_threads(blocks: int) -> int:
-    """Return how many threads so many blocks are worth."""
-    most = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS) if _has_openmp else 1
-    return max(1, min(most, blocks // _BLOCKS_A_THREAD))
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let numba use so many threads, and leave its setting as it was."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(count)
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)
-
-
-# numba's other thread pools may not be entered by two threads at once.
+# numba's other thread pools cannot be entered by two threads at once.
 _has_openmp = importlib.util.find_spec("numba.np.ufunc.omppool") is not None
 if _has_openmp and numba.config.THREADING_LAYER == "default":
     numba.config.THREADING_LAYER = "omp"
@@ -259,5 +242,5 @@ def _use_one_thread() -> None:
     _has_openmp = False
 
 
-# GNU's OpenMP ends a forked child that uses it after its parent did.
+# GNU's OpenMP kills a forked child that uses it after its parent did.
 os.register_at_fork(after_in_child=_use_one_thread)

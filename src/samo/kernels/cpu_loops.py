@@ -1,11 +1,11 @@
-"""The loops behind the CPU kernels, compiled by numba; ``cpu.py`` calls them.
+"""The loops of the CPU kernels, compiled by numba; ``cpu.py`` calls them.
 
-A kernel runs over a range of blocks. Blocks are independent, because each knows where its values
-start, so that a call can be shared among threads. numba knows no 16-bit floats: bfloat16 arrives as
-uint16 and float16 as int16, and both are widened and rounded by their bits.
+A kernel runs over a range of blocks. Each block knows where its values start, so that threads can
+share a call. numba has no bfloat16: it is passed as uint16, and widened and rounded by its bits.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -27,7 +27,7 @@ BLOCK_PAIRS: Final = BLOCK_BITS // PAIR_BITS
 
 
 def _can_cache() -> bool:
-    """Return whether compiled code can be kept for the next process, which needs a folder to write to."""
+    """Return whether compiled code can be cached on disk, which needs a writable folder."""
     try:
         njit(cache=True)(_can_cache)
     except RuntimeError:
@@ -35,10 +35,20 @@ def _can_cache() -> bool:
     return True
 
 
-# numpy's error model, since Python's check for a division by zero forbids vector instructions.
+# numpy's error model: Python's check for a division by zero prevents vectorization.
 _OPTIONS: Final = {"nogil": True, "cache": _can_cache(), "error_model": "numpy"}
 _jit = njit(**_OPTIONS)
 _jit_parallel = njit(parallel=True, **_OPTIONS)
+
+
+def _chosen_by_type(choose: Kernel, inline: str = "never") -> Kernel:
+    """Turn a function that returns an implementation for given types into one for compiled code."""
+
+    def stub(*arguments: Any) -> Any:
+        raise AssertionError("only called from compiled code")
+
+    overload(stub, inline=inline)(choose)
+    return stub
 
 
 @intrinsic
@@ -55,41 +65,23 @@ def _lowest_bit(typing_context, bits):
 @intrinsic
 def _count_bits(typing_context, bits):
     """Return how many bits are set, in one instruction."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), codegen
+    return types.int64(types.uint64), lambda _, builder, __, arguments: builder.ctpop(arguments[0])
 
 
 @intrinsic
 def _fma(typing_context, a, b, c):
     """Return a * b + c rounded once, as torch's vector code does it."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.fma(*arguments)
-
-    return c(a, b, c), codegen
+    return c(a, b, c), lambda _, builder, __, arguments: builder.fma(*arguments)
 
 
-@intrinsic
-def _bits_of(typing_context, number):
-    """Return the bits of a float32."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
+@_jit
+def _bits_of(number):
+    return np.float32(number).view(np.uint32)
 
 
-@intrinsic
-def _float_of(typing_context, bits):
-    """Return the float32 with these bits."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
+@_jit
+def _float_of(bits):
+    return np.uint32(bits).view(np.float32)
 
 
 # Between types -----------------------------------------------------------------------------------
@@ -100,62 +92,22 @@ def _round_bf16(number):
     """Return the bits of a float32 as bfloat16, half to even, as torch rounds."""
     bits = _bits_of(number)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    # One NaN for all: adding to their bits could carry them over into numbers.
+    # One NaN for all: adding to their bits could turn them into numbers.
     return np.uint16(np.uint32(0x7FC0) if np.isnan(number) else rounded)
 
 
-@_jit
-def _read_fp16(half):
-    """Return float16 bits as float32.
-
-    Exponents are 112 apart: a product by 2**112 moves them, and makes numbers of subnormal ones.
-    """
-    bits = np.uint32(np.uint16(half))
-    exponent = bits & np.uint32(0x7C00)
-    number = _float_of((bits & np.uint32(0x7FFF)) << np.uint32(13)) * np.float32(2.0**112)
-    wide = _bits_of(number)
-    if exponent == np.uint32(0x7C00):  # infinities and NaNs, whose exponent has all bits set
-        wide |= np.uint32(0x7F800000)
-    return _float_of(wide | ((bits & np.uint32(0x8000)) << np.uint32(16)))
-
-
-@_jit
-def _round_fp16(number):
-    """Return the bits of a float32 as float16, half to even, as torch rounds."""
-    bits = _bits_of(number)
-    sign = (bits >> np.uint32(16)) & np.uint32(0x8000)
-    bits &= np.uint32(0x7FFFFFFF)
-    # A subnormal one has its last place where that of 0.5 is in float32: a sum rounds it there.
-    small = _bits_of(_float_of(bits) + np.float32(0.5)) - np.uint32(0x3F000000)
-    half = np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))
-    normal = (bits - np.uint32(112 << 23) + half) >> np.uint32(13)
-    rounded = small if bits < np.uint32(113 << 23) else normal
-    if bits >= np.uint32(143 << 23):  # 65,536 and more
-        rounded = np.uint32(0x7E00) if bits > np.uint32(0x7F800000) else np.uint32(0x7C00)
-    return np.int16(np.uint16(rounded | sign))
-
-
-def _read(entry: Any) -> Any:
-    """Return an entry of any type as a float; the overload picks by its type."""
-    raise AssertionError("only ever called from compiled code")
-
-
-@overload(_read)
-def _read_overload(entry):
+@_chosen_by_type
+def _read(entry):
+    """Return an entry of any type as a float."""
     if entry == types.uint16:
         return lambda entry: _float_of(np.uint32(entry) << np.uint32(16))
-    if entry == types.int16:
-        return lambda entry: _read_fp16(entry)
     return lambda entry: entry
 
 
-def _convert(source: Array, target: Array) -> None:
-    """Copy a vector to one of another type; the overload picks by both."""
-    raise AssertionError("only ever called from compiled code")
+@_chosen_by_type
+def _convert(source, target):
+    """Copy a vector to one of another type."""
 
-
-@overload(_convert)
-def _convert_overload(source, target):
     def copy(source, target):
         for k in range(source.size):
             target[k] = source[k]
@@ -168,41 +120,34 @@ def _convert_overload(source, target):
         for k in range(source.size):
             target[k] = _round_bf16(np.float32(_read(source[k])))
 
-    def to_fp16(source, target):
-        for k in range(source.size):
-            target[k] = _round_fp16(np.float32(_read(source[k])))
-
     if source.dtype == target.dtype:
         return copy
-    return {types.uint16: to_bf16, types.int16: to_fp16}.get(target.dtype, to_float)
+    return to_bf16 if target.dtype == types.uint16 else to_float
 
 
 # Between a block and its kept entries ------------------------------------------------------------
 #
-# Every kernel copies the kept entries of a block to a buffer, or back, and works on the buffer,
-# where they lie side by side. A CPU with AVX-512 does it 8, 16 or 32 entries at a time; any other
-# one walks over the set bits.
+# Kernels copy the kept entries of a block to a contiguous buffer, or back, and work on the buffer. A
+# CPU with AVX-512 moves 8, 16 or 32 entries at a time; any other walks over the set bits.
 
-# With NUMBA_CPU_NAME set, numba compiles for that CPU, which may have less than this one.
+# With NUMBA_CPU_NAME set, numba compiles for that CPU, which may have fewer features.
 _FEATURES: Final = {} if config.CPU_NAME else binding.get_host_cpu_features()
 _LANES: Final = {
     types.float64: 8 if _FEATURES.get("avx512f") else 0,
     types.float32: 16 if _FEATURES.get("avx512f") else 0,
     types.uint16: 32 if _FEATURES.get("avx512vbmi2") else 0,
-    types.int16: 32 if _FEATURES.get("avx512vbmi2") else 0,
 }
-"""Entries of a type that AVX-512 compresses or expands at once; 0 on a CPU that cannot."""
+"""Entries that AVX-512 compresses or expands at once, by type; 0 without it."""
 
 _SLACK: Final = 32
-"""What a buffer needs beyond a block: the last instruction writes a whole vector."""
+"""Extra entries of a buffer, since the last instruction writes a whole vector."""
 
 
 def _vector_step(is_gather: bool) -> Any:
     """Return a function that moves as many entries as one instruction does.
 
-    It takes a block, a place in it, the bits of the entries from there on, a buffer and a place in
-    it. Gathering [5, 6, 7, 8] with bits 1, 0, 0, 1 writes [5, 8] to the buffer; what it writes
-    after that has no meaning.
+    It takes a block, an index into it, the bits of the entries from there on, a buffer and an index
+    into it. Gathering writes a whole vector: kept entries, then entries without meaning.
     """
 
     @intrinsic
@@ -212,10 +157,15 @@ def _vector_step(is_gather: bool) -> Any:
         def codegen(context, builder, signature, arguments):
             element = context.get_data_type(block.dtype)
             vector, mask_type = ir.VectorType(element, lanes), ir.VectorType(ir.IntType(1), lanes)
-            in_block = _vector_pointer(context, builder, block, arguments[0], arguments[1], vector)
-            in_buffer = _vector_pointer(
-                context, builder, buffer, arguments[3], arguments[4], vector
-            )
+
+            def pointer(kind, array, index):
+                data = context.make_array(kind)(context, builder, array).data
+                return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
+
+            source = pointer(block, arguments[0], arguments[1])
+            target = pointer(buffer, arguments[3], arguments[4])
+            if not is_gather:
+                source, target = target, source
             mask = builder.bitcast(builder.trunc(arguments[2], ir.IntType(lanes)), mask_type)
             name, letter = ("compress" if is_gather else "expand"), str(element.intrinsic_name)
             function = cgutils.get_or_insert_function(
@@ -223,7 +173,6 @@ def _vector_step(is_gather: bool) -> Any:
                 ir.FunctionType(vector, [vector, vector, mask_type]),
                 f"llvm.x86.avx512.mask.{name}.v{lanes}{letter}",
             )
-            source, target = (in_block, in_buffer) if is_gather else (in_buffer, in_block)
             size = context.get_abi_sizeof(element)
             moved = builder.load(source, align=size)
             zeros = ir.Constant(vector, None)
@@ -235,99 +184,47 @@ def _vector_step(is_gather: bool) -> Any:
     return step
 
 
-def _vector_pointer(
-    context: Any, builder: Any, kind: Any, array: Any, index: Any, vector: Any
-) -> Any:
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
+def _mover(is_gather: bool) -> Kernel:
+    """Return a function that copies a block's kept entries to a buffer, or back; it counts them."""
+    step = _vector_step(is_gather)
 
-
-@_jit
-def _walk_gather(part, pairs, block, kept):
-    count = 0
-    first = block * BLOCK_PAIRS
-    for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
-        bits = pairs[index]
-        while bits != 0:
-            kept[count] = part[(index - first) * PAIR_BITS + _lowest_bit(bits)]
-            count += 1
-            bits &= bits - np.uint64(1)
-    return count
-
-
-@_jit
-def _walk_scatter(kept, pairs, block, part):
-    count = 0
-    first = block * BLOCK_PAIRS
-    for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
-        bits = pairs[index]
-        while bits != 0:
-            part[(index - first) * PAIR_BITS + _lowest_bit(bits)] = kept[count]
-            count += 1
-            bits &= bits - np.uint64(1)
-
-
-_gather_step, _scatter_step = _vector_step(is_gather=True), _vector_step(is_gather=False)
-
-
-def _gather(part: Array, pairs: Array, block: int, kept: Array) -> int:
-    """Copy the kept entries of a block to ``kept`` and return how many they are.
-
-    Example: part [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives kept [5, 8] and returns 2.
-    """
-    raise AssertionError("only ever called from compiled code")
-
-
-@overload(_gather, inline="never")
-def _gather_overload(part, pairs, block, kept):
-    lanes = _LANES[part.dtype]
-
+    @njit(nogil=True, error_model="numpy")
     def walk(part, pairs, block, kept):
-        return _walk_gather(part, pairs, block, kept)
-
-    def leap(part, pairs, block, kept):
-        if part.size < BLOCK_BITS:  # the last block: a vector would reach past its end
-            return _walk_gather(part, pairs, block, kept)
         count = 0
         first = block * BLOCK_PAIRS
-        for index in range(BLOCK_PAIRS):
-            bits = pairs[first + index]
-            for lane in range(0, PAIR_BITS, lanes):
-                _gather_step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
-                count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
+        for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
+            bits = pairs[index]
+            while bits != 0:
+                place = (index - first) * PAIR_BITS + _lowest_bit(bits)
+                if is_gather:
+                    kept[count] = part[place]
+                else:
+                    part[place] = kept[count]
+                count += 1
+                bits &= bits - np.uint64(1)
         return count
 
-    return leap if lanes else walk
+    def choose(part, pairs, block, kept):
+        lanes = _LANES[part.dtype]
+
+        def leap(part, pairs, block, kept):
+            if part.size < BLOCK_BITS:  # the last block: a vector would reach past its end
+                return walk(part, pairs, block, kept)
+            count = 0
+            first = block * BLOCK_PAIRS
+            for index in range(BLOCK_PAIRS):
+                bits = pairs[first + index]
+                for lane in range(0, PAIR_BITS, lanes):
+                    step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
+                    count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
+            return count
+
+        return leap if lanes else lambda part, pairs, block, kept: walk(part, pairs, block, kept)
+
+    return _chosen_by_type(choose)
 
 
-def _scatter(kept: Array, pairs: Array, block: int, part: Array) -> None:
-    """Copy ``kept`` to the kept entries of a block; the others are 0 before and after.
-
-    Example: kept [5, 8] with kept bits 1, 0, 0, 1 gives part [5, 0, 0, 8].
-    """
-    raise AssertionError("only ever called from compiled code")
-
-
-@overload(_scatter, inline="never")
-def _scatter_overload(kept, pairs, block, part):
-    lanes = _LANES[part.dtype]
-
-    def walk(kept, pairs, block, part):
-        _walk_scatter(kept, pairs, block, part)
-
-    def leap(kept, pairs, block, part):
-        if part.size < BLOCK_BITS:
-            _walk_scatter(kept, pairs, block, part)
-            return
-        count = 0
-        first = block * BLOCK_PAIRS
-        for index in range(BLOCK_PAIRS):
-            bits = pairs[first + index]
-            for lane in range(0, PAIR_BITS, lanes):
-                _scatter_step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
-                count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
-
-    return leap if lanes else walk
+_gather, _scatter = _mover(is_gather=True), _mover(is_gather=False)
 
 
 @_jit
@@ -335,7 +232,7 @@ def _block(dense, block):
     return dense[block * BLOCK_BITS : (block + 1) * BLOCK_BITS]
 
 
-# Kernels over the blocks of one tensor -----------------------------------------------------------
+# compress and expand -----------------------------------------------------------------------------
 
 
 @_jit
@@ -356,16 +253,34 @@ def expand_blocks(values, pairs, offsets, dense, first, end):
         part = _block(dense, block)
         part[:] = 0
         _convert(values[at:to], kept)
-        _scatter(kept, pairs, block, part)
+        _scatter(part, pairs, block, kept)
 
 
-def _corrections(age: Array, k: int, table: Array, scalars: Array) -> tuple[Any, Any]:
-    """Return step size and denominator of an entry; the overload picks by whether there are ages."""
-    raise AssertionError("only ever called from compiled code")
+# Shared among threads: one function each, since numba does not cache functions that close over
+# others.
 
 
-@overload(_corrections, inline="always")
-def _corrections_overload(age, k, table, scalars):
+@_jit_parallel
+def compress_shared(dense, pairs, offsets, out, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        compress_blocks(dense, pairs, offsets, out, first, end)
+
+
+@_jit_parallel
+def expand_shared(values, pairs, offsets, dense, blocks, parts):
+    for part in prange(parts):
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        expand_blocks(values, pairs, offsets, dense, first, end)
+
+
+# AdamW -------------------------------------------------------------------------------------------
+
+
+@partial(_chosen_by_type, inline="always")
+def _corrections(age, k, table, scalars):
+    """Return an entry's step size and denominator, by its age if there are ages."""
+
     def of_all(age, k, table, scalars):
         return scalars[5], scalars[6]
 
@@ -375,7 +290,7 @@ def _corrections_overload(age, k, table, scalars):
         age[k] = np.int16(t)
         if t == oldest:
             return scalars[5], scalars[6]
-        # Unsigned, so that numba need not look whether an index counts from the end.
+        # Unsigned, so that numba does not check for indices that count from the end.
         return table[np.uint64(t)], table[np.uint64(oldest + 1 + t)]
 
     return of_age if age.dtype == types.int16 else of_all
@@ -398,16 +313,13 @@ def _update(param, grad, exp_avg, exp_avg_sq, age, table, scalars):
         param[k] = param[k] * decay + m * step / (np.sqrt(v) / denominator + eps)
 
 
-def _join(param: Array, remainder: Array, wide: Array) -> Array:
-    """Return masters: parameters themselves, or ``wide`` with bfloat16 ones and their remainders."""
-    raise AssertionError("only ever called from compiled code")
+@_chosen_by_type
+def _join(param, remainder, wide):
+    """Return masters: parameters, or bfloat16 ones joined with their remainders in ``wide``."""
 
-
-@overload(_join)
-def _join_overload(param, remainder, wide):
     def with_remainder(param, remainder, wide):
-        # Slices counted from 0: an index like `at + k` might be negative for all numba knows, and
-        # the check for it keeps the loop from vector instructions.
+        # Slices that start at 0: numba checks whether an index like `at + k` is negative, which
+        # keeps the loop from being vectorized.
         for k in range(param.size):
             upper = np.int32(np.uint32(param[k]) << np.uint32(16))
             wide[k] = _float_of(np.uint32(upper + np.int32(remainder[k])))
@@ -418,98 +330,26 @@ def _join_overload(param, remainder, wide):
     return lambda param, remainder, wide: param
 
 
-def _split(master: Array, param: Array, remainder: Array) -> None:
-    """Write masters back where `_join` took them from."""
-    raise AssertionError("only ever called from compiled code")
+@_chosen_by_type
+def _split(master, param, remainder):
+    """Write masters back to where `_join` took them from."""
 
-
-@overload(_split)
-def _split_overload(master, param, remainder):
     def with_remainder(master, param, remainder):
         for k in range(param.size):
             bits = np.int32(_bits_of(master[k]))
-            if np.isnan(master[k]):  # its bits may all be set, and rounding would carry over
+            if np.isnan(master[k]):  # its bits may all be set, and rounding would overflow
                 bits = np.int32(0x7FC00000)
             rounded = np.int32((bits + np.int32(0x8000)) >> np.int32(16))
             remainder[k] = np.int16(bits - np.int32(rounded << np.int32(16)))
             param[k] = np.uint16(rounded)
 
-    def nothing(master, param, remainder):
-        pass
-
-    return with_remainder if param.dtype == types.uint16 else nothing
+    return with_remainder if param.dtype == types.uint16 else lambda master, param, remainder: None
 
 
-@_jit
-def _adamw_blocks(
-    param,
-    remainder,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    age,
-    table,
-    dense,
-    pairs,
-    offsets,
-    scalars,
-    first,
-    end,
-):
-    """Update some blocks: of a dense copy with a mask, or of the parameter itself."""
-    wide = np.empty(BLOCK_BITS, dtype=exp_avg.dtype)
-    kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
-    for block in range(first, end):
-        at, to = block * BLOCK_BITS, min((block + 1) * BLOCK_BITS, param.size)
-        if pairs.size:
-            at = offsets[block]
-            to = offsets[block + 1] if block + 1 < offsets.size else param.size
-        values, remainders = param[at:to], remainder[at:to]
-        master = _join(values, remainders, wide)
-        _update(master, grad[at:to], exp_avg[at:to], exp_avg_sq[at:to], age[at:to], table, scalars)
-        _split(master, values, remainders)
-        if pairs.size:
-            _convert(values, kept)
-            _scatter(kept, pairs, block, _block(dense, block))
-        elif dense.size:
-            _convert(values, dense[at:to])
+# Many parameters come in one call, as rows of addresses: an array costs some 10 us to hand over.
 
-
-# The same kernels, their blocks shared among threads ---------------------------------------------
-#
-# One function each and no factory: numba keeps no compiled code of functions that close over
-# others.
-
-
-@_jit_parallel
-def _compress_shared(dense, pairs, offsets, out, blocks, parts):
-    for part in prange(parts):
-        first, end = blocks * part // parts, blocks * (part + 1) // parts
-        compress_blocks(dense, pairs, offsets, out, first, end)
-
-
-@_jit_parallel
-def _expand_shared(values, pairs, offsets, dense, blocks, parts):
-    for part in prange(parts):
-        first, end = blocks * part // parts, blocks * (part + 1) // parts
-        expand_blocks(values, pairs, offsets, dense, first, end)
-
-
-SHARED: Final[dict[Kernel, Kernel]] = {
-    compress_blocks: _compress_shared,
-    expand_blocks: _expand_shared,
-}
-"""Each kernel over blocks, and the same shared among threads."""
-
-
-# Many parameters in one call ---------------------------------------------------------------------
-#
-# They come as rows of addresses instead of arrays, which cost some 10 us each to hand over. Empty
-# arrays (``param``, ``grad``, ``moment``, ``age``, ``dense``) say what the addresses point to.
-
-PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, AGE, TABLE, DENSE, PAIRS, OFFSETS, KEPT, NUMEL = range(
-    12
-)
+PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, AGE = range(6)
+TABLE, DENSE, PAIRS, OFFSETS, KEPT, NUMEL = range(6, 12)
 """The columns of a row: addresses, and the entries of the parameter and of its dense copy."""
 
 
@@ -530,50 +370,67 @@ def _array_at(address, like, size):
 
 
 @_jit
-def adamw_rows(rows, scalars, ends, oldest, param, grad, moment, age, dense, first, end):
-    """Run over the blocks from ``first`` to ``end`` of all rows; ``ends`` counts blocks up to each."""
+def adamw_rows(rows, scalars, ends, oldest, like, start, stop):
+    """Update the blocks from ``start`` to ``stop`` of all rows; ``ends`` counts blocks up to each.
+
+    Blocks are those of a dense copy with a mask, or of the parameter itself. ``like`` has empty
+    arrays of the types that addresses point to: parameters, gradients, moments, ages, dense copies.
+    """
+    a_param, a_grad, a_moment, an_age, a_dense = like
+    wide = np.empty(BLOCK_BITS, dtype=a_moment.dtype)
+    buffer = np.empty(BLOCK_BITS + _SLACK, dtype=a_dense.dtype)
     begin = 0
     for index in range(ends.size):
-        low, high = max(first, begin) - begin, min(end, ends[index]) - begin
+        low, high = max(start, begin) - begin, min(stop, ends[index]) - begin
         begin = ends[index]
         if low >= high:
             continue
         row = rows[index]
         kept, numel = row[KEPT], row[NUMEL]
-        _adamw_blocks(
-            _array_at(row[PARAM], param, kept),
-            _array_at(row[REMAINDER], np.empty(0, np.int16), kept),
-            _array_at(row[GRAD], grad, kept),
-            _array_at(row[EXP_AVG], moment, kept),
-            _array_at(row[EXP_AVG_SQ], moment, kept),
-            _array_at(row[AGE], age, kept),
-            _array_at(row[TABLE], moment, 2 * (oldest + 1)),
-            _array_at(row[DENSE], dense, numel),
-            _array_at(row[PAIRS], np.empty(0, np.uint64), -(-numel // PAIR_BITS)),
-            _array_at(row[OFFSETS], np.empty(0, np.int64), -(-numel // BLOCK_BITS)),
-            scalars[index],
-            low,
-            high,
-        )
+        param = _array_at(row[PARAM], a_param, kept)
+        remainder = _array_at(row[REMAINDER], np.empty(0, np.int16), kept)
+        grad = _array_at(row[GRAD], a_grad, kept)
+        exp_avg = _array_at(row[EXP_AVG], a_moment, kept)
+        exp_avg_sq = _array_at(row[EXP_AVG_SQ], a_moment, kept)
+        age = _array_at(row[AGE], an_age, kept)
+        table = _array_at(row[TABLE], a_moment, 2 * (oldest + 1))
+        dense = _array_at(row[DENSE], a_dense, numel)
+        pairs = _array_at(row[PAIRS], np.empty(0, np.uint64), -(-numel // PAIR_BITS))
+        offsets = _array_at(row[OFFSETS], np.empty(0, np.int64), -(-numel // BLOCK_BITS))
+        for block in range(low, high):
+            at, to = block * BLOCK_BITS, min((block + 1) * BLOCK_BITS, kept)
+            if pairs.size:
+                at = offsets[block]
+                to = offsets[block + 1] if block + 1 < offsets.size else kept
+            span = slice(at, to)
+            values, remainders = param[span], remainder[span]
+            master = _join(values, remainders, wide)
+            moments = exp_avg[span], exp_avg_sq[span]
+            _update(master, grad[span], *moments, age[span], table, scalars[index])
+            _split(master, values, remainders)
+            if pairs.size:
+                _convert(values, buffer)
+                _scatter(_block(dense, block), pairs, block, buffer)
+            elif dense.size:
+                _convert(values, dense[span])
 
 
 @_jit_parallel
-def adamw_rows_shared(rows, scalars, ends, oldest, param, grad, moment, age, dense, parts):
-    """Give each of ``parts`` threads the same number of blocks."""
-    blocks = ends[-1]
+def adamw_rows_shared(rows, scalars, ends, oldest, like, blocks, parts):
     for part in prange(parts):
         first, end = blocks * part // parts, blocks * (part + 1) // parts
-        adamw_rows(rows, scalars, ends, oldest, param, grad, moment, age, dense, first, end)
+        adamw_rows(rows, scalars, ends, oldest, like, first, end)
+
+
+# Nonfinite values --------------------------------------------------------------------------------
 
 
 @_jit
-def find_exponent_rows(rows, like, exponent, part, parts):
-    """Return whether, in a part of some row of address and size, an entry has all bits of ``exponent``."""
+def find_exponent_rows(rows, like, exponent, blocks, first, end):
+    """Return whether a row's part from first to end of all blocks has an entry with all bits."""
     for index in range(rows.shape[0]):
         size = rows[index, 1]
-        bits = _array_at(rows[index, 0], like, size)[
-            size * part // parts : size * (part + 1) // parts
-        ]
+        bits = _array_at(rows[index, 0], like, size)[size * first // blocks : size * end // blocks]
         found = False
         for k in range(bits.size):
             found |= (bits[k] & exponent) == exponent
@@ -583,9 +440,9 @@ def find_exponent_rows(rows, like, exponent, part, parts):
 
 
 @_jit_parallel
-def find_exponent_rows_shared(rows, like, exponent, parts):
-    """Let each of ``parts`` threads look at its part of every row."""
+def find_exponent_rows_shared(rows, like, exponent, _, blocks, parts):
     found = np.zeros(parts, dtype=np.bool_)
     for part in prange(parts):
-        found[part] = find_exponent_rows(rows, like, exponent, part, parts)
+        first, end = blocks * part // parts, blocks * (part + 1) // parts
+        found[part] = find_exponent_rows(rows, like, exponent, blocks, first, end)
     return found.any()

@@ -13,11 +13,11 @@ __all__ = ["PATHS", "Path", "choose"]
 Path = Literal["auto", "reference", "triton"]
 
 PATHS: Final = ("auto", "reference", "triton")
-"""The fastest for the device, plain torch, or the GPU's on any device (in Triton's interpreter)."""
+"""The fastest for the device, plain torch, or Triton on any device (by its interpreter on a CPU)."""
 
 
 def choose(device: torch.device, path: Path = "auto") -> Kernels:
-    """Return the fastest implementation for ``device``, or the one that ``path`` asks for."""
+    """Return the fastest implementation for ``device``, or the one that ``path`` names."""
     from samo.kernels import reference
 
     if path == "reference":
@@ -29,16 +29,17 @@ def choose(device: torch.device, path: Path = "auto") -> Kernels:
     if device.type == "cpu":
         try:
             from samo.kernels import cpu
-        except ImportError:  # no numba on this machine, or switched off: right, only slower
+        except ImportError:  # no numba, or NUMBA_DISABLE_JIT is set
             return reference
         return cpu
     if device.type != "cuda" or torch.version.hip is not None:
-        _warn_once(f"samo has no kernels of its own for this device ({_name(device)})")
+        name = "rocm" if device.type == "cuda" else device.type
+        _warn_once(f"samo has no kernels for {name}")
         return reference
     try:
         from samo.kernels import triton_launch
     except ImportError as error:
-        _warn_once(f"samo's kernels for {_name(device)} need triton, and {error}")
+        _warn_once(f"samo's kernels for cuda need triton ({error})")
         return reference
     if triton_launch.IS_INTERPRETED and torch.cuda.is_available():  # numpy cannot read a GPU
         _warn_once("samo's kernels for cuda cannot run under TRITON_INTERPRET=1")
@@ -49,11 +50,7 @@ def choose(device: torch.device, path: Path = "auto") -> Kernels:
 @cache
 def _warn_once(what: str) -> None:
     warnings.warn(
-        f"{what}; plain torch operations do the same, many times slower. To silence this warning, "
-        "pass kernels='reference' to samo.compress_",
+        f"{what}; using plain torch operations, which are many times slower. To silence this "
+        "warning, pass kernels='reference' to samo.compress_",
         stacklevel=3,
     )
-
-
-def _name(device: torch.device) -> str:
-    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type

@@ -1,25 +1,24 @@
-"""The codes of 8-bit optimizer state, in plain torch operations.
+"""8-bit optimizer state, in plain torch operations.
 
-For each kept entry 1 byte of the first moment m and 1 of the second, v, which is stored as its root
-u. Entries that lie close together in the dense tensor share two fp32 scales, the largest |m| and u
-of their group (0 where nothing is kept):
+Each kept entry has one byte of the first moment m, and one of the second, v, stored as its root u.
+Neighbouring entries of the dense tensor share two fp32 scales, the largest |m| and u of the group
+(0 where nothing is kept):
 
     m = sign * (code / 127)**4 * scale      code -127 to 127, int8
     u = (code / 255)**4 * scale             code 0 to 255, uint8
 
     m = -0.02, scale 0.5     x = 127 * 0.04**(1/4) = 56.8     code -56 or -57
 
-Fourth powers give small entries a finer grid than large ones: the largest is 3 % from the next (u:
-1.6 %), and the smallest m that is not 0 is 4e-9 of it. Their roots are two square roots, which
-round alike everywhere.
+Fourth powers give small entries a finer grid: the largest is 3 % from the next (u: 1.6 %), and the
+smallest nonzero m is 4e-9 of it. Fourth roots are two square roots, which round alike everywhere.
 
-**Codes are dithered**: x becomes floor(x + d) with a random d between 0 and 1, so that its mean is x.
-Rounded to nearest, an average that decays by less than half a code in a step would never decay at
-all. d follows from the entry and the step count alone, so equal runs give equal bits. The code of u
-is 0 only if v is: a second moment that came to 0 would divide by epsilon.
+**Codes are dithered**: x becomes floor(x + d) with a random d between 0 and 1, so its mean is x.
+Rounded to nearest, an average that decays by less than half a code per step would never decay. d
+depends only on the entry and the step count, so equal runs give equal bits. The code of u is 0 only
+if v is: a second moment rounded to 0 would divide by epsilon.
 
-Scales are fp32 for the same reason: the largest u of a group decays by 0.05 % in a step without a
-gradient (beta2 0.999), a tenth of what bfloat16 can tell apart. Decision 0012 has the numbers.
+Scales are fp32 for the same reason: without a gradient the largest u of a group decays by 0.05 %
+per step (beta2 0.999), a tenth of bfloat16's precision. Decision 0012 has the numbers.
 """
 
 from collections.abc import Iterator
@@ -36,13 +35,13 @@ __all__ = []
 
 GROUP: Final = 1024
 UNPRUNED_GROUP: Final = 256
-"""Entries of the dense tensor, kept or not, to a group of a pruned and of an unpruned weight."""
+"""Entries of the dense tensor in a group, of a pruned and of an unpruned weight."""
 
 LARGEST_ROOT: Final = 18446742974197923840.0
-"""The largest fp32 number whose square is one too."""
+"""The largest fp32 number whose square is finite."""
 
 SMALLEST: Final = 2.0**-126
-"""The smallest number in fp32's full precision: what is under it may have no inverse."""
+"""The smallest normal fp32 number; the inverse of a smaller one may overflow."""
 
 
 class Moments(NamedTuple):
@@ -55,12 +54,7 @@ class Moments(NamedTuple):
 
 
 def num_groups(numel: int, mask: Mask | None) -> int:
-    """Return how many groups a weight of ``numel`` entries has.
-
-    Example:
-        >>> num_groups(1025, None)
-        5
-    """
+    """Return how many groups a weight of ``numel`` entries has."""
     return -(-numel // (UNPRUNED_GROUP if mask is None else GROUP))
 
 
@@ -71,7 +65,7 @@ def quantise(
     groups: int,
     dither_Z: Tensor | None = None,
 ) -> Moments:
-    """Return fp32 moments in 8 bits.
+    """Return fp32 moments in 8 bits: dithered by `random_bits`, or else rounded to nearest.
 
     Example:
         >>> exp_avg, exp_avg_sq = torch.tensor([0.5, -0.02]), torch.tensor([4.0, 0.01])
@@ -79,17 +73,9 @@ def quantise(
         >>> codes.exp_avg_Z, codes.exp_avg_sq_Z, codes.exp_avg_scale_G, codes.exp_avg_sq_scale_G
         (tensor([127, -57], dtype=torch.int8), tensor([255, 121], dtype=torch.uint8),
          tensor([0.5000]), tensor([2.]))
-
-    Args:
-        exp_avg_Z: First moments.
-        exp_avg_sq_Z: Second moments.
-        group_Z: The number of each entry's group.
-        groups: How many groups there are.
-        dither_Z: 32 random bits for each entry (see `random_bits`); without them codes are rounded
-            to nearest.
     """
     root = _root(exp_avg_sq_Z)
-    # Past fp32 the second moment loses its size, and the first must not stay without it.
+    # Above fp32's range the second moment is clipped, and the first must not outlive its size.
     exp_avg = torch.where(root > LARGEST_ROOT, 0.0, exp_avg_Z)
     root = root.clamp_max(LARGEST_ROOT)
     codes, scales = [], []
@@ -111,13 +97,7 @@ def quantise(
 def quantise_weight(
     exp_avg_Z: Tensor, exp_avg_sq_Z: Tensor, numel: int, mask: Mask | None
 ) -> Moments:
-    """Return the fp32 moments of a whole weight in 8 bits, rounded to nearest.
-
-    Example:
-        >>> mask = Mask.from_bool(torch.arange(2048) % 1024 == 7)
-        >>> quantise_weight(torch.tensor([0.5, 2.0]), torch.tensor([4.0, 1.0]), 2048, mask)[2:]
-        (tensor([0.5000, 2.0000]), tensor([2., 1.]))
-    """
+    """Return the fp32 moments of a whole weight in 8 bits, rounded to nearest."""
     groups = num_groups(numel, mask)
     made = Moments(
         torch.empty_like(exp_avg_Z, dtype=torch.int8),
@@ -134,20 +114,8 @@ def quantise_weight(
 
 
 def dequantise(moments: Moments, group_Z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return moments in fp32.
-
-    Example:
-        >>> codes = Moments(
-        ...     torch.tensor([127, -57], dtype=torch.int8),
-        ...     torch.tensor([255, 121], dtype=torch.uint8),
-        ...     torch.tensor([0.5]),
-        ...     torch.tensor([2.0]),
-        ... )
-        >>> dequantise(codes, torch.tensor([0, 0]))
-        (tensor([ 0.5000, -0.0203]), tensor([4.0000, 0.0103]))
-    """
-    # 127 and 255 times their rounded inverses are 1 exactly, so that the largest entry is the
-    # scale.
+    """Return moments in fp32."""
+    # 127 and 255 times their rounded inverses are exactly 1: the largest entry is the scale.
     part = moments.exp_avg_Z.to(torch.float32) * (1 / 127)
     square = part * part
     size = square * square * moments.exp_avg_scale_G[group_Z]
@@ -158,35 +126,10 @@ def dequantise(moments: Moments, group_Z: Tensor) -> tuple[Tensor, Tensor]:
     return exp_avg, root * root
 
 
-def dequantise_weight(moments: Moments, numel: int, mask: Mask | None) -> tuple[Tensor, Tensor]:
-    """Return the moments of a whole weight in fp32.
-
-    Example:
-        >>> mask = Mask.from_bool(torch.arange(2048) % 1024 == 7)
-        >>> codes = quantise_weight(torch.tensor([0.5, 2.0]), torch.tensor([4.0, 1.0]), 2048, mask)
-        >>> dequantise_weight(codes, 2048, mask)
-        (tensor([0.5000, 2.0000]), tensor([4., 1.]))
-    """
-    made = [torch.empty_like(moments.exp_avg_Z, dtype=torch.float32) for _ in range(2)]
-    for numbers, piece_Z, piece_G in grouped_pieces(numel, mask, made[0].device):
-        cuts = (piece_Z, piece_Z, piece_G, piece_G)
-        held = Moments(*(tensor[cut] for tensor, cut in zip(moments, cuts)))
-        for target, source in zip(made, dequantise(held, numbers)):
-            target[piece_Z] = source
-    return made[0], made[1]
-
-
 def random_bits(start: int, stop: int, step: Tensor) -> Tensor:
-    """Return 32 bits for each entry from ``start`` to ``stop`` that look random, as int64.
+    """Return 32 pseudo-random bits for each entry from ``start`` to ``stop``, as int64.
 
-    Example:
-        >>> random_bits(7, 9, torch.tensor(3.0)).tolist() == [
-        ...     random_bits(7, 8, torch.tensor(3.0)).item(),
-        ...     random_bits(8, 9, torch.tensor(3.0)).item(),
-        ... ]
-        True
-
-    Two rounds of multiply and fold; products may wrap around, since only their lower half counts.
+    Two rounds of multiply and fold; products may overflow, since only their lower half counts.
     """
     index = torch.arange(start, stop, device=step.device)
     bits = (index * 0x9E3779B1) ^ (step.to(torch.int64) * 0x85EBCA77)
@@ -198,12 +141,7 @@ def random_bits(start: int, stop: int, step: Tensor) -> Tensor:
 
 
 def group_numbers(numel: int, keep: Tensor | None, device: torch.device) -> Tensor:
-    """Return the group of each kept one of ``numel`` entries that start with a group.
-
-    Example:
-        >>> group_numbers(257, None, torch.device("cpu"))[-2:]
-        tensor([0, 1])
-    """
+    """Return the group of each kept entry, of ``numel`` entries that start at a group's start."""
     if keep is None:
         return torch.arange(numel, device=device) // UNPRUNED_GROUP
     return keep.nonzero().view(-1) // GROUP
@@ -212,7 +150,7 @@ def group_numbers(numel: int, keep: Tensor | None, device: torch.device) -> Tens
 def grouped_pieces(
     numel: int, mask: Mask | None, device: torch.device
 ) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Yield, for pieces of a weight, the group of each kept entry in it, and where both lie."""
+    """Yield, for each piece of a weight, its entries' groups, and the slices of both."""
     size = UNPRUNED_GROUP if mask is None else GROUP
     for piece_N, keep, piece_Z in pieces(numel, mask):
         numbers = group_numbers(piece_N.stop - piece_N.start, keep, device)
@@ -220,8 +158,8 @@ def grouped_pieces(
 
 
 def _root(values: Tensor) -> Tensor:
-    """Return square roots rounded once; torch's own fp32 ones may be a digit off, by machine."""
+    """Return correctly rounded square roots; torch's fp32 ones may be 1 ulp off on some machines."""
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 
-assert bitmap.BLOCK_BITS % GROUP == 0  # no group lies in two blocks, nor in two pieces
+assert bitmap.BLOCK_BITS % GROUP == 0  # no group spans two blocks or pieces

@@ -1,8 +1,8 @@
-"""``samo::compress`` and ``samo::expand``: the kernels as operators that compilers can see.
+"""``samo::compress`` and ``samo::expand``: the kernels as operators, for compiled code.
 
-Eager code calls kernels directly: an operator written in Python costs the host some 50 us a call.
-Compiled code calls these. On an NVIDIA GPU they are `torch.library.triton_op`, whose kernels
-Inductor launches itself; elsewhere they are opaque to it.
+Eager code calls kernels directly, since an operator written in Python costs some 50 us per call. On
+an NVIDIA GPU these are `torch.library.triton_op`, whose kernels Inductor launches itself; elsewhere
+they are opaque to it.
 """
 
 import torch
@@ -15,7 +15,7 @@ from samo.mask.mask import Mask
 __all__ = []
 
 _SLOTS = 256
-"""One way of compressing for all densities: another one for each would be another graph to compile."""
+"""The same for all densities: another number would be another graph to compile."""
 
 
 def compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
@@ -30,8 +30,8 @@ def expand(
 ) -> Tensor:
     """Return the dense tensor of kept entries, 0 elsewhere.
 
-    ``after`` is not read. A backward pass that expands again gives its gradient here: the compiler
-    then cannot take the forward pass's expansion in its place, which would be held in between.
+    ``after`` is not read. A backward pass that expands again passes its gradient, so the compiler
+    cannot keep the forward pass's expansion instead.
     """
     if values.is_cuda and _TRITON:
         return _expand_triton(values, bitmap, values if after is None else after, shape, dtype)
@@ -69,8 +69,11 @@ def _(
 
 
 try:
-    from samo.kernels.triton_common import IS_INTERPRETED
-    from samo.kernels.triton_kernels import compress_by_slot_kernel, expand_kernel
+    from samo.kernels.triton_masks import (
+        IS_INTERPRETED,
+        compress_by_slot_kernel,
+        expand_kernel,
+    )
 except ImportError:
     _TRITON = False
 else:

@@ -1,7 +1,4 @@
-"""Tensors and masks walked in pieces of 2**20 entries.
-
-No temporary of a plain torch operation grows with a tensor, and no whole mask is ever unpacked.
-"""
+"""Tensors and masks in pieces of 2**20 entries, so that temporaries do not grow with a tensor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +25,7 @@ def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
     """Yield pieces of a mask's tensor, their kept bits, and where those lie in compressed vectors."""
     spans = list(bitmap.chunks(mask.numel))
     first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
-    # One copy to the host for all pieces, not one for each.
+    # One copy to the host for all pieces.
     begins = [*mask.offsets[first_blocks].tolist(), mask.kept]
     for (start, stop), begin, end in zip(spans, begins, begins[1:]):
         yield slice(start, stop), bitmap.unpack(mask.words, start, stop), slice(begin, end)
@@ -36,7 +33,7 @@ def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
 
 @contextmanager
 def flattened(tensor: Tensor) -> Iterator[Tensor]:
-    """Give a tensor as a vector to write to; a copy where strides (channels_last) allow no view."""
+    """Yield a tensor as a vector to write to; a copy if its strides (channels_last) allow no view."""
     flat = tensor.detach().reshape(-1)
     yield flat
     if not tensor.is_contiguous():

@@ -1,7 +1,4 @@
-"""The operations that an implementation of the kernels provides, and their arguments.
-
-Shape suffixes: N = entries of the dense tensor, Z = kept entries, G = groups of entries.
-"""
+"""The operations that an implementation of the kernels provides, and their arguments."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -19,21 +16,21 @@ class AdamWUpdate(NamedTuple):
     param: Tensor
     """The values of a pruned weight, 1-D, or an unpruned parameter of any shape."""
     remainder: Tensor | None
-    """What rounding to the parameter's type left over: see `samo.kernels.rounding`."""
+    """The rounding error of the parameter: see `samo.kernels.rounding`."""
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
-    """How many updates the parameter has had, a float32 scalar; the update counts itself."""
+    """How many updates the parameter has had, a float32 scalar; incremented by the update."""
     lr: float | Tensor
     weight_decay: float
     dense: Tensor | None = None
-    """A copy in the compute type, in the weight's own shape, which the update refreshes."""
+    """A copy in the compute type and the weight's own shape, refreshed by the update."""
     mask: Mask | None = None
-    """Where the values lie in the weight; without one, a copy has all entries."""
+    """Where the values lie in the weight; without one, the copy has all entries."""
     age: Tensor | None = None
-    """How many updates each entry has had, int16; the update counts itself. Each entry then gets the
-    bias correction of its own age: see `samo.kernels.reference`."""
+    """How many updates each entry has had, int16, for its own bias correction; incremented by the
+    update: see `samo.kernels.reference`."""
     exp_avg_scale: Tensor | None = None
     exp_avg_sq_scale: Tensor | None = None
     """Scales of 8-bit moments, one for each group of entries: see `samo.kernels.lean`."""
@@ -61,15 +58,21 @@ class Kernels(Protocol):
     """The operations of one implementation."""
 
     def compress_(self, dense: Tensor, mask: Mask | None, out: Tensor) -> None:
-        """Write the kept entries of ``dense`` to ``out``, in its type."""
+        """Write the kept entries of ``dense`` to ``out``, in its type.
+
+        Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
+        """
 
     def expand_(self, values: Tensor, mask: Mask | None, dense: Tensor) -> None:
-        """Write ``values`` to the kept entries of ``dense``, in its type, and 0 to all others."""
+        """Write ``values`` to the kept entries of ``dense``, in its type, and 0 elsewhere.
+
+        Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
+        """
 
     def adamw_(
         self, updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None
     ) -> None:
-        """Update parameters, their state and dense copies in place; do nothing where ``skip`` is true."""
+        """Update parameters, state and dense copies in place, unless ``skip`` is true."""
 
     def find_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return whether any entry is NaN or infinite, as a boolean scalar on the tensors' device."""
+        """Return whether any entry is NaN or infinite, a boolean scalar on the tensors' device."""

@@ -1,6 +1,6 @@
-"""Plain torch operations: right on every device, and what the fast paths are compared with.
+"""Plain torch operations: correct on every device, and what the fast paths are compared with.
 
-AdamW divides its moments, which start at 0, by how much of a full average they can have seen:
+AdamW divides its moments, which start at 0, by the share of a full average they can have seen:
 1 - beta**t after t updates. An entry that is newly kept at step 1,000 has seen one gradient, not
 1,000:
 
@@ -8,10 +8,9 @@ AdamW divides its moments, which start at 0, by how much of a full average they 
     corrected for t = 1              m / 0.1 = g, v / 0.001 = g^2        change lr * 1.0
     corrected for t = 1,000          m / 1 = 0.1 g, v / 0.63 = 0.0016 g^2    change lr * 2.5
 
-and 3.16 once t is large. So entries may have ages, how many updates each has had, in 16 bits.
-Corrections are looked up in a table. An age stops at `OLDEST`; from there on the step count of the
-weight stands in for it, so that entries which were always kept are corrected as without ages, bit
-for bit, at any step.
+and 3.16 for large t. So entries may have ages, the number of updates each has had, in 16 bits, and
+corrections come from a table. An age stops at `OLDEST` and the weight's step count replaces it, so
+entries that were always kept are corrected as without ages, bit for bit, at any step.
 """
 
 from collections.abc import Sequence
@@ -32,14 +31,11 @@ from samo.mask.mask import Mask
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 
 OLDEST: Final = 2**15 - 1
-"""The largest age, of an entry that had so many updates or more."""
+"""The largest age: this many updates or more."""
 
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
-    """Write the kept entries of ``dense`` to ``out``.
-
-    Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
-    """
+    """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
     check_pair(out, mask, dense)
     flat_N = dense.detach().reshape(-1)
     with flattened(out) as flat_Z:
@@ -48,10 +44,7 @@ def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
-    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere.
-
-    Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
-    """
+    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere: `Kernels.expand_`."""
     check_pair(values, mask, dense)
     _expand(values, mask, dense, None)
 
@@ -69,7 +62,7 @@ def _expand(values: Tensor, mask: Mask | None, dense: Tensor, skip: Tensor | Non
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether any entry of any tensor is NaN or infinite, as a boolean scalar on its device."""
+    """Return whether any entry is NaN or infinite: `Kernels.find_nonfinite`."""
     # The largest magnitude is NaN or infinite exactly if an entry is; a sum could overflow.
     norms = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], float("inf"))
     if not norms:
@@ -79,7 +72,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
-    """Do one AdamW step with exactly the operations, in exactly the order, of torch's unfused one."""
+    """Do one AdamW step, with the operations of torch's unfused one in the same order."""
     for update in updates:
         check_update(update)
     for update in updates:
@@ -106,31 +99,26 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
 
 
 class Corrections(NamedTuple):
-    """What the entries of a parameter share in an AdamW step; with ages, one value for each entry."""
+    """Factors of an AdamW step: of a parameter, or with ages of each entry."""
 
     step_size: float | Tensor
     """Learning rate over the first moment's bias correction."""
     denominator: float | Tensor
     """Square root of the second moment's bias correction."""
     decay: float | Tensor
-    """Factor on the parameter: 1 - learning rate * weight decay."""
+    """1 - learning rate * weight decay."""
 
 
 def count_step(update: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None) -> Corrections:
-    """Count a step of a parameter unless it is skipped, and return what follows from the count.
+    """Count a step of a parameter unless it is skipped, and return its corrections.
 
-    Doubles on the host, or a double on the device with ``skip``: the digits are needed. If the
-    learning rate is a tensor, step size and decay are in its type, as torch's are.
+    In double precision, on the host or with ``skip`` on the device. If the learning rate is a
+    tensor, step size and decay are in its type, as torch's are.
     """
     beta1, beta2, _ = settings
-    step, lr = update.step, update.lr
-    count: float | Tensor
-    if skip is None:
-        step.add_(1)
-        count = step.item()
-    else:
-        step.add_(~skip)
-        count = step.double()
+    lr = update.lr
+    update.step.add_(1 if skip is None else ~skip)
+    count: float | Tensor = update.step.item() if skip is None else update.step.double()
     first = 1 - beta1**count
     if isinstance(lr, Tensor) and isinstance(first, Tensor):
         first = first.to(lr.dtype)
@@ -138,37 +126,30 @@ def count_step(update: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None
 
 
 def ages_at(step: Tensor, size: int) -> Tensor:
-    """Return the ages of ``size`` entries that have been kept from the first step on.
-
-    Example:
-        >>> ages_at(torch.tensor(70000.0), 2)
-        tensor([32767, 32767], dtype=torch.int16)
-    """
+    """Return the ages of ``size`` entries that have been kept since the first step."""
     return step.clamp(max=OLDEST).to(torch.int16).expand(size).clone()
 
 
 def corrections_by_age(update: AdamWUpdate, settings: AdamWSettings) -> Tensor:
-    """Return step sizes and denominators by age under `OLDEST`, two rows in the type of the moments."""
+    """Return step sizes and denominators for each age, in the type of the moments."""
     like, lr = update.exp_avg, update.lr
     first, second = bias_corrections(settings.beta1, settings.beta2, like.device)
     if not isinstance(lr, Tensor):
         lr = torch.full((), lr, dtype=torch.float64, device=like.device)
-    # A tensor over a tensor: torch takes a number over a tensor for its inverse times the number.
+    # Tensor over tensor: torch computes a number over a tensor as number * (1 / tensor).
     step_sizes = lr.to(like.device) / first.to(lr.dtype)
     return torch.stack([step_sizes.to(like.dtype), second.to(like.dtype)])
 
 
 @lru_cache(maxsize=8)
 def bias_corrections(beta1: float, beta2: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the corrections of both moments for each age: the very doubles of `count_step`."""
-    # Not by torch's power function, whose last digit may be another than Python's.
+    """Return the corrections of both moments for each age: the same doubles as `count_step`'s."""
+    # In Python, since the last digit of torch's power function may differ.
     ages = range(1, OLDEST + 1)
     first = [1.0, *(1 - beta1**age for age in ages)]  # age 0, before any update, is never looked up
     second = [1.0, *((1 - beta2**age) ** 0.5 for age in ages)]
-    return (
-        torch.tensor(first, dtype=torch.float64, device=device),
-        torch.tensor(second, dtype=torch.float64, device=device),
-    )
+    made = torch.tensor([first, second], dtype=torch.float64, device=device)
+    return made[0], made[1]
 
 
 def _look_up(ages: Tensor, by_age: Tensor, whole: Corrections) -> Corrections:
@@ -191,14 +172,13 @@ def adamw_values(
     corrections: Corrections,
     settings: AdamWSettings,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return new values and moments: new tensors."""
+    """Return new values and moments, as new tensors."""
     step_size, correction, decay = corrections
     beta1, beta2, eps = settings
     exp_avg = exp_avg.lerp(grad, 1 - beta1)
     exp_avg_sq = exp_avg_sq.mul(beta2).addcmul_(grad, grad, value=1 - beta2)
     denominator = (exp_avg_sq.sqrt() / correction).add_(eps)
-    # Spelled out instead of addcdiv_, which takes no tensor as its value; the roundings are the
-    # same.
+    # Not addcdiv_, whose value cannot be a tensor; it rounds the same.
     change = (exp_avg * -step_size) / denominator
     return param.mul(decay).add_(change), exp_avg, exp_avg_sq
 
@@ -211,7 +191,7 @@ def _update_exact(
         younger = flat.age < OLDEST
         flat.age.add_(younger if skip is None else younger & ~skip)
         by_age = corrections_by_age(flat, settings)
-    # No look at the mask: its offsets would have to come to the host.
+    # Without the mask, whose offsets would have to come to the host.
     for piece, _, _ in pieces(flat.param.numel(), None):
         held = None if flat.remainder is None else flat.remainder[piece]
         master = join(flat.param[piece], held)
@@ -237,7 +217,6 @@ def _update_exact(
 def _update_lean(
     flat: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None, corrections: Corrections
 ) -> None:
-    """Update in fp32 what is stored as 8-bit moments and 24-bit masters."""
     assert flat.exp_avg_scale is not None
     assert flat.exp_avg_sq_scale is not None
     numel = flat.param.numel() if flat.mask is None else flat.mask.numel

@@ -1,4 +1,4 @@
-"""How a bfloat16 weight and what its rounding left over make up one fp32 master value.
+"""A bfloat16 weight and its rounding error together are one fp32 master value.
 
     dtype     remainder             master
     float32   none                  the weight itself
@@ -13,8 +13,8 @@ remainder is the signed distance, so both halves together are the master exactly
     weight        0x3F81  1.0078125       (0x3F80C000 + 0x8000) >> 16
     remainder    -0x4000                  0x3F80C000 - 0x3F810000
 
-Rounding half to even, torch's way, has no such inverse: 0x3F7F8000 and 0x3F808000 would both become
-weight 0x3F80 with remainder of size 0x8000. The two ways differ only at exact ties.
+Rounding half to even, as torch does, has no such inverse: 0x3F7F8000 and 0x3F808000 would both
+become weight 0x3F80 with a remainder of size 0x8000. The two differ only at exact ties.
 """
 
 import torch
@@ -24,7 +24,7 @@ __all__ = []
 
 
 def remainder_dtype(dtype: torch.dtype, *, is_lean: bool = False) -> torch.dtype | None:
-    """Return the type of the remainders of weights of ``dtype``; None if they have none."""
+    """Return the type of remainders of ``dtype`` weights; None if they have none."""
     if dtype != torch.bfloat16:
         return None
     return torch.int8 if is_lean else torch.int16
@@ -49,7 +49,7 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return master values as weights of ``dtype`` and their remainder."""
     if dtype == torch.bfloat16:
         bits = master.to(torch.float32).view(torch.int32)
-        # A NaN may have all bits set, and rounding would carry it over into a number.
+        # A NaN may have all bits set, and rounding would turn it into a number.
         bits = torch.where(master.isnan(), 0x7FC00000, bits)
         upper = (bits + 0x8000) >> 16
         remainder = (bits - (upper << 16)).to(torch.int16)
@@ -58,13 +58,10 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def convert_remainder(remainder: Tensor, dtype: torch.dtype, dither: Tensor | int = 0x80) -> Tensor:
-    """Return remainders as 8-bit corrections, or the other way.
+    """Return remainders as 8-bit corrections, or the reverse: 0x1234 gives 0x12, that gives 0x1200.
 
-    Example: remainder 0x1234 gives correction 0x12, and that gives remainder 0x1200.
-
-    A remainder is rounded to its upper 8 bits. ``dither``, 0 to 255, is added before the lower ones
-    are cut off; where it is random, the mean of many roundings is the remainder. The top is 0x7F:
-    0x80, half a unit of the weight, would be -0x80.
+    ``dither``, 0 to 255, is added before the lower 8 bits are cut off; if it is random, the mean of
+    many roundings is the remainder. The largest correction is 0x7F, since 0x80 would be -0x80.
     """
     if remainder.dtype == dtype:
         return remainder

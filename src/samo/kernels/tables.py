@@ -1,14 +1,14 @@
 """Tables of addresses on the device: how one launch of a Triton kernel works on many tensors.
 
-All parameters of an AdamW step go into a few launches, whatever their number. A table has a row of
-addresses and sizes for each one, and a list of items says which one a program works on:
+All parameters of an AdamW step go into a few launches. A table has a row of addresses and sizes for
+each, and a list of items says which one a program works on:
 
     parameters of 5,000 and 100 entries, 4,096 to an item     items [0, 0, 1], first items 0 and 2
 
-Both are sent again only when something in them has changed, and nothing waits for the device.
+Both are sent again only when their contents change, and nothing waits for the device.
 
-While a CUDA graph is captured, copies are only recorded, for each replay: its tables are its own,
-in the graph's memory, and what they are copied from is kept.
+While a CUDA graph is captured, copies are recorded for each replay: the graph has tables of its
+own, in its memory, and what they are copied from is kept.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ Table = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Where(NamedTuple):
-    """A device and a stream: what was sent on one stream is not there yet for another."""
+    """A device and a stream: what one stream sent is not there yet for another."""
 
     device: torch.device
     stream: int
@@ -48,33 +48,28 @@ _HERE: Final = nullcontext()
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the device of ``tensor`` the current one, if it is not: Triton launches there."""
-    # Asks the tensor, since this runs at every launch: a device builds its type's name each time.
+    """Make the tensor's device the current one, on which Triton launches."""
+    # Not by tensor.device, since this runs at every launch: a device builds its type's name.
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device_of(tensor)
 
 
-# Sending -----------------------------------------------------------------------------------------
-
-
 def send(where: Where, array: np.ndarray[Any, Any]) -> Tensor:
     """Return an array on the device; the same tensor as before if it was sent already.
 
-    A graph gets a tensor of its own: it reads it at each replay, when this cache has long let it
-    go, and what was recorded for a graph is not there yet for a step outside of it.
+    A graph gets its own tensor, which it reads at each replay: the cache may have dropped its own
+    by then, and what is recorded for a graph is not there yet for a step outside of it.
     """
-    if where.is_captured:
-        return _send(where, array.tobytes(), array.dtype.str, array.shape)
-    return _sent(where, array.tobytes(), array.dtype.str, array.shape)
+    copy = _send if where.is_captured else _sent
+    return copy(where, array.tobytes(), array.dtype.str, array.shape)
 
 
 def _send(where: Where, content: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Copy to the device without waiting, which takes pinned memory."""
     tensor = torch.from_numpy(np.frombuffer(bytearray(content), dtype=dtype).reshape(shape))
     if where.device.type != "cuda":
         return tensor
-    pinned = tensor.pin_memory()
+    pinned = tensor.pin_memory()  # or the copy would wait for the device
     if where.is_captured:
         hold(pinned)
     return pinned.to(where.device, non_blocking=True)
@@ -86,12 +81,12 @@ _HELD: Final[list[Tensor]] = []
 
 
 def hold(*tensors: Tensor) -> None:
-    """Keep what a graph reads at each replay, for good: nothing tells when a graph is gone."""
+    """Keep what a graph reads at each replay, forever: nothing tells when a graph is deleted."""
     _HELD.extend(tensors)
 
 
 def numbers(where: Where, values: Sequence[float]) -> tuple[Tensor | None, float]:
-    """Return numbers on the device, in fp64; or None and the number that they all are."""
+    """Return numbers on the device, in fp64; or None and the number if all are the same."""
     if values.count(values[0]) == len(values):
         return None, values[0]
     return send(where, np.array(values, dtype=np.float64)), 0.0
@@ -121,11 +116,8 @@ def are_aligned(addresses: Iterable[int]) -> bool:
     return not reduce(or_, addresses, 0) % 16
 
 
-# What a parameter's row says ---------------------------------------------------------------------
-
-
 def row_of(update: AdamWUpdate, size: int, first: int) -> tuple[int, ...]:
-    """Return a parameter's row, in the order of the kernels' columns; its gradient's address is 0."""
+    """Return a parameter's row, in the order of the kernels' columns; the gradient's address is 0."""
     mask, lr = update.mask, update.lr
     return (
         update.param.data_ptr(),
@@ -151,28 +143,14 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def rate_type(update: AdamWUpdate) -> torch.dtype | None:
-    """Return the type of a learning rate on the parameter's device; None if the host knows it."""
-    lr = update.lr
-    if isinstance(lr, Tensor) and lr.dtype in RATE_TYPES and lr.device == update.param.device:
-        return lr.dtype
-    return None
-
-
-RATE_TYPES: Final = (torch.float32, torch.float64)
-
-
-# What stays the same from step to step -----------------------------------------------------------
-
 _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
 
 
 def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
     """Return all that decides how updates are done, except the addresses of their gradients.
 
-    Two lists of updates with equal fingerprints have tensors of the same sizes and types at the
-    same addresses. It holds no tensor alive. A small model waits for this function in each step:
-    columns of tensors go through ``map``, which costs a third of a loop.
+    Equal fingerprints mean tensors of the same sizes and types at the same addresses. No tensor is
+    kept alive. A small model waits for this in each step: ``map`` costs a third of a loop.
     """
     param, remainder, grad, exp_avg, exp_avg_sq, step, lr, _, dense, mask, *others = zip(*updates)
     state = [*param, *exp_avg, *exp_avg_sq]
@@ -199,7 +177,7 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
             found.append(None)
         else:
             found += (each.words.data_ptr(), each.offsets.data_ptr(), each.kept, each.numel)
-    # Few rates for many parameters: each one is looked at once.
+    # Many parameters share a rate: look at each once.
     rates = {id(rate): rate for rate in lr}
     kinds = {
         key: (rate.data_ptr(), rate.dtype, rate.device) if isinstance(rate, Tensor) else None
@@ -207,7 +185,3 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
     }
     found += map(kinds.__getitem__, map(id, lr))
     return found
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)

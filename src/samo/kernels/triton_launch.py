@@ -1,105 +1,77 @@
 """The fast path on an NVIDIA GPU: hands tensors to the Triton kernels.
 
-``docs/decisions/0011-triton-kernels.md`` says why the kernels are as they are. Nothing here waits
-for the device: numbers that decide something on the host (sizes, kept entries) are on the host
-already. All parameters of an AdamW step go into a few launches: ``tables.py``.
+``docs/decisions/0011-triton-kernels.md`` explains the choices. Nothing here waits for the device:
+sizes and numbers of kept entries are on the host. All parameters of an AdamW step go into a few
+launches: ``tables.py``.
 
-What the kernels do not cover (float64 updates, parameters with strides) falls back to
-``reference``.
+``reference`` does the rest: float64 updates, parameters with strides.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from samo.kernels import lean, reference, triton_common, triton_kernels, triton_lean
+from samo.kernels import lean, reference, tables, triton_adamw, triton_masks
 from samo.kernels.checks import check_pair, check_update, is_plain
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
-from samo.kernels.tables import (
-    Table,
-    Where,
-    are_aligned,
-    cdiv,
-    device_of,
-    fingerprint,
-    hold,
-    list_items,
-    numbers,
-    rate_type,
-    row_of,
-    send,
-    where_of,
-    with_addresses,
-)
-from samo.kernels.triton_common import BITMAP, COLUMNS, DENSE, GRAD, INTS, KINDS, SCALARS
+from samo.kernels.tables import Table, Where, are_aligned, device_of
+from samo.kernels.triton_adamw import BITMAP, COLUMNS, DENSE, GRAD, SCALARS
+from samo.kernels.triton_masks import KINDS
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 
+IS_INTERPRETED: Final = bool(triton_masks.IS_INTERPRETED)
+PART: Final = 1024
+UNITS: Final = 4
+"""Entries to a part; blocks of a pruned weight, or parts of any other parameter, to an item."""
 
-class Config(NamedTuple):
-    """How a kernel is launched."""
-
-    way: Literal["slot", "entry"]
-    size: int
-    """Slots, or words, that a program takes at once."""
-    num_warps: int
-
+EXPONENTS: Final = {
+    torch.bfloat16: (tl.int16, 0x7F80),
+    torch.float16: (tl.int16, 0x7C00),
+    torch.float32: (tl.int32, 0x7F800000),
+    torch.float64: (tl.int64, 0x7FF0000000000000),
+}
+"""For each type its entries as integers, and the bits that no finite number has all set."""
 
 _FEW: Final = 0.2
 """Density up to which a search for each kept entry is cheaper than a count for each entry."""
 
-IS_INTERPRETED: Final = bool(triton_common.IS_INTERPRETED)
-ITEM_BLOCKS: Final = 4
-PART: Final = 1024
-ITEM_PARTS: Final = 4
-"""Blocks of a pruned weight, and parts of a parameter without a mask, to an item in the list."""
-
-_EXPONENTS: Final = {
-    torch.bfloat16: (INTS[2], 0x7F80),
-    torch.float16: (INTS[2], 0x7C00),
-    torch.float32: (INTS[4], 0x7F800000),
-    torch.float64: (INTS[8], 0x7FF0000000000000),
-}
-"""For each type its entries as integers, and the bits that are all set in no finite number."""
-
 _MAX_REGISTERS: Final = {32: None, 64: None, 128: 72, 256: 128}
-"""By slots: with fewer registers to a lane more programs run at once (H200, 2026-11-15: 3 to 10 %)."""
+"""By slots: with fewer registers more programs run at once (H200, 2026-11-15: 3 to 10 %)."""
+
+_RATE_KINDS: Final = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 assert PART % lean.UNPRUNED_GROUP == 0
 
 
-def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
-    """Write the kept entries of ``dense`` to ``out``.
+# compress and expand -----------------------------------------------------------------------------
 
-    Example: dense [5, 6, 7, 8] with kept bits 1, 0, 0, 1 gives [5, 8].
-    """
+
+def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
+    """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
     check_pair(out, mask, dense)
     if mask is None:
         out.detach().copy_(dense.detach().reshape(out.shape))
     elif _is_covered(dense.dtype, out.dtype) and out.is_contiguous():
-        launch_compress(compress_config(mask.kept, mask.numel), dense, mask, out)
+        launch_compress(compress_slots(mask.kept, mask.numel), dense, mask, out)
     else:
         reference.compress_(dense, mask, out)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
-    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere.
-
-    Example: values [5, 8] with kept bits 1, 0, 0, 1 give [5, 0, 0, 8].
-    """
+    """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere: `Kernels.expand_`."""
     check_pair(values, mask, dense)
     if mask is None:
         dense.detach().copy_(values.detach().reshape(dense.shape))
-        return
-    if dense.is_contiguous():
+    elif dense.is_contiguous():
         launch_expand(values, mask, dense)
     else:
         plain = torch.empty_like(dense, memory_format=torch.contiguous_format)
@@ -107,85 +79,38 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
         dense.detach().copy_(plain)
 
 
-def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether any entry of any tensor is NaN or infinite, as a boolean scalar on its device."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    found = torch.zeros((), dtype=torch.bool, device=device)
-    where = where_of(device)
-    dtypes = {tensor.dtype for tensor in tensors}
-    for dtype in dtypes:
-        members = [t for t in tensors if t.dtype == dtype] if len(dtypes) > 1 else tensors
-        if not all(map(Tensor.is_contiguous, members)):
-            members = [tensor.detach().contiguous() for tensor in members]
-        table, items = _parts_of(where, tuple(map(Tensor.numel, members)))
-        if not items.numel():
-            continue
-        addresses = list(map(Tensor.data_ptr, members))
-        kind, exponent = _EXPONENTS[dtype]
-        with device_of(found):
-            triton_kernels.find_exponent_kernel[(items.numel() * ITEM_PARTS,)](
-                with_addresses(where, table, 0, addresses),
-                items,
-                found.view(torch.int8),
-                EXPONENT=exponent,
-                KIND=kind,
-                IS_ALIGNED=are_aligned(addresses),
-                PARTS=ITEM_PARTS,
-                PART=PART,
-            )
-    return found
-
-
-def _parts_of(where: Where, numels: tuple[int, ...]) -> tuple[Table, Tensor]:
-    """Return the table of tensors of these sizes, and the list of their parts."""
-    return (_list_parts if where.is_captured else _listed_parts)(where, numels)
-
-
-def _list_parts(where: Where, numels: tuple[int, ...]) -> tuple[Table, Tensor]:
-    counts = [cdiv(numel, PART * ITEM_PARTS) for numel in numels]
-    items, firsts = list_items(where, range(len(numels)), counts)
-    return np.array([(0, *pair) for pair in zip(numels, firsts)], dtype=np.int64), items
-
-
-_listed_parts: Final = lru_cache(maxsize=8)(_list_parts)
-
-
-# One launch each, with a choice of how -----------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)  # asked for in each backward pass, for each weight
-def compress_config(kept: int, numel: int) -> Config:
-    """Return how to compress a tensor with so many kept entries.
-
-    Example:
-        >>> compress_config(kept=410, numel=4096)
-        Config(way='slot', size=256, num_warps=1)
-        >>> compress_config(kept=4096, numel=4096)
-        Config(way='entry', size=64, num_warps=2)
-    """
+@lru_cache(maxsize=1024)  # called in each backward pass, for each weight
+def compress_slots(kept: int, numel: int) -> int | None:
+    """Return how many slots to search at once; None to count for each entry instead."""
     if kept > _FEW * numel:
-        return Config("entry", bitmap.BLOCK_WORDS, 2)
-    return Config("slot", slots(bitmap.BLOCK_BITS * kept / max(numel, 1), deviations=3), 1)
+        return None
+    return slots(bitmap.BLOCK_BITS * kept / max(numel, 1), deviations=3)
 
 
-def launch_compress(config: Config, dense: Tensor, mask: Mask, out: Tensor) -> None:
-    """Compress in the way of ``config``."""
+def slots(mean: float, deviations: int) -> int:
+    """Return the slots that fit nearly every block, given their mean: a power of 2, 32 to 256."""
+    likely = int(mean + deviations * mean**0.5)
+    return min(256, max(32, 1 << (max(likely, 1) - 1).bit_length()))
+
+
+def launch_compress(slots: int | None, dense: Tensor, mask: Mask, out: Tensor) -> None:
+    """Compress by slot, or by entry if ``slots`` is None."""
     if mask.kept == 0:
         return
     source, target = _raw(dense if dense.is_contiguous() else dense.reshape(-1)), _raw(out)
-    words = mask.words.numel()
+    words, grid = mask.words.numel(), (mask.offsets.numel(),)
     with device_of(dense):
-        if config.way == "slot":
-            triton_kernels.compress_by_slot_kernel[(mask.offsets.numel(),)](
-                *(source, mask.words, mask.offsets, target, words // 2),
-                SLOTS=config.size,
-                num_warps=config.num_warps,
+        if slots is None:
+            triton_masks.compress_by_entry_kernel[grid](
+                *(source, mask.words, mask.offsets, target, mask.numel, words),
+                WORDS=bitmap.BLOCK_WORDS,
+                num_warps=2,
             )
         else:
-            triton_kernels.compress_by_entry_kernel[(cdiv(words, config.size),)](
-                *(source, mask.words, mask.offsets, target, mask.numel, words),
-                WORDS=config.size,
-                num_warps=config.num_warps,
+            triton_masks.compress_by_slot_kernel[grid](
+                *(source, mask.words, mask.offsets, target, words // 2),
+                SLOTS=slots,
+                num_warps=1,
             )
 
 
@@ -197,32 +122,87 @@ def launch_expand(values: Tensor, mask: Mask, dense: Tensor) -> None:
         values = values.detach().to(dense.dtype)
     source = _raw(values if values.is_contiguous() else values.contiguous())
     with device_of(dense):
-        triton_kernels.expand_kernel[(mask.offsets.numel(),)](
-            source,
-            mask.words,
-            mask.offsets,
-            source,
-            _raw(dense),
-            mask.numel,
+        triton_masks.expand_kernel[(mask.offsets.numel(),)](
+            *(source, mask.words, mask.offsets, source, _raw(dense), mask.numel),
             mask.words.numel(),
             WORDS=bitmap.BLOCK_WORDS,
             num_warps=2,
         )
 
 
+def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return whether the kernels convert one type to another."""
+    return source == target or (source in KINDS and target in KINDS)
+
+
+_SEEN_AS: Final = {torch.bfloat16: torch.int16, torch.float64: torch.int64}
+"""Types that the kernels get as integers."""
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as the kernels get it, without a graph."""
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    seen_as = _SEEN_AS.get(plain.dtype)
+    return plain if seen_as is None else plain.view(seen_as)
+
+
+# Nonfinite values --------------------------------------------------------------------------------
+
+
+def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether any entry is NaN or infinite: `Kernels.find_nonfinite`."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    found = torch.zeros((), dtype=torch.bool, device=device)
+    where = tables.where_of(device)
+    list_parts = _list_parts if where.is_captured else _listed_parts
+    dtypes = {tensor.dtype for tensor in tensors}
+    for dtype in dtypes:
+        members = [t for t in tensors if t.dtype == dtype] if len(dtypes) > 1 else tensors
+        if not all(map(Tensor.is_contiguous, members)):
+            members = [tensor.detach().contiguous() for tensor in members]
+        table, items = list_parts(where, tuple(map(Tensor.numel, members)))
+        if not items.numel():
+            continue
+        addresses = list(map(Tensor.data_ptr, members))
+        kind, exponent = EXPONENTS[dtype]
+        with device_of(found):
+            triton_adamw.find_exponent_kernel[(items.numel() * UNITS,)](
+                tables.with_addresses(where, table, 0, addresses),
+                items,
+                found.view(torch.int8),
+                EXPONENT=exponent,
+                KIND=kind,
+                IS_ALIGNED=are_aligned(addresses),
+                PARTS=UNITS,
+                PART=PART,
+            )
+    return found
+
+
+def _list_parts(where: Where, numels: tuple[int, ...]) -> tuple[Table, Tensor]:
+    """Return the table of tensors of these sizes, without addresses, and the list of their parts."""
+    counts = [-(-numel // (PART * UNITS)) for numel in numels]
+    items, firsts = tables.list_items(where, range(len(numels)), counts)
+    return np.array([(0, *pair) for pair in zip(numels, firsts)], dtype=np.int64), items
+
+
+_listed_parts: Final = lru_cache(maxsize=8)(_list_parts)
+
+
 # AdamW -------------------------------------------------------------------------------------------
 
 
 class _Launch(NamedTuple):
-    """One launch of a kernel over many parameters, without what changes from step to step."""
+    """One launch of a kernel over many parameters: what stays the same from step to step."""
 
     kernel: Any
     items: Tensor
-    units: int
-    """Programs to an item."""
     is_aligned: bool
     """Whether all addresses but the gradients' are multiples of 16 bytes."""
     options: dict[str, Any]
+
+    def run(self, *arguments: Any, **changing: Any) -> None:
+        self.kernel[(self.items.numel() * UNITS,)](*arguments, **changing, **self.options)
 
 
 class _Group(NamedTuple):
@@ -230,40 +210,41 @@ class _Group(NamedTuple):
 
     members: list[int]
     table: Table
-    """Their rows; the gradients' addresses are filled in at each step."""
+    """Their rows, without the gradients' addresses."""
     rate_type: torch.dtype | None
     has_ages: bool
     launches: list[_Launch]
     copies: list[tuple[Tensor, _Launch]]
-    """The table of pruned weights with a dense copy, by types, and the launch that writes them."""
+    """Tables of pruned weights with a dense copy, by types, and the launches that write them."""
 
 
 class _Plan(NamedTuple):
-    """Which of some updates are done how."""
+    """How each of some updates is done, by index."""
 
     others: list[int]
     """By the reference."""
     refreshed: list[int]
-    """Have a dense copy that is written afterwards."""
+    """Their dense copy is written afterwards."""
     groups: list[_Group]
 
 
 _plans: list[tuple[list[object], _Plan]] = []
+"""The latest plans and the fingerprints of their updates; replaced as a whole, for thread safety."""
 _MAX_PLANS: Final = 8
-"""The latest plans and the fingerprints of their updates; replaced as a whole, for other threads' sake."""
+_SCALARS_SIZE: Final = 128
 
 
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
     """Do one AdamW step: one launch for the step counts, one for each kind of parameter."""
     if not updates:
         return
-    where = where_of(updates[0].param.device)
+    where = tables.where_of(updates[0].param.device)
     plan = _plan_of(where, updates)
     if plan.others:
         others = [updates[index] for index in plan.others]
         if where.is_captured and any(update.age is not None for update in others):
-            hold(*reference.bias_corrections(settings.beta1, settings.beta2, where.device))
-        # Without the copies, for which the reference asks the host where kept entries lie.
+            tables.hold(*reference.bias_corrections(settings.beta1, settings.beta2, where.device))
+        # Without the copies, for which the reference would copy the mask's offsets to the host.
         reference.adamw_([update._replace(dense=None) for update in others], settings, skip)
     for group in plan.groups:
         members = group.members
@@ -274,11 +255,11 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
 
 
 def _plan_of(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
-    """Return the plan of some updates, from an earlier step if nothing but gradients has moved."""
+    """Return the plan of some updates: an earlier one if only gradients have moved."""
     global _plans
     if where.is_captured:
         return _make_plan(where, updates)
-    key = fingerprint(where, updates)
+    key = tables.fingerprint(where, updates)
     for known, plan in _plans:
         if known == key:
             return plan
@@ -298,7 +279,7 @@ def _make_plan(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
             update = update._replace(dense=None)
         taken.append(update)
         if is_plain(update, KINDS):
-            key = rate_type(update), update.is_lean, update.age is not None
+            key = _rate_type(update), update.is_lean, update.age is not None
             together.setdefault(key, []).append(index)
         else:
             others.append(index)
@@ -311,10 +292,18 @@ def _make_plan(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
     return _Plan(others, refreshed, groups)
 
 
+def _rate_type(update: AdamWUpdate) -> torch.dtype | None:
+    """Return the type of a learning rate on the parameter's device; None if the host has it."""
+    lr = update.lr
+    if isinstance(lr, Tensor) and lr.dtype in _RATE_KINDS and lr.device == update.param.device:
+        return lr.dtype
+    return None
+
+
 def _make_group(
     where: Where, members: list[int], updates: list[AdamWUpdate], rate: torch.dtype | None
 ) -> _Group:
-    """Work out the tables of plain parameters, and what is launched for which of them.
+    """Make the tables of plain parameters, and decide what is launched for which of them.
 
     Two passes, over the values and then over the dense copies of pruned weights, are faster than
     one that scatters each updated value: a copy is written in whole sectors.
@@ -322,15 +311,14 @@ def _make_group(
     kinds: dict[tuple[Any, ...], list[int]] = {}
     copied: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, update in enumerate(updates):
-        # The groups of 8-bit codes follow the blocks of the mask; else values are just a vector.
+        # Groups of 8-bit codes follow the blocks of the mask; all other values are a plain vector.
         is_by_block = update.is_lean and update.mask is not None
         copy = None if update.dense is None else update.dense.dtype
         if update.mask is not None and copy is not None:
             copied.setdefault((update.param.dtype, copy), []).append(index)
             copy = None
-        kinds.setdefault((update.param.dtype, update.grad.dtype, copy, is_by_block), []).append(
-            index
-        )
+        kind = (update.param.dtype, update.grad.dtype, copy, is_by_block)
+        kinds.setdefault(kind, []).append(index)
     table = np.zeros((len(updates), COLUMNS.value), dtype=np.int64)
     launches = []
     for (dtype, grad_dtype, copy, is_by_block), rows in kinds.items():
@@ -338,27 +326,24 @@ def _make_group(
         is_lean = chosen[0].is_lean
         options: dict[str, Any] = {
             "WEIGHT": KINDS[dtype],
-            "REMAINDERS": tl.int8 if is_lean else tl.int16,  # read for bfloat16 alone
+            "REMAINDERS": tl.int8 if is_lean else tl.int16,  # only read for bfloat16
             "GRADIENT": KINDS[grad_dtype],
             "enable_fp_fusion": False,  # a multiply and an add round twice, as torch's do
         }
-        kernel, units = triton_kernels.adamw_kernel, ITEM_PARTS
+        kernel = triton_adamw.adamw_kernel
         if is_by_block:
-            kernel, units = triton_lean.adamw_lean_kept_kernel, ITEM_BLOCKS
+            kernel = triton_adamw.adamw_lean_kept_kernel
             slots = lean_slots([update.mask for update in chosen if update.mask is not None])
-            options |= {"BLOCKS": units, "SLOTS": slots}
+            options |= {"BLOCKS": UNITS, "SLOTS": slots}
             options |= {"num_warps": 1, "maxnreg": _MAX_REGISTERS[slots]}
         else:
-            options |= {"PARTS": units, "PART": PART, "num_warps": 8}
+            options |= {"PARTS": UNITS, "PART": PART, "num_warps": 8, "IS_LEAN": is_lean}
             options["COPY"] = None if copy is None else KINDS[copy]
-            if is_lean:
-                kernel = triton_lean.adamw_lean_kernel
-            else:
-                options["OLDEST"] = 0 if chosen[0].age is None else reference.OLDEST
+            options["OLDEST"] = 0 if chosen[0].age is None else reference.OLDEST
         items = _fill(where, table, rows, chosen, is_by_block=is_by_block)
         if items.numel():
             is_aligned = are_aligned(table[rows, : BITMAP.value].flat)
-            launches.append(_Launch(kernel, items, units, is_aligned, options))
+            launches.append(_Launch(kernel, items, is_aligned, options))
     copies = []
     for (dtype, copy), rows in copied.items():
         chosen = [updates[row] for row in rows]
@@ -367,10 +352,9 @@ def _make_group(
         if items.numel():
             is_aligned = are_aligned(copy_table[:, [DENSE.value, BITMAP.value]].flat)
             options = {"VALUES": KINDS[dtype], "COPY": KINDS[copy], "IS_ALIGNED": is_aligned}
-            options |= {"BLOCKS": ITEM_BLOCKS, "num_warps": 2}
-            kernel = triton_kernels.expand_rows_kernel
-            launch = _Launch(kernel, items, ITEM_BLOCKS, is_aligned, options)
-            copies.append((send(where, copy_table), launch))
+            options |= {"BLOCKS": UNITS, "num_warps": 2}
+            launch = _Launch(triton_adamw.expand_rows_kernel, items, is_aligned, options)
+            copies.append((tables.send(where, copy_table), launch))
     return _Group(members, table, rate, updates[0].age is not None, launches, copies)
 
 
@@ -387,17 +371,20 @@ def _fill(
         update.mask.numel if is_by_block and update.mask is not None else update.param.numel()
         for update in updates
     ]
-    size = bitmap.BLOCK_BITS * ITEM_BLOCKS if is_by_block else PART * ITEM_PARTS
-    items, firsts = list_items(where, rows, [cdiv(numel, size) for numel in sizes])
+    size = UNITS * (bitmap.BLOCK_BITS if is_by_block else PART)
+    items, firsts = tables.list_items(where, rows, [-(-numel // size) for numel in sizes])
     for row, update, numel, first in zip(rows, updates, sizes, firsts):
-        table[row] = row_of(update, numel, first)
+        table[row] = tables.row_of(update, numel, first)
     return items
 
 
 def lean_slots(masks: Sequence[Mask]) -> int:
-    """Return how many slots nearly every group of some pruned weights fills."""
+    """Return the slots that fit nearly every group of some pruned weights."""
     numel = sum(mask.numel for mask in masks)
     return slots(lean.GROUP * sum(mask.kept for mask in masks) / max(numel, 1), deviations=2)
+
+
+_grad, _lr, _weight_decay = map(attrgetter, ("grad", "lr", "weight_decay"))
 
 
 def _launch_group(
@@ -407,44 +394,50 @@ def _launch_group(
     settings: AdamWSettings,
     skip: Tensor | None,
 ) -> None:
+    """Count the steps of a group, update it and write its dense copies."""
     beta1, beta2, eps = settings
     addresses = list(map(Tensor.data_ptr, map(_grad, updates)))
-    table = with_addresses(where, group.table, GRAD.value, addresses)
-    is_aligned = are_aligned(addresses)
-    scalars, skip_at = _count_steps(where, group, table, updates, settings, skip)
-    # A tensor for each pointer that is not used: Triton wants something of the right type.
+    table = tables.with_addresses(where, group.table, GRAD.value, addresses)
+    is_aligned, has_skip = are_aligned(addresses), skip is not None
+    count = len(updates)
+    scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=where.device)
+    # A pointer that is not used still needs a tensor.
+    skip_at = scalars if skip is None else skip.view(torch.int8)
+    kind, rates, lr = None, None, 0.0
+    if group.rate_type is None:
+        rates, lr = tables.numbers(where, list(map(float, map(_lr, updates))))
+    else:
+        kind = _RATE_KINDS[group.rate_type]
+    decays, decay = tables.numbers(where, list(map(float, map(_weight_decay, updates))))
+    with device_of(scalars):
+        triton_adamw.adamw_scalars_kernel[(-(-count // _SCALARS_SIZE),)](
+            *(table, scalars, skip_at),
+            scalars if rates is None else rates,
+            scalars if decays is None else decays,
+            *(lr, decay, float(beta1), float(beta2), count),
+            RATE_TYPE=kind,
+            HAS_RATES=rates is not None,
+            HAS_DECAYS=decays is not None,
+            HAS_SKIP=has_skip,
+            SIZE=_SCALARS_SIZE,
+        )
     by_age = (scalars, scalars)
     if group.has_ages:
         by_age = _corrections(beta1, beta2, where.device)
         if where.is_captured:
-            hold(*by_age)
-    common = {"HAS_SKIP": skip is not None, "IS_SMALL": 1 - beta1 < 0.5}
+            tables.hold(*by_age)
+    numbers = (1 - beta1, beta2, 1 - beta2, eps)
     with device_of(table):
         for launch in group.launches:
-            changing: dict[str, Any] = dict(common)
-            if launch.kernel is not triton_lean.adamw_lean_kept_kernel:
+            changing = {"HAS_SKIP": has_skip, "IS_SMALL": 1 - beta1 < 0.5}
+            ages = ()
+            if launch.kernel is triton_adamw.adamw_kernel:
                 changing["IS_ALIGNED"] = is_aligned and launch.is_aligned
-            launch.kernel[(launch.items.numel() * launch.units,)](
-                table,
-                launch.items,
-                scalars,
-                skip_at,
-                *(by_age if launch.kernel is triton_kernels.adamw_kernel else ()),
-                1 - beta1,
-                beta2,
-                1 - beta2,
-                eps,
-                **changing,
-                **launch.options,
-            )
+                ages = by_age
+            launch.run(table, launch.items, scalars, skip_at, *ages, *numbers, **changing)
         for copy_table, launch in group.copies:
-            launch.kernel[(launch.items.numel() * launch.units,)](
-                copy_table,
-                launch.items,
-                launch.items if skip is None else skip_at,
-                HAS_SKIP=skip is not None,
-                **launch.options,
-            )
+            copy_skip = launch.items if skip is None else skip_at
+            launch.run(copy_table, launch.items, copy_skip, HAS_SKIP=has_skip)
 
 
 @lru_cache(maxsize=8)
@@ -452,45 +445,6 @@ def _corrections(beta1: float, beta2: float, device: torch.device) -> tuple[Tens
     """Return the inverse of the first bias correction, and the root of the second one, by age."""
     first, second = reference.bias_corrections(beta1, beta2, device)
     return first.reciprocal(), second.to(torch.float32)
-
-
-def _count_steps(
-    where: Where,
-    group: _Group,
-    table: Tensor,
-    updates: Sequence[AdamWUpdate],
-    settings: AdamWSettings,
-    skip: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Count the step of every parameter in a table; return what its entries share, and where to skip."""
-    count, size = len(updates), 128
-    scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=where.device)
-    is_on_host = group.rate_type is None
-    rates, lr = numbers(where, list(map(float, map(_lr, updates))) if is_on_host else [0.0])
-    decays, weight_decay = numbers(where, list(map(float, map(_weight_decay, updates))))
-    skip_at = scalars if skip is None else skip.view(torch.int8)
-    with device_of(scalars):
-        triton_kernels.adamw_scalars_kernel[(cdiv(count, size),)](
-            table,
-            scalars,
-            skip_at,
-            scalars if rates is None else rates,
-            scalars if decays is None else decays,
-            lr,
-            weight_decay,
-            float(settings.beta1),
-            float(settings.beta2),
-            count,
-            RATE_TYPE=None if group.rate_type is None else _RATE_KINDS[group.rate_type],
-            HAS_RATES=rates is not None,
-            HAS_DECAYS=decays is not None,
-            HAS_SKIP=skip is not None,
-            SIZE=size,
-        )
-    return scalars, skip_at
-
-
-_RATE_KINDS: Final = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 
 def _refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
@@ -503,30 +457,3 @@ def _refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
         new = torch.empty_like(dense, memory_format=torch.contiguous_format)
         expand_(update.param, update.mask, new)
         dense.detach().copy_(torch.where(skip, dense.detach(), new))
-
-
-_grad, _lr, _weight_decay = map(attrgetter, ("grad", "lr", "weight_decay"))
-
-# Types and sizes ---------------------------------------------------------------------------------
-
-
-def _is_covered(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether the kernels move entries of one type to another."""
-    return source == target or (source in KINDS and target in KINDS)
-
-
-def slots(mean: float, deviations: int) -> int:
-    """Return the slots that nearly every block fills, if ``mean`` is usual: a power of 2, 32 to 256."""
-    likely = int(mean + deviations * mean**0.5)
-    return min(256, max(32, 1 << (max(likely, 1) - 1).bit_length()))
-
-
-_SEEN_AS: Final = {torch.bfloat16: torch.int16, torch.float64: torch.int64}
-"""Types that the kernels see as integers."""
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as the kernels see it: its memory, without a history."""
-    plain = tensor.detach() if tensor.requires_grad else tensor
-    seen_as = _SEEN_AS.get(plain.dtype)
-    return plain if seen_as is None else plain.view(seen_as)
