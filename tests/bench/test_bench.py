@@ -1,4 +1,4 @@
-"""samo bench from the command line, at toy size on a CPU, and the folder of its results."""
+"""samo bench from the command line, at toy size on a CPU, its clock, and the folder of its results."""
 
 import json
 import shlex
@@ -17,11 +17,12 @@ from samo.cli.commands import Bench
 from samo.cli.main import main, parse
 from samo.errors import RunError
 
-CPU = torch.device("cpu")
 FIELDS = {
     "bench", "name", "parameters", "median", "p20", "p80", "repeats", "unit", "figures", "failure",
     "device", "device_name", "versions", "date", "commit",
 }  # fmt: skip
+OPERATIONS = ["copy", "compress", "compress, to fp32", "expand"]
+UPDATES = ["update, exact", "update, lean", "update, dense"]
 
 
 def measured(folder: Path) -> dict[str, dict[str, Any]]:
@@ -29,20 +30,11 @@ def measured(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in map(json.loads, lines)}
 
 
-# The command line
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (
-            "kernels --sizes 12 --densities 0.1",
-            [
-                *("copy", "compress", "compress, to fp32", "expand"),
-                *("update, exact", "update, lean", "update, dense"),
-            ],
-        ),
+        ("kernels --sizes 12 --densities 0.1", [*OPERATIONS, *UPDATES]),
         ("step --only samo,masked lean", ["masked", "samo", "lean"]),
     ],
     ids=["kernels", "step"],
@@ -70,7 +62,6 @@ def test_a_measurement_writes_rows_and_a_page(
         assert account["ledger_measured_bytes"] == account["ledger_predicted_bytes"]
         assert account["pruned_bytes_per_param"] == pytest.approx(3.53, abs=0.02)
         assert found["masked"]["figures"]["over_masked"] == 1
-        assert "B/param on pruned tensors" in shown
 
 
 def test_without_a_folder_the_result_gets_a_name(
@@ -90,21 +81,15 @@ def test_without_a_folder_the_result_gets_a_name(
     ("arguments", "message"),
     [
         ("kernels --repeats 0", "repeats must be 1 or more, got 0"),
-        ("kernels --densities 0.1 1", "densities must lie between 0 and 1, got 1.0"),
-        ("kernels --sizes 26 60", "powers of 2 from 10 to 34, got 60; 30 stands for"),
-        (
-            "step --only samo,smao",
-            "unknown contender 'smao' (did you mean 'samo'?); there are dense",
-        ),
+        ("kernels --densities 0.1 1", "densities must be between 0 and 1, got 1.0"),
+        ("kernels --sizes 26 60", "sizes are powers of 2 from 10 to 34, got 60"),
+        ("step --only samo,smao", "unknown contender 'smao' (did you mean 'samo'?)"),
         ("step --batch-size 0", "must be 1 or more, got 0"),
-        ("step --context 0", "context must be 1 or more"),
-        ("step --rounds 0", "rounds must be 1 or more, got 0"),
-        ("step --sparsity 1", "sparsity must lie between 0 and 1, got 1.0"),
-        ("step --sparsity 0", "sparsity must lie between 0 and 1, got 0.0"),
-        ("kernels --device cuda", "this machine has none that torch can use"),
+        ("step --sparsity 1", "sparsity must be between 0 and 1, got 1.0"),
+        ("kernels --device cuda", "device cuda was asked for, but torch finds none"),
     ],
 )
-def test_wrong_settings_are_wrong_usage(
+def test_wrong_settings_are_rejected(
     arguments: str,
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -120,7 +105,7 @@ def test_failures_end_the_command(
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["bench", "kernels", "--quick", "--out", str(tmp_path)]) == 1
-    assert "is not empty (it holds 'notes.txt')" in capsys.readouterr().err
+    assert "notes.txt" in capsys.readouterr().err
     failed = [Row(name="samo", parameters={}, failure="no kernel")]
     monkeypatch.setattr("samo.bench.step.measure", lambda *_: failed)
     assert main(["bench", "step", "--quick", "--out", str(tmp_path / "out")]) == 1
@@ -128,17 +113,14 @@ def test_failures_end_the_command(
 
 
 def test_settings_are_parsed_and_written_as_a_command() -> None:
-    for config, question in QUESTIONS.items():
-        command = parse(["bench", question.name, "--repeats", "7"])
+    for config, name in QUESTIONS.items():
+        command = parse(["bench", name, "--repeats", "7"])
         assert isinstance(command, Bench)
         assert command.question == config(repeats=7)
-    kernels = KernelsConfig(out=Path("a b"), sizes=(20, 22), large=True, repeats=9)
-    expected = "samo bench kernels --out 'a b' --repeats 9 --sizes 20 22 --large"
+    kernels = KernelsConfig(out=Path("a b"), sizes=(20, 22), quick=True, repeats=9)
+    expected = "samo bench kernels --out 'a b' --quick --repeats 9 --sizes 20 22"
     assert command_line(kernels) == expected
     assert command_line(StepConfig(checkpointed=False)) == "samo bench step --no-checkpointed"
-
-
-# The clock
 
 
 def test_contenders_take_turns_and_preparation_is_not_timed(
@@ -160,30 +142,22 @@ def test_contenders_take_turns_and_preparation_is_not_timed(
     assert times == {name: [250.0] * 6 for name in "abc"}
     assert heard[::2] == ["-"] * 21
     turns = ["".join(heard[1::2][start : start + 3]) for start in range(0, 21, 3)]
-    assert turns[0] == "abc"
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 2  # the order changes
-
-
-def test_a_ratio_is_taken_within_rounds() -> None:
     assert timing.ratio([1.0, 20.0, 300.0], [1.0, 10.0, 100.0]) == 2.0
 
 
-# The results
-
-
-def results(folder: Path) -> Results:
-    return Results(
-        folder,
-        name="kernels",
-        command="samo bench kernels",
-        device=CPU,
-        tabulate=lambda found: Table(("operation", "ms"), [(row.name, "1") for row in found]),
-        notes=["It rains."],
-    )
-
-
 def test_rows_and_page_say_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
+    def results(folder: Path) -> Results:
+        return Results(
+            folder,
+            name="kernels",
+            command="samo bench kernels",
+            device=torch.device("cpu"),
+            tabulate=lambda found: Table(("operation", "ms"), [(row.name, "1") for row in found]),
+            notes=["It rains."],
+        )
+
     timed = Row.timed("copy", {"numel": 8}, [1.0, 2.0, 3.0], {"kept": 4})
     failed = [Row(name="expand", parameters={"n": n}, failure="no GPU") for n in (1, 2)]
     results(tmp_path / "new").save([timed, *failed])
@@ -191,14 +165,9 @@ def test_rows_and_page_say_what_was_measured_and_what_was_not(tmp_path: Path) ->
     assert (row["median"], row["p20"], row["p80"]) == (2.0, 1.0, 3.0)
     assert (row["repeats"], row["unit"], row["parameters"]) == (3, "ms", {"numel": 8})
     assert row["versions"]["torch"] == torch.__version__
-    assert row["device_name"]
-    assert row["date"].count("-") == 2
     page = (tmp_path / "new" / "README.md").read_text()
     for text in ("    samo bench kernels\n", "- It rains.\n", "- expand: no GPU (2 times)\n"):
         assert text in page
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot write to .*file.*choose another folder with --out"):
         results(tmp_path / "file" / "out")
@@ -215,15 +184,13 @@ def test_only_a_checkout_of_samo_has_a_commit(
     for folder in (installed, package):
         (folder / "bench").mkdir(parents=True)
     (package / "file").write_text("a")
-    monkeypatch.setattr(rows, "__file__", str(installed / "bench" / "rows.py"))
-    assert rows.commit() is None
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(rows, "__file__", str(installed / "bench" / "rows.py"))
     assert rows.commit() is None, "installed in the repository of another project"
     monkeypatch.setattr(rows, "__file__", str(package / "bench" / "rows.py"))
     clean = rows.commit()
     assert clean is not None
-    assert len(clean) >= 7
     (package / "file").write_text("b")
     assert rows.commit() == f"{clean}-dirty"

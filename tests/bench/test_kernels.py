@@ -1,6 +1,4 @@
-"""samo bench kernels: floors, what each operation does, and rows of what does not fit."""
-
-from collections.abc import Callable
+"""samo bench kernels: what each operation does, and rows of what does not fit."""
 
 import pytest
 import torch
@@ -13,40 +11,19 @@ from samo.bench.settings import KernelsConfig
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("operation", "formula"),
-    [
-        ("copy", lambda n, z: 4 * n),
-        ("compress", lambda n, z: 2 * n + n / 8 + 2 * z),
-        ("compress, to fp32", lambda n, z: 2 * n + n / 8 + 4 * z),
-        ("expand", lambda n, z: 2 * n + n / 8 + 4 * z),
-        ("update, exact", lambda n, z: 2 * n + n / 8 + 26 * z),
-        ("update, lean", lambda n, z: 2 * n + n / 8 + 12 * z),
-        ("update, dense", lambda n, z: 40 * n),
-    ],
-)
-def test_a_floor_is_its_formula(operation: str, formula: Callable[[int, int], float]) -> None:
-    for numel, kept in ((2**20, 2**17), (2**32, 2**30), (2**14, 1)):
-        assert floor_bytes(operation, numel, kept) == formula(numel, kept)
-
-
-def test_a_random_mask_has_its_density_and_is_the_same_each_time() -> None:
-    mask = random_mask(2**21 + 7, 0.2, CPU)  # three chunks, the last of them short
-    assert abs(mask.kept / mask.numel - 0.2) < 0.002
-    assert mask == random_mask(2**21 + 7, 0.2, CPU)
-    assert not torch.equal(mask.words[:100], mask.words[2**15 : 2**15 + 100])
-
-
 def test_operations_touch_what_their_floors_count() -> None:
     problem = Problem(2**12, 0.1, CPU)
-    touched = [problem.source, problem.grad_Z, problem.mask.words]
-    assert floor_bytes("compress", 2**12, problem.mask.kept) == sum(t.nbytes for t in touched)
-    weight = problem.model.weight.detach()
+    mask = problem.mask
+    assert abs(mask.kept / mask.numel - 0.1) < 0.03
+    assert mask == random_mask(2**12, 0.1, CPU)
+    touched = [problem.source, problem.grad_Z, mask.words]
+    assert floor_bytes("compress", 2**12, mask.kept) == sum(t.nbytes for t in touched)
+    weight = problem.models[0].weight.detach()
     before = weight.clone()
     problem.calls()["update, exact"]()
     changed = weight != before
     assert changed.any()
-    assert not changed[~problem.mask.to_bool()].any()
+    assert not changed[~mask.to_bool()].any()
 
 
 def test_the_dense_update_goes_from_the_gradient_to_the_weight() -> None:
@@ -80,6 +57,6 @@ def test_linearity_compares_with_the_largest_size_of_the_same_density() -> None:
         return Row(name="copy", parameters={"numel": numel, "density": density}, median=ms)
 
     found = with_linearity(
-        [row(10, 0.1, 3.0), row(20, 0.1, 4.0), row(10, 0.2, 1.0), row(20, 0.2, None)]
+        [row(10, 0.1, 3.0), row(10, 0.2, 1.0), row(20, 0.1, 4.0), row(20, 0.2, None)]
     )
     assert [entry.figures.get("linear") for entry in found] == [1.5, 1.0, 1.0, None]

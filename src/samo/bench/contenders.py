@@ -8,12 +8,11 @@ lean                  bfloat16 kept values, 8-bit state
 streamed              as samo, without resident dense weights: each is expanded when it is used
 streamed-lean         as lean, likewise
 
-Masked training sets pruned weights back to 0 after each step, which is not timed. Add an entry to
-`CONTENDERS` to compare another way.
+Masked training sets pruned weights back to 0 after each step, which is not timed.
 """
 
-import functools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -34,12 +33,7 @@ SETTINGS: Final[dict[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_dec
 
 
 class Contender:
-    """A model and its optimizer; masked if masks are given.
-
-    Args:
-        model: A bfloat16 model with its initial weights.
-        masks: Masks to keep by setting pruned weights back to 0.
-    """
+    """A bfloat16 model and its optimizer; masked if masks are given."""
 
     optimizer: Any
 
@@ -86,11 +80,11 @@ class Dense(Contender):
     """A bfloat16 model with an fp32 master and an fp32 copy of the gradient."""
 
     def __init__(self, model: nn.Module, masks: Masks, *, is_masked: bool = False) -> None:
-        super().__init__(model, masks if is_masked else None)
         self.params: dict[str, Tensor] = dict(model.named_parameters())
         self.masters: dict[str, Tensor] = {
             name: nn.Parameter(param.detach().float()) for name, param in self.params.items()
         }
+        super().__init__(model, masks if is_masked else None)
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True, **SETTINGS)
@@ -110,9 +104,8 @@ class Dense(Contender):
     def keep_masks(self) -> None:
         """Set pruned weights and their masters back to 0."""
         super().keep_masks()
-        masters = getattr(self, "masters", {})
-        for name in self.masks.keys() & masters.keys():
-            zero_(masters[name], self.masks[name])
+        for name, mask in self.masks.items():
+            zero_(self.masters[name], mask)
 
     def held(self) -> Iterable[Any]:
         """Return the tensors held, with the masters."""
@@ -121,14 +114,7 @@ class Dense(Contender):
 
 
 class Samo(Contender):
-    """Kept values as parameters.
-
-    Args:
-        model: A bfloat16 model with its initial weights.
-        masks: Which weights are kept.
-        weights: Dense weights: resident, streamed, or the bytes that may be resident.
-        state: ``"exact"``, ``"lean"`` (8 bits), or ``"torch"`` for torch's fused AdamW.
-    """
+    """Kept values as parameters; ``state="torch"`` uses torch's fused AdamW."""
 
     def __init__(
         self,
@@ -164,12 +150,12 @@ class Samo(Contender):
 
 CONTENDERS: Final[dict[str, Callable[[nn.Module, Masks], Contender]]] = {
     "dense": Dense,
-    "masked": functools.partial(Dense, is_masked=True),
+    "masked": partial(Dense, is_masked=True),
     "samo": Samo,
-    "samo-torch": functools.partial(Samo, state="torch"),
-    "lean": functools.partial(Samo, state="lean"),
-    "streamed": functools.partial(Samo, weights="streamed"),
-    "streamed-lean": functools.partial(Samo, weights="streamed", state="lean"),
+    "samo-torch": partial(Samo, state="torch"),
+    "lean": partial(Samo, state="lean"),
+    "streamed": partial(Samo, weights="streamed"),
+    "streamed-lean": partial(Samo, weights="streamed", state="lean"),
 }
 """What ``samo bench step`` can measure, in the order of its table."""
 

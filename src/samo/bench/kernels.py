@@ -1,4 +1,4 @@
-"""``samo bench kernels``: what compress, expand and the update cost, beside the bytes they must move.
+"""``samo bench kernels``: the cost of compress, expand and the update, beside the bytes they move.
 
 Every operation runs on one bfloat16 weight of N entries, a random fraction f of which is kept. Its
 floor is the fewest bytes it can move, each input read once and each output written once, at the
@@ -6,7 +6,6 @@ bandwidth of a copy that is measured in turns with it.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -26,21 +25,9 @@ from samo.utils.formatting import percent
 
 __all__ = []
 
-NOTES: Final = (
-    "N bfloat16 weights in one tensor, the fraction f kept at random. Times are medians of runs in turns, "
-    "with the cache flushed before each.",
-    "Floor: the bytes that must move (compress 2N + N/8 + 2fN, 2fN more to fp32 and to expand from it; "
-    "update 2N + N/8 + 26fN, lean 12fN instead of 26fN; dense update 40N) at the bandwidth of "
-    "the copy.",
-    "The dense update is torch's fused AdamW on an fp32 master: widen the gradient, step, round the weight.",
-    "Linear: time per weight, over that at the largest size.",
-)
-
-_SIZES: Final = (10, 34)
 _COPY: Final = "copy"
 _DENSE: Final = "update, dense"
 _LR: Final = 1e-4
-_FILL: Final = 2**28
 
 
 def floor_bytes(operation: str, numel: int, kept: int) -> int:
@@ -51,40 +38,31 @@ def floor_bytes(operation: str, numel: int, kept: int) -> int:
         "compress": once + 2 * kept,
         "compress, to fp32": once + 4 * kept,
         "expand": once + 4 * kept,
-        # Per kept weight the update reads 2 bytes of gradient, and reads and writes 4 of value and
-        # 8 of moments; then the dense copy is written.
+        # Per kept weight: 2 bytes of gradient, 4 of value and 8 of moments in and out.
         "update, exact": once + 26 * kept,
-        # Here 2 bytes of value, one of correction and two of moments; scales are not counted.
+        # 2 bytes of value, one of correction and two of moments; scales are not counted.
         "update, lean": once + 12 * kept,
-        # Gradient 2 to 4, then 4 in, master 4 in and out, moments 8 in and out; master 4 to weight
-        # 2.
+        # Gradient 2 to 4, then 4 in, master 4 and moments 8 in and out; master 4 to weight 2.
         _DENSE: 40 * numel,
     }[operation]
 
 
 def check(config: KernelsConfig) -> None:
     """Raise ConfigError for a setting out of range."""
-    low, high = _SIZES
     require(config.repeats >= 1, f"repeats must be 1 or more, got {config.repeats}")
     for size in config.sizes:
-        require(
-            low <= size <= high,
-            f"sizes are powers of 2 from {low} to {high}, got {size}; 30 stands for 2^30 weights",
-        )
-    for density in config.densities:
-        require(
-            0 < density < 1, f"densities must lie between 0 and 1, got {density}; 0.1 keeps 10 %"
-        )
+        require(10 <= size <= 34, f"sizes are powers of 2 from 10 to 34, got {size}")
     require(bool(config.densities), "no densities to measure; leave them out for 0.1 and 0.2")
+    for density in config.densities:
+        require(0 < density < 1, f"densities must be between 0 and 1, got {density}")
 
 
 def measure(config: KernelsConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
     """Time every operation at every size and density."""
     usual = (14, 15) if config.quick else range(26, 31) if device.type == "cuda" else range(18, 23)
-    powers = config.sizes or usual
     repeats = min(config.repeats, 2) if config.quick else config.repeats
     rows: list[Row] = []
-    for power in sorted({*powers, *((32,) if config.large else ())}):
+    for power in sorted(set(config.sizes or usual)):
         for density in config.densities:
             say(f"2^{power} weights, {percent(density)} kept")
             rows += _measure_one(2**power, density, device, repeats)
@@ -112,8 +90,7 @@ def _measure_one(numel: int, density: float, device: torch.device, repeats: int)
         return [Row(name="all operations", parameters=settings, failure=reason(error))]
     bandwidth = floor_bytes(_COPY, numel, 0) / spread(times[_COPY])["median"]
     for name, found in times.items():
-        amount = floor_bytes(name, numel, problem.mask.kept)
-        median = spread(found)["median"]
+        amount, median = floor_bytes(name, numel, problem.mask.kept), spread(found)["median"]
         figures = {
             "kept": problem.mask.kept,
             "floor_bytes": amount,
@@ -141,9 +118,8 @@ class Problem:
         self.source = _random(numel, device)
         self.target = torch.empty_like(self.source)
         self.grad_Z = _random(self.mask.kept, device)
-        self.model = _OneWeight(_random(numel, device))
-        self._models: list[nn.Module] = []
-        self._exact = self._stepper(self.model)
+        self.models: list[nn.Module] = []
+        self._exact = self._update(torch.float32)
 
     def calls(self) -> dict[str, Callable[[], object]]:
         """Return the copy, the kernels and the update."""
@@ -151,7 +127,7 @@ class Problem:
         source, target, mask = self.source, self.target, self.mask
         out_Z, wide_Z = torch.empty_like(self.grad_Z), torch.empty_like(self.grad_Z).float()
         return {
-            _COPY: functools.partial(target.copy_, source),
+            _COPY: lambda: target.copy_(source),
             "compress": lambda: chosen.compress_(source, mask, out_Z),
             "compress, to fp32": lambda: chosen.compress_(source, mask, wide_Z),
             "expand": lambda: chosen.expand_(wide_Z, mask, target),
@@ -160,13 +136,11 @@ class Problem:
 
     def lean_update(self) -> Callable[[], object]:
         """Return the update with 8-bit state."""
-        model = _OneWeight(_random(self.mask.numel, self.device))
-        return self._stepper(model, value_dtype=torch.bfloat16)
+        return self._update(torch.bfloat16)
 
     def dense_update(self) -> Callable[[], object]:
-        """Return the update of dense mixed precision, from the 16-bit gradient to the 16-bit weight."""
-        master = nn.Parameter(self.source.float())
-        grad = self.source.float()
+        """Return the dense update, from the 16-bit gradient to the 16-bit weight."""
+        master, grad = nn.Parameter(self.source.float()), self.source.float()
         master.grad = grad
         opt = torch.optim.AdamW([master], lr=_LR, fused=True)
 
@@ -177,24 +151,16 @@ class Problem:
 
         return step
 
-    def _stepper(
-        self, model: nn.Module, value_dtype: torch.dtype = torch.float32
-    ) -> Callable[[], object]:
-        """Compress a model of this one weight and return the step of its optimizer."""
-        bf16 = torch.bfloat16
+    def _update(self, value_dtype: torch.dtype) -> Callable[[], object]:
+        """Compress a model of one weight, and return the step of its optimizer."""
+        model, bf16 = nn.Module(), torch.bfloat16
+        model.weight = nn.Parameter(_random(self.mask.numel, self.device))
         compress_(model, Masks({"weight": self.mask}), grad_dtype=bf16, value_dtype=value_dtype)
         (values,) = model.parameters()
         _ = model.weight  # makes the dense copy
         values.grad = self.grad_Z
-        opt = AdamW([values], lr=_LR, state="lean" if value_dtype == bf16 else "exact")
-        self._models.append(model)  # the optimizer does not keep the dense weight alive
-        return opt.step
-
-
-class _OneWeight(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
+        self.models.append(model)  # the optimizer does not keep the dense weight alive
+        return AdamW([values], lr=_LR, state="lean" if value_dtype == bf16 else "exact").step
 
 
 def random_mask(numel: int, density: float, device: torch.device) -> Mask:
@@ -207,21 +173,25 @@ def random_mask(numel: int, density: float, device: torch.device) -> Mask:
     return Mask((numel,), words)
 
 
+def _random(numel: int, device: torch.device) -> Tensor:
+    values = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    for part in values.split(2**28):
+        part.normal_(std=0.02)
+    return values
+
+
 def with_linearity(rows: Sequence[Row]) -> list[Row]:
     """Add to rows their time per weight over that of the same operation at the largest size."""
     largest: dict[tuple[str, float], float] = {}
-    for row in sorted(rows, key=lambda row: row.parameters["numel"]):
-        if row.median is not None:
-            per_weight = row.median / row.parameters["numel"]
-            largest[row.name, row.parameters["density"]] = per_weight
     found = []
-    for row in rows:
+    for row in sorted(rows, key=lambda row: -row.parameters["numel"]):
         if row.median is not None:
             per_weight = row.median / row.parameters["numel"]
-            linear = per_weight / largest[row.name, row.parameters["density"]]
-            row = dataclasses.replace(row, figures={**row.figures, "linear": round(linear, 4)})
+            base = largest.setdefault((row.name, row.parameters["density"]), per_weight)
+            linear = round(per_weight / base, 4)
+            row = dataclasses.replace(row, figures={**row.figures, "linear": linear})
         found.append(row)
-    return found
+    return sorted(found, key=lambda row: row.parameters["numel"])
 
 
 def tabulate(rows: Sequence[Row]) -> Table:
@@ -240,10 +210,3 @@ def tabulate(rows: Sequence[Row]) -> Table:
         if row.median is not None
     ]
     return Table(head, lines)
-
-
-def _random(numel: int, device: torch.device) -> Tensor:
-    values = torch.empty(numel, dtype=torch.bfloat16, device=device)
-    for part in values.split(_FILL):
-        part.normal_(std=0.02)
-    return values

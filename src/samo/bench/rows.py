@@ -9,8 +9,8 @@ Both are replaced after each part of a measurement, so that an interrupted one k
 import dataclasses
 import datetime
 import json
-import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class Row:
 
 
 class Table(NamedTuple):
-    """A table to show: the first column names a row, the others are numbers."""
+    """A table: the first column names a row, the others are numbers."""
 
     head: tuple[str, ...]
     lines: Sequence[tuple[str, ...]]
@@ -70,19 +70,7 @@ Say = Callable[[str], None]
 
 
 class Results:
-    """The folder of one measurement.
-
-    Args:
-        folder: Created if missing.
-        name: Name of the measurement.
-        command: The command line.
-        device: Where it is measured.
-        tabulate: Makes the table of rows.
-        notes: Explanations of the table.
-
-    Raises:
-        RunError: The folder cannot be written to.
-    """
+    """The folder of one measurement; created if missing, RunError if it cannot be written."""
 
     def __init__(
         self,
@@ -94,26 +82,16 @@ class Results:
         tabulate: Callable[[Sequence[Row]], Table],
         notes: Sequence[str] = (),
     ) -> None:
-        self.folder = folder
-        self.name = name
-        self._command = command
-        self._tabulate = tabulate
-        self._notes = notes
-        self._hardware = hardware(device)
-        self._environment = environment(device)
+        self.folder, self.name = folder, name
+        self._command, self._tabulate, self._notes = command, tabulate, notes
+        self._hardware, self._environment = hardware(device), environment(device)
         self._write("README.md", "")  # fail before hours of measurement, not after
 
     def save(self, rows: Sequence[Row]) -> None:
-        """Write rows and page.
-
-        Raises:
-            RunError: The folder cannot be written to.
-        """
-        lines = [
-            json.dumps({"bench": self.name, **dataclasses.asdict(row), **self._environment})
-            for row in rows
-        ]
-        self._write("rows.jsonl", "".join(f"{line}\n" for line in lines))
+        """Write rows and page."""
+        common = self._environment
+        lines = [{"bench": self.name, **dataclasses.asdict(row), **common} for row in rows]
+        self._write("rows.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
         self._write("README.md", self._page(rows))
 
     def _page(self, rows: Sequence[Row]) -> str:
@@ -147,18 +125,8 @@ class Results:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """Return what could not be measured, each reason once.
-
-    Example:
-        >>> from samo.bench.rows import Row, failures
-        >>> failures([Row(name="copy", parameters={}, failure="out of memory")] * 2)
-        ['copy: out of memory (2 times)']
-    """
-    found: dict[str, int] = {}
-    for row in rows:
-        if row.failure is not None:
-            entry = f"{row.name}: {row.failure}"
-            found[entry] = found.get(entry, 0) + 1
+    """Return what could not be measured, each reason once."""
+    found = Counter(f"{row.name}: {row.failure}" for row in rows if row.failure is not None)
     return [entry if n == 1 else f"{entry} ({n} times)" for entry, n in found.items()]
 
 
@@ -177,7 +145,7 @@ def markdown(table: Table) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Write a number with three digits, small ones too.
+    """Return a number with three significant digits.
 
     Example:
         >>> from samo.bench.rows import digits
@@ -191,7 +159,7 @@ def digits(value: float | None) -> str:
 
 
 def between(row: Row) -> str:
-    """Write the 20th and the 80th percentile of a row."""
+    """Return the 20th and the 80th percentile of a row."""
     return NOTHING if row.median is None else f"{digits(row.p20)}-{digits(row.p80)}"
 
 
@@ -210,29 +178,15 @@ def commit() -> str | None:
     """Return the commit of this checkout, with "-dirty" if files differ; None outside of one."""
     package = Path(__file__).resolve().parents[1]
 
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(package), *arguments], capture_output=True, text=True, check=True
-            )
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return done.stdout.strip()
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    top = git("rev-parse", "--show-toplevel")
-    # An installed samo may lie in the repository of another project.
-    if top is None or Path(top).resolve() / "src" / "samo" != package:
-        return None
-    return git("describe", "--always", "--dirty", "--exclude", "*")
-
-
-def slug(text: str) -> str:
-    """Return a short name for a path.
-
-    Example:
-        >>> from samo.bench.rows import slug
-        >>> slug("NVIDIA H200"), slug("AMD EPYC 9R14 @ 2.60GHz 96-Core Processor")
-        ('nvidia-h200', 'amd-epyc-9r14-2-60ghz')
-    """
-    whole = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return whole if len(whole) <= 24 else whole[:24].rpartition("-")[0] or whole[:24]
+    try:
+        # An installed samo may lie in the repository of another project.
+        top = Path(git("rev-parse", "--show-toplevel")).resolve()
+        if top / "src" / "samo" == package:
+            return git("describe", "--always", "--dirty", "--exclude", "*")
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return None

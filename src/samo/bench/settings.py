@@ -1,9 +1,9 @@
 """The settings of ``samo bench``, one dataclass for each subcommand: imports no torch."""
 
 import shlex
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal
 
 from tyro.conf import arg
 
@@ -21,13 +21,13 @@ class BenchConfig:
     """What every measurement takes."""
 
     out: OptionalPath = None
-    """Folder for the result; by default benchmarks/results/NAME-DEVICE-DATE."""
+    """Folder for the results; by default benchmarks/results/NAME-DEVICE-DATE."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to measure; auto: on a GPU if there is one."""
     quick: bool = False
-    """Tiny sizes and two repeats, only to see that it runs; the times mean nothing."""
+    """Tiny sizes and two repeats, only to check that it runs; the times mean nothing."""
     repeats: int = 50
-    """How often each contender is timed."""
+    """How often each operation is timed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +35,9 @@ class KernelsConfig(BenchConfig):
     """Time compress, expand and the update beside the bytes that they must move."""
 
     sizes: Annotated[tuple[int, ...], arg(metavar="POWER ...")] = ()
-    """Weights, as powers of 2; by default 26 to 30 on a GPU and 18 to 22 on a CPU."""
+    """Weights, as powers of 2; by default 26 to 30 on a GPU and 18 to 22 on a CPU. 32 takes 120 GB."""
     densities: Annotated[tuple[float, ...], arg(metavar="FRACTION ...")] = (0.1, 0.2)
     """Fractions of the weights that are kept."""
-    large: bool = False
-    """Measure 2^32 weights as well, which takes 120 GB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +47,11 @@ class StepConfig(BenchConfig):
     repeats: int = 12
     """Timed steps of each contender, after some warm-up steps."""
     shape: ShapeName | Auto = "auto"
-    """Shape of the GPT by name; auto: gpt3-2.7b on a GPU of 100 GB or more, a smaller one elsewhere."""
+    """Shape of the GPT; auto: gpt3-2.7b on a GPU of 100 GB or more, a smaller one elsewhere."""
     batch_size: int = 8
     """Sequences for each step."""
     context: int = 1024
     """Length of a sequence, in tokens."""
-    vocab_size: int = 50_304
-    """Tokens the model knows."""
     sparsity: float = 0.9
     """Fraction of the weights that is pruned, in every matrix that is pruned by default."""
     checkpointed: bool = True
@@ -63,28 +59,19 @@ class StepConfig(BenchConfig):
     only: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Contenders to measure, separated by commas or spaces; by default all."""
     compile: Compile = "none"
-    """Compile each block of every contender's model, or the whole; graphs: replay CUDA graphs too."""
+    """Compile each block of every model, or the whole model; graphs: with CUDA graphs too."""
     rounds: int | Auto = "auto"
     """How often each contender is built again, to share the repeats; contenders are compared within
     each round. auto: 3, or 1 if compiled."""
 
 
-class Question(NamedTuple):
-    """A subcommand: its name, and the module with its ``check``, ``measure`` and ``tabulate``."""
-
-    name: str
-    module: str
+QUESTIONS: Final[dict[type[BenchConfig], str]] = {KernelsConfig: "kernels", StepConfig: "step"}
+"""The name of each subcommand, and of its module, with ``check``, ``measure`` and ``tabulate``."""
 
 
-QUESTIONS: Final[dict[type[BenchConfig], Question]] = {
-    KernelsConfig: Question("kernels", "samo.bench.kernels"),
-    StepConfig: Question("step", "samo.bench.step"),
-}
-
-
-def require(holds: bool, message: str) -> None:
-    """Raise ConfigError with a message unless a condition holds."""
-    if not holds:
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError unless a condition is true."""
+    if not condition:
         raise ConfigError(message)
 
 
@@ -96,10 +83,10 @@ def command_line(config: BenchConfig) -> str:
         >>> command_line(StepConfig(shape="gpt3-13b", only=("samo",), quick=True))
         'samo bench step --quick --shape gpt3-13b --only samo'
     """
-    words = ["samo", "bench", QUESTIONS[type(config)].name]
+    words = ["samo", "bench", QUESTIONS[type(config)]]
     for entry in fields(config):
         value = getattr(config, entry.name)
-        if entry.default is not MISSING and value == entry.default:
+        if value == entry.default:
             continue
         name = entry.name.replace("_", "-")
         words.append(f"--no-{name}" if value is False else f"--{name}")

@@ -26,33 +26,14 @@ from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
 from samo.pruning.prune import prune
 from samo.utils.environment import hardware
-from samo.utils.formatting import NOTHING, count
+from samo.utils.formatting import count
 
 __all__ = []
-
-NOTES: Final = (
-    "Step: forward, backward and update, median. Update: the last of the three; in backward with "
-    "gradient release. There is the same pause before each step: a GPU at its power limit computes "
-    "the slower the less it has rested.",
-    "In a row: the time of a step when 10 follow each other without a pause, masks kept after each.",
-    "TFLOP/s are those of the model: 6 for each token and weight of blocks and head, and attention; "
-    "recomputation is not counted.",
-    "Over masked: step and peak over those of masked dense training, compiled in the same way; medians "
-    "over rounds.",
-    "Peak: most memory allocated during a step; with CUDA graphs, which keep theirs: reserved. State: "
-    "weights, gradients, optimizer state and masks between backward and update, over all parameters.",
-    "Warm-up: the first steps, in which torch compiles and records CUDA graphs.",
-    "All but dense and autocast train the pruned weights. Dense optimizers set pruned weights back to 0 "
-    "after each step, which only 'in a row' counts.",
-    "The tokens are one random batch, learnt by heart: the loss shows that all train, not how well.",
-)
 
 _WARM_UP: Final = 3
 _GRAPHS_WARM_UP: Final = 5
 """The first step compiles, the second records, and the third may find gradients elsewhere."""
-_IN_A_ROW: Final = 10
-_PAUSE_S: Final = 0.1
-_ROUNDS: Final = 3
+_VOCAB_SIZE: Final = 50_304
 _QUICK: Final = GPTConfig(
     num_layers=2, width=64, num_heads=2, context=32, vocab_size=256, is_checkpointed=True
 )
@@ -60,13 +41,10 @@ _QUICK: Final = GPTConfig(
 
 def check(config: StepConfig) -> None:
     """Raise ConfigError for a setting out of range or an unknown contender."""
-    for name in ("repeats", "batch_size", "context", "vocab_size", "rounds"):
+    for name in ("repeats", "batch_size", "context", "rounds"):
         value = getattr(config, name)
         require(value == "auto" or value >= 1, f"{name} must be 1 or more, got {value}")
-    require(
-        0 < config.sparsity < 1,
-        f"sparsity must lie between 0 and 1, got {config.sparsity}; 0.9 prunes 90 %",
-    )
+    require(0 < config.sparsity < 1, f"sparsity must be between 0 and 1, got {config.sparsity}")
     contenders(config)
 
 
@@ -74,11 +52,9 @@ def contenders(config: StepConfig) -> list[str]:
     """Return the names that ``--only`` chooses, in the order of `CONTENDERS`."""
     wanted = [name for entry in config.only for name in entry.split(",") if name]
     for name in wanted:
-        require(
-            name in CONTENDERS,
-            f"unknown contender '{name}'{nearest(name, CONTENDERS)}; there are "
-            f"{', '.join(CONTENDERS)}",
-        )
+        guess = nearest(name, CONTENDERS)
+        known = ", ".join(CONTENDERS)
+        require(name in CONTENDERS, f"unknown contender '{name}'{guess}; choose among {known}")
     return [name for name in CONTENDERS if not wanted or name in wanted]
 
 
@@ -89,15 +65,15 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
     repeats = min(config.repeats, 2) if config.quick else config.repeats
     rounds = config.rounds
     if rounds == "auto":
-        rounds = 1 if config.quick or config.compile != "none" else _ROUNDS
+        rounds = 1 if config.quick or config.compile != "none" else 3
     generator = torch.Generator(device).manual_seed(1)
     size = (batch, shape.context + 1)
     tokens = torch.randint(0, shape.vocab_size, size, device=device, generator=generator)
     contest = Contest(shape, config, tokens, say)
     names = contenders(config)
     say(
-        f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; one contender at "
-        f"a time, {rounds} {'round' if rounds == 1 else 'rounds'}"
+        f"{count(contest.num_params)} parameters, {batch} x {shape.context} tokens; one contender "
+        f"at a time, {rounds} {'round' if rounds == 1 else 'rounds'}"
     )
     parameters = {
         "shape": "quick" if config.quick else shape_name(config, device),
@@ -110,10 +86,9 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
         "dtype": "bfloat16",
         "rounds": rounds,
     }
-    flops = model_flops(shape, batch * shape.context)
 
     def rows() -> list[Row]:
-        return [_row(name, contest, parameters, batch * shape.context, flops) for name in names]
+        return [contest.row(name, parameters) for name in names]
 
     for number in range(rounds):
         steps = repeats // rounds + (number < repeats % rounds)
@@ -169,7 +144,7 @@ class Contest:
         self._reset()
         try:
             self._run(name, record, steps)
-        except Exception as error:  # a contender may fail in its own way; the others continue
+        except Exception as error:  # whatever it is, the other contenders continue
             record.failure = reason(error)
             self._say(f"{name}: {record.failure}")
         self._reset()
@@ -188,22 +163,17 @@ class Contest:
             record.compiled = {"compilations": counters["stats"]["unique_graphs"]}
             if self.compile == "graphs":
                 record.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
-        peak = f", peak {_gigabytes(record.peak_bytes)}" if record.peak_bytes else ""
-        self._say(
-            f"{name}: {digits(median)} ms, {digits(in_a_row)} in a row{peak}; warm-up "
-            f"{record.warm_up_s:.1f} s"
-        )
+        peak = f", peak {digits(record.peak_bytes / 1e9)} GB" if record.peak_bytes else ""
+        warm_up = f"warm-up {record.warm_up_s:.1f} s"
+        self._say(f"{name}: {digits(median)} ms, {digits(in_a_row)} in a row{peak}; {warm_up}")
 
     def _warmed_up(self, name: str, record: Record) -> Contender:
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
         contender = CONTENDERS[name](model, masks)
-        # fullgraph: a graph break is an error, not a slower step.
-        options = {"fullgraph": True}
-        if self.compile == "graphs":
-            options |= {"mode": "reduce-overhead"}  # type: ignore[dict-item]
+        mode = "reduce-overhead" if self.compile == "graphs" else None
         if self.compile != "none":
             for module in model.blocks if self.compile == "blocks" else [model]:
-                module.compile(**options)
+                module.compile(fullgraph=True, mode=mode)  # a graph break is an error
         self._clock.wait()
         start = time.perf_counter()
         for step in range(self.warm_up):
@@ -220,10 +190,10 @@ class Contest:
         return contender
 
     def _timed_step(self, contender: Contender, record: Record, before: int) -> None:
-        clock, is_cuda = self._clock, self._device.type == "cuda"
-        if is_cuda:
+        clock = self._clock
+        if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            time.sleep(_PAUSE_S)
+            time.sleep(0.1)
         start = clock.mark()
         loss = self._gradients(contender)
         middle = clock.mark()
@@ -238,7 +208,7 @@ class Contest:
 
     def _steps_in_a_row(self, contender: Contender) -> float:
         """Time steps without a pause, with everything that training does."""
-        steps = _IN_A_ROW if self._device.type == "cuda" else 1
+        steps = 10 if self._device.type == "cuda" else 1
         start = self._clock.mark()
         for _ in range(steps):
             self._gradients(contender)
@@ -254,7 +224,7 @@ class Contest:
         return contender.gradients(self._inputs, self._targets)
 
     def _memory(self, which: str) -> int:
-        """Return the current or peak memory; reserved with CUDA graphs, whose memory is their own."""
+        """Return the current or peak memory: reserved with CUDA graphs, which keep their own."""
         if self._device.type != "cuda":
             return 0
         kind = "reserved_bytes" if self.compile == "graphs" else "allocated_bytes"
@@ -266,6 +236,40 @@ class Contest:
             torch.compiler.reset()
             torch._dynamo.utils.counters.clear()
         free(self._device)
+
+    def row(self, name: str, parameters: Mapping[str, Any]) -> Row:
+        """Return the row of a contender."""
+        record = self.records.get(name, Record())
+        if record.failure is not None or not record.round_ms:
+            failure = record.failure or "not measured yet"
+            return Row(name=name, parameters=parameters, failure=failure)
+        median = spread(record.step_ms)["median"]
+        masked = self.records.get("masked", Record())
+        tokens = self._inputs.numel()
+        figures: dict[str, Any] = {
+            "over_masked": _ratio(record.round_ms, masked.round_ms),
+            "round_ms": record.round_ms,
+            "update_ms": spread(record.update_ms)["median"],
+            "in_a_row_ms": spread(record.in_a_row_ms)["median"],
+            "tokens_per_s": round(tokens / median * 1e3, 1),
+            "tflop_per_s": float(f"{model_flops(self._shape, tokens) / median / 1e9:.5g}"),
+            "peak_bytes": record.peak_bytes or None,
+            "peak_over_masked": _ratio([record.peak_bytes], [masked.peak_bytes]),
+            "state_bytes": record.state_bytes,
+            "state_bytes_per_param": round(record.state_bytes / self.num_params, 4),
+            "final_loss": record.losses[-1] if math.isfinite(record.losses[-1]) else None,
+            "trained_steps": self.warm_up + len(record.losses),
+            "warm_up_s": round(record.warm_up_s, 2),
+            **record.compiled,
+        }
+        if record.account is not None:
+            share = record.account.pruned
+            figures |= {
+                "ledger_measured_bytes": record.account.measured_bytes,
+                "ledger_predicted_bytes": record.account.predicted_bytes,
+                "pruned_bytes_per_param": round(sum(share.measured.values()) / share.num_params, 4),
+            }
+        return Row.timed(name, parameters, record.step_ms, figures)
 
 
 def new_model(shape: GPTConfig, device: torch.device) -> GPT:
@@ -290,13 +294,13 @@ def gpt_config(config: StepConfig, device: torch.device) -> GPTConfig:
         width=shape.width,
         num_heads=shape.num_heads,
         context=config.context,
-        vocab_size=config.vocab_size,
+        vocab_size=_VOCAB_SIZE,
         is_checkpointed=config.checkpointed,
     )
 
 
 def shape_name(config: StepConfig, device: torch.device) -> ShapeName:
-    """Return the chosen shape; by default the largest of three that dense training fits."""
+    """Return the chosen shape; by default the largest of three whose dense training fits."""
     if config.shape != "auto":
         return config.shape
     if device.type != "cuda":
@@ -310,12 +314,6 @@ def model_flops(shape: GPTConfig, tokens: int) -> float:
 
     6 for each token and each weight of blocks and head, and 12 for each token, layer, column of the
     width and token it attends to (Narayanan et al. 2021).
-
-    Example:
-        >>> from samo.bench.step import model_flops
-        >>> from samo.models.shapes import GPTConfig
-        >>> model_flops(GPTConfig(num_layers=1, width=10, num_heads=1, context=5, vocab_size=7), 1)
-        8220.0
     """
     layers, width = shape.num_layers, shape.width
     matrices = 12 * layers * width**2 + shape.vocab_size * width
@@ -347,56 +345,6 @@ def tabulate(rows: Sequence[Row]) -> Table:
     return Table(head, [tuple(line.values()) for line in lines])
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Return what the ledger says of samo's contenders, a line each."""
-    return [
-        f"{row.name}: model state {_gigabytes(found['ledger_measured_bytes'])} measured, "
-        f"{_gigabytes(found['ledger_predicted_bytes'])} predicted; "
-        f"{digits(found['pruned_bytes_per_param'])} B/param on pruned tensors"
-        for row in rows
-        if "ledger_measured_bytes" in (found := row.figures)
-    ]
-
-
-def _row(
-    name: str, contest: Contest, parameters: Mapping[str, Any], tokens: int, flops: float
-) -> Row:
-    record = contest.records.get(name, Record())
-    if record.failure is not None or not record.round_ms:
-        failure = record.failure or "not measured yet"
-        return Row(name=name, parameters=parameters, failure=failure)
-    median = spread(record.step_ms)["median"]
-    masked = contest.records.get("masked", Record())
-    figures: dict[str, Any] = {
-        "over_masked": _ratio(record.round_ms, masked.round_ms),
-        "round_ms": record.round_ms,
-        "update_ms": spread(record.update_ms)["median"],
-        "in_a_row_ms": spread(record.in_a_row_ms)["median"],
-        "tokens_per_s": round(tokens / median * 1e3, 1),
-        "tflop_per_s": float(f"{flops / median / 1e9:.5g}"),
-        "peak_bytes": record.peak_bytes or None,
-        "peak_over_masked": _ratio([record.peak_bytes], [masked.peak_bytes]),
-        "state_bytes": record.state_bytes,
-        "state_bytes_per_param": round(record.state_bytes / contest.num_params, 4),
-        "final_loss": record.losses[-1] if math.isfinite(record.losses[-1]) else None,
-        "trained_steps": contest.warm_up + len(record.losses),
-        "warm_up_s": round(record.warm_up_s, 2),
-        **record.compiled,
-    }
-    if record.account is not None:
-        share = record.account.pruned
-        figures |= {
-            "ledger_measured_bytes": record.account.measured_bytes,
-            "ledger_predicted_bytes": record.account.predicted_bytes,
-            "pruned_bytes_per_param": round(sum(share.measured.values()) / share.num_params, 4),
-        }
-    return Row.timed(name, parameters, record.step_ms, figures)
-
-
 def _ratio(values: Sequence[float], masked: Sequence[float]) -> float | None:
     """Return the median over rounds of the ratio to masked training; None without it."""
     return ratio(values, masked) if masked and all([*values, *masked]) else None
-
-
-def _gigabytes(size: float) -> str:
-    return f"{digits(size / 1e9)} GB" if size else NOTHING

@@ -1,4 +1,4 @@
-"""The clock: contenders take turns, GPU events measure time, and every time comes with its spread."""
+"""Timing: contenders take turns, GPU events measure time, and every time comes with its spread."""
 
 import gc
 import random
@@ -16,7 +16,7 @@ _FLUSH_BYTES: Final = 2**30
 
 
 class Clock:
-    """A clock of a device: CUDA events on a GPU, ``time.perf_counter`` elsewhere."""
+    """The clock of a device: CUDA events on a GPU, ``time.perf_counter`` elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -36,9 +36,7 @@ class Clock:
 
     def ms(self, first: Any, second: Any) -> float:
         """Return the milliseconds between two marks, after `wait`."""
-        if self._is_cuda:
-            return float(first.elapsed_time(second))
-        return float(second - first) * 1e3
+        return float(first.elapsed_time(second) if self._is_cuda else (second - first) * 1e3)
 
 
 def in_turns(
@@ -49,7 +47,7 @@ def in_turns(
     device: torch.device = _CPU,
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Time contenders in turns, so that a machine that slows down slows them all; milliseconds.
+    """Return the milliseconds of contenders that take turns, so that a slow phase slows them all.
 
     The order changes from round to round, since caches and memory depend on the predecessor.
     ``prepare`` is called before each run and not timed.
@@ -85,13 +83,8 @@ def flusher(device: torch.device) -> Callable[[], object]:
     if device.type != "cuda":
         return lambda: None
     buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
-
-    def flush() -> None:
-        # Twice: it takes a fast GPU half a millisecond, in which the host launches what is timed.
-        buffer.zero_()
-        buffer.zero_()
-
-    return flush
+    # Twice: this takes a fast GPU half a millisecond, in which the host launches what is timed.
+    return lambda: buffer.zero_().zero_()
 
 
 def free(device: torch.device) -> None:
@@ -102,13 +95,7 @@ def free(device: torch.device) -> None:
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Return median, 20th and 80th percentile, with five digits.
-
-    Example:
-        >>> from samo.bench.timing import spread
-        >>> spread([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
-        {'p20': 2.0, 'median': 3.0, 'p80': 5.0}
-    """
+    """Return the median and the 20th and 80th percentile, with five digits."""
     ordered = sorted(times)
     last = len(ordered) - 1
     at = {"p20": 0.2, "median": 0.5, "p80": 0.8}
@@ -116,5 +103,5 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
-    """Return the median of the ratios within rounds: neighbours in time see the same machine."""
+    """Return the median of the ratios within rounds, whose times saw the same machine."""
     return spread([a / b for a, b in zip(times, baseline)])["median"]

@@ -2,13 +2,14 @@
 
 import datetime
 import importlib
+import re
 from pathlib import Path
 from typing import Final
 
 import torch
 from rich.console import Console
 
-from samo.bench.rows import Results, Row, failures, slug
+from samo.bench.rows import Results, Row, failures
 from samo.bench.settings import QUESTIONS, command_line
 from samo.cli.commands import Bench
 from samo.cli.tables import columns
@@ -24,8 +25,8 @@ _WIDTH: Final = 140
 def run(command: Bench) -> int:
     """Measure, and print the results."""
     config = command.question
-    name, module = QUESTIONS[type(config)]
-    question = importlib.import_module(module)
+    name = QUESTIONS[type(config)]
+    question = importlib.import_module(f"samo.bench.{name}")
     question.check(config)
     device = _device(config.device)
     console = Console()
@@ -39,7 +40,7 @@ def run(command: Bench) -> int:
         command=command_line(config),
         device=device,
         tabulate=question.tabulate,
-        notes=question.NOTES,
+        notes=["docs/benchmarks.md explains every column."],
     )
 
     def say(line: str) -> None:
@@ -49,8 +50,8 @@ def run(command: Bench) -> int:
     missing = failures(rows)
     if len(missing) and all(row.median is None for row in rows):
         raise RunError(
-            f"nothing could be measured: {'; '.join(missing)}; rows are in '{out}', choose smaller sizes "
-            "or other contenders"
+            f"nothing could be measured: {'; '.join(missing)}; rows are in '{out}', choose smaller "
+            "sizes or other contenders"
         )
     table = question.tabulate(rows)
     shown = columns(*table.head)
@@ -58,8 +59,6 @@ def run(command: Bench) -> int:
     for line in table.lines:
         shown.add_row(*line)
     console.print(shown)
-    for line in getattr(question, "summary", lambda rows: [])(rows):
-        say(line)
     for entry in missing:
         say(f"not measured: {entry}")
     say(f"rows and table: {out}")
@@ -70,13 +69,13 @@ def _device(wanted: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise ConfigError(
-            "device cuda was asked for, and this machine has none that torch can use; leave it out to "
-            "measure on the CPU"
+            "device cuda was asked for, but torch finds none here; leave out --device to measure on "
+            "the CPU"
         )
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
 def _usual_folder(name: str, device: torch.device) -> Path:
     today = datetime.date.today().isoformat()
-    machine = slug(hardware(device)["device_name"])
+    machine = re.sub(r"[^a-z0-9]+", "-", hardware(device)["device_name"].lower()).strip("-")
     return free_dir(Path("benchmarks") / "results", f"{name}-{machine}-{today}")
