@@ -70,7 +70,7 @@ def test_layouts_are_compared_by_what_their_runs_wrote(
     assert max(apart) > 0
 
 
-def test_the_rules_of_tickets_are_compared(
+def test_rules_and_intervals_of_tickets_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(early_bird_rules, "EVERY", 1)
@@ -79,11 +79,6 @@ def test_the_rules_of_tickets_are_compared(
     early_bird_rules.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 0.")]
     assert len(rows) == len(early_bird_rules.SPARSITIES)
-
-
-def test_the_intervals_of_tickets_are_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     for name, value in (("QUEUE", 2), ("INTERVALS", (1, 2)), ("THRESHOLDS", (0.9,))):
         monkeypatch.setattr(early_bird_intervals, name, value)
     arguments = ["--steps", "5", "--every", "1", "--batch-size", "1"]
@@ -91,18 +86,6 @@ def test_the_intervals_of_tickets_are_compared(
     early_bird_intervals.main()
     rows = [line for line in capsys.readouterr().out.splitlines() if " steps | " in line]
     assert [row.startswith(("| 1 steps | 2, ", "| 2 steps | 3, ")) for row in rows] == [True, True]
-
-
-def test_a_ticket_settles_when_all_distances_in_its_queue_are_small(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(early_bird_intervals, "QUEUE", 3)
-    rows = [[], [0.3], [0.3, 0.1], [0.3, 0.2, 0.1], [0.5, 0.2, 0.1, 0.1]]
-    steps = [10, 20, 30, 40, 50]
-    describe = early_bird_intervals.describe
-    assert describe(steps, rows, 1, 0.2) == "40, 10%"
-    assert describe(steps, rows, 1, 0.1) == "50, 0%"
-    assert describe(steps, rows, 2, 0.2) == "never"
 
 
 # Sparse products
@@ -121,21 +104,6 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = blocks.count_nonzero(dim=(1, 3))
     assert sorted(set(sizes.flatten().tolist())) == [0, 64 * 64]
     assert int((sizes > 0).sum()) == 10
-
-
-@pytest.mark.parametrize("works", [torch.float32, None])
-def test_a_product_takes_the_first_type_that_works(works: torch.dtype | None) -> None:
-    def make(weight: Tensor, x_TD: Tensor) -> Any:
-        if weight.dtype != works:
-            raise RuntimeError(f"not for {weight.dtype}")
-        return lambda: x_TD @ weight.t()
-
-    weight, x_TD = torch.randn(8, 8), torch.randn(4, 8)
-    if works is None:
-        with pytest.raises(RuntimeError, match=r"not for torch\.bfloat16"):  # the first type's
-            sparse_vs_dense._prepare(make, weight, x_TD)
-    else:
-        assert sparse_vs_dense._prepare(make, weight, x_TD)[1] == works
 
 
 # Faults
