@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.quality import gpt, images, rates, runs, spreads, vgg
+from benchmarks.quality import gpt, rates, runs, spreads, vgg
 from benchmarks.quality.gpt_run import (
     DENSE_BYTES,
     Settings,
     matching_shape,
 )
 from benchmarks.quality.text import even, find_text, order, windows
-from benchmarks.quality.tickets import ChannelTickets
 
 import samo
 from samo.errors import DataError, RunError
@@ -130,9 +129,6 @@ def test_text_is_held_back_in_whole_files_or_in_part(tmp_path: Path) -> None:
     for number in range(41):
         (tmp_path / f"{number:02}.py").write_bytes(b"%02d" % number * 10)
     (tmp_path / "40 again.txt").write_bytes(b"40" * 10)
-    (tmp_path / "picture.png").write_bytes(b"none")
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "other.py").write_bytes(b"theirs")
     text = find_text([tmp_path], least=0)
     assert text.valid == b"00" * 10 + b"20" * 10 + b"40" * 10
     assert len(text.train) == 38 * 20
@@ -201,32 +197,6 @@ def test_vggs_run_and_tell_what_tickets_cost(
         call(vgg.main, monkeypatch, "--quick", "--out", tmp_path)
     with pytest.raises(SystemExit, match="error: there is neither"):
         call(vgg.main, monkeypatch, "--quick", "--out", tmp_path, "--data", tmp_path)
-
-
-def test_training_from_a_ticket_is_masked_dense_training(tmp_path: Path) -> None:
-    found = images.read_images(write_images(tmp_path), CPU)
-    sizes = vgg.Settings(width=4, epochs=4, batch=8, images=40, lr=0.05)
-    ours, dense = (vgg.Run(sizes, found, 0, CPU, has_l1=True) for _ in range(2))
-    with torch.no_grad():
-        for run in (ours, dense):
-            for name in run.norms:
-                scale = run.model.get_parameter(f"{name}.weight")
-                scale.copy_(torch.linspace(0.3, 0.7, len(scale)))
-    ticket = ChannelTickets(ours.model, 0.3).draw_now()
-    masks = {name: mask.to_bool() for name, mask in ticket.items()}
-    first = {name: p.detach().clone() for name, p in ours.model.named_parameters()}
-    ours.compress(ticket)
-    for name, kept in masks.items():
-        parameter = dense.model.get_parameter(name)
-        parameter.data *= kept
-        parameter.register_hook(kept.mul)  # the penalty of a pruned scale is sign(0) = 0
-    for run in (ours, dense):
-        run.train_epoch()
-    trained = samo.dense_state_dict(ours.model)
-    for name, parameter in dense.model.named_parameters():
-        assert torch.allclose(trained[name], parameter, rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(parameter, first[name], rtol=1e-4, atol=1e-5)
-    assert ours.curve == dense.curve
 
 
 # Runs and spreads

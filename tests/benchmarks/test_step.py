@@ -17,7 +17,7 @@ from benchmarks.streamed.frontier import draw
 from benchmarks.streamed.lines import LINES
 
 import samo
-from samo.bench.contenders import CONTENDERS, SETTINGS
+from samo.bench.contenders import CONTENDERS
 from samo.bench.step import check, contenders as chosen, new_model
 from samo.models.shapes import GPTConfig
 
@@ -59,26 +59,6 @@ def test_contenders_that_are_not_installed_are_named(
         figures.main()
     assert (out / "step.png").read_bytes().startswith(b"\x89PNG")
     assert ">autocast<" in (out / "step.svg").read_text()
-
-
-@pytest.mark.parametrize("name", ["torchao", "bitsandbytes"])
-def test_an_8_bit_optimizer_trains_the_masked_weights(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {}
-
-    def make(params: Any, **settings: Any) -> torch.optim.Optimizer:
-        given.update(settings)
-        return torch.optim.SGD(params, lr=1.0)
-
-    monkeypatch.setitem(sys.modules, f"{name}.optim", SimpleNamespace(AdamW8bit=make))
-    contender = built(name)
-    contender.gradients(TOKENS, TOKENS)
-    contender.update()
-    contender.keep_masks()
-    assert given.items() >= SETTINGS.items()
-    for key, mask in contender.masks.items():
-        assert not contender.model.get_parameter(key)[~mask.to_bool()].any()
 
 
 @pytest.mark.parametrize("lean", ["", "-lean"])
