@@ -73,9 +73,7 @@ def test_a_contender_is_built_again_in_every_round(contest: Contest) -> None:
     record = contest.records["samo"]
     assert len(record.step_ms) == len(record.update_ms) == 3
     assert len(record.in_a_row_ms) == len(record.round_ms) == 2  # once in each round
-    assert record.round_ms[1] == pytest.approx(record.step_ms[2], rel=1e-4)  # five digits
     assert len(record.losses) == 1  # of the last round
-    assert 0 < record.update_ms[0] < record.step_ms[0]
 
 
 @pytest.mark.parametrize("update", [0, 4], ids=["warm-up", "timed step"])

@@ -68,7 +68,7 @@ def draw_update(
     state: State = "exact",
     **changes: Any,
 ) -> AdamWUpdate:
-    """Return an update of a weight that keeps these entries, or of so many; unpruned without a density."""
+    """Return an update of a weight that keeps these entries; unpruned without a density."""
     dtype, grad_dtype, dense_dtype = kind
     if isinstance(keep, int):
         keep = draw_keep(keep, density)
@@ -124,7 +124,7 @@ def master_of(update: AdamWUpdate) -> Tensor:
 
 
 def assert_copied(update: AdamWUpdate) -> None:
-    """Demand that a dense copy holds the parameter, rounded as torch rounds, and zeros."""
+    """Check that a dense copy has the parameter, rounded as torch rounds, and zeros."""
     if update.dense is None:
         return
     expected = torch.zeros_like(update.dense, memory_format=torch.contiguous_format)
@@ -136,11 +136,10 @@ def assert_copied(update: AdamWUpdate) -> None:
 
 
 def assert_same(ours: AdamWUpdate, theirs: AdamWUpdate, before: Tensor, *, at_most: int) -> None:
-    """Demand what the reference gives, but for what roundings can do.
+    """Compare with the reference, within roundings.
 
-    Of 8-bit state: Triton's interpreter rounds a multiply-add twice, so that values differ in their
-    last digit. A code is then another one where that digit carries x + dither over a whole number:
-    once in thousands.
+    Triton's interpreter rounds a multiply-add twice, so an 8-bit code may differ where the last
+    digit carries x + dither over an integer: once in thousands.
     """
     assert_copied(ours)
     assert ours.step == theirs.step

@@ -2,8 +2,8 @@
 
     python -m tests.kernels.compile_kernels 90
 
-Run by test_triton.py in a process of its own, since Triton compiles nothing where it interprets.
-Also handy to look at the code: ``compile_kernel(...).asm["ptx"]``.
+test_triton.py runs it in a process of its own, since Triton's interpreter compiles nothing. To look
+at the code: ``compile_kernel(...).asm["ptx"]``.
 """
 
 import sys
@@ -30,11 +30,9 @@ NAMES = {
 TRIPLES: list[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = [
     (torch.float32, torch.bfloat16, torch.bfloat16),
     (torch.float32, torch.float32, torch.bfloat16),
-    (torch.float32, torch.float32, torch.float16),
     (torch.float32, torch.float16, torch.float16),
     (torch.float32, torch.float32, torch.float32),
     (torch.float32, torch.bfloat16, None),
-    (torch.float32, torch.float32, None),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32, None),
 ]
@@ -47,10 +45,12 @@ Variant = tuple[Any, dict[str, str], dict[str, Any], int]
 
 def variants() -> Iterator[Variant]:
     yield from mask_variants()
-    for has_skip, has_rates, has_decays in product((False, True), repeat=3):
-        yield scalars_variant(has_skip, None, has_rates, has_decays)
-    for rate in (tl.float32, tl.float64):
-        yield scalars_variant(False, rate, False, True)
+    for has_flags, rate in product((False, True), (None, tl.float32, tl.float64)):
+        types = {"rows": "*i64", "scalars": "*fp64", "rates": "*fp64", "decays": "*fp64"}
+        types |= {"skip": "*i8" if has_flags else "*fp64", "num_params": "i32"}
+        types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
+        flags = dict.fromkeys(("HAS_RATES", "HAS_DECAYS", "HAS_SKIP"), has_flags)
+        yield triton_adamw.adamw_scalars_kernel, types, {"RATE_TYPE": rate, "SIZE": 128} | flags, 4
     # Flags in turns over the types: together only where one changes what another does.
     for (dtype, grad_dtype, copy_dtype), is_first in zip(TRIPLES, cycle((False, True))):
         copy = None if copy_dtype is None else KINDS[copy_dtype]
@@ -76,20 +76,6 @@ def variants() -> Iterator[Variant]:
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
         constants |= {"PARTS": launch.UNITS, "PART": launch.PART}
         yield triton_adamw.find_exponent_kernel, types, constants, 4
-
-
-def scalars_variant(has_skip: bool, rate: Any, has_rates: bool, has_decays: bool) -> Variant:
-    types = {"rows": "*i64", "scalars": "*fp64", "rates": "*fp64", "decays": "*fp64"}
-    types["skip"] = "*i8" if has_skip else "*fp64"
-    types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
-    types["num_params"] = "i32"
-    constants = {"RATE_TYPE": rate, "HAS_RATES": has_rates, "HAS_DECAYS": has_decays}
-    return (
-        triton_adamw.adamw_scalars_kernel,
-        types,
-        constants | {"HAS_SKIP": has_skip, "SIZE": 128},
-        4,
-    )
 
 
 def mask_variants() -> Iterator[Variant]:

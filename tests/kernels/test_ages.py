@@ -45,15 +45,15 @@ def test_without_late_entries_results_are_the_same_bit_for_bit(
 ) -> None:
     plain, plain_opt = build(dtype, entry_steps=False, kernels=kernels)
     aged, aged_opt = build(dtype, entry_steps=True, kernels=kernels)
-    train(plain, plain_opt, 30, dtype)
-    train(aged, aged_opt, 30, dtype)
+    train(plain, plain_opt, 10, dtype)
+    train(aged, aged_opt, 10, dtype)
     for name, value in plain.state_dict().items():
         assert torch.equal(aged.state_dict()[name], value)
     for ours, theirs in zip(aged.parameters(), plain.parameters()):
         for key, value in plain_opt.state[theirs].items():
             assert torch.equal(aged_opt.state[ours][key], value)
     weight, bias, *_ = aged.parameters()
-    assert (aged_opt.state[weight]["age"] == 30).all()
+    assert (aged_opt.state[weight]["age"] == 10).all()
     assert "age" not in aged_opt.state[bias]
 
 
@@ -79,13 +79,6 @@ def test_the_first_update_of_a_late_entry_is_no_larger_than_the_rate(entry_steps
     torch.testing.assert_close(late, torch.full_like(late, expected), rtol=1e-3, atol=0)
 
 
-def test_lean_state_has_no_ages() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    samo.compress_(model, samo.prune(model, 0.5))
-    with pytest.raises(ValueError, match="entry_steps=True goes with state='exact' alone"):
-        samo.AdamW(model.parameters(), state="lean", entry_steps=True)
-
-
 def test_ages_have_a_kind_of_their_own_in_the_ledger() -> None:
     model, opt = build(torch.bfloat16, entry_steps=True)
     train(model, opt, 1, torch.bfloat16)
@@ -96,8 +89,6 @@ def test_ages_have_a_kind_of_their_own_in_the_ledger() -> None:
     assert held.pruned.measured["moments"] == held.pruned.predicted["moments"] == 8 * kept
     assert held.unpruned.measured["ages"] == held.unpruned.predicted["ages"] == 0
     assert held.measured_bytes == held.predicted_bytes
-    assert "ages of entries" in str(held)
-    assert "ages of entries" not in str(samo.ledger(*build(torch.bfloat16, entry_steps=False)))
 
 
 def test_a_carried_over_state_is_as_old_as_it_was() -> None:
@@ -121,20 +112,20 @@ def remapped(*, entry_steps: bool) -> tuple[nn.Module, samo.AdamW]:
     return model, opt
 
 
-def test_a_checkpoint_brings_the_ages_back(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("way", ["save", "state_dict"])
+def test_a_checkpoint_brings_the_ages_back(tmp_path: pathlib.Path, way: str) -> None:
     model, opt = remapped(entry_steps=True)
     ages = opt.state[next(model.parameters())]["age"]
     assert set(ages.unique().tolist()) == {3, 7}
-    samo.save(tmp_path / "at", model, opt)
-
-    fresh = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
-    samo.compress_(
-        fresh, samo.load_masks(tmp_path / "at"), dtype=torch.bfloat16, kernels="reference"
-    )
+    fresh = copy.deepcopy(model)
     fresh_opt = samo.AdamW(
         fresh.parameters(), lr=3e-3, weight_decay=0.1, entry_steps=True, kernels="reference"
     )
-    samo.load(tmp_path / "at", fresh, fresh_opt)
+    if way == "save":
+        samo.save(tmp_path / "at", model, opt)
+        samo.load(tmp_path / "at", fresh, fresh_opt)
+    else:
+        fresh_opt.load_state_dict(opt.state_dict())
     loaded = fresh_opt.state[next(fresh.parameters())]["age"]
     assert loaded.dtype == torch.int16
     assert torch.equal(loaded, ages)
@@ -151,18 +142,7 @@ def test_a_checkpoint_with_ages_fits_only_an_optimizer_with_them(
     model, opt = remapped(entry_steps=entry_steps)
     samo.save(tmp_path / "at", model, opt)
     other = samo.AdamW(model.parameters(), entry_steps=not entry_steps)
-    with pytest.raises(samo.CheckpointError, match=f"samo.AdamW with entry_steps={entry_steps}"):
+    with pytest.raises(samo.CheckpointError, match=f"entry_steps={entry_steps}"):
         samo.load(tmp_path / "at", model, other)
-    with pytest.raises(samo.MaskError, match=f"build the optimizer with entry_steps={entry_steps}"):
+    with pytest.raises(samo.MaskError, match=f"entry_steps={entry_steps}"):
         other.load_state_dict(opt.state_dict())
-
-
-def test_a_state_dict_brings_the_ages_back() -> None:
-    model, opt = remapped(entry_steps=True)
-    twin = copy.deepcopy(model)
-    other = samo.AdamW(twin.parameters(), entry_steps=True)
-    other.load_state_dict(opt.state_dict())
-    for ours, theirs in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(
-            opt.state[ours].get("age", torch.ones(0)), other.state[theirs].get("age", torch.ones(0))
-        )

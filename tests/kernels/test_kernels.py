@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose, cpu, reference
+from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, cpu, reference
 from samo.kernels.reference import OLDEST, ages_at
 from samo.kernels.rounding import join, split
 from samo.mask.mask import Mask
@@ -47,7 +47,7 @@ CASTS = [
     (torch.float64, torch.bfloat16),
 ]
 # Every size with every density, and every cast with some of both.
-SIZES = [0, 1, 31, 32, 33, 64, 65, 2047, 2048, 2049, 4099, 70_001]
+SIZES = [0, 1, 33, 64, 2047, 2048, 2049, 70_001]
 MOVES = [
     (numel, density, *cast)
     for (numel, density), cast in zip(product(SIZES, [0.0, "one", 0.1, 1.0]), cycle(CASTS))
@@ -72,8 +72,7 @@ def test_compress_takes_the_kept_entries_and_expand_puts_zeros_elsewhere(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, under the interpreter
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize(("dtype", "target"), CASTS)
 def test_numbers_of_all_sizes_are_rounded_as_torch_rounds_them(
     kernels: Kernels, dtype: torch.dtype, target: torch.dtype
 ) -> None:
@@ -114,8 +113,7 @@ def test_kernels_follow_strides(kernels: Kernels, density: float | None) -> None
 
 @pytest.mark.parametrize("density", [0.3, None], ids=["pruned", "unpruned"])
 @pytest.mark.parametrize(
-    ("numel", "beta1", "is_lr_tensor"),
-    [(1, 0.9, False), (2049, 0.3, True), (2049, 0.0, False), (70_001, 0.9, False)],
+    ("numel", "beta1", "is_lr_tensor"), [(1, 0.9, False), (2049, 0.3, True), (70_001, 0.9, False)]
 )
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_adamw_equals_torch(
@@ -145,13 +143,10 @@ def test_adamw_equals_torch(
         if kernels is reference:
             assert torch.equal(ours, theirs)
             continue
-        # torch's square root (MKL's) may be 1 ulp off, numba's is not. Carried through a quotient
-        # that is 3 ulp of the largest term in the sum. Both go on from the same weights, but not
-        # from the same moments: a GPU's differ by a digit in each step, as below.
-        more = step_number if is_triton(kernels) else 0
-        # torch works out step size and decay in the type of a rate in a tensor, Triton's kernels in
-        # fp64.
-        more += 2 * is_lr_tensor
+        # torch's square root (MKL's) may be 1 ulp off: through a quotient, 3 ulp of the largest
+        # term. Both start from the same weights, but a GPU's moments drift, as below. torch
+        # computes step size and decay in the type of a rate in a tensor, Triton in fp64.
+        more = 2 * is_lr_tensor + (step_number if is_triton(kernels) else 0)
         assert_ulps(ours, theirs.detach(), before, at_most=3 + more)
         values, remainder = split(theirs.detach(), update.param.dtype)
         update.param.copy_(values)
@@ -160,8 +155,8 @@ def test_adamw_equals_torch(
     assert update.step == steps
     state = optimizer.state[theirs]
     if is_triton(kernels):
-        # The interpreter rounds a multiply-add twice, and torch's GPU kernels fuse as they like: 1
-        # ulp of the largest term a step, and gradients here are under 0.06.
+        # The interpreter rounds a multiply-add twice, and torch's GPU kernels fuse some: 1 ulp of
+        # the largest term a step, and gradients here are under 0.06.
         ulp = torch.finfo(update.exp_avg.dtype).eps
         torch.testing.assert_close(
             update.exp_avg, state["exp_avg"], rtol=3 * ulp, atol=3 * 0.06 * ulp
@@ -198,8 +193,9 @@ def test_a_skipped_step_changes_nothing(
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, under the interpreter
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("beta1", [0.9, 0.3])
-@pytest.mark.parametrize(("is_lr_tensor", "has_skip"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("is_lr_tensor", "has_skip", "beta1"), [(False, False, 0.9), (True, True, 0.3)]
+)
 def test_parameters_of_all_kinds_are_updated_together(
     kernels: Kernels, is_lr_tensor: bool, has_skip: bool, beta1: float, state: State
 ) -> None:
@@ -229,8 +225,9 @@ def test_parameters_of_all_kinds_are_updated_together(
         assert_same(ours, theirs, old, at_most=3 + more)
 
 
-@pytest.mark.parametrize("step", [0, 999, OLDEST - 1, OLDEST, 1_000_000])
-@pytest.mark.parametrize("beta2", [0.95, 0.99999])
+@pytest.mark.parametrize(
+    ("step", "beta2"), [(0, 0.95), (999, 0.99999), (OLDEST - 1, 0.99999), (10**6, 0.99999)]
+)
 def test_entries_that_were_always_kept_follow_the_weight_at_any_step(
     kernels: Kernels, step: int, beta2: float
 ) -> None:
@@ -352,7 +349,7 @@ def test_addresses_may_change_between_steps(kernels: Kernels, state: State) -> N
         torch.testing.assert_close(master_of(update), master_of(expected), rtol=0, atol=close)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 9000), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_expand_inverts_compress(numel: int, density: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -366,22 +363,16 @@ def test_expand_inverts_compress(numel: int, density: float, seed: int) -> None:
         assert torch.equal(back, dense)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_remainder_and_weight_are_the_master_exactly(bits: int) -> None:
-    master = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
-    if master.isnan().any():
-        return
-    values, remainder = split(master, torch.bfloat16)
-    assert torch.equal(join(values, remainder).view(torch.int32), master.view(torch.int32))
-
-
-def test_rounding_is_half_away_from_zero() -> None:
-    master = torch.tensor([0x3F7F8000, 0x3F808000, 0x3F80C000], dtype=torch.int32)
-    values, remainder = split(master.view(torch.float32), torch.bfloat16)
-    assert values.view(torch.int16).tolist() == [0x3F80, 0x3F81, 0x3F81]
-    assert remainder is not None
-    assert remainder.tolist() == [-0x8000, -0x8000, -0x4000]
+def test_remainder_and_weight_are_the_master_exactly() -> None:
+    bits = torch.randint(-(2**31), 2**31, (10_000,)).to(torch.int32)
+    ties = torch.tensor([0x3F7F8000, 0x3F808000, 0x3F80C000], dtype=torch.int32)
+    masters = torch.cat([ties, bits]).view(torch.float32)
+    values, remainder = split(masters, torch.bfloat16)
+    found = join(values, remainder)
+    assert torch.equal(found.isnan(), masters.isnan())
+    is_number = ~masters.isnan()
+    assert torch.equal(found[is_number].view(torch.int32), masters[is_number].view(torch.int32))
+    assert values[:3].view(torch.int16).tolist() == [0x3F80, 0x3F81, 0x3F81]  # away from zero
 
 
 def test_two_threads_give_the_bits_of_one() -> None:
@@ -405,47 +396,29 @@ def test_two_threads_give_the_bits_of_one() -> None:
         assert all(torch.equal(tensor, others[name]) for name, tensor in found[0].items())
 
 
-def test_the_fast_path_is_chosen_on_a_cpu_unless_the_reference_is_asked_for() -> None:
-    assert choose(torch.device("cpu")) is cpu
-    assert choose(torch.device("cpu"), "reference") is reference
-    assert choose(torch.device("cuda"), "reference") is reference
-
-
 @pytest.mark.long
 def test_another_cpu_a_forked_child_and_the_next_process_compute_the_same(tmp_path: Path) -> None:
-    """Without AVX-512, in processes of their own; the next one finds compiled code, and compiles none."""
+    """Without AVX-512, in processes of their own; the next one finds all code compiled."""
     script = """
 import os, torch
-from samo.kernels import AdamWSettings, AdamWUpdate, cpu, cpu_loops, reference
-from samo.kernels.rounding import join
-from samo.mask.mask import Mask
+from samo.kernels import cpu, cpu_loops, reference
+from tests.kernels.cases import KINDS, SETTINGS, assert_same, copy_of, draw_update, master_of
 
 assert not any(cpu_loops._LANES.values())
 torch.set_num_threads(2)
-keep = torch.rand(100_001) < 0.1
-mask, numel = Mask.from_bool(keep), keep.numel()
 
 def check():
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        dense = torch.randn(numel).to(dtype) * keep
-        out, back = torch.ones(mask.kept, dtype=dtype), torch.ones(numel, dtype=dtype)
-        cpu.compress_(dense, mask, out)
-        assert torch.equal(out, dense[keep])
-        cpu.expand_(out, mask, back)
-        assert torch.equal(back, dense)
-        moment = torch.float64 if dtype == torch.float64 else torch.float32
-        remainder = torch.zeros(mask.kept, dtype=torch.int16) if dtype == torch.bfloat16 else None
-        copy = back.to(torch.float16)
-        expected = join(out, remainder) * 0.5 - 0.1 * torch.sign(out.to(moment))  # the first step
-        update = AdamWUpdate(
-            out, remainder, out.clone(), torch.zeros(mask.kept, dtype=moment),
-            torch.zeros(mask.kept, dtype=moment), torch.zeros(()), 0.1, 5.0, copy, mask,
-        )
-        cpu.adamw_([update], AdamWSettings(0.9, 0.9, 0.0), None)
-        torch.testing.assert_close(join(out, remainder), expected, rtol=1e-5, atol=1e-6)
-        assert torch.equal(copy[keep], out.to(torch.float16))
-        assert not copy[~keep].any()
-    assert not cpu.find_nonfinite([dense, out])
+    for kind in KINDS:
+        ours = draw_update(100_001, 0.1, kind, 3)
+        theirs, before = copy_of(ours), master_of(ours)
+        cpu.adamw_([ours], SETTINGS, None)
+        reference.adamw_([theirs], SETTINGS, None)
+        assert_same(ours, theirs, before, at_most=3)
+        if ours.dense is not None:
+            out = torch.ones_like(ours.param, dtype=ours.dense.dtype)
+            cpu.compress_(ours.dense, ours.mask, out)
+            assert torch.equal(out, ours.param.to(out.dtype))
+        assert not cpu.find_nonfinite([ours.grad, ours.param])
 
 check()
 child = os.fork()
@@ -456,6 +429,7 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """
     environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-W", "ignore", "-c", script]
     subprocess.run(command, env=environment, check=True)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb*")}
@@ -474,29 +448,22 @@ def test_values_that_are_not_finite_are_found(kernels: Kernels) -> None:
             assert kernels.find_nonfinite([torch.tensor([float(bad), 1.0, 2.0], dtype=dtype)[::2]])
 
 
-def test_a_nan_stays_a_nan_whatever_its_bits() -> None:
-    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, -0x400000], dtype=torch.int32)
-    values, remainder = split(bits.view(torch.float32), torch.bfloat16)
-    assert values.isnan().all()
-    assert join(values, remainder).isnan().all()
-
-
 @pytest.mark.parametrize("trouble", ["compile", "cache"])
 def test_samo_works_where_numba_cannot(trouble: str) -> None:
-    script = """
+    script, environment, expected = "", dict(os.environ), "reference"
+    if trouble == "compile":
+        environment["NUMBA_DISABLE_JIT"] = "1"
+    else:  # as where neither the package nor the home folder is writable
+        script = "import numba.core.caching as c; c.CacheImpl._locator_classes = []"
+        expected = "cpu"
+    script += f"""
 import torch
 from samo.kernels import choose
 from samo.mask.mask import Mask
 kernels = choose(torch.device("cpu"))
+assert kernels.__name__ == "samo.kernels.{expected}"
 out = torch.zeros(1)
 kernels.compress_(torch.ones(2), Mask.from_bool(torch.tensor([True, False])), out)
 assert out == 1
 """
-    environment = dict(os.environ)
-    if trouble == "compile":
-        environment["NUMBA_DISABLE_JIT"] = "1"
-        script += "assert kernels.__name__ == 'samo.kernels.reference'"
-    else:  # as where neither the package nor the home folder can be written to
-        script = "import numba.core.caching as c; c.CacheImpl._locator_classes = []" + script
-        script += "assert kernels.__name__ == 'samo.kernels.cpu'"
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=True)

@@ -63,52 +63,6 @@ def as_tensors(drawn: Drawn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-@examples(max_examples=100)
-@given(moments, st.booleans())
-def test_moments_come_back_within_a_code(drawn: Drawn, is_dithered: bool) -> None:
-    exp_avg, exp_avg_sq, groups, bits = as_tensors(drawn)
-    codes = lean.quantise(exp_avg, exp_avg_sq, groups, 4, bits if is_dithered else None)
-    new_exp_avg, new_exp_avg_sq = lean.dequantise(codes, groups)
-    assert torch.equal(new_exp_avg.sign() * exp_avg.sign() < 0, torch.zeros_like(groups).bool())
-    bound = 1.0 if is_dithered else 0.5
-    for old, new, scale, most in (
-        (exp_avg.abs(), new_exp_avg.abs(), codes.exp_avg_scale_G, 127),
-        (exp_avg_sq.sqrt(), new_exp_avg_sq.sqrt(), codes.exp_avg_sq_scale_G, 255),
-    ):
-        part = scale[groups].double()
-        # 1e-4: rounding in fp32 of codes up to 255. A root that is not 0 has at least code 1.
-        steps = ((old / part) ** 0.25 - (new / part) ** 0.25).nan_to_num().abs() * most
-        is_small = (most == 255) & ((new / part) ** 0.25 * most < 1.5)
-        assert bool(((steps <= bound + 1e-4) | (is_small & (steps <= 1.0001))).all())
-
-
-@examples(max_examples=100)
-@given(moments)
-def test_a_second_moment_is_0_only_if_it_was(drawn: Drawn) -> None:
-    exp_avg, exp_avg_sq, groups, bits = as_tensors(drawn)
-    for dither in (None, bits):
-        codes = lean.quantise(exp_avg, exp_avg_sq, groups, 4, dither)
-        is_there = codes.exp_avg_sq_Z > 0
-        assert torch.equal(is_there, exp_avg_sq > 0)
-        assert torch.equal(lean.dequantise(codes, groups)[1] > 0, is_there)
-
-
-@examples(max_examples=100)
-@given(moments)
-def test_codes_of_codes_are_the_same_codes(drawn: Drawn) -> None:
-    exp_avg, exp_avg_sq, groups, bits = as_tensors(drawn)
-    codes = lean.quantise(exp_avg, exp_avg_sq, groups, 4, bits)
-    for dither in (None, bits, bits.flip(0) ^ 0xFFFFFFFF):
-        again = lean.quantise(*lean.dequantise(codes, groups), groups, 4, dither)
-        for old, new in zip(codes, again):
-            assert torch.equal(old, new)
-
-
-def test_a_group_without_entries_has_scale_0() -> None:
-    codes = lean.quantise(torch.ones(2), torch.ones(2), torch.tensor([0, 2]), 4)
-    assert codes.exp_avg_scale_G.tolist() == codes.exp_avg_sq_scale_G.tolist() == [1, 0, 1, 0]
-
-
 @pytest.mark.parametrize("density", [0.01, None], ids=str)
 def test_a_whole_weight_is_quantised_as_its_pieces_are(density: float | None) -> None:
     numel = 2**20 + 3001
@@ -121,6 +75,32 @@ def test_a_whole_weight_is_quantised_as_its_pieces_are(density: float | None) ->
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
 
 
+@examples(max_examples=60)
+@given(moments, st.booleans())
+def test_moments_come_back_within_a_code(drawn: Drawn, is_dithered: bool) -> None:
+    exp_avg, exp_avg_sq, groups, bits = as_tensors(drawn)
+    codes = lean.quantise(exp_avg, exp_avg_sq, groups, 4, bits if is_dithered else None)
+    new_exp_avg, new_exp_avg_sq = lean.dequantise(codes, groups)
+    assert not (new_exp_avg.sign() * exp_avg.sign() < 0).any()
+    bound = 1.0 if is_dithered else 0.5
+    for old, new, scale, most in (
+        (exp_avg.abs(), new_exp_avg.abs(), codes.exp_avg_scale_G, 127),
+        (exp_avg_sq.sqrt(), new_exp_avg_sq.sqrt(), codes.exp_avg_sq_scale_G, 255),
+    ):
+        part = scale[groups].double()
+        # 1e-4: rounding in fp32 of codes up to 255. A nonzero root has at least code 1.
+        steps = ((old / part) ** 0.25 - (new / part) ** 0.25).nan_to_num().abs() * most
+        is_small = (most == 255) & ((new / part) ** 0.25 * most < 1.5)
+        assert bool(((steps <= bound + 1e-4) | (is_small & (steps <= 1.0001))).all())
+    # A second moment is 0 only if it was.
+    assert torch.equal(codes.exp_avg_sq_Z > 0, exp_avg_sq > 0)
+    assert torch.equal(new_exp_avg_sq > 0, exp_avg_sq > 0)
+    # Codes of codes are the same codes, whatever the dither.
+    for dither in (None, bits, bits.flip(0) ^ 0xFFFFFFFF):
+        again = lean.quantise(new_exp_avg, new_exp_avg_sq, groups, 4, dither)
+        assert all(torch.equal(old, new) for old, new in zip(codes, again))
+
+
 def test_dithered_codes_have_the_right_mean() -> None:
     exp_avg = torch.tensor([1.0, 0.3, -0.07, 1e-3, -1e-9])
     root = torch.tensor([1.0, 0.3, 0.07, 1e-3, 1e-11])
@@ -131,8 +111,7 @@ def test_dithered_codes_have_the_right_mean() -> None:
         codes = lean.quantise(exp_avg, root.square(), groups, 1, bits)
         sums += torch.stack([codes.exp_avg_Z.float(), codes.exp_avg_sq_Z.float()])
     means = sums / count
-    # The mean of 1,024 codes, each with a standard deviation of up to 0.5: 0.016, and five of
-    # these.
+    # Five standard deviations of the mean of 1,024 codes, 0.016.
     expected = exp_avg.sign() * exp_avg.abs() ** 0.25 * 127
     torch.testing.assert_close(means[0], expected, rtol=0, atol=0.08)
     torch.testing.assert_close(means[1, :4], root[:4] ** 0.25 * 255, rtol=0, atol=0.08)
@@ -147,15 +126,12 @@ def test_random_bits_differ_between_entries_and_steps() -> None:
     assert bool((rows >= 0).all() and (rows < 2**32).all())
     shares = torch.stack([(rows >> bit & 1).float().mean(1) for bit in range(32)])
     assert bool(((shares - 0.5).abs() < 0.04).all())  # five standard deviations of 4096 coins
-    for first, second in ((0, 1), (1, 2)):
-        same = ((rows[first] ^ rows[second]) >> 20 & 0xFFF).float().mean() / 0xFFF
-        assert abs(float(same) - 0.5) < 0.03
 
 
 # Corrections -------------------------------------------------------------------------------------
 
 
-@examples(max_examples=100)
+@examples(max_examples=50)
 @given(st.integers(-0x8000, 0x7FFF), st.integers(0, 0xFF))
 def test_a_correction_is_the_upper_half_of_a_remainder(remainder: int, dither: int) -> None:
     whole = torch.tensor([remainder], dtype=torch.int16)
@@ -175,8 +151,7 @@ def test_a_master_has_24_bits_of_fp32s_32() -> None:
     correction = convert_remainder(remainder, torch.int8)
     joined = join(values, correction)
     assert torch.equal(joined, join(values, convert_remainder(correction, torch.int16)))
-    # 2**-16 is half of the last of 24 bits, and 2**-15 what is lost at most where the top is cut
-    # off.
+    # 2**-16 is half of the last of 24 bits; up to 2**-15 is lost where the top is cut off.
     assert float((joined / master - 1).abs().max()) <= 2**-15
     assert float((joined / master - 1).abs().mean()) < 2**-17
 
@@ -229,11 +204,9 @@ def test_an_update_is_adamw_between_codes(density: float | None) -> None:
 def test_ragged_sizes_and_many_items_equal_the_reference(kernels: Kernels) -> None:
     start = [
         draw_update(numel, density, BF16, 3, "lean")
-        for numel in (1, 255, 256, 257, 1023, 1025)
-        for density in (0.1, 1.0, None)
+        for numel, density in ((1, 1.0), (255, None), (257, 0.1), (1025, 1.0), (1025, None))
     ]
-    start += [draw_update(9000, 0.02, BF16, 3, "lean"), draw_update(5000, None, BF16, 3, "lean")]
-    start += [draw_update(8200, 0.02, BF16, 3, "lean")]
+    start += [draw_update(8200, 0.02, BF16, 3, "lean"), draw_update(5000, None, BF16, 3, "lean")]
     ours, theirs = ([copy_of(update) for update in start] for _ in range(2))
     kernels.adamw_(ours, SETTINGS, None)
     reference.adamw_(theirs, SETTINGS, None)
@@ -241,7 +214,7 @@ def test_ragged_sizes_and_many_items_equal_the_reference(kernels: Kernels) -> No
         assert_same(mine, other, master_of(old), at_most=4)
 
 
-@pytest.mark.parametrize("counts", [(0, 1), (64, 0), (2048, 1), (1300, 200)], ids=str)
+@pytest.mark.parametrize("counts", [(64, 0), (2048, 1), (1300, 200)], ids=str)
 def test_whatever_a_block_keeps(
     kernels: Kernels, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -134,19 +134,8 @@ def test_rates_on_the_device_go_into_launches_by_their_type(
     rates[0].fill_(0.0)
     before = [update.param.clone() for update in updates]
     cuda.adamw_(updates, SETTINGS, None)
-    assert [torch.equal(update.param, old) for update, old in zip(updates, before)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
-def test_values_without_a_copy_need_no_mask(launches: Counter[str]) -> None:
-    updates = [update._replace(dense=None) for update in weights(4)]
-    cuda.adamw_(updates, SETTINGS, None)
-    assert dict(launches) == {"adamw_scalars_kernel": 1, "adamw_kernel": 1}
-    assert all(update.param.all() for update in updates)
+    same = [torch.equal(update.param, old) for update, old in zip(updates, before)]
+    assert same == [True, True, False, False]
 
 
 def test_tables_are_sent_again_only_when_something_changes() -> None:
@@ -199,8 +188,7 @@ def test_what_the_kernels_do_not_cover_goes_to_the_reference(
         original = getattr(reference, name)
 
         def call(*args: Any) -> None:
-            if name == "compress_" or args[0]:
-                calls.append(name)
+            calls.append(name)
             original(*args)
 
         monkeypatch.setattr(reference, name, call)
@@ -209,16 +197,12 @@ def test_what_the_kernels_do_not_cover_goes_to_the_reference(
     watch("adamw_")
     keep = torch.rand(100) < 0.5
     mask, dense = Mask.from_bool(keep), torch.randn(100, dtype=torch.float64)
-    out = torch.zeros(mask.kept, dtype=torch.float64)
-    cuda.compress_(dense, mask, out)
+    cuda.compress_(dense, mask, torch.zeros(mask.kept, dtype=torch.float64))
     assert not calls
-    narrow = torch.zeros(mask.kept)
-    cuda.compress_(dense, mask, narrow)
-    assert torch.equal(narrow, dense[keep].float())
-    strided = torch.zeros(2 * mask.kept, dtype=torch.float64)[::2]
-    cuda.compress_(dense, mask, strided)
-    assert torch.equal(strided, dense[keep])
-    assert calls == ["compress_", "compress_"]
+    for out in (torch.zeros(mask.kept), torch.zeros(2 * mask.kept, dtype=torch.float64)[::2]):
+        cuda.compress_(dense, mask, out)
+        assert torch.equal(out, dense[keep].to(out.dtype))
+    assert calls == ["compress_"] * 2
     for state in STATES:
         whole, pruned = weights(2, state)
         calls.clear()
@@ -226,13 +210,9 @@ def test_what_the_kernels_do_not_cover_goes_to_the_reference(
         cuda.adamw_([whole, pruned._replace(dense=strided)], SETTINGS, None)
         assert not calls
         spread = torch.empty(600, dtype=whole.exp_avg.dtype)[::2].copy_(whole.exp_avg)
-        for change in (
-            {"remainder": torch.zeros(300)},
-            {"param": torch.zeros(600)[::2]},
-            {"exp_avg": spread},
-        ):
+        for change in ({"remainder": torch.zeros(300)}, {"exp_avg": spread}):
             cuda.adamw_([whole._replace(**change)], SETTINGS, None)
-        assert calls == ["adamw_"] * 3
+        assert calls == ["adamw_"] * 2
 
 
 @pytest.mark.parametrize("trouble", ["rocm", "mps", "no triton", "interpreter"])
@@ -276,7 +256,7 @@ def step(model: nn.Module, opt: torch.optim.Optimizer, seed: int) -> None:
     opt.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_trains_as_with_the_reference(dtype: torch.dtype) -> None:
     """Through everything that moves tensors to other addresses."""
     model, opt = compressed("triton", dtype)
@@ -295,8 +275,7 @@ def test_a_model_trains_as_with_the_reference(dtype: torch.dtype) -> None:
     for seed in (2, 3):
         step(model, opt, seed)
         step(twin, twin_opt, seed)
-    # Some roundings apart in fp32, and so seldom one unit of a 16-bit weight's last place, which
-    # the next gradient sees.
+    # Some roundings apart in fp32, and so rarely 1 ulp of a 16-bit weight.
     digits = torch.finfo(dtype).eps
     for ours, theirs in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(ours, theirs, rtol=8 * digits, atol=8 * digits * 0.1)
@@ -305,20 +284,6 @@ def test_a_model_trains_as_with_the_reference(dtype: torch.dtype) -> None:
         assert torch.equal(ours == 0, theirs == 0)
     steps = [state["step"].item() for state in opt.state.values()]
     assert steps == [3.0] * len(steps)
-
-
-def test_a_gradient_that_is_not_finite_skips_the_step() -> None:
-    model, opt = compressed("triton", torch.bfloat16)
-    step(model, opt, 0)
-    before = copy.deepcopy(dict(model.state_dict()))
-    dense = model[0].weight.detach().clone()
-    param = next(model.parameters())
-    assert param.grad is not None
-    param.grad[1] = float("inf")
-    opt.step()
-    assert opt.skipped_steps == 1
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(model[0].weight, dense)
 
 
 def test_counts_far_into_training_are_exact() -> None:

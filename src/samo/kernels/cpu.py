@@ -143,7 +143,7 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
     sizes = [u.param.numel() if mask is None else mask.numel for u, mask in zip(updates, masks)]
     ends = np.cumsum([bitmap.num_blocks(size) for size in sizes])
     dense = first.param if first.dense is None else first.dense
-    like = (
+    like: tuple[Any, ...] = (
         np.empty(0, _SEEN_AS[first.param.dtype]),
         np.empty(0, _SEEN_AS[first.grad.dtype]),
         np.empty(0, moment),

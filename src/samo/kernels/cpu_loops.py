@@ -158,7 +158,7 @@ def _vector_step(is_gather: bool) -> Any:
             element = context.get_data_type(block.dtype)
             vector, mask_type = ir.VectorType(element, lanes), ir.VectorType(ir.IntType(1), lanes)
 
-            def pointer(kind, array, index):
+            def pointer(kind: Any, array: Any, index: Any) -> Any:
                 data = context.make_array(kind)(context, builder, array).data
                 return builder.bitcast(builder.gep(data, [index]), vector.as_pointer())
 

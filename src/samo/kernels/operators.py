@@ -47,7 +47,7 @@ def _compress(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> T
 
 
 @_compress.register_fake
-def _(dense: Tensor, bitmap: Tensor, kept: int, dtype: torch.dtype) -> Tensor:
+def _(dense, bitmap, kept, dtype):
     return dense.new_empty(kept, dtype=dtype)
 
 
@@ -62,9 +62,7 @@ def _expand(
 
 
 @_expand.register_fake
-def _(
-    values: Tensor, bitmap: Tensor, shape: list[int], dtype: torch.dtype, after: Tensor | None
-) -> Tensor:
+def _(values, bitmap, shape, dtype, after):
     return values.new_empty(shape, dtype=dtype)
 
 
@@ -94,15 +92,8 @@ else:
     ) -> Tensor:
         dense = torch.empty(shape, dtype=dtype, device=values.device)
         num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
+        offsets, numel = bitmap[num_words:], dense.numel()
         torch.library.wrap_triton(expand_kernel)[(blocks,)](
-            values,
-            bitmap,
-            bitmap[num_words:],
-            after,
-            dense,
-            dense.numel(),
-            num_words,
-            WORDS=BLOCK_WORDS,
-            num_warps=2,
+            values, bitmap, offsets, after, dense, numel, num_words, WORDS=BLOCK_WORDS, num_warps=2
         )
         return dense

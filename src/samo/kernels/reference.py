@@ -101,12 +101,9 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
 class Corrections(NamedTuple):
     """Factors of an AdamW step: of a parameter, or with ages of each entry."""
 
-    step_size: float | Tensor
-    """Learning rate over the first moment's bias correction."""
-    denominator: float | Tensor
-    """Square root of the second moment's bias correction."""
-    decay: float | Tensor
-    """1 - learning rate * weight decay."""
+    step_size: float | Tensor  # learning rate over the first moment's bias correction
+    denominator: float | Tensor  # square root of the second moment's bias correction
+    decay: float | Tensor  # 1 - learning rate * weight decay
 
 
 def count_step(update: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None) -> Corrections:

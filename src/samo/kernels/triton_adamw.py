@@ -301,7 +301,7 @@ def _correct_by_age(
 
 
 @triton.jit
-def _update_part(
+def _update(
     state,
     by_age,
     entry,
@@ -316,7 +316,7 @@ def _update_part(
     """Update entries and their copies, rounding where torch's unfused AdamW rounds.
 
     Example, first step with lr 0.1 and no decay: parameter 1.0 and gradient 2.0 give parameter 0.9,
-    moments 0.2 and 0.004. A bfloat16 parameter is joined with its remainder first, and split again.
+    moments 0.2 and 0.004.
     """
     lerp, beta2, lerp2, eps = settings
     param_at, remainder_at, grad_at, exp_avg_at, exp_avg_sq_at, copy_at = offset(state, entry)
@@ -534,7 +534,7 @@ def adamw_lean_kept_kernel(
 
 
 @triton.jit
-def _update_lean_part(
+def _update_lean(
     row,
     state,
     start,
@@ -605,21 +605,17 @@ def adamw_kernel(
     shared = scalars + param * SCALARS
     if IS_LEAN:
         if start + PART <= size:
-            _update_lean_part(row, state, start, size, shared, settings, COPY, IS_SMALL, True, PART)
+            _update_lean(row, state, start, size, shared, settings, COPY, IS_SMALL, True, PART)
         elif start < size:
-            _update_lean_part(
-                row, state, start, size, shared, settings, COPY, IS_SMALL, False, PART
-            )
+            _update_lean(row, state, start, size, shared, settings, COPY, IS_SMALL, False, PART)
     else:
         ages, step = address_in(row, AGE, tl.int16), address_in(row, STEP, tl.float32)
         by_age = (ages, step, inverses, denominators)
         entry = start + tl.arange(0, PART)
         if start + PART <= size:
-            _update_part(state, by_age, entry, size, shared, settings, COPY, OLDEST, IS_SMALL, True)
+            _update(state, by_age, entry, size, shared, settings, COPY, OLDEST, IS_SMALL, True)
         elif start < size:
-            _update_part(
-                state, by_age, entry, size, shared, settings, COPY, OLDEST, IS_SMALL, False
-            )
+            _update(state, by_age, entry, size, shared, settings, COPY, OLDEST, IS_SMALL, False)
 
 
 # Nonfinite values --------------------------------------------------------------------------------

@@ -197,8 +197,7 @@ class _Launch(NamedTuple):
 
     kernel: Any
     items: Tensor
-    is_aligned: bool
-    """Whether all addresses but the gradients' are multiples of 16 bytes."""
+    is_aligned: bool  # all addresses but the gradients' are multiples of 16 bytes
     options: dict[str, Any]
 
     def run(self, *arguments: Any, **changing: Any) -> None:
@@ -209,8 +208,7 @@ class _Group(NamedTuple):
     """Parameters with learning rates of one type and one kind of state."""
 
     members: list[int]
-    table: Table
-    """Their rows, without the gradients' addresses."""
+    table: Table  # their rows, without the gradients' addresses
     rate_type: torch.dtype | None
     has_ages: bool
     launches: list[_Launch]
@@ -221,10 +219,8 @@ class _Group(NamedTuple):
 class _Plan(NamedTuple):
     """How each of some updates is done, by index."""
 
-    others: list[int]
-    """By the reference."""
-    refreshed: list[int]
-    """Their dense copy is written afterwards."""
+    others: list[int]  # by the reference
+    refreshed: list[int]  # their dense copy is written afterwards
     groups: list[_Group]
 
 
@@ -340,7 +336,7 @@ def _make_group(
             options |= {"PARTS": UNITS, "PART": PART, "num_warps": 8, "IS_LEAN": is_lean}
             options["COPY"] = None if copy is None else KINDS[copy]
             options["OLDEST"] = 0 if chosen[0].age is None else reference.OLDEST
-        items = _fill(where, table, rows, chosen, is_by_block=is_by_block)
+        items = _fill(where, table, rows, chosen, is_by_block)
         if items.numel():
             is_aligned = are_aligned(table[rows, : BITMAP.value].flat)
             launches.append(_Launch(kernel, items, is_aligned, options))
@@ -348,7 +344,7 @@ def _make_group(
     for (dtype, copy), rows in copied.items():
         chosen = [updates[row] for row in rows]
         copy_table = np.zeros((len(rows), COLUMNS.value), dtype=np.int64)
-        items = _fill(where, copy_table, range(len(rows)), chosen, is_by_block=True)
+        items = _fill(where, copy_table, range(len(rows)), chosen, True)
         if items.numel():
             is_aligned = are_aligned(copy_table[:, [DENSE.value, BITMAP.value]].flat)
             options = {"VALUES": KINDS[dtype], "COPY": KINDS[copy], "IS_ALIGNED": is_aligned}
@@ -359,12 +355,7 @@ def _make_group(
 
 
 def _fill(
-    where: Where,
-    table: Table,
-    rows: Sequence[int],
-    updates: Sequence[AdamWUpdate],
-    *,
-    is_by_block: bool,
+    where: Where, table: Table, rows: Sequence[int], updates: list[AdamWUpdate], is_by_block: bool
 ) -> Tensor:
     """Write the rows of some parameters, and return the items of their entries or blocks."""
     sizes = [
@@ -430,7 +421,7 @@ def _launch_group(
     with device_of(table):
         for launch in group.launches:
             changing = {"HAS_SKIP": has_skip, "IS_SMALL": 1 - beta1 < 0.5}
-            ages = ()
+            ages: tuple[Tensor, ...] = ()
             if launch.kernel is triton_adamw.adamw_kernel:
                 changing["IS_ALIGNED"] = is_aligned and launch.is_aligned
                 ages = by_age
