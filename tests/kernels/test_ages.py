@@ -79,18 +79,6 @@ def test_the_first_update_of_a_late_entry_is_no_larger_than_the_rate(entry_steps
     torch.testing.assert_close(late, torch.full_like(late, expected), rtol=1e-3, atol=0)
 
 
-def test_ages_have_a_kind_of_their_own_in_the_ledger() -> None:
-    model, opt = build(torch.bfloat16, entry_steps=True)
-    train(model, opt, 1, torch.bfloat16)
-    model(torch.randn(8, 40).bfloat16()).float().sum().backward()
-    held = samo.ledger(model, opt)
-    kept = sum(state["age"].numel() for state in opt.state.values() if "age" in state)
-    assert held.pruned.measured["ages"] == held.pruned.predicted["ages"] == 2 * kept
-    assert held.pruned.measured["moments"] == held.pruned.predicted["moments"] == 8 * kept
-    assert held.unpruned.measured["ages"] == held.unpruned.predicted["ages"] == 0
-    assert held.measured_bytes == held.predicted_bytes
-
-
 def test_a_carried_over_state_is_as_old_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     dense = torch.optim.AdamW(model.parameters())

@@ -54,13 +54,16 @@ def is_plain(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:
     kept, device, dtype = param.numel(), param.device, param.dtype
     numel = kept if mask is None else mask.numel
     moments = (torch.int8, torch.uint8) if update.is_lean else (master_dtype(dtype),) * 2
-    groups = num_groups(numel, mask)
+    remainder_type = remainder_dtype(dtype, is_lean=update.is_lean)
 
     def fits(tensor: Tensor | None, dtype: torch.dtype | None, size: int) -> bool:
-        if tensor is None or dtype is None:
-            return tensor is None and dtype is None
-        is_vector = tensor.numel() == size and tensor.is_contiguous()
-        return is_vector and tensor.dtype == dtype and tensor.device == device
+        return (
+            tensor is not None
+            and tensor.dtype == dtype
+            and tensor.numel() == size
+            and tensor.is_contiguous()
+            and tensor.device == device
+        )
 
     return (
         dtype in types
@@ -71,9 +74,12 @@ def is_plain(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:
         and fits(exp_avg, moments[0], kept)
         and fits(exp_avg_sq, moments[1], kept)
         and fits(step, torch.float32, 1)
-        and fits(remainder, remainder_dtype(dtype, is_lean=update.is_lean), kept)
+        and (remainder is remainder_type is None or fits(remainder, remainder_type, kept))
         and (mask is None or (mask.kept == kept and mask.words.device == device))
         and (dense is None or (dense.dtype in types and fits(dense, dense.dtype, numel)))
         and (age is None or (not update.is_lean and fits(age, torch.int16, kept)))
-        and (not update.is_lean or all(fits(each, torch.float32, groups) for each in scales))
+        and (
+            not update.is_lean
+            or all(fits(each, torch.float32, num_groups(numel, mask)) for each in scales)
+        )
     )
