@@ -1,4 +1,4 @@
-"""samo bench from the command line, at toy size on a CPU, its clock, and the folder of its results."""
+"""samo bench from the command line, at toy size on a CPU, its clock, and its results."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Channel tickets against the published code retold, and masked networks against ones without channels."""
+"""Channel tickets against the published code, and masked networks against smaller ones."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def random_scales_(model: nn.Module, seed: int = 0) -> None:
 
 
 def published_mask(model: nn.Module, percent: float) -> Tensor:
-    """Retell the published pruning: all scales in a vector, sorted, and those over the threshold."""
+    """Prune as published: all scales in a vector, sorted, and those over the threshold."""
     total = sum(m.weight.shape[0] for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     bn = torch.zeros(total)
     index = 0

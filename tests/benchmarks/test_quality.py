@@ -1,4 +1,4 @@
-"""The benchmark of quality runs at tiny sizes, keeps its rows, and compares what can be compared."""
+"""The quality benchmark runs at tiny sizes, keeps its rows, and compares fairly."""
 
 import gzip
 import json

@@ -106,7 +106,7 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
 
 
 def main() -> None:
-    """Compile for the capabilities named on the command line; with --once, one variant per kernel."""
+    """Compile for the capabilities on the command line; with --once, one variant per kernel."""
     found = list(variants())
     if "--once" in sys.argv:
         found = list({variant[0].__name__: variant for variant in found}.values())

@@ -199,7 +199,7 @@ def test_a_skipped_step_changes_nothing(
 def test_parameters_of_all_kinds_are_updated_together(
     kernels: Kernels, is_lr_tensor: bool, has_skip: bool, beta1: float, state: State
 ) -> None:
-    """Each with a rate and a decay of its own; in the end some rates are on the device, some not."""
+    """Each with its own rate and decay; some rates are on the device, some not."""
     densities = [0.1, None, 0.6, None, 0.1, 1.0]
     sizes = [2049, 33, 1, 1025, 0, 2048]
     updates = []
@@ -392,7 +392,7 @@ def check():
         theirs, before = copy_of(ours), master_of(ours)
         cpu.adamw_([ours], SETTINGS, None)
         reference.adamw_([theirs], SETTINGS, None)
-        assert_same(ours, theirs, before, at_most=3)
+        assert_same(ours, theirs, before, at_most=6)
         if ours.dense is not None:
             out = torch.ones_like(ours.param, dtype=ours.dense.dtype)
             cpu.compress_(ours.dense, ours.mask, out)

@@ -234,7 +234,7 @@ def test_whatever_a_block_keeps(
 
 
 def test_what_gets_no_gradient_any_more_comes_to_rest() -> None:
-    """While the rest of its group trains on, with codes that are rounded to nearest it would not."""
+    """With codes rounded to nearest it would not, while the rest of its group still trains."""
     keep = torch.ones(64, dtype=torch.bool)
     ours = draw_update(keep, 1.0, FP32, 1000, "lean", lr=0.0, weight_decay=0.0)
     steps, groups = 80, torch.zeros(64, dtype=torch.int64)

@@ -73,7 +73,7 @@ def test_slots_follow_the_density() -> None:
 
 
 def weights(count: int, state: State = "exact") -> list[AdamWUpdate]:
-    """fp32 parameters with bfloat16 copies, unpruned and pruned in turns, with two rates and decays."""
+    """fp32 parameters with bfloat16 copies, every second one pruned, with two rates and decays."""
     return [
         draw_update(
             300,

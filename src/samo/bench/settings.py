@@ -35,7 +35,7 @@ class KernelsConfig(BenchConfig):
     """Time compress, expand and the update beside the bytes that they must move."""
 
     sizes: Annotated[tuple[int, ...], arg(metavar="POWER ...")] = ()
-    """Weights, as powers of 2; by default 26 to 30 on a GPU and 18 to 22 on a CPU. 32 takes 120 GB."""
+    """Weights, as powers of 2; by default 26 to 30 on a GPU, 18 to 22 on a CPU. 32 takes 120 GB."""
     densities: Annotated[tuple[float, ...], arg(metavar="FRACTION ...")] = (0.1, 0.2)
     """Fractions of the weights that are kept."""
 

@@ -69,8 +69,7 @@ def _device(wanted: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise ConfigError(
-            "device cuda was asked for, but torch finds none here; leave out --device to measure on "
-            "the CPU"
+            "device cuda was asked for, but torch finds none; leave out --device to use the CPU"
         )
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 

@@ -74,7 +74,7 @@ def is_plain(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:
         and fits(exp_avg, moments[0], kept)
         and fits(exp_avg_sq, moments[1], kept)
         and fits(step, torch.float32, 1)
-        and (remainder is remainder_type is None or fits(remainder, remainder_type, kept))
+        and (remainder_type is None if remainder is None else fits(remainder, remainder_type, kept))
         and (mask is None or (mask.kept == kept and mask.words.device == device))
         and (dense is None or (dense.dtype in types and fits(dense, dense.dtype, numel)))
         and (age is None or (not update.is_lean and fits(age, torch.int16, kept)))

@@ -127,8 +127,8 @@ def _convert(source, target):
 
 # Between a block and its kept entries ------------------------------------------------------------
 #
-# Kernels copy the kept entries of a block to a contiguous buffer, or back, and work on the buffer. A
-# CPU with AVX-512 moves 8, 16 or 32 entries at a time; any other walks over the set bits.
+# Kernels copy the kept entries of a block to a contiguous buffer, or back, and work on the buffer.
+# A CPU with AVX-512 moves 8, 16 or 32 entries at a time; any other walks over the set bits.
 
 # With NUMBA_CPU_NAME set, numba compiles for that CPU, which may have fewer features.
 _FEATURES: Final = {} if config.CPU_NAME else binding.get_host_cpu_features()

@@ -13,7 +13,7 @@ __all__ = ["PATHS", "Path", "choose"]
 Path = Literal["auto", "reference", "triton"]
 
 PATHS: Final = ("auto", "reference", "triton")
-"""The fastest for the device, plain torch, or Triton on any device (by its interpreter on a CPU)."""
+"""The fastest for the device, plain torch, or Triton on any device (its interpreter on a CPU)."""
 
 
 def choose(device: torch.device, path: Path = "auto") -> Kernels:

@@ -158,7 +158,7 @@ def grouped_pieces(
 
 
 def _root(values: Tensor) -> Tensor:
-    """Return correctly rounded square roots; torch's fp32 ones may be 1 ulp off on some machines."""
+    """Return correctly rounded square roots; torch's fp32 ones may be 1 ulp off."""
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 

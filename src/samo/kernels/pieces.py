@@ -13,7 +13,7 @@ __all__ = []
 
 
 def pieces(numel: int, mask: Mask | None) -> Iterator[tuple[slice, Tensor | None, slice]]:
-    """Yield pieces of a dense tensor, their kept bits, and where those lie in compressed vectors."""
+    """Yield slices of a dense tensor, their kept bits, and their slices of compressed vectors."""
     if mask is not None:
         yield from kept_pieces(mask)
         return
@@ -22,7 +22,7 @@ def pieces(numel: int, mask: Mask | None) -> Iterator[tuple[slice, Tensor | None
 
 
 def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
-    """Yield pieces of a mask's tensor, their kept bits, and where those lie in compressed vectors."""
+    """Yield slices of a mask's tensor, their kept bits, and their slices of compressed vectors."""
     spans = list(bitmap.chunks(mask.numel))
     first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
     # One copy to the host for all pieces.
@@ -33,7 +33,7 @@ def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
 
 @contextmanager
 def flattened(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor as a vector to write to; a copy if its strides (channels_last) allow no view."""
+    """Yield a tensor as a vector to write to; a copy if its strides allow no view."""
     flat = tensor.detach().reshape(-1)
     yield flat
     if not tensor.is_contiguous():

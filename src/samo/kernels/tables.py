@@ -117,7 +117,7 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 
 
 def row_of(update: AdamWUpdate, size: int, first: int) -> tuple[int, ...]:
-    """Return a parameter's row, in the order of the kernels' columns; the gradient's address is 0."""
+    """Return a parameter's row in the order of the kernels' columns, without the gradient."""
     mask, lr = update.mask, update.lr
     return (
         update.param.data_ptr(),

@@ -27,8 +27,8 @@ from samo.mask import bitmap
 
 __all__ = []
 
-# Columns of a parameter's row in a table, all int64: addresses, 0 for what is missing; then entries,
-# words of the mask, and the parameter's first item in the list.
+# Columns of a parameter's row in a table, all int64: addresses, 0 if missing; then entries, words
+# of the mask, and the first item in the list.
 PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, DENSE = map(tl.constexpr, range(6))
 BITMAP, OFFSETS, STEP, RATE, AGE = map(tl.constexpr, range(6, 11))
 EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = map(tl.constexpr, range(11, 13))
@@ -91,7 +91,7 @@ def load_master(param_at, remainder_at, mask, IS_FULL: tl.constexpr):
 
 @triton.jit
 def store_master(param_at, remainder_at, master, dither, mask, IS_FULL: tl.constexpr):
-    """Write fp32 masters as parameters and remainders, in 8 bits with ``dither``; return the former."""
+    """Write fp32 masters as parameters and (dithered) remainders; return the parameters."""
     kind: tl.constexpr = param_at.dtype.element_ty
     if kind == tl.int16:
         bits = master.to(tl.int32, bitcast=True)
@@ -354,8 +354,8 @@ def random_bits(index, step):
     return bits ^ (bits >> 16)
 
 
-# Floats to small integers and back by their bits, since conversions run at a quarter of the speed of
-# additions. The lowest bits of fp32 numbers from 2**23 on are integers.
+# Floats to small integers and back by their bits, since conversions run at a quarter of the speed
+# of additions. The lowest bits of fp32 numbers from 2**23 on are integers.
 
 
 @triton.jit
@@ -373,7 +373,7 @@ def to_signed_float(code):
 
 @triton.jit
 def to_code(x, bits, SHIFT: tl.constexpr, MOST: tl.constexpr):
-    """Return floor(x + dither), at most ``MOST``; 12 of the 32 bits are the dither, between 0 and 1.
+    """Return floor(x + dither), at most ``MOST``; 12 of the bits are the dither, between 0 and 1.
 
     Example: x = 2.6 gives 3 for six of ten dithers, and 2 for the others.
     """

@@ -180,7 +180,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _list_parts(where: Where, numels: tuple[int, ...]) -> tuple[Table, Tensor]:
-    """Return the table of tensors of these sizes, without addresses, and the list of their parts."""
+    """Return a table of tensors of these sizes, without addresses, and the list of their parts."""
     counts = [-(-numel // (PART * UNITS)) for numel in numels]
     items, firsts = tables.list_items(where, range(len(numels)), counts)
     return np.array([(0, *pair) for pair in zip(numels, firsts)], dtype=np.int64), items
@@ -225,7 +225,7 @@ class _Plan(NamedTuple):
 
 
 _plans: list[tuple[list[object], _Plan]] = []
-"""The latest plans and the fingerprints of their updates; replaced as a whole, for thread safety."""
+"""The latest plans by fingerprints of their updates; replaced as a whole, for thread safety."""
 _MAX_PLANS: Final = 8
 _SCALARS_SIZE: Final = 128
 

@@ -159,7 +159,7 @@ def ranks_of(words, first, num_words, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def compress_by_slot_kernel(dense, words, offsets, out, num_pairs, SLOTS: tl.constexpr):
-    """Gather the kept entries of a block. Example: [5, 6, 7, 8] with bits 1, 0, 0, 1 gives [5, 8]."""
+    """Gather the kept entries of a block: [5, 6, 7, 8] with bits 1, 0, 0, 1 gives [5, 8]."""
     block = tl.program_id(0).to(tl.int64)
     pairs = words.to(tl.pointer_type(tl.int64))
     offsets = offsets.to(tl.pointer_type(tl.int64))  # operators give it as int32
