@@ -1,9 +1,9 @@
-"""The benchmark of pipelines compares equals: limits as counted, and the table that it prints."""
+"""The benchmark of pipelines compares equals: limits as counted."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 from benchmarks.pipeline import bench, contenders
@@ -13,21 +13,6 @@ FIXED: Final = {
     "torch Schedule1F1B": [4, 3, 2, 1],
     "torch Schedule1F1B, one more": [5, 4, 3, 2],
 }
-
-
-def made(contender: str, median: float, low: float, high: float) -> Any:
-    return {
-        "stages": "jittering",
-        "contender": contender,
-        "held": "4 3 2 1",
-        "step_ms": 1234.4,
-        "step_p20_ms": 999.6,
-        "step_p80_ms": 1300.0,
-        "paired_ratio": median,
-        "paired_ratio_p20": low,
-        "paired_ratio_p80": high,
-        "spread": 0.5,
-    }
 
 
 @pytest.mark.slow
@@ -53,18 +38,3 @@ def test_contenders_hold_as_many_as_they_say(
         else:
             limits = [int(number) for number in name.partition("limits ")[2].split()]
             assert all(1 <= number <= limit for number, limit in zip(held, limits, strict=True))
-
-
-def test_the_table_names_a_case_once_and_what_is_surely_faster_in_bold() -> None:
-    rows = [
-        made("torch Schedule1F1B", 1.0, 1.0, 1.0),
-        made("fast", 0.9, 0.85, 0.99),
-        made("fast at times", 0.9, 0.85, 0.999),
-        made("next", 1.1, 1.05, 1.2) | {"stages": "even", "spread": 0.0},
-    ]
-    assert table(rows).splitlines()[2:] == [
-        "| jittering (log-normal, sigma 0.5) | torch Schedule1F1B | 4 3 2 1 | 1,234 (1,000-1,300) | 1.00 |",
-        "| | fast | 4 3 2 1 | 1,234 (1,000-1,300) | **0.90** (0.85-0.99) |",
-        "| | fast at times | 4 3 2 1 | 1,234 (1,000-1,300) | 0.90 (0.85-1.00) |",
-        "| even | next | 4 3 2 1 | 1,234 (1,000-1,300) | 1.10 (1.05-1.20) |",
-    ]

@@ -200,9 +200,6 @@ class _Launch(NamedTuple):
     is_aligned: bool  # all addresses but the gradients' are multiples of 16 bytes
     options: dict[str, Any]
 
-    def run(self, *arguments: Any, **changing: Any) -> None:
-        self.kernel[(self.items.numel() * UNITS,)](*arguments, **changing, **self.options)
-
 
 class _Group(NamedTuple):
     """Parameters with learning rates of one type and one kind of state."""
@@ -425,10 +422,17 @@ def _launch_group(
             if launch.kernel is triton_adamw.adamw_kernel:
                 changing["IS_ALIGNED"] = is_aligned and launch.is_aligned
                 ages = by_age
-            launch.run(table, launch.items, scalars, skip_at, *ages, *numbers, **changing)
+            launch.kernel[(launch.items.numel() * UNITS,)](
+                *(table, launch.items, scalars, skip_at, *ages, *numbers),
+                **changing,
+                **launch.options,
+            )
         for copy_table, launch in group.copies:
-            copy_skip = launch.items if skip is None else skip_at
-            launch.run(copy_table, launch.items, copy_skip, HAS_SKIP=has_skip)
+            launch.kernel[(launch.items.numel() * UNITS,)](
+                *(copy_table, launch.items, launch.items if skip is None else skip_at),
+                HAS_SKIP=has_skip,
+                **launch.options,
+            )
 
 
 @lru_cache(maxsize=8)
