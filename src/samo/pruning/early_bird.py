@@ -155,8 +155,7 @@ class EarlyBird:
         }
         self.model: Final = model
         self._settling: Final = Settling(queue, threshold, distance, keeps_all=history)
-        self.masks: Masks | None = None
-        """The ticket, once it is drawn."""
+        self.masks: Masks | None = None  # the ticket, once it is drawn
 
     def observe(self) -> Masks | None:
         """Observe the model, and return its masks if they have settled.
