@@ -19,7 +19,7 @@ from samo.data.library import write_library_text
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig
-from samo.pruning.early_bird import Distance, Settling
+from samo.pruning.early_bird import Distance, Settling, distance_of
 from samo.pruning.prune import prune
 
 __all__ = []
@@ -85,10 +85,10 @@ def observe(steps: int, batch_size: int) -> dict[float, list[Masks]]:
 
 def describe(taken: list[Masks], distance: Distance) -> str:
     """Return when masks settle, and the share of the ticket that is not kept in the end."""
-    settling = Settling(QUEUE, THRESHOLD, distance, keeps_all=False)
+    settling = Settling(QUEUE, THRESHOLD, distance)
     for place, masks in enumerate(taken):
         if settling.add(masks):
-            return f"{place * EVERY}, {masks.distance(taken[-1]):.0%}"
+            return f"{place * EVERY}, {distance_of(masks, taken[-1]):.0%}"
     return "never"
 
 

@@ -40,10 +40,11 @@ def dense(run: Run) -> None:
 
 def early_bird(run: Run, sparsity: float, *, is_limited: bool = True) -> None:
     """Train densely until masks have settled, or for a quarter of the run; then draw the ticket."""
-    bird = samo.EarlyBird(run.model, sparsity, every=run.settings.every(40))
-    limit = run.settings.dense_limit if is_limited else 0.9
-    for step in run.steps():
-        if bird.observe(step) or step >= limit * run.settings.steps:
+    bird = samo.EarlyBird(run.model, sparsity)
+    every, limit = run.settings.every(40), run.settings.dense_limit if is_limited else 0.9
+    for calls, step in enumerate(run.steps()):
+        is_drawn = calls % every == 0 and bird.observe()
+        if is_drawn or step >= limit * run.settings.steps:
             break
     run.compress(bird.draw_now())
     run.ticket = bird.reason
@@ -75,7 +76,7 @@ def dynamic(run: Run, grow: Literal["gradient", "random"]) -> None:
 
 def gradual(run: Run) -> None:
     """Prune step by step to 90 %, from a tenth of the run to six tenths."""
-    run.compress(samo.Masks.whole(run.model))
+    run.compress(samo.Masks.ones(run.model))
     steps = run.settings.steps
     pruning = samo.GradualPruning(
         run.model,

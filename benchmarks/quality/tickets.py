@@ -68,7 +68,7 @@ class ChannelTickets:
         self.model: Final = model
         self.sparsity: Final = sparsity
         self.channels: Final = [c for c in find_channels(model) if c.norm not in spared]
-        self._settling: Final = Settling(QUEUE, THRESHOLD, "hamming", keeps_all=False)
+        self._settling: Final = Settling(QUEUE, THRESHOLD, "hamming")
 
     def observe(self) -> Masks | None:
         """Look at the scales, and return the masks of parameters if those of channels have settled.
@@ -92,10 +92,7 @@ class ChannelTickets:
     @property
     def reason(self) -> str:
         """Why the ticket was drawn, or why not."""
-        settling = self._settling
-        if settling.has_settled:
-            return settling.reason
-        return f"not settled after {len(settling.rows):,} observations: {settling.reason}"
+        return self._settling.reason
 
     def channel_masks(self) -> Masks:
         """Return which channels would be kept now, under the names of the scales."""

@@ -39,17 +39,18 @@ if TYPE_CHECKING:
         PeerError as PeerError,
         RunError as RunError,
         SamoError as SamoError,
-        TicketError as TicketError,
     )
     from samo.mask.mask import Mask as Mask
     from samo.mask.masks import Masks as Masks
     from samo.mask.prunable import prunable as prunable
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.pipeline.pipeline import Pipeline as Pipeline
-    from samo.pruning.dynamic import DynamicSparse as DynamicSparse
     from samo.pruning.early_bird import EarlyBird as EarlyBird
-    from samo.pruning.gradual import GradualPruning as GradualPruning
     from samo.pruning.prune import prune as prune
+    from samo.pruning.schedules import (
+        DynamicSparse as DynamicSparse,
+        GradualPruning as GradualPruning,
+    )
 
 __version__: Final = "0.2.0"
 
@@ -64,14 +65,13 @@ _MODULES: Final = {
     "AdamW": "samo.core.optim",
     "CompressionError": "samo.errors",
     "EarlyBird": "samo.pruning.early_bird",
-    "DynamicSparse": "samo.pruning.dynamic",
-    "GradualPruning": "samo.pruning.gradual",
+    "DynamicSparse": "samo.pruning.schedules",
+    "GradualPruning": "samo.pruning.schedules",
     "Ledger": "samo.memory.ledger",
     "Mask": "samo.mask.mask",
     "MaskError": "samo.errors",
     "Masks": "samo.mask.masks",
     "SamoError": "samo.errors",
-    "TicketError": "samo.errors",
     "compress_": "samo.core.compress",
     "decompress_": "samo.core.compress",
     "dense_state_dict": "samo.core.compress",

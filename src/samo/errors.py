@@ -7,7 +7,6 @@
      +- DataError (ValueError)      a data file or a tokenizer
      +- CheckpointError (RuntimeError)    a checkpoint that is damaged, does not fit, or cannot be written
      +- RunError (RuntimeError)     a run folder that cannot be used
-     +- TicketError (RuntimeError)  masks that have not settled by the given limit
      +- PeerError (RuntimeError)    another rank died, hung or sent nonsense
 
 Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is
@@ -27,7 +26,6 @@ __all__ = [
     "PeerError",
     "RunError",
     "SamoError",
-    "TicketError",
 ]
 
 
@@ -109,20 +107,6 @@ class RunError(SamoError, RuntimeError):
         >>> import samo
         >>> issubclass(samo.RunError, RuntimeError)
         True
-    """
-
-
-class TicketError(SamoError, RuntimeError):
-    """Masks of a model in training that have not settled by the given limit.
-
-    Example:
-        >>> import torch, samo
-        >>> bird = samo.EarlyBird(torch.nn.Sequential(torch.nn.Linear(8, 8)), 0.5, limit=1)
-        >>> try:
-        ...     bird.observe()
-        ... except samo.TicketError as error:
-        ...     print(str(error)[:57])
-        no ticket after 1 observation, the limit: the queue holds
     """
 
 

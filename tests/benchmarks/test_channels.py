@@ -92,7 +92,7 @@ def test_a_ticket_is_drawn_as_published() -> None:
                 scale.add_(2 * torch.randn(scale.shape) / (1 + step))
     assert ticket is not None
     assert step > 6, "masks settled before the rule was put to the test"
-    assert tickets.reason.startswith(f"settled at observation {step + 1}: distances 0.")
+    assert tickets.reason.startswith(f"settled after {step + 1} observations: distances 0.")
     assert torch.equal(flat(ticket), held[-1])
 
 

@@ -96,7 +96,7 @@ def test_state_that_does_not_begin_at_zero_begins_where_it_does(
     old = masks_in(model)["0.weight"].to_bool().view(-1)
     param = model.get_parameter("0.weight")
     before = opt.state[param][key].clone()
-    samo.remap_(model, samo.Masks.whole(model), opt)
+    samo.remap_(model, samo.Masks.ones(model), opt)
     after = opt.state[param][key]
     assert torch.equal(after[old], before)
     assert (after[~old] == value).all()
@@ -121,7 +121,7 @@ def test_loaded_state_of_another_length_is_noticed_at_the_next_step(make: Any) -
     other.state.clear()
     opt = make(model.parameters())
     opt.load_state_dict(saved)  # has made no step, so that remap_ does not know of it
-    samo.remap_(model, samo.Masks.whole(model), other)
+    samo.remap_(model, samo.Masks.ones(model), other)
     with pytest.raises(
         samo.CompressionError, match=r"of \(2048,\) for '0.weight', which has \(4096,\) values"
     ):
@@ -130,7 +130,7 @@ def test_loaded_state_of_another_length_is_noticed_at_the_next_step(make: Any) -
 
 def test_fill_that_is_no_tensor_is_refused() -> None:
     model = one_layer()
-    whole = samo.Masks.whole(model)
+    whole = samo.Masks.ones(model)
     with pytest.raises(TypeError, match=r"fill must map names to vectors of values, got list"):
         samo.remap_(model, whole, fill=[1.0])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"fill has a list for '0.weight'; give a 1-D tensor"):
@@ -198,7 +198,7 @@ def in_buckets(rank: int, num_ranks: int) -> None:
     with pytest.raises(
         samo.CompressionError, match="build it with parameters_as_bucket_view=False"
     ):
-        samo.remap_(model, samo.Masks.whole(model), opt)
+        samo.remap_(model, samo.Masks.ones(model), opt)
 
 
 def test_parameters_in_the_buffers_of_an_optimizer_are_refused() -> None:

@@ -71,7 +71,7 @@ def test_the_first_update_of_a_late_entry_is_no_larger_than_the_rate(entry_steps
     opt.step()
     opt.state[values]["step"].fill_(20_000)
     opt.zero_grad()
-    samo.remap_(model, samo.Masks({"0.weight": samo.Mask.whole((32, 32))}), opt)
+    samo.remap_(model, samo.Masks({"0.weight": samo.Mask.ones((32, 32))}), opt)
     model(torch.randn(4, 32)).square().mean().backward()
     opt.step()
     late = model[0].weight.abs()[~half.to_bool()]

@@ -297,7 +297,7 @@ def test_what_has_the_wrong_size_is_named(kernels: Kernels, state: State) -> Non
     for name, part in [*tensors_of(update).items(), ("mask", None)]:
         if name == "param":
             continue
-        wrong = Mask.whole((301,)) if part is None else torch.cat([part.view(-1)] * 2)
+        wrong = Mask.ones((301,)) if part is None else torch.cat([part.view(-1)] * 2)
         with pytest.raises(ValueError, match=f"wrong size .*: .*{name} "):
             kernels.adamw_([good, update._replace(**{name: wrong})], SETTINGS, None)
     assert torch.equal(master_of(good), before)

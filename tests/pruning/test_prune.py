@@ -99,7 +99,7 @@ def models(draw: st.DrawFn) -> nn.Sequential:
 # What is kept
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     models(),
     st.floats(0.01, 0.99),
@@ -130,45 +130,23 @@ def test_selection_continues_over_chunks(
     assert_masks(prune(model, 0.7, scope=scope), expected_masks(model, 0.7, scope))
 
 
-def test_all_kinds_of_numbers_are_in_order() -> None:
-    values = [0.0, 1e-45, 1e-40, 1.2e-38, 1e-10, 0.5, 0.75, 1.0, 1.0000001, 65504.0, 3.4e38]
-    weight = torch.tensor(values)[torch.randperm(11)] * (-1) ** torch.arange(11)
-    for kept in range(1, 11):
-        keep = prune(model_of(weight), 1 - kept / 11)["0.weight"].to_bool()
-        assert sorted(weight[keep].abs().tolist()) == torch.tensor(values[11 - kept :]).tolist()
-
-
 def test_float64_is_compared_in_float64() -> None:
-    weight = torch.full((1000,), 1.0, dtype=torch.float64)
-    weight[:500] += 1e-12
-    tiny = torch.arange(1, 101, dtype=torch.float64) * 1e-60
-    huge = torch.tensor([1.0, 1e300], dtype=torch.float64)
-    keep = prune(model_of(weight), 0.5)["0.weight"].to_bool()
-    assert torch.equal(keep, torch.arange(1000) < 500)
-    keep = prune(model_of(tiny), 0.9)["0.weight"].to_bool()
-    assert torch.equal(keep, torch.arange(100) >= 90)
-    keep = prune(model_of(tiny.view(25, 4)), pattern="1:4")["0.weight"].to_bool()
+    close = torch.ones(100, dtype=torch.float64)
+    close[:50] += 1e-12
+    assert torch.equal(prune(model_of(close), 0.5)["0.weight"].to_bool(), torch.arange(100) < 50)
+    tiny = (torch.arange(1, 101, dtype=torch.float64) * 1e-60).view(25, 4)
+    keep = prune(model_of(tiny), pattern="1:4")["0.weight"].to_bool()
     assert torch.equal(keep, torch.tensor([False, False, False, True]).repeat(25, 1))
+    huge = torch.tensor([1.0, 1e300], dtype=torch.float64)
     masks = prune(model_of(huge, torch.full((2,), 2.0)), 0.5, scope="global")
     assert masks["0.weight"].to_bool().tolist() == [False, True]
-
-
-def test_global_scope_compares_values_of_several_dtypes_exactly() -> None:
-    half, brain = torch.full((50,), 2.0).half(), torch.full((50,), 1.0).bfloat16()
-    masks = prune(model_of(half, brain), 0.49, scope="global")
-    assert [mask.kept for mask in masks.values()] == [50, 1]
-    half = torch.tensor([1.0, 1.0009765625]).half()  # the precision of float16
-    brain = torch.tensor([1.0, 1e30]).bfloat16()  # the range of bfloat16
-    masks = prune(model_of(half, brain), 0.5, scope="global")
-    assert [mask.to_bool().tolist() for mask in masks.values()] == [[False, True]] * 2
 
 
 # Ties
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_ties_are_spread_over_rows_columns_and_tensors(dtype: torch.dtype) -> None:
-    masks = prune(model_of(*torch.ones(2, 100, 100, dtype=dtype)), 0.8, scope="global")
+def test_ties_are_spread_over_rows_columns_and_tensors() -> None:
+    masks = prune(model_of(*torch.ones(2, 100, 100)), 0.8, scope="global")
     assert masks.kept == 4000
     for mask in masks.values():
         keep = mask.to_bool()
@@ -179,11 +157,7 @@ def test_ties_are_spread_over_rows_columns_and_tensors(dtype: torch.dtype) -> No
 
 def test_entries_whose_hashes_collide_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", 1)
-
-    def few_hashes(self: Entries, index: Tensor) -> Tensor:
-        return (index % 2).to(torch.int32)
-
-    monkeypatch.setattr(Entries, "hashes", few_hashes)
+    monkeypatch.setattr(Entries, "hashes", lambda self, index: (index % 2).to(torch.int32))
     masks = prune(model_of(*torch.ones(2, 5000)), 0.3, scope="global")
     odd = torch.arange(5000) % 2 == 1
     first, second = (mask.to_bool() for mask in masks.values())
@@ -194,11 +168,11 @@ def test_entries_whose_hashes_collide_are_taken_in_order(monkeypatch: pytest.Mon
     assert not second[~odd].any()
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**63, 2**100])
-def test_any_integer_is_a_seed_and_the_hash_never_changes(seed: int) -> None:
-    expected = reference_hashes("w", 1000, seed)
-    entries = Entries("w", torch.zeros(1000), "random", torch.float32, seed)
-    assert np.array_equal(entries.hashes(torch.arange(1000)).numpy(), expected)
+def test_any_integer_is_a_seed_and_the_hash_never_changes() -> None:
+    for seed in (0, -1, 2**63 - 1, 2**63, 2**100):
+        entries = Entries("w", torch.zeros(1000), "random", torch.float32, seed)
+        expected = reference_hashes("w", 1000, seed)
+        assert np.array_equal(entries.hashes(torch.arange(1000)).numpy(), expected)
     entries = Entries("h.0.mlp.weight", torch.zeros(1), "random", torch.float32, seed=7)
     places = torch.tensor([0, 1, 2**31, 2**40])
     assert entries.hashes(places).tolist() == [732548127, 71850239, 1720293096, 300027857]
@@ -207,8 +181,8 @@ def test_any_integer_is_a_seed_and_the_hash_never_changes(seed: int) -> None:
 def test_random_masks_of_two_seeds_and_of_two_tensors_are_independent() -> None:
     model = model_of(*torch.ones(2, 300, 300))
     a, b = (prune(model, 0.9, method="random", seed=seed) for seed in (0, 1))
-    assert 0.88 < a.distance(b) < 0.92
-    assert 0.88 < a["0.weight"].distance(a["1.weight"]) < 0.92
+    assert 0.08 < (a & b).kept / a.kept < 0.12
+    assert 0.08 < a["0.weight"].common(a["1.weight"]) / a["0.weight"].kept < 0.12
     other = model_of(*torch.full((2, 300, 300), float("nan")).half())  # values do not matter
     assert a == prune(other, 0.9, method="random", seed=0)
 
@@ -218,8 +192,6 @@ def test_random_masks_of_two_seeds_and_of_two_tensors_are_independent() -> None:
 
 VIEWS: dict[str, Any] = {
     "permuted": lambda x: x.view(60, 50, 2).permute(2, 0, 1),
-    "every third column": lambda x: x.view(60, 100)[:, ::3],
-    "every other row": lambda x: x.view(60, 100)[::2, 5:],
     "one long column": lambda x: x.view(6000, 1)[::2],
     "channels last": lambda x: x.view(10, 6, 10, 10).to(memory_format=torch.channels_last),
     "expanded": lambda x: x[:1].expand(50, 60),
@@ -240,19 +212,9 @@ def test_strides_make_no_difference(
         assert torch.equal(flat_slice(weight, start, stop), expected.view(-1)[start:stop])
 
 
-def test_prune_does_not_change_the_model() -> None:
-    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    versions = [parameter._version for parameter in model.parameters()]
-    prune(model, 0.9, scope="global")
-    prune(model, 0.9, method="random")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [parameter._version for parameter in model.parameters()] == versions
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_default_device_and_dtype_make_no_difference() -> None:
+def test_the_model_is_not_changed_and_torchs_defaults_make_no_difference() -> None:
     model = model_of(torch.randn(40, 40), torch.randn(40, 40).half())
+    before = [(param.clone(), param._version) for param in model.parameters()]
     expected = prune(model, 0.5, scope="global")
     torch.set_default_dtype(torch.float64)
     try:
@@ -260,13 +222,16 @@ def test_the_default_device_and_dtype_make_no_difference() -> None:
             assert prune(model, 0.5, scope="global") == expected
     finally:
         torch.set_default_dtype(torch.float32)
+    for param, (value, version) in zip(model.parameters(), before):
+        assert torch.equal(param, value)
+        assert param._version == version
 
 
 def transient_bytes(weight: Tensor, **settings: Any) -> int:
     model = model_of(weight)
     with LiveBytes() as meter:
         weight.view_as(weight)  # counts the weight itself from the start
-        masks = prune(model, 0.9, **settings)
+        masks = prune(model, **{"sparsity": None if "pattern" in settings else 0.9, **settings})
     held = weight.untyped_storage().nbytes() + sum(mask.nbytes for mask in masks.values())
     return meter.peak_bytes - held
 
@@ -280,8 +245,9 @@ def transient_bytes(weight: Tensor, **settings: Any) -> int:
         (torch.ones, {}),
         (torch.ones, {"method": "random"}),
         (lambda n: torch.randn(n // 512, 512).t(), {}),
+        (lambda n: torch.randn(n // 512, 512), {"pattern": "1:16"}),
     ],
-    ids=["float32", "bfloat16", "float64", "all ties", "random", "transposed"],
+    ids=["float32", "bfloat16", "float64", "all ties", "random", "transposed", "pattern"],
 )
 def test_transient_memory_does_not_grow_with_the_tensor(
     make: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
@@ -308,10 +274,6 @@ def names_model() -> nn.ModuleDict:
     )
 
 
-def sparsities(masks: Masks) -> dict[str, float]:
-    return {name: round(mask.sparsity, 6) for name, mask in masks.items()}
-
-
 LAYERS = [f"layers.{i}.weight" for i in range(3)]
 
 
@@ -320,14 +282,11 @@ LAYERS = [f"layers.{i}.weight" for i in range(3)]
     ("skip", "rules", "expected"),
     [
         ((), None, {}),
-        (["layers.1.*"], None, {LAYERS[1]: None}),
         ("layers.[01].weight", {}, {LAYERS[0]: None, LAYERS[1]: None}),
-        ((), {LAYERS[1]: 0.9}, {LAYERS[1]: 0.9}),
         ((), {LAYERS[1]: 0}, {LAYERS[1]: None}),
         ((), {"layers.*": 0.9, "layers.2.*": 0.2}, dict(zip(LAYERS, [0.9, 0.9, 0.2]))),
         ((), {"layers.2.*": 0.2, "layers.*": 0.9}, dict.fromkeys(LAYERS, 0.9)),
         ((), {"lm_head.weight": 0.3}, {"lm_head.weight": 0.3}),
-        ((), {"embed.*": 0.3}, {"embed.weight": 0.3}),
         ((), {"*": 0.9}, dict.fromkeys(LAYERS, 0.9)),
         (["layers.0.*"], {"layers.*": 0.9}, dict(zip(LAYERS, [None, 0.9, 0.9]))),
     ],
@@ -337,38 +296,16 @@ def test_skip_and_rules_select_tensors(
     skip: Any, rules: Any, expected: dict[str, float | None], scope: Scope
 ) -> None:
     masks = prune(names_model(), 0.5, scope=scope, skip=skip, rules=rules)
-    ruled = {name: value for name, value in expected.items() if value is not None}
-    others = [name for name in LAYERS if name not in expected]
-    assert list(masks) == sorted({*others, *ruled})
-    assert {name: round(masks[name].sparsity, 6) for name in ruled} == ruled
+    others = {name for name in LAYERS if name not in expected}
+    assert {*masks} == others | {name for name, value in expected.items() if value is not None}
+    assert all(round(masks[n].sparsity, 6) == expected[n] for n in masks if n in expected)
     assert sum(masks[name].kept for name in others) == 50 * len(others)
-    if scope == "tensor":
-        assert all(masks[name].kept == 50 for name in others)
-
-
-def test_a_rule_sets_its_tensor_apart_from_the_global_threshold() -> None:
-    model = model_of(torch.randn(100), torch.randn(200), 10 * torch.randn(300))
-    masks = prune(model, 0.5, scope="global", rules={"2.weight": 0.9})
-    others = prune(
-        model_of(*(model.get_parameter(f"{i}.weight").detach() for i in range(2))),
-        0.5,
-        scope="global",
-    )
-    assert masks["2.weight"].kept == 30
-    assert masks["0.weight"] == others["0.weight"]
-    assert masks["1.weight"] == others["1.weight"]
 
 
 def test_sparsity_0_prunes_only_what_rules_say() -> None:
     assert dict(prune(names_model(), 0.0)) == {}
-    assert dict(prune(names_model(), 0, scope="global")) == {}
     masks = prune(names_model(), 0, scope="global", rules={LAYERS[2]: 0.5})
-    assert sparsities(masks) == {LAYERS[2]: 0.5}
-
-
-def test_a_sparsity_too_small_for_one_weight_keeps_all_in_a_mask() -> None:
-    mask = prune(model_of(torch.randn(10)), 0.01)["0.weight"]
-    assert (mask.kept, mask.sparsity) == (10, 0)
+    assert {name: mask.kept for name, mask in masks.items()} == {LAYERS[2]: 50}
 
 
 def test_a_tied_weight_gets_one_mask_under_its_first_name() -> None:
@@ -376,7 +313,7 @@ def test_a_tied_weight_gets_one_mask_under_its_first_name() -> None:
     model["lm_head"].weight = model["embed"].weight
     assert list(prune(model, 0.5, rules={"lm_head.weight": 0.5})) == ["embed.weight", *LAYERS]
     rules = {"embed.weight": 0.1, "lm_head.weight": 0.5}
-    assert sparsities(prune(model, 0, rules=rules)) == {"embed.weight": 0.5}
+    assert dict(prune(model, 0, rules=rules))["embed.weight"].kept == 100
 
 
 def test_a_weight_tied_to_a_plain_parameter_is_named_as_the_matrix() -> None:
@@ -392,9 +329,9 @@ def test_a_weight_tied_to_a_plain_parameter_is_named_as_the_matrix() -> None:
 # Bad input
 
 
-@pytest.mark.parametrize("value", [1, -0.1, 90, math.nan, "0.9", None])
+@pytest.mark.parametrize("value", [1, -0.1, math.nan, "0.9", None])
 def test_a_sparsity_out_of_range_is_refused(value: Any) -> None:
-    rule = rf"is {value!r}, but sparsity is the fraction pruned: at least 0 and less than 1, .*90 %"
+    rule = rf"must be at least 0 and less than 1, got {value!r}"
     with pytest.raises(ValueError, match=f"^sparsity {rule}"):
         prune(names_model(), value)
     with pytest.raises(ValueError, match=rf"^rules\['layers\.\*'\] {rule}"):
@@ -402,82 +339,49 @@ def test_a_sparsity_out_of_range_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    ("settings", "message"),
     [
-        ({"method": "l1"}, ValueError, "method='l1' is unknown; it is one of magnitude, random"),
-        ({"scope": "layer"}, ValueError, "scope='layer' is unknown; it is one of tensor, global"),
-        ({"seed": 1.5}, ValueError, "seed must be a whole number, got 1.5"),
-        ({"skip": ["layer.*"]}, ValueError, r"skip pattern 'layer\.\*' matches no param"),
-        ({"rules": {"layer.*": 0.5}}, ValueError, r"rules pattern 'layer\.\*' matches no param"),
-        (
-            {"skip": ["layers.*"], "rules": {"layers.0.*": 0.9}},
-            ValueError,
-            r"'layers\.0\.\*' matches only parameters that skip=\['layers\.\*'\] leaves dense",
-        ),
-        ({"skip": ["layers.*"]}, ValueError, r"none of the 11 parameters .*skip=\['layers\.\*'\]"),
-        ({"rules": ["0.weight"]}, TypeError, r"rules must map patterns .* got \['0.weight'\]"),
-        ({"skip": 5}, TypeError, r"skip must be names or shell-style patterns .* got 5"),
-        ({"skip": [5]}, TypeError, r"skip must be names .* got \[5\]"),
+        ({"method": "l1"}, "method must be one of magnitude, random, got 'l1'"),
+        ({"scope": "layer"}, "scope must be one of tensor, global, erk, got 'layer'"),
+        ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
+        ({"skip": ["layer.*"]}, r"skip pattern 'layer\.\*' matches no param"),
+        ({"rules": {"layer.*": 0.5}}, r"rules pattern 'layer\.\*' matches no param"),
+        ({"skip": ["layers.*"]}, r"none of the 11 parameters .*samo\.prunable"),
     ],
     ids=str,
 )
-def test_bad_settings_are_refused(settings: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_bad_settings_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         prune(names_model(), 0.5, **settings)
-
-
-def test_a_model_with_nothing_to_prune_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"none of the 1 parameters .*skip=\[\].*samo\.prunable"):
-        prune(nn.Embedding(4, 4), 0.5)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
         prune("model", 0.5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("method", ["magnitude", "random"])
-@pytest.mark.parametrize(
-    ("weight", "what"),
-    [
-        (torch.ones(9, dtype=torch.int8), r"torch\.int8 on device 'cpu'"),
-        (torch.ones(9, dtype=torch.complex64), r"torch\.complex64 on device 'cpu'"),
-    ],
-    ids=["int8", "complex"],
-)
-def test_weights_without_real_values_are_refused(weight: Tensor, what: str, method: Any) -> None:
-    model = model_of(torch.randn(9), weight)
-    message = rf"'1\.weight' is {what}, but only floating-point .* skip=\['1\.weight'\]"
-    with pytest.raises(ValueError, match=message):
-        prune(model, 0.5, method=method)
-    assert list(prune(model, 0.5, method=method, skip=["1.*"])) == ["0.weight"]
+def test_weights_without_real_values_are_refused() -> None:
+    model = model_of(torch.randn(9), torch.ones(9, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"'1\.weight' is torch.int8, .* skip=\['1\.weight'\]"):
+        prune(model, 0.5, method="random")
+    assert list(prune(model, 0.5, skip=["1.*"])) == ["0.weight"]
+    with pytest.raises(ValueError, match=r"'0.weight' is on device 'meta' and has no values"):
+        prune(model_of(torch.ones(4, 4, device="meta")), 0.5)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("scope", ["tensor", "global"])
-def test_weights_that_are_not_finite_are_counted_and_refused(
-    dtype: torch.dtype, scope: Scope
-) -> None:
+def test_weights_that_are_not_finite_are_counted_and_refused(dtype: torch.dtype) -> None:
     bad = torch.randn(2000).to(dtype)
     bad[[3, 5, 7]] = torch.tensor([math.nan, math.inf, -math.inf]).to(dtype)
-    message = r"3 of the 2,000 weights of '1\.weight' are NaN or infinite .*skip=\['1\.weight'\]"
+    message = r"3 of the 2,000 weights of '1\.weight' are NaN or infinite; .*skip=\['1\.weight'\]"
     with pytest.raises(ValueError, match=message):
-        prune(model_of(torch.randn(50).to(dtype), bad), 0.5, scope=scope)
+        prune(model_of(torch.randn(50).to(dtype), bad), 0.5, scope="global")
 
 
-@pytest.mark.parametrize("scope", ["tensor", "global"])
-def test_a_sparsity_that_keeps_nothing_is_refused(scope: Scope) -> None:
-    message = (
-        r"sparsity 0\.95 would keep none of the weights of '0\.weight', .*0 of 4 weights kept in total"
-        r".*rules=\{'0\.weight': 0\.5\} or not with skip=\['0\.weight'\]"
-    )
-    with pytest.raises(MaskError, match=message):
-        prune(model_of(torch.randn(4)), 0.95, scope=scope)
-
-
-def test_a_global_threshold_that_empties_a_tensor_is_refused() -> None:
+def test_a_sparsity_that_keeps_nothing_of_a_tensor_is_refused() -> None:
+    with pytest.raises(MaskError, match=r"would keep none of the weights of '0\.weight'"):
+        prune(model_of(torch.randn(4)), 0.95)
+    with pytest.raises(MaskError, match=r"sparsity 0\.9999 would keep none"):
+        prune(model_of(torch.ones(1, 2), torch.ones(500, 500)), 0.9999, scope="erk")
     model = model_of(torch.randn(100) + 100, torch.randn(100), torch.zeros(10))
-    message = (
-        r"sparsity 0\.9 would keep none of the weights of '1\.weight', .*2 of 3 tensors; 21 of 210"
-    )
-    with pytest.raises(MaskError, match=message):
+    with pytest.raises(MaskError, match=r"of '1\.weight'; .*rules=\{'1.weight': 0.5\} or not with"):
         prune(model, 0.9, scope="global")
     masks = prune(model, 0.9, scope="global", rules={"1.weight": 0.5}, skip=["2.*"])
     assert [mask.kept for mask in masks.values()] == [10, 50]
@@ -488,14 +392,24 @@ def test_a_global_threshold_that_empties_a_tensor_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [None, *FLOATS], ids=str)
-@pytest.mark.parametrize("scope", ["tensor", "global"])
-@pytest.mark.parametrize("method", ["magnitude", "random"])
-def test_a_gpu_keeps_what_a_cpu_keeps(dtype: torch.dtype | None, scope: Any, method: Any) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"sparsity": 0.7},
+        {"sparsity": 0.7, "scope": "global"},
+        {"sparsity": 0.7, "scope": "erk"},
+        {"sparsity": 0.7, "method": "random"},
+        {"pattern": "2:4"},
+        {"pattern": "3:10"},
+    ],
+    ids=str,
+)
+def test_a_gpu_keeps_what_a_cpu_keeps(dtype: torch.dtype | None, how: Any) -> None:
     weights = [torch.randn(1500, 1000), torch.randn(1000, 300).t(), torch.ones(500, 500)]
     dtypes = [dtype] * 3 if dtype else [torch.float32, torch.bfloat16, torch.float16]
     model = model_of(*(weight.to(kind) for weight, kind in zip(weights, dtypes)))
-    expected = prune(model, 0.7, scope=scope, method=method)
-    found = prune(model.cuda(), 0.7, scope=scope, method=method)
+    expected = prune(model, **how)
+    found = prune(model.cuda(), **how)
     assert {mask.words.device.type for mask in found.values()} == {"cuda"}
     assert found == expected.to("cuda")
 
@@ -509,17 +423,10 @@ def test_a_model_on_two_devices_has_one_threshold() -> None:
     assert found.to("cpu") == expected
 
 
-def test_a_model_without_values_is_refused_with_a_way_out() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"has no values \(device 'meta'\).*samo.memory.predict"):
-        prune(model, 0.5)
-
-
 @pytest.mark.parametrize("scope", ["tensor", "global", "erk"])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_weights_without_entries_are_left_out(scope: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 8), nn.Linear(8, 8))
     assert list(prune(model, 0.5, scope=scope)) == ["2.weight"]
     assert list(prune(model, 0.5, scope=scope, rules={"*.weight": 0.25})) == ["2.weight"]
-    assert list(Masks.whole(model)) == ["2.weight"]
+    assert list(Masks.ones(model)) == ["2.weight"]

@@ -165,7 +165,7 @@ def test_values_and_gradients_of_a_bfloat16_model_have_the_types_asked_for(
 
 def test_rates_and_decay_follow_the_density() -> None:
     one = learner(density_power=-1.0, weight_decay=0.1)
-    one.prune(samo.Masks.whole(one.model))
+    one.prune(samo.Masks.ones(one.model))
     one.backward([batch(2)])
     one.step(1e-3)
     assert {group["lr"] for group in one.opt.param_groups} == {1e-3}

@@ -245,7 +245,7 @@ def _masks_by_weight(model: nn.Module, masks: Masks) -> dict[str, tuple[Weight, 
         if weight is None or weight.mask is None:
             raise MaskError(
                 f"'{name}' has no mask so far, and remap_ exchanges masks; leave its name out, or give it "
-                f"one that keeps everything in compress_: samo.Mask.whole({mask.shape})"
+                f"one that keeps everything in compress_: samo.Mask.ones({mask.shape})"
             )
         if held[name] is not weight.values:
             raise CompressionError(

@@ -7,9 +7,9 @@ kernel finds the place of any block's values without looking at another block:
     weights   0 1 2 3 ... 2047 | 2048 ...          kept entries before block 1: 205
     words     [0b...1001, ...] | [0b...0010, ...]  offsets [0, 205, ...]
 
-One bit a weight and 8 bytes a block are 0.129 bytes a weight. The counts follow from the words and
-are never written to a file. Words are int32 because torch has few operations on uint32, and come in
-pairs so that a CPU can read 64 bits at once.
+One bit per weight and 8 bytes per block are 0.129 bytes per weight. Counts are never written to a
+file. Words are int32 because torch has few operations on uint32, and come in pairs so that a CPU
+can read 64 bits at once.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ BLOCK_WORDS: Final = 64
 BLOCK_BITS: Final = WORD_BITS * BLOCK_WORDS
 
 _CHUNK_BLOCKS: Final = 512
-"""Blocks a plain torch operation takes at once (2**20 weights): no temporary grows with a tensor."""
+"""Blocks that a torch operation takes at once (2**20 weights), so temporaries stay small."""
 
 
 def num_words(numel: int) -> int:
@@ -46,17 +46,15 @@ def chunks(numel: int, unit: int = BLOCK_BITS) -> Iterator[tuple[int, int]]:
 
 
 def pack(bits: Tensor, out: Tensor, start: int = 0) -> None:
-    """Write the 1-D boolean ``bits`` into the words ``out`` from bit ``start``, a multiple of 64."""
+    """Write the 1-D boolean ``bits`` into ``out`` from bit ``start`` on, a multiple of 64."""
     for begin, end in chunks(bits.numel()):
         part = bits[begin:end]
         if part.numel() % (2 * WORD_BITS):
             part = torch.nn.functional.pad(part, (0, -part.numel() % (2 * WORD_BITS)))
-        # Bytes first: a sum over 8 shifted bytes needs a temporary of 1 byte a weight.
-        octets = (part.view(-1, 8).to(torch.uint8) << _arange8(bits.device)).sum(
-            1, dtype=torch.uint8
-        )
+        # Bytes first: a sum over 8 shifted bytes needs a temporary of 1 byte per weight.
+        shifted = part.view(-1, 8).to(torch.uint8) << _arange8(bits.device)
+        words = shifted.sum(1, dtype=torch.uint8).view(torch.int32)
         first = (start + begin) // WORD_BITS
-        words = octets.view(torch.int32)
         out[first : first + words.numel()] = words
 
 

@@ -19,7 +19,7 @@ __all__ = ["Mask"]
 
 
 class Mask:
-    """The kept entries of one tensor, one bit each.
+    """The kept entries of one tensor, one bit each. Immutable.
 
     Example:
         >>> import torch, samo
@@ -33,10 +33,6 @@ class Mask:
     Args:
         shape: Shape of the dense tensor.
         words: Its bits in row-major order, int32; copied.
-
-    Raises:
-        ValueError: ``shape`` has a negative size, or ``words`` has the wrong dtype or size, or bits
-            set past the last weight.
     """
 
     __slots__ = ("_fingerprint", "_firsts", "_packed", "kept", "numel", "offsets", "shape", "words")
@@ -44,7 +40,7 @@ class Mask:
     def __init__(self, shape: Iterable[int], words: Tensor) -> None:
         self.shape: Final = tuple(shape)
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"a mask cannot have shape {self.shape}; sizes are 0 or more")
+            raise ValueError(f"a mask cannot have shape {self.shape}")
         self.numel: Final = math.prod(self.shape)
         expected = bitmap.num_words(self.numel)
         if words.dtype != torch.int32 or words.shape != (expected,):
@@ -54,10 +50,7 @@ class Mask:
             )
         tail = bitmap.unpack(words, self.numel // 32 * 32, expected * 32)[self.numel % 32 :]
         if tail.any():
-            raise ValueError(
-                f"a mask of {self.numel:,} weights has bits set past its last weight; "
-                "build masks with Mask.from_bool(tensor)"
-            )
+            raise ValueError(f"a mask of {self.numel:,} weights has bits set past its last weight")
         self.words = words.clone(memory_format=torch.contiguous_format)
         self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
         self._fingerprint: str | None = None
@@ -66,14 +59,7 @@ class Mask:
 
     @classmethod
     def from_parts(cls, shape: Iterable[int], words: Tensor, offsets: Tensor, kept: int) -> "Mask":
-        """Rebuild a mask from its own parts, which are neither copied nor checked.
-
-        Example:
-            >>> import torch, samo
-            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
-            >>> samo.Mask.from_parts(mask.shape, mask.words, mask.offsets, mask.kept) == mask
-            True
-        """
+        """Rebuild a mask from its own parts, which are neither copied nor checked."""
         mask = object.__new__(cls)
         mask.shape = tuple(shape)  # type: ignore[misc]
         mask.numel = math.prod(mask.shape)  # type: ignore[misc]
@@ -89,11 +75,8 @@ class Mask:
             >>> import torch, samo
             >>> samo.Mask.from_bool(torch.eye(4, dtype=torch.bool)).kept
             4
-
-        Raises:
-            TypeError: ``keep`` is not boolean. A tensor of 0 and 1 could be weights by mistake.
         """
-        if keep.dtype != torch.bool:
+        if keep.dtype != torch.bool:  # 0 and 1 could be weights, passed by mistake
             raise TypeError(
                 f"Mask.from_bool takes a boolean tensor, got {keep.dtype}; "
                 "compare to make one, for example `scores > threshold`"
@@ -103,14 +86,8 @@ class Mask:
         return cls(keep.shape, words)
 
     @classmethod
-    def whole(cls, shape: Iterable[int], device: torch.device | str = "cpu") -> "Mask":
-        """Build a mask that keeps everything.
-
-        Example:
-            >>> import samo
-            >>> samo.Mask.whole((2, 3))
-            Mask(2x3, 6 of 6 kept, sparsity 0.000)
-        """
+    def ones(cls, shape: Iterable[int], device: torch.device | str = "cpu") -> "Mask":
+        """Build a mask that keeps everything."""
         shape = tuple(shape)
         numel = math.prod(shape)
         words = torch.full((bitmap.num_words(numel),), -1, dtype=torch.int32, device=device)
@@ -120,21 +97,13 @@ class Mask:
         return cls(shape, words)
 
     def to_bool(self) -> Tensor:
-        """Return the mask as a boolean tensor of its shape, 1 byte per weight.
-
-        Example:
-            >>> import torch, samo
-            >>> samo.Mask.from_bool(torch.tensor([True, False])).to_bool()
-            tensor([ True, False])
-        """
+        """Return the mask as a boolean tensor of its shape, 1 byte per weight."""
         return bitmap.unpack(self.words, 0, self.numel).view(self.shape)
 
     @property
     def packed(self) -> Tensor:
-        """Words and offsets in one int32 tensor, of which they are views from then on.
-
-        Compiled code takes it: each tensor costs the host time in every call.
-        """
+        """Words and offsets in one int32 tensor, of which they are views from then on."""
+        # For compiled code, where each tensor costs the host time in every call.
         if self._packed is None:
             packed = torch.cat([self.words, self.offsets.view(torch.int32)])
             self.words, offsets = packed.split([len(self.words), 2 * len(self.offsets)])
@@ -143,14 +112,7 @@ class Mask:
 
     @classmethod
     def from_packed(cls, shape: Iterable[int], packed: Tensor, kept: int) -> "Mask":
-        """Return the mask that `packed` belongs to; nothing is copied or checked.
-
-        Example:
-            >>> import torch, samo
-            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
-            >>> samo.Mask.from_packed(mask.shape, mask.packed, mask.kept) == mask
-            True
-        """
+        """Return the mask that `packed` belongs to; nothing is copied or checked."""
         shape = tuple(shape)
         num_words = bitmap.num_words(math.prod(shape))
         offsets = packed[num_words:].view(torch.int64)
@@ -169,29 +131,12 @@ class Mask:
         return self.words.nbytes + self.offsets.nbytes
 
     def to(self, device: torch.device | str) -> "Mask":
-        """Return this mask on another device, or itself if it is there already.
-
-        Example:
-            >>> import torch, samo
-            >>> mask = samo.Mask.from_bool(torch.tensor([True, False]))
-            >>> mask.to("cpu") is mask
-            True
-        """
+        """Return this mask on another device, or itself if it is there already."""
         words = self.words.to(device)
         return self if words is self.words else Mask(self.shape, words)
 
     def part(self, index: int) -> "tuple[int, Mask] | None":
-        """Return the kept count before one entry of the first dimension, and that entry's mask.
-
-        None if the entry does not start and end on block boundaries.
-
-        Example:
-            >>> import torch, samo
-            >>> keep = torch.zeros(3, 32, 64, dtype=torch.bool)
-            >>> keep[:, :, 0] = True
-            >>> samo.Mask.from_bool(keep).part(2)
-            (64, Mask(32x64, 32 of 2,048 kept, sparsity 0.984))
-        """
+        """Return the kept count before ``self[index]``, and its mask; None if it cuts a block."""
         count = self.shape[0] if len(self.shape) > 1 else 0
         size = self.numel // count if count else 0
         if not size or size % bitmap.BLOCK_BITS or not -count <= index < count:
@@ -205,17 +150,7 @@ class Mask:
         return first, Mask.from_parts(self.shape[1:], words, offsets, last - first)
 
     def zero_(self, dense: Tensor) -> Tensor:
-        """Set the pruned entries of ``dense`` to exactly 0, in place.
-
-        Example:
-            >>> import torch, samo
-            >>> mask = samo.Mask.from_bool(torch.tensor([True, False, True]))
-            >>> mask.zero_(torch.tensor([1.0, float("nan"), 3.0]))
-            tensor([1., 0., 3.])
-
-        Raises:
-            MaskError: ``dense`` has another shape.
-        """
+        """Set the pruned entries of ``dense`` to exactly 0, in place."""
         self._check_shape(tuple(dense.shape))
         flat = dense.detach().reshape(-1)  # a view if strides allow, else a copy
         for start, stop in bitmap.chunks(self.numel):
@@ -224,57 +159,12 @@ class Mask:
             dense.detach().copy_(flat.view(self.shape))
         return dense
 
-    def hamming(self, other: "Mask") -> float:
-        """Return the fraction of entries on which two masks differ.
-
-        Example:
-            >>> import torch, samo
-            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
-            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
-            >>> a.hamming(b)
-            0.5
-        """
-        return hamming(self.common(other), self.kept + other.kept, self.numel)
-
-    def distance(self, other: "Mask") -> float:
-        """Return the fraction of the kept entries that two masks do not share.
-
-        This is ``1 - |A and B| / kept``. Unlike `hamming` it means the same at any sparsity: two
-        random masks at sparsity 0.9 differ in only 18 % of their bits but in 90 % of what they
-        keep.
-
-        Example:
-            >>> import torch, samo
-            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
-            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
-            >>> a.distance(b)
-            0.5
-        """
-        return distance(self.common(other), max(self.kept, other.kept))
-
     def common(self, other: "Mask") -> int:
-        """Count the entries that two masks both keep.
-
-        Example:
-            >>> import torch, samo
-            >>> a = samo.Mask.from_bool(torch.tensor([True, True, False, False]))
-            >>> b = samo.Mask.from_bool(torch.tensor([True, False, True, False]))
-            >>> a.common(b)
-            1
-
-        Raises:
-            MaskError: The masks have different shapes.
-        """
+        """Count the entries that two masks both keep."""
         return bitmap.count_common(self.words, self._words_of(other))
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of shape and bits.
-
-        Example:
-            >>> import torch, samo
-            >>> samo.Mask.from_bool(torch.tensor([True, False])).fingerprint()[:12]
-            'dad49eb0cd94'
-        """
+        """Return the SHA-256 of shape and bits."""
         if self._fingerprint is None:
             digest = hashlib.sha256(repr(self.shape).encode())
             digest.update(self.words.cpu().numpy().tobytes())
@@ -287,21 +177,19 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return Mask(self.shape, self.words | self._words_of(other))
 
-    def __xor__(self, other: "Mask") -> "Mask":
-        return Mask(self.shape, self.words ^ self._words_of(other))
+    def __sub__(self, other: "Mask") -> "Mask":
+        return Mask(self.shape, self.words & ~self._words_of(other))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
             return NotImplemented
-        return self.shape == other.shape and torch.equal(
-            self.words, other.words.to(self.words.device)
-        )
+        return self.shape == other.shape and torch.equal(self.words, self._words_of(other))
 
     def __hash__(self) -> int:
         return hash(self.fingerprint())
 
     def __deepcopy__(self, memo: object) -> "Mask":
-        return self  # masks are immutable
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         return Mask, (self.shape, self.words)
@@ -316,18 +204,4 @@ class Mask:
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         if shape != self.shape:
-            raise MaskError(
-                f"mask has shape {self.shape} but the other operand has {shape}; "
-                "build both from the same model"
-            )
-
-
-def distance(common: int, kept: int) -> float:
-    """Return the fraction of the kept entries that two masks do not share."""
-    # Not 1 - common / kept, which rounds twice: 3 of 10 would be more than 0.3.
-    return (kept - common) / kept if kept else 0.0
-
-
-def hamming(common: int, kept_of_both: int, numel: int) -> float:
-    """Return the fraction of all entries on which two masks differ."""
-    return (kept_of_both - 2 * common) / numel if numel else 0.0
+            raise MaskError(f"the mask has shape {self.shape}, the other operand has {shape}")

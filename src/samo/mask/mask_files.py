@@ -1,17 +1,14 @@
 """Mask files: safetensors, with the shapes and a fingerprint in their metadata.
 
-    tensors    parameter name -> words of its bitmap, int32
-    metadata   format "samo-masks", version, shapes (JSON), fingerprint of all names, shapes and bits
-
-The counts of a bitmap follow from its words and are not written. Names are in alphabetical order,
-so that equal masks are equal bytes.
+tensors    parameter name -> words of its bitmap, int32; sorted: equal masks are equal bytes
+metadata   format "samo-masks", version, shapes (JSON), fingerprint of names, shapes and bits
 """
 
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from safetensors import safe_open
 from torch import Tensor
@@ -26,16 +23,8 @@ _FORMAT: Final = "samo-masks"
 _VERSION: Final = "1"
 
 
-class MaskFile(NamedTuple):
-    """The contents of a mask file, not yet compared with each other."""
-
-    words: Mapping[str, Tensor]
-    shapes: Mapping[str, Any]
-    fingerprint: str
-
-
 def metadata(masks: Mapping[str, Mask], fingerprint: str) -> dict[str, str]:
-    """Return what a file says of masks beside their words."""
+    """Return the metadata of a file."""
     shapes = {name: mask.shape for name, mask in masks.items()}
     return {
         "format": _FORMAT,
@@ -46,11 +35,7 @@ def metadata(masks: Mapping[str, Mask], fingerprint: str) -> dict[str, str]:
 
 
 def write(path: str | os.PathLike[str], masks: Mapping[str, Mask], fingerprint: str) -> None:
-    """Write masks to a file, atomically.
-
-    Raises:
-        FileNotFoundError: The folder does not exist.
-    """
+    """Write masks to a file, atomically."""
     target = Path(os.path.realpath(path))  # through a link, which stays
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write '{target}': there is no folder '{target.parent}'")
@@ -59,8 +44,8 @@ def write(path: str | os.PathLike[str], masks: Mapping[str, Mask], fingerprint: 
     atomic_io.write_bytes(target, b"".join(pieces))
 
 
-def read(path: str | os.PathLike[str]) -> MaskFile:
-    """Read a file of this format and version.
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """Return the words, shapes and fingerprint of a file, not yet compared with each other.
 
     Raises:
         MaskError: The file is missing, cannot be read, or is of another kind or version.
@@ -75,10 +60,7 @@ def read(path: str | os.PathLike[str]) -> MaskFile:
             found = file.metadata() or {}
             words = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors_io.READ_ERRORS as error:
-        raise MaskError(
-            f"'{path}' is not a mask file: {error}; it is damaged or of another kind, write it again "
-            "with Masks.save(path)"
-        ) from None
+        raise MaskError(f"'{path}' is not a mask file: {error}") from None
     if found.get("format") != _FORMAT:
         raise MaskError(
             f"'{path}' is not a mask file: its format is {found.get('format')!r}, not {_FORMAT!r}; "
@@ -94,7 +76,5 @@ def read(path: str | os.PathLike[str]) -> MaskFile:
     except (KeyError, ValueError, RecursionError):
         shapes = None
     if not isinstance(shapes, dict):
-        raise MaskError(
-            f"mask file '{path}' is damaged: its shapes cannot be read; take another copy of it"
-        )
-    return MaskFile(words, shapes, found.get("fingerprint", ""))
+        raise MaskError(f"mask file '{path}' is damaged: its shapes cannot be read")
+    return words, shapes, found.get("fingerprint", "")

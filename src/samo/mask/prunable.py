@@ -27,10 +27,8 @@ _ROUTERS: Final = {"gate", "router"}
 class Layout(NamedTuple):
     """The meaning of a matrix's dimensions."""
 
-    input_dim: int | None
-    """None if unknown."""
-    is_stack: bool = False
-    """Whether the first dimension stacks independent matrices."""
+    input_dim: int | None  # None if unknown
+    is_stack: bool = False  # whether the first dimension stacks independent matrices
 
 
 def prunable(model: nn.Module) -> list[str]:
@@ -47,35 +45,24 @@ def prunable(model: nn.Module) -> list[str]:
         ['mlp.weight']
     """
     # Hugging Face models know their head, whatever its name.
-    get_head = getattr(model, "get_output_embeddings", lambda: None)
-    head = get_head()
-    return _matrices(
-        model,
-        lambda path, module: (
-            isinstance(module, _EMBEDDINGS) or module is head or _is_head_or_router(path)
-        ),
-    )
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return _matrices(model, lambda path, module: module is head or _is_head_or_router(path))
 
 
 def matrices(model: nn.Module) -> list[str]:
     """Return the names of `prunable` and of the matrices of heads and routers."""
-    return _matrices(model, lambda path, module: isinstance(module, _EMBEDDINGS))
+    return _matrices(model, lambda path, module: False)
 
 
 def layout_of(model: nn.Module, name: str, dim: int) -> Layout:
-    """Return what the ``dim`` dimensions of a matrix stand for.
+    """Return what the ``dim`` dimensions of a matrix mean.
 
-        nn.Linear, attention     (out, in)
-        nn.Conv                  (out, in / groups, ...)
-        nn.ConvTranspose         (in, out / groups, ...)
-        Hugging Face's Conv1D    (in, out)
-        stacked experts          (experts, in, out) if the module's ``is_transposed`` is True,
-                                 (experts, out, in) if it is False, unknown if it has none
-
-    Args:
-        model: The model.
-        name: A name from `matrices`.
-        dim: Number of dimensions of the dense weight.
+    nn.Linear, attention     (out, in)
+    nn.Conv                  (out, in / groups, ...)
+    nn.ConvTranspose         (in, out / groups, ...)
+    Hugging Face's Conv1D    (in, out)
+    stacked experts          (experts, in, out) if the module's ``is_transposed`` is True,
+                             (experts, out, in) if it is False, unknown if it has none
     """
     path = name.rpartition(".")[0]
     module = model.get_submodule(path)
@@ -92,16 +79,9 @@ def layout_of(model: nn.Module, name: str, dim: int) -> Layout:
 
 @torch.no_grad()
 def dense_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters by name, compressed ones as the dense weights they stand for.
+    """Return all parameters by name, compressed ones as their dense weights.
 
     A tied parameter appears under each of its names, as one object.
-
-    Example:
-        >>> import samo
-        >>> model = torch.nn.Linear(8, 4)
-        >>> _ = samo.compress_(model, samo.prune(model, 0.5))
-        >>> {name: tuple(dense.shape) for name, dense in dense_parameters(model).items()}
-        {'weight': (4, 8), 'bias': (4,)}
     """
     found: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}
@@ -120,8 +100,8 @@ def matching(patterns: Iterable[str], names: Mapping[str, object], argument: str
         hits = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not hits:
             raise ValueError(
-                f"{argument} pattern '{pattern}' matches no parameter of the model"
-                f"{nearest(pattern, names)}; patterns are shell-style, for example 'layers.0.*'"
+                f"{argument} pattern '{pattern}' matches no parameter{nearest(pattern, names)}; "
+                "patterns are shell-style, for example 'layers.0.*'"
             )
         found.update(hits)
     return found
@@ -137,7 +117,7 @@ def _matrices(model: nn.Module, is_exempt: Callable[[str, nn.Module], bool]) -> 
     seen = {
         id(parameter)
         for path, module in model.named_modules()
-        if is_exempt(path, module)
+        if isinstance(module, _EMBEDDINGS) or is_exempt(path, module)
         for parameter in module.parameters(recurse=False)
     }
     names = []
@@ -158,8 +138,7 @@ def _is_matrix(path: str, module: nn.Module, name: str) -> bool:
         return name in _ATTENTION_WEIGHTS
     if not _is_experts(path, module) or "bias" in name:
         return False
-    dense: Tensor = getattr(module, name)  # the parameter itself is 1-D if it is compressed
-    return dense.dim() == 3
+    return bool(getattr(module, name).dim() == 3)  # a compressed parameter itself is 1-D
 
 
 def _is_conv1d(module: nn.Module) -> bool:

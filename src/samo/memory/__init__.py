@@ -1,3 +1,3 @@
-"""The ledger: the account of every byte a run holds, predicted and measured under the same names."""
+"""The ledger: the bytes of model state, predicted and measured under the same names."""
 
 __all__ = []

@@ -1,12 +1,9 @@
-"""The measured side of the ledger: bytes of the storages that a compressed model holds.
+"""`ledger`: the bytes of the storages that a compressed model holds, beside those of `predict`.
 
-Each parameter becomes a `TensorSpec`, from which `predict` gives its bytes by kind; beside them
-stand the bytes of the storages that are there. Each storage counts once.
+Each parameter becomes a `TensorSpec` for `predict`. Each storage counts once.
 """
 
-import dataclasses
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,24 +20,12 @@ from samo.core.shards import local_of
 from samo.core.weight import weight_of
 from samo.errors import CompressionError
 from samo.kernels.reference import bias_corrections
-from samo.memory.predict import (
-    KINDS,
-    STATE_KINDS,
-    Kind,
-    TensorSpec,
-    dense_bytes,
-    paper_bytes,
-    predict,
-)
+from samo.memory.predict import KINDS, Kind, TensorSpec, dense_bytes, paper_bytes, predict
 
 __all__ = ["Ledger", "ledger"]
 
-_LABELS: dict[Kind, str] = {
-    "dense": "dense weights",
-    "ages": "ages of entries",
-    "buckets": "buckets of DDP",
-}
-"""Of kinds that are not called by their name."""
+_LABELS: Final = {"dense": "dense weights", "ages": "ages of entries", "buckets": "DDP buckets"}
+_STATE_KINDS: Final[tuple[Kind, ...]] = ("moments", "corrections", "ages")
 _UNITS: Final = (("GB", 9), ("MB", 6), ("kB", 3))
 
 
@@ -48,49 +33,30 @@ _UNITS: Final = (("GB", 9), ("MB", 6), ("kB", 3))
 class Share:
     """The bytes of the pruned or of the unpruned parameters."""
 
-    num_params: int
-    """Dense parameters."""
-    measured: dict[Kind, int]
-    """Bytes held now, by kind."""
-    predicted: dict[Kind, int]
-    """Bytes held after the first step, by kind; state of unknown optimizers once it exists."""
-    dense: int | None
-    """Bytes of dense training with the same optimizer, or with Adam by default; None if unknown."""
-    paper: int
-    """Bytes by the SAMO paper's formula."""
+    num_params: int  # dense
+    measured: dict[Kind, int]  # held now
+    predicted: dict[Kind, int]  # held after the first step; once it exists if unknown before
+    dense: int | None  # of dense training with the same optimizer, if that is known
+    paper: int  # by the SAMO paper's formula
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """Bytes by kind: measured, predicted, dense and by the paper's formula. Printing it shows a table.
+    """Bytes by kind: measured, predicted, dense and by the paper's formula. `print` shows a table.
 
     Example:
         >>> import torch, samo
-        >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.LayerNorm(1024))
-        >>> masks = samo.prune(model, 0.9)
-        >>> model = samo.compress_(model, masks, dtype=torch.bfloat16, grad_dtype=torch.bfloat16)
-        >>> opt = samo.AdamW(model.parameters())
-        >>> model(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum().backward()
-        >>> opt.step()
-        >>> account = samo.ledger(model, opt)
-        >>> account.measured_bytes == account.predicted_bytes
-        True
-        >>> round(sum(account.pruned.measured.values()) / account.pruned.num_params, 2)
-        3.53
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> model = samo.compress_(model, samo.prune(model, 0.9))
+        >>> samo.ledger(model).pruned.num_params
+        4096
     """
 
-    pruned: Share
-    """Parameters with a mask."""
-    unpruned: Share
-    """Parameters without: embeddings, norms, biases."""
-    other_bytes: int
-    """Step counts, padding, tables: a few bytes a parameter."""
-    buffer_bytes: int
-    """The model's own buffers."""
-    optimizers: tuple[str, ...] = ()
-    """Class names of the optimizers."""
-    unknown: tuple[str, ...] = ()
-    """Optimizers whose state cannot be predicted before their first step."""
+    pruned: Share  # parameters with a mask
+    unpruned: Share  # parameters without: embeddings, norms, biases
+    other_bytes: int  # step counts, padding, tables
+    buffer_bytes: int  # the model's own buffers
+    unknown: tuple[str, ...] = ()  # optimizers that cannot be predicted before their first step
 
     @property
     def num_params(self) -> int:
@@ -109,32 +75,18 @@ class Ledger:
 
     @property
     def dense_bytes(self) -> int | None:
-        """Bytes of the same model trained densely with the same optimizer, or with Adam, if known."""
-        if self.pruned.dense is None or self.unpruned.dense is None:
-            return None
-        return self.pruned.dense + self.unpruned.dense
+        """Bytes of the same model trained densely with the same optimizer, if that is known."""
+        shares = (self.pruned.dense, self.unpruned.dense)
+        return None if None in shares else sum(filter(None, shares))
 
     @property
     def paper_bytes(self) -> int:
         """Bytes of the same model by the SAMO paper's formula."""
         return self.pruned.paper + self.unpruned.paper
 
-    def to_json(self) -> str:
-        """Return all fields and sums as JSON.
-
-        Example:
-            >>> import json, torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
-            >>> model = samo.compress_(model, samo.prune(model, 0.9))
-            >>> json.loads(samo.ledger(model).to_json())["pruned"]["num_params"]
-            4096
-        """
-        names = ("num_params", "measured_bytes", "predicted_bytes", "dense_bytes", "paper_bytes")
-        sums = {name: getattr(self, name) for name in names}
-        return json.dumps({**sums, **dataclasses.asdict(self)})
-
     def __str__(self) -> str:
-        unit, power = self._unit()
+        largest = max(self.measured_bytes, self.predicted_bytes)
+        unit, power = next((u for u in _UNITS if largest >= 10 ** u[1]), _UNITS[-1])
 
         def row(label: str, measured: int | None, predicted: int, count: int) -> str:
             held = predicted if measured is None else measured
@@ -147,11 +99,11 @@ class Ledger:
             if not (count := share.num_params):
                 continue
             lines.append(f"{name}, {count:,} parameters")
-            measured, predicted = sum(share.measured.values()), sum(share.predicted.values())
             for kind in KINDS:
-                if share.measured[kind] or share.predicted[kind]:
-                    label = f"  {_LABELS.get(kind, kind)}"
-                    lines.append(row(label, share.measured[kind], share.predicted[kind], count))
+                measured, predicted = share.measured[kind], share.predicted[kind]
+                if measured or predicted:
+                    lines.append(row(f"  {_LABELS.get(kind, kind)}", measured, predicted, count))
+            measured, predicted = sum(share.measured.values()), sum(share.predicted.values())
             lines.append(row("  together", measured, predicted, count))
         dense, count = self.dense_bytes, self.num_params
         lines.append(row("all", self.measured_bytes, self.predicted_bytes, count))
@@ -161,35 +113,18 @@ class Ledger:
         if self.unknown:
             lines.append(f"state of {', '.join(self.unknown)}: unknown until the first step")
         elif self.measured_bytes < self.predicted_bytes:
-            lines.append(
-                "gradients are held from backward() to zero_grad(), moments from the first step"
-            )
-        if dense is not None and self.optimizers and not self.unknown:
+            lines.append("gradients exist from backward() on, moments from the first step")
+        if dense is not None:
             saved = 1 - self.predicted_bytes / dense
             lines.append(f"saved against dense: {saved:.1%}; activations are not included")
         return "\n".join(lines)
 
-    def _unit(self) -> tuple[str, int]:
-        """Return the largest unit that fits the sum, or the next if a row would be 0.00."""
-        whole = max(self.measured_bytes, self.predicted_bytes)
-        place = next((n for n, (_, power) in enumerate(_UNITS) if whole >= 10**power), 2)
-        columns = [
-            column
-            for share in (self.pruned, self.unpruned)
-            for column in (share.measured, share.predicted)
-        ]
-        smallest = min((size for column in columns for size in column.values() if size), default=0)
-        if 0 < smallest < 0.005 * 10 ** _UNITS[place][1]:
-            place = min(place + 1, 2)
-        return _UNITS[place]
-
 
 @torch.no_grad()
 def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None) -> Ledger:
-    """Account for every byte of model state that a compressed model and its optimizers hold now.
+    """Return the bytes of model state that a compressed model and its optimizers hold now.
 
-    Dense weights exist from the first forward pass on, gradients from the first backward pass, and
-    moments from the first step; before that they are predicted but not measured.
+    Gradients that do not exist yet, and moments before the first step, are predicted only.
 
     Example:
         >>> import torch, samo
@@ -212,24 +147,18 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         SAMO paper, 16-bit               -        4.61      4.40
         saved against dense: 81.4%; activations are not included
 
-    On several ranks this is the account of one rank, with its own shards of parameters. For a model
-    wrapped by DistributedDataParallel it has torch's buckets, a copy of all gradients that
-    ``gradient_as_bucket_view=True`` avoids.
+    Each rank counts what it holds, DDP's buckets included; ``gradient_as_bucket_view=True`` avoids
+    those.
 
     Args:
         model: A compressed model, wrapped or not.
         opt: Its optimizer, of samo or any other, or several. Without one no moments are predicted.
-
-    Raises:
-        CompressionError: The model is not compressed.
     """
     if not any(isinstance(module, CompressedModule) for module in model.modules()):
-        raise CompressionError(
-            "the model is not compressed; call samo.compress_(model, masks) first"
-        )
+        raise CompressionError("the model is not compressed; call samo.compress_(model, masks)")
     given = [opt] if isinstance(opt, Optimizer) else list(opt or ())
     opts = [getattr(one, "optim", one) for one in given]  # what ZeroRedundancyOptimizer shards
-    owners: dict[int, list[_Owner]] = {}
+    owners: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
     for one in opts:
         for group in one.param_groups:
             for param in group["params"]:
@@ -243,18 +172,16 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
             row = _Row.of(param, meter, has_buckets=has_buckets)
             for owner in owners.get(id(param), ()):
                 row.add_state(param, *owner, meter)
-            if not opts:  # compare with dense training by Adam
-                row.spec = replace(row.spec, moments=2)
             rows.append(row)
     other = meter.shared_bytes + sum(meter.count(table) for table in _tables(opts))
     state = tree_leaves([dict(one.state) for one in opts])
     other += sum(meter.count(leaf) for leaf in state if isinstance(leaf, Tensor))
+    is_known = bool(opts) and all(row.is_known for row in rows)
     return Ledger(
-        pruned=_share(row for row in rows if row.spec.is_pruned),
-        unpruned=_share(row for row in rows if not row.spec.is_pruned),
+        pruned=_share([row for row in rows if row.spec.is_pruned], is_known=is_known),
+        unpruned=_share([row for row in rows if not row.spec.is_pruned], is_known=is_known),
         other_bytes=other,
         buffer_bytes=buffer_bytes,
-        optimizers=tuple(type(one).__name__ for one in given),
         unknown=tuple(dict.fromkeys(name for row in rows for name in row.unknown)),
     )
 
@@ -267,7 +194,7 @@ class _Meter:
         self.shared_bytes = 0  # of storages for several parameters, what no view covers
 
     def count(self, tensor: Tensor | None) -> int:
-        """Count all of a tensor's storage."""
+        """Return the bytes of a tensor's storage, or 0 if it is counted already."""
         if tensor is None:
             return 0
         storage = local_of(tensor).untyped_storage()
@@ -277,16 +204,10 @@ class _Meter:
         return storage.nbytes()
 
     def count_view(self, tensor: Tensor | None) -> int:
-        """Count a view of a storage that several may share, as gradients do in buckets."""
-        if tensor is None:
-            return 0
-        nbytes = local_of(tensor).nbytes
+        """Return the bytes of a view of a storage that several may share, as DDP's buckets."""
+        nbytes = 0 if tensor is None else local_of(tensor).nbytes
         self.shared_bytes += self.count(tensor) - nbytes
         return nbytes
-
-
-_Owner = tuple[Optimizer, dict[str, Any]]
-"""An optimizer and one of its parameter groups."""
 
 
 @dataclass
@@ -296,10 +217,8 @@ class _Row:
     spec: TensorSpec
     measured: dict[Kind, int]
     predicted: dict[Kind, int]
-    unknown: list[str]
-    """Optimizers that have no state yet and cannot be predicted."""
-    is_known: bool = True
-    """Whether all its optimizers can be predicted."""
+    unknown: list[str]  # optimizers that have no state yet and cannot be predicted
+    is_known: bool = True  # whether all its optimizers can be predicted
 
     @classmethod
     def of(cls, param: nn.Parameter, meter: _Meter, *, has_buckets: bool) -> "_Row":
@@ -336,7 +255,7 @@ class _Row:
         self, param: nn.Parameter, opt: Optimizer, group: dict[str, Any], meter: _Meter
     ) -> None:
         state = opt.state.get(param, {})
-        held: dict[Kind, int] = dict.fromkeys(STATE_KINDS, 0)
+        held: dict[Kind, int] = dict.fromkeys(_STATE_KINDS, 0)
         for key, value in state.items():
             is_vector = isinstance(value, Tensor) and key not in _SCALARS
             if is_vector and (value.dim() > 0 or param.dim() == 0):
@@ -349,35 +268,22 @@ class _Row:
             self.spec = replace(self.spec, moments=self.spec.moments + spec.moments)
         elif not state and param.requires_grad:
             self.unknown.append(type(opt).__name__)
-        for kind in STATE_KINDS:
+        for kind in _STATE_KINDS:
             self.measured[kind] += held[kind]
             self.predicted[kind] += expected[kind]
 
 
-_KEYS: Final[dict[str, Kind]] = {
-    "age": "ages",
-    "remainder": "corrections",
-    "correction": "corrections",
-}
-"""State that is not a moment."""
-
+# State that is not a moment, and state that is one number whatever the shape of the parameter.
+_KEYS: dict[str, Kind] = {"age": "ages", "remainder": "corrections", "correction": "corrections"}
 _SCALARS: Final = ("step", "mu_product", "eta", "mu")
-"""State that is one number, whatever the shape of the parameter."""
 
-_TORCH: Final[dict[type[Optimizer], Callable[[dict[str, Any]], int]]] = {
-    torch.optim.Adam: lambda group: 2 + bool(group["amsgrad"]),
-    torch.optim.AdamW: lambda group: 2 + bool(group["amsgrad"]),
-    torch.optim.Adadelta: lambda group: 2,
-    torch.optim.Adagrad: lambda group: 1,
-    torch.optim.Adamax: lambda group: 2,
-    torch.optim.ASGD: lambda group: 1,
-    torch.optim.NAdam: lambda group: 2,
-    torch.optim.RAdam: lambda group: 2,
-    torch.optim.RMSprop: lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
-    torch.optim.Rprop: lambda group: 2,
-    torch.optim.SGD: lambda group: int(bool(group["momentum"])),
+_MOMENTS: Final = {
+    **dict.fromkeys(("Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop"), 2),
+    **dict.fromkeys(("Adagrad", "ASGD", "RMSprop"), 1),
+    "SGD": 0,
 }
-"""Number of moments that torch's optimizers keep, from the settings of a group."""
+"""Moments that torch's optimizers keep, and one more for each of these settings of a group."""
+_MORE_MOMENTS: Final = ("amsgrad", "centered", "momentum")
 
 
 def _with_state(spec: TensorSpec, opt: Optimizer, group: dict[str, Any]) -> TensorSpec | None:
@@ -385,13 +291,14 @@ def _with_state(spec: TensorSpec, opt: Optimizer, group: dict[str, Any]) -> Tens
     if isinstance(opt, AdamW):
         is_lean = group["lean"] and spec.is_trained
         return replace(spec, moments=2, is_lean=is_lean, has_ages=group["entry_steps"])
-    count = _TORCH.get(type(opt))
-    return None if count is None else replace(spec, moments=count(group), optimizer="torch")
+    kind = type(opt)
+    if kind.__name__ not in _MOMENTS or not kind.__module__.startswith("torch.optim."):
+        return None
+    more = sum(bool(group.get(setting)) for setting in _MORE_MOMENTS)
+    return replace(spec, moments=_MOMENTS[kind.__name__] + more, optimizer="torch")
 
 
-def _share(rows: Iterable[_Row]) -> Share:
-    rows = list(rows)
-    is_known = all(row.is_known for row in rows)
+def _share(rows: list[_Row], *, is_known: bool) -> Share:
     return Share(
         num_params=sum(row.spec.numel for row in rows),
         measured={kind: sum(row.measured[kind] for row in rows) for kind in KINDS},
@@ -402,7 +309,7 @@ def _share(rows: Iterable[_Row]) -> Share:
 
 
 def _tables(opts: list[Any]) -> list[Tensor]:
-    """Return the tables of bias corrections by age, which kernels share among parameters."""
+    """Return the tables of bias corrections by age, which parameters share."""
     found = {
         (*group["betas"], param.device)
         for opt in opts

@@ -19,8 +19,6 @@ def generate(
     """Return the prompt and ``num_tokens`` sampled tokens.
 
     Example:
-        >>> import torch
-        >>> from samo.models.generate import generate
         >>> from samo.models.gpt import GPT, GPTConfig
         >>> model = GPT(GPTConfig(num_layers=1, width=16, num_heads=2, context=8))
         >>> generate(model, torch.tensor([1, 2, 3]), 5, context=8).shape
@@ -31,8 +29,8 @@ def generate(
         prompt_T: At least one token.
         num_tokens: Tokens to sample.
         context: Longest sequence the model takes.
-        temperature: Divides the logits; likely tokens become likelier below 1.
-        seed: Seed of the sampling.
+        temperature: Divides the logits.
+        seed: Of the sampling.
     """
     device = next(model.parameters()).device
     tokens_T = prompt_T.to(device)

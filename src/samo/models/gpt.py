@@ -16,10 +16,7 @@ from samo.models.shapes import GPTConfig
 
 __all__ = ["GPT", "GPTConfig", "draw_weights", "init_weights"]
 
-_MAX_LOGITS: Final = 2**27
-"""Logits that exist at once when a loss is computed: 2 GB with their gradients."""
-_IGNORE: Final = -100
-"""The default ignore_index of torch's cross-entropy."""
+_MAX_LOGITS: Final = 2**27  # that exist at once in a loss: 2 GB with their gradients
 
 
 class GPT(nn.Module):
@@ -30,10 +27,7 @@ class GPT(nn.Module):
         >>> from samo.models.gpt import GPT, GPTConfig
         >>> model = GPT(GPTConfig(num_layers=2, width=64, num_heads=2))
         >>> tokens_BT = torch.randint(0, 256, (2, 16))
-        >>> model(tokens_BT).shape
-        torch.Size([2, 16, 256])
-        >>> model(tokens_BT[:, :-1], tokens_BT[:, 1:]).shape
-        torch.Size([])
+        >>> loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -47,8 +41,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.is_tied:
             self.head.weight = self.embed.weight
-        for name, param in self.named_parameters():
-            _init_(name, param, config, seed)
+        init_weights(self, config, seed)
 
     def forward(
         self,
@@ -57,10 +50,9 @@ class GPT(nn.Module):
         *,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
-        """Return logits, or the cross-entropy if targets are given: the next token for each token.
+        """Return logits, or with targets, the next token of each token, the cross-entropy.
 
-        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy. Targets of -100 are
-        ignored, as everywhere in torch.
+        Nothing is shifted here: ``model(tokens, tokens)`` would learn to copy.
         """
         places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT) + self.position(places_T)
@@ -75,11 +67,10 @@ class GPT(nn.Module):
         return self._loss(x_BTD.flatten(0, 1), targets_BT.flatten(), reduction)
 
     def _loss(self, x_ND: Tensor, targets_N: Tensor, reduction: str) -> Tensor:
-        """Return the loss of many tokens without holding all of their logits.
+        """Return the loss, from logits of a chunk of tokens at a time, recomputed in backward.
 
-        With a large vocabulary, logits and their gradients would take more memory than the whole
-        state of a pruned model. So they are computed in chunks of tokens, and recomputed in
-        backward.
+        With a large vocabulary, all logits and their gradients would take more memory than the
+        whole state of a pruned model.
         """
         size = 1 << max(_MAX_LOGITS // self.config.vocab_size, 1).bit_length() - 1
         if len(targets_N) <= size:
@@ -88,7 +79,8 @@ class GPT(nn.Module):
         total = torch.stack(
             [checkpoint(self._loss_sum, x, y, use_reentrant=False) for x, y in parts]
         ).sum()
-        return total / (targets_N != _IGNORE).sum() if reduction == "mean" else total
+        # -100 is the default ignore_index of torch's cross-entropy.
+        return total / (targets_N != -100).sum() if reduction == "mean" else total
 
     def _loss_sum(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x_ND).float(), targets_N, reduction="sum")
@@ -126,17 +118,9 @@ class _Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 
-def init_weights(module: nn.Module, config: GPTConfig) -> None:
-    """Initialize a part of a GPT, such as one block, from the same distributions as the whole.
-
-    Example:
-        >>> from samo.models.gpt import GPT, GPTConfig, init_weights
-        >>> model = GPT(GPTConfig(num_layers=1, width=64, num_heads=2))
-        >>> init_weights(model.blocks[0], model.config)
-        >>> round(model.blocks[0].attention.out.weight.std().item(), 3)
-        0.014
-    """
-    seed = _draw_seed()
+def init_weights(module: nn.Module, config: GPTConfig, seed: int | None = None) -> None:
+    """Initialize a part of a GPT, such as one block, from the same distributions as the whole."""
+    seed = _draw_seed() if seed is None else seed
     for name, param in module.named_parameters():
         _init_(name, param, config, seed)
 
@@ -144,25 +128,9 @@ def init_weights(module: nn.Module, config: GPTConfig) -> None:
 def draw_weights(
     config: GPTConfig, keep: Callable[[str], bool], device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Return some initial weights of a GPT, bit for bit those of the constructor.
+    """Return the initial weights whose names ``keep`` accepts, bit for bit those of `GPT(config)`.
 
-    For the same seed and device. Allocates nothing else, so that a rank can draw its own part of a
-    model that it has no room for.
-
-    Example:
-        >>> import torch
-        >>> from samo.models.gpt import GPT, GPTConfig, draw_weights
-        >>> config = GPTConfig(num_layers=2, width=64, num_heads=2)
-        >>> _ = torch.manual_seed(0)
-        >>> drawn = draw_weights(config, lambda name: name.startswith("blocks.1."))
-        >>> _ = torch.manual_seed(0)
-        >>> torch.equal(drawn["blocks.1.mlp.0.weight"], GPT(config).blocks[1].mlp[0].weight)
-        True
-
-    Args:
-        config: The shape.
-        keep: Whether to draw the parameter with this name.
-        device: Where to draw.
+    Allocates nothing else, so that a rank can draw its own part of a model that it has no room for.
     """
     seed = _draw_seed()
     with torch.device("meta"):
@@ -174,7 +142,7 @@ def draw_weights(
 
 
 def _draw_seed() -> int:
-    """Draw the seed of all weights of a model from torch's default generator."""
+    """Draw the seed of all weights of a model."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 

@@ -2,9 +2,8 @@
 
 prune          by magnitude or at random; `topk`, `nm` and `densities` do the counting
 early_bird     once the mask of a dense model in training stabilizes
-gradual        raise the sparsity over time
-dynamic        drop and regrow weights; `growth` chooses which
-schedules      when, and what the two have in common
+schedules      while a compressed model trains: gradual pruning, SET, RigL
+growth         which entries those drop and grow
 """
 
 __all__ = []

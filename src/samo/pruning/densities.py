@@ -3,8 +3,7 @@
     n:m    of every m neighbours n are kept, so the sparsity is 1 - n/m
     ERK    small tensors keep more: density proportional to (sum of sizes) / (product of sizes)
 
-ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020). A density over 1 is clipped to 1, and
-the excess is spread over the other tensors.
+ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020), clipped to 1; the excess is spread.
 """
 
 import math
@@ -29,18 +28,10 @@ class Pattern(NamedTuple):
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Parse a pattern such as ``"2:4"``, which must keep some entries and prune some.
-
-    Example:
-        >>> parse_pattern("2:4").sparsity
-        0.5
-    """
-    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text) if isinstance(text, str) else None
+    """Parse a pattern such as ``"2:4"``, which must keep some entries and prune some."""
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
     if match is None or not 0 < int(match[1]) < int(match[2]):
-        raise ValueError(
-            f"pattern is {text!r}, but a pattern is 'n:m', n of every m neighbours kept with 0 < n < m, "
-            "for example '2:4'"
-        )
+        raise ValueError(f"pattern must be 'n:m' with 0 < n < m, such as '2:4', got {text!r}")
     return Pattern(int(match[1]), int(match[2]))
 
 
@@ -48,8 +39,8 @@ def pattern_sparsity(pattern: Pattern, sparsity: float | None) -> float:
     """Return the sparsity of a pattern, which ``sparsity`` must not contradict."""
     if sparsity is not None and not math.isclose(sparsity, pattern.sparsity, abs_tol=1e-6):
         raise ValueError(
-            f"pattern '{pattern.kept}:{pattern.group}' prunes {pattern.sparsity:.6g} of the weights, "
-            f"which contradicts sparsity {sparsity}; give one of the two"
+            f"pattern '{pattern.kept}:{pattern.group}' prunes {pattern.sparsity:.6g} of the "
+            f"weights, which contradicts sparsity {sparsity}; give one of the two"
         )
     return pattern.sparsity
 
@@ -57,16 +48,12 @@ def pattern_sparsity(pattern: Pattern, sparsity: float | None) -> float:
 def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list[int]:
     """Share ``kept`` weights among tensors by the Erdos-Renyi-Kernel rule.
 
-    The counts sum to ``kept`` exactly: shares are rounded down, and the rest goes to the largest
-    fractions, earlier tensors first.
+    Shares are rounded down, and the rest goes to the largest fractions, earlier tensors first.
+    ``matrices`` has the number of matrices stacked in each tensor, usually 1, and their sizes.
 
     Example:
         >>> erk_counts([(1, (10, 10)), (1, (100, 100))], kept=1100)
         [100, 1000]
-
-    Args:
-        matrices: For each tensor the number of matrices stacked in it, usually 1, and their sizes.
-        kept: Weights to keep in total, at most as many as there are.
     """
     numels = [count * math.prod(sizes) for count, sizes in matrices]
     # A count is density times numel, so counts are proportional to the sums of sizes.

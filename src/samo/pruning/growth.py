@@ -8,9 +8,8 @@ candidates for growth are chosen right then, and only their mask and scores are 
     candidates       mask 0 1 0 0 0 1, scores 4 9, of which the largest grow in the end
 
 The gradient of one step may come in parts: micro-batches, recomputed blocks. Scores are sums, as
-gradients are. A candidate has the exact sum from its first part on; an entry that a later part
-brings in starts there. So several times as many are held as will grow. With one part, which is
-usual, or with all entries as candidates, the choice is exact.
+gradients are; an entry that a later part brings in starts there. So several times as many are held
+as will grow. With one part, which is usual, or with all entries as candidates, the choice is exact.
 """
 
 import weakref
@@ -32,61 +31,34 @@ __all__ = []
 
 
 def prune_to(name: str, mask: Mask, values: Tensor, kept: int, seed: int) -> Mask:
-    """Return a mask that keeps the ``kept`` largest values of what ``mask`` keeps.
-
-    Example:
-        >>> mask = Mask.from_bool(torch.tensor([True, False, True, True]))
-        >>> prune_to("a", mask, torch.tensor([1.0, -3.0, 2.0]), 2, seed=0).to_bool()
-        tensor([False, False,  True,  True])
-    """
+    """Return a mask that keeps the ``kept`` largest values of what ``mask`` keeps."""
     return narrow(mask, largest(name, values, kept, seed))
 
 
 def grow_random(name: str, taken: Mask, count: int, seed: int) -> Mask:
-    """Return a mask of ``count`` random entries among those that ``taken`` does not keep.
-
-    Example:
-        >>> taken = Mask.from_bool(torch.tensor([True, False, True, False, False]))
-        >>> grown = grow_random("a", taken, 2, seed=0)
-        >>> grown.kept, (grown & taken).kept
-        (2, 0)
-    """
+    """Return a mask of ``count`` random entries among those that ``taken`` does not keep."""
     dense = torch.empty((), device=taken.words.device).expand(taken.shape)
     entries = Entries(name, dense, "random", torch.float32, seed, taken)
     return Mask(taken.shape, keep_largest([entries], count)[0])
 
 
 def grow_largest(name: str, scores: Tensor, taken: Mask, count: int, seed: int) -> Mask:
-    """Return a mask of the ``count`` largest dense scores where ``taken`` keeps nothing.
-
-    Example:
-        >>> taken = Mask.from_bool(torch.tensor([True, False, False, False]))
-        >>> grow_largest("a", torch.tensor([9.0, 1.0, -2.0, 0.0]), taken, 2, seed=0).to_bool()
-        tensor([False,  True,  True, False])
-    """
+    """Return a mask of the ``count`` largest dense scores where ``taken`` keeps nothing."""
     return Mask(taken.shape, largest(name, scores, count, seed, excluded=taken))
 
 
 class _Found(NamedTuple):
-    mask: Mask
-    """The weight's mask at that time."""
-    survivors: Tensor
-    """Packed bits: which of its kept entries stay."""
+    mask: Mask  # of the weight at that time
+    survivors: Tensor  # packed bits: which of its kept entries stay
     num_grown: int
     candidates: Mask
-    scores: Tensor
-    """The summed gradients of the candidates."""
+    scores: Tensor  # the summed gradients of the candidates
 
 
 class Growth:
     """Watches a weight's dense gradients while it lives, and decides what to drop and to grow.
 
-    Args:
-        weight: A weight with a mask.
-        fraction: Fraction of the kept entries to replace.
-        seed: Breaks ties.
-        candidates: Entries to hold, as a multiple of those that will grow; None for all.
-        group: Ranks to sum gradients over; by default those of DistributedDataParallel.
+    ``fraction`` of the kept entries is replaced. See `DynamicSparse` for the other arguments.
     """
 
     def __init__(
@@ -97,11 +69,11 @@ class Growth:
         candidates: int | None = 4,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.weight: Final = weight
-        self.fraction: Final = fraction
-        self.seed: Final = seed
-        self.candidates: Final = candidates
-        self.group: Final = group
+        self._weight: Final = weight
+        self._fraction: Final = fraction
+        self._seed: Final = seed
+        self._candidates: Final = candidates
+        self._group: Final = group
         self._found: _Found | None = None
         self._pass = -1
         reference = weakref.ref(self)
@@ -114,19 +86,14 @@ class Growth:
         weakref.finalize(self, weight.watch(watch)).atexit = False
 
     @property
-    def has_seen(self) -> bool:
-        """Whether a gradient has come."""
-        return self._found is not None
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no score is NaN or infinite."""
-        return self._found is None or bool(self._found.scores.isfinite().all())
+    def is_finite(self) -> bool | None:
+        """Whether no score is NaN or infinite; None before the first gradient."""
+        return None if self._found is None else bool(self._found.scores.isfinite().all())
 
     @torch.no_grad()
     def add(self, grad: Tensor) -> None:
         """Take a dense gradient: the first of a sum, or a further part of it."""
-        mask, sum_so_far = self.weight.mask, self.weight.values.grad
+        mask, sum_so_far = self._weight.mask, self._weight.values.grad
         assert mask is not None  # only weights with a mask are watched
         grad = self._all_reduce(grad)
         # A discarded gradient, set to None or to 0, starts a new sum. A streamed weight reports
@@ -143,24 +110,23 @@ class Growth:
     def decide(self) -> Mask | None:
         """Return the new mask, or None if there was no gradient since the mask last changed."""
         found = self._found
-        if found is None or found.mask is not self.weight.mask:
+        if found is None or found.mask is not self._weight.mask:
             return None
         if found.num_grown == 0:
             return found.mask
-        words = largest(self.weight.name, found.scores, found.num_grown, self.seed)
+        words = largest(self._weight.name, found.scores, found.num_grown, self._seed)
         return narrow(found.mask, found.survivors) | narrow(found.candidates, words)
 
     def _all_reduce(self, grad: Tensor) -> Tensor:
-        """Return the sum of a gradient over the replicas, each of which has seen a part of the batch."""
+        """Return the sum of a gradient over the replicas."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return grad
-        group = self.group or group_of(self.weight.values)
+        group = self._group or group_of(self._weight.values)
         if group is None:
             raise CompressionError(
-                f"'{self.weight.name}' grows by gradients that may be spread over "
-                f"{dist.get_world_size()} ranks, and the model is not wrapped in "
-                "DistributedDataParallel; pass group=torch.distributed.group.WORLD to DynamicSparse, or "
-                "the group of the ranks with replicas of this model"
+                f"'{self._weight.name}' grows by gradients of {dist.get_world_size()} ranks, but "
+                "the model is not wrapped in DistributedDataParallel; pass "
+                "DynamicSparse(group=) the process group of the ranks with replicas of it"
             )
         # A copy: the gradient itself is compressed, and reduced by others.
         dtype = master_dtype(grad.dtype)
@@ -169,28 +135,28 @@ class Growth:
         return total
 
     def _first(self, mask: Mask, grad: Tensor) -> _Found:
-        weight, count = self.weight, round(self.fraction * mask.kept)
-        survivors = largest(weight.name, weight.values.detach(), mask.kept - count, self.seed)
+        weight, count = self._weight, round(self._fraction * mask.kept)
+        survivors = largest(weight.name, weight.values.detach(), mask.kept - count, self._seed)
         num_held = mask.numel - (mask.kept - count)
-        if self.candidates is not None:
-            num_held = min(num_held, self.candidates * count)
+        if self._candidates is not None:
+            num_held = min(num_held, self._candidates * count)
         taken = narrow(mask, survivors)
-        candidates = grow_largest(weight.name, grad, taken, num_held, self.seed)
+        candidates = grow_largest(weight.name, grad, taken, num_held, self._seed)
         return _Found(mask, survivors, count, candidates, self._at(grad, candidates))
 
     def _sum(self, grad: Tensor, found: _Found) -> _Found:
-        name, candidates = self.weight.name, found.candidates
+        name, candidates = self._weight.name, found.candidates
         scores = found.scores + self._at(grad, candidates)
         taken = narrow(found.mask, found.survivors) | candidates
         count = min(candidates.kept, taken.numel - taken.kept)
         if count == 0:
             return found._replace(scores=scores)
-        more = grow_largest(name, grad, taken, count, self.seed)
+        more = grow_largest(name, grad, taken, count, self._seed)
         union = candidates | more
         moved, _ = move({"scores": scores}, candidates, union, {"scores": self._at(grad, more)})
-        best = narrow(union, largest(name, moved["scores"], candidates.kept, self.seed))
+        best = narrow(union, largest(name, moved["scores"], candidates.kept, self._seed))
         best_scores = move(moved, union, best, {})[0]["scores"]
         return found._replace(candidates=best, scores=best_scores)
 
     def _at(self, grad: Tensor, mask: Mask) -> Tensor:
-        return self.weight.layout._replace(mask=mask).compress(grad, master_dtype(grad.dtype))
+        return self._weight.layout._replace(mask=mask).compress(grad, master_dtype(grad.dtype))

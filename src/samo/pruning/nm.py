@@ -20,15 +20,12 @@ from samo.pruning.topk import Entries
 __all__ = []
 
 _MOST_COMPARED: Final = 8
-"""Largest group compared pair by pair: 2**20 scores on a CPU core take 5 ms for 2:4, 11 ms for 4:8 and
-27 ms for 4:16; sorting them takes 24, 19 and 22 ms."""
+"""Largest group compared pair by pair: 2**20 scores on a CPU core take 5 ms for 2:4, 11 ms for 4:8
+and 27 ms for 4:16; sorting them takes 24, 19 and 22 ms."""
 
 
 def keep_pattern(entries: Entries, pattern: Pattern, input_dim: int) -> Tensor:
-    """Return the words of a mask that keeps ``pattern.kept`` of every group along ``input_dim``.
-
-    The size of that dimension must be a multiple of ``pattern.group``.
-    """
+    """Return the words of a mask that keeps ``pattern.kept`` of every group along ``input_dim``."""
     numel, after = entries.dense.numel(), math.prod(entries.dense.shape[input_dim + 1 :])
     # Whole groups, and whole pairs of words.
     unit = math.lcm(pattern.group * after, 2 * bitmap.WORD_BITS)

@@ -16,7 +16,7 @@ value and makes -0.0 and 0.0 equal. Only the tables of counts are copied to the 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ __all__ = []
 
 Method = Literal["magnitude", "random"]
 
-_HALF_DTYPES: Final = {torch.float16, torch.bfloat16}
 _DIGIT_BITS: Final = 16
 _HASH_BITS: Final = 31
 _GOLDEN: Final = -0x61C8864680B583EB  # 2**64 / golden ratio; SplitMix64's constants, as int64
@@ -38,19 +37,14 @@ _MIX_2: Final = -0x6B2FB644ECCEEE15
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The entries of one tensor, each with a key to rank by and a hash to break ties.
-
-    All tensors that are compared need the same ``dtype``; see `compare_dtype`.
-    """
+    """The entries of one tensor, each with a key to rank by and a hash to break ties."""
 
     name: str
     dense: Tensor
     method: Method
-    dtype: torch.dtype
-    """Dtype whose bit patterns are the keys of magnitudes."""
+    dtype: torch.dtype  # whose bit patterns are the keys of magnitudes; one for all in a group
     seed: int
-    excluded: Mask | None = None
-    """Entries that rank below all others."""
+    excluded: Mask | None = None  # entries that rank below all others
 
     @property
     def bits(self) -> int:
@@ -78,41 +72,30 @@ class Entries:
 
     def count_not_finite(self) -> int:
         """Count the entries that are NaN or infinite."""
-        infinity = magnitudes(torch.tensor(float("inf"), dtype=self.dtype, device="cpu"))
-        return sum(
-            int((self.keys(start, stop) >= int(infinity)).sum())
-            for start, stop in bitmap.chunks(self.dense.numel())
-        )
+        chunks = bitmap.chunks(self.dense.numel())
+        return sum(int((~flat_slice(self.dense, *chunk).isfinite()).sum()) for chunk in chunks)
 
 
 def compare_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return a dtype that holds all of some dtypes exactly: the narrower it is, the fewer passes."""
+    """Return the narrowest dtype, for the fewest passes, that represents all of some exactly."""
     found = set(dtypes)
     if torch.float64 in found:
         return torch.float64
-    return found.pop() if len(found) == 1 and found <= _HALF_DTYPES else torch.float32
+    is_half = found in ({torch.float16}, {torch.bfloat16})
+    return found.pop() if is_half else torch.float32
 
 
 def largest(
     name: str, values: Tensor, kept: int, seed: int, *, excluded: Mask | None = None
 ) -> Tensor:
-    """Return the words of packed bits that are set for the ``kept`` largest magnitudes.
-
-    Example:
-        >>> words = largest("a", torch.tensor([0.1, -3.0, 2.0, 0.0]), 2, seed=0)
-        >>> bitmap.unpack(words, 0, 4)
-        tensor([False,  True,  True, False])
-    """
+    """Return the words of packed bits that are set for the ``kept`` largest magnitudes."""
     dtype = compare_dtype([values.dtype])
     (words,) = keep_largest([Entries(name, values, "magnitude", dtype, seed, excluded)], kept)
     return words
 
 
 def keep_largest(group: Sequence[Entries], kept: int) -> list[Tensor]:
-    """Return the words of a mask for each tensor of ``group``, with ``kept`` bits set in total.
-
-    Ties are broken by the larger hash, and by order where hashes are equal too.
-    """
+    """Return the words of a mask for each tensor of ``group``, with ``kept`` bits set in total."""
     cut = _find_cut(group, Entries.keys, group[0].bits, kept)
     if cut.fits == cut.equal:
         return [_words(entries, cut.key, None) for entries in group]
@@ -120,10 +103,9 @@ def keep_largest(group: Sequence[Entries], kept: int) -> list[Tensor]:
     def tie_hashes(entries: Entries, start: int, stop: int) -> Tensor:
         return _ties(entries, entries.keys(start, stop), cut.key, start)[1]
 
+    # One cut for all tensors: its count runs down over entries whose hashes are equal too.
     hash_cut = _find_cut(group, tie_hashes, _HASH_BITS, cut.fits)
-    # One counter for all tensors: it runs down over entries whose hashes are equal too.
-    ties = _TieBreak(hash_cut.key, hash_cut.fits)
-    return [_words(entries, cut.key, ties) for entries in group]
+    return [_words(entries, cut.key, hash_cut) for entries in group]
 
 
 def magnitudes(values: Tensor) -> Tensor:
@@ -148,27 +130,18 @@ def flat_slice(dense: Tensor, start: int, stop: int) -> Tensor:
     return torch.cat(parts)
 
 
-class _Cut(NamedTuple):
-    key: int
-    """The smallest kept key."""
-    fits: int
-    """Number of entries with this key that are kept."""
-    equal: int
-    """Number of entries with this key."""
-
-
 @dataclass(slots=True)
-class _TieBreak:
-    """Chooses among the entries at the cut: hashes above ``key``, and the first ``fits`` equal to it."""
+class _Cut:
+    key: int  # the smallest kept key
+    fits: int  # entries with this key that are kept
+    equal: int  # entries with this key
 
-    key: int
-    fits: int
-
-    def choose(self, hashes: Tensor) -> Tensor:
-        keep = hashes > self.key
-        collided = (hashes == self.key).nonzero().view(-1)[: self.fits]
-        keep[collided] = True
-        self.fits -= collided.numel()
+    def choose(self, keys: Tensor) -> Tensor:
+        """Return which keys to keep: those above the cut, and the first that fit at it."""
+        keep = keys > self.key
+        at_cut = (keys == self.key).nonzero().view(-1)[: self.fits]
+        keep[at_cut] = True
+        self.fits -= at_cut.numel()
         return keep
 
 
@@ -196,7 +169,7 @@ def _find_cut(
 
 
 def _count_digits(keys: Tensor, prefix: int, shift: int, width: int) -> Tensor:
-    """Count each value of the ``width`` bits from bit ``shift`` on, in keys starting with ``prefix``."""
+    """Count the values of ``width`` bits from bit ``shift`` on, in keys that start with prefix."""
     if shift + width < 8 * keys.element_size() - 1:  # keys fill their integer but for the sign
         keys = keys[keys >> (shift + width) == prefix]
     digits = (keys >> shift).bitwise_and_((1 << width) - 1)
@@ -205,31 +178,29 @@ def _count_digits(keys: Tensor, prefix: int, shift: int, width: int) -> Tensor:
     return torch.bincount(digits, minlength=1 << width)
 
 
-def _words(entries: Entries, cut: int, ties: _TieBreak | None) -> Tensor:
-    """Pack which entries are kept: those above ``cut``, and at it those that ``ties`` chooses."""
+def _words(entries: Entries, cut: int, hash_cut: _Cut | None) -> Tensor:
+    """Pack which entries are kept: those above ``cut``, and at it those that their hash chooses."""
     numel, device = entries.dense.numel(), entries.dense.device
     words = torch.empty(bitmap.num_words(numel), dtype=torch.int32, device=device)
     for start, stop in bitmap.chunks(numel):
         keys = entries.keys(start, stop)
         keep = keys >= cut
-        if ties is not None:
+        if hash_cut is not None:
             index, hashes = _ties(entries, keys, cut, start)
-            keep[index] = ties.choose(hashes)
+            keep[index] = hash_cut.choose(hashes)
         bitmap.pack(keep, words, start)
     return words
 
 
 def _ties(entries: Entries, keys: Tensor, cut: int, start: int) -> tuple[Tensor, Tensor]:
-    """Return the places in a chunk starting at ``start`` whose keys equal ``cut``, and their hashes."""
+    """Return the places in a chunk whose keys equal ``cut``, and their hashes."""
     index = (keys == cut).nonzero().view(-1)
     return index, entries.hashes(index + start)
 
 
 def _mix_(z: Tensor) -> Tensor:
-    """Apply the finalizer of SplitMix64 to the int64 ``z`` in place. Products wrap, as they should.
-
-    Right shifts of an int64 extend its sign; the masks remove that.
-    """
+    """Apply the finalizer of SplitMix64 to the int64 ``z`` in place. Products wrap, on purpose."""
+    # Right shifts of an int64 extend its sign; the masks remove that.
     z.bitwise_xor_((z >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX_1)
     z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX_2)
     return z.bitwise_xor_((z >> 31).bitwise_and_(0x1FFFFFFFF))

@@ -15,10 +15,9 @@ from samo.checkpoint.load import load_masks
 from samo.errors import CheckpointError, ConfigError
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, matching, prunable
-from samo.pruning.dynamic import DynamicSparse
 from samo.pruning.early_bird import EarlyBird
-from samo.pruning.gradual import GradualPruning
 from samo.pruning.prune import decide, prune
+from samo.pruning.schedules import DynamicSparse, GradualPruning
 from samo.train import events
 from samo.train.config import ResolvedConfig
 from samo.train.config_rules import MOVING, first_observation
@@ -85,7 +84,7 @@ class Masking:
         first = first_observation(settings.mask_every, self._config.optim.warmup_steps)
         if not first <= step <= settings.dense_steps:
             return None
-        bird.observe(step)
+        bird.observe()
         return events.Observed(
             step=step,
             distances=bird.distances[-1],
@@ -109,7 +108,7 @@ class Masking:
         elif settings.masks is not None:
             masks, self._given = self._given or self._load(), None
         elif settings.method == "gradual":
-            masks = Masks.whole(self._learner.model, skip=settings.skip)
+            masks = Masks.ones(self._learner.model, skip=settings.skip)
         else:
             masks = self._prune()
         kept, numel = self._of_all_stages(masks)
