@@ -2,6 +2,7 @@
 
 import datetime
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from samo.bench.rows import Results, Row, failures, slug
 from samo.bench.settings import QUESTIONS, command_line
 from samo.cli.commands import Bench
-from samo.cli.tables import columns
+from samo.cli.console import columns, say
 from samo.errors import ConfigError, RunError
 from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
@@ -31,7 +32,7 @@ def run(command: Bench) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)  # otherwise rich wraps at 80 columns
-    out = config.out or _usual_folder(name, device)
+    out = config.out or _default_folder(name, device)
     check_free(out)
     results = Results(
         out,
@@ -41,16 +42,12 @@ def run(command: Bench) -> int:
         tabulate=question.tabulate,
         notes=question.NOTES,
     )
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    rows: list[Row] = question.measure(config, device, results.save, say)
+    rows: list[Row] = question.measure(config, device, results.save, partial(say, console))
     missing = failures(rows)
-    if len(missing) and all(row.median is None for row in rows):
+    if missing and all(row.median is None for row in rows):
         raise RunError(
-            f"nothing could be measured: {'; '.join(missing)}; rows are in '{out}', choose smaller sizes "
-            "or other contenders"
+            f"nothing could be measured: {'; '.join(missing)}; "
+            f"choose smaller sizes or other contenders (rows are in '{out}')"
         )
     table = question.tabulate(rows)
     shown = columns(*table.head)
@@ -58,25 +55,22 @@ def run(command: Bench) -> int:
     for line in table.lines:
         shown.add_row(*line)
     console.print(shown)
-    for line in getattr(question, "summary", lambda rows: [])(rows):
-        say(line)
+    for text in getattr(question, "summary", lambda rows: [])(rows):
+        say(console, text)
     for entry in missing:
-        say(f"not measured: {entry}")
-    say(f"rows and table: {out}")
+        say(console, f"not measured: {entry}")
+    say(console, f"rows and table: {out}")
     return 0
 
 
 def _device(wanted: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
-        raise ConfigError(
-            "device cuda was asked for, and this machine has none that torch can use; leave it out to "
-            "measure on the CPU"
-        )
+        raise ConfigError("--device cuda needs a GPU that torch can use; leave it out for the CPU")
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
-def _usual_folder(name: str, device: torch.device) -> Path:
+def _default_folder(name: str, device: torch.device) -> Path:
     today = datetime.date.today().isoformat()
     machine = slug(hardware(device)["device_name"])
     return free_dir(Path("benchmarks") / "results", f"{name}-{machine}-{today}")
