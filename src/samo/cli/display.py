@@ -23,10 +23,8 @@ class Display:
     """Shows the events of one run after the other; a context manager."""
 
     def __init__(self, console: Console) -> None:
-        self.title = ""
-        """Printed before the bar and the lines, if there are several runs."""
-        self.folder: Path | None = None
-        """Printed when the run starts."""
+        self.title = ""  # before the bar and the lines, if there are several runs
+        self.folder: Path | None = None  # printed when the run starts
         self._console = console
         self._task: TaskID | None = None
         self._state = self._where = self._masks = ""
