@@ -126,9 +126,8 @@ def test_the_page_of_commands_has_them_all() -> None:
 
 
 def test_the_example_of_a_config_file_is_read(tmp_path: Path) -> None:
-    (block,) = re.findall(
-        r"^```toml\n(.*?)^```$", (DOCS / "training.md").read_text("utf-8"), re.M | re.S
-    )
+    text = (DOCS / "training.md").read_text("utf-8")
+    (block,) = re.findall(r"^```toml\n(.*?)^```$", text, re.M | re.S)
     path = tmp_path / "notes.toml"
     path.write_text(block, encoding="utf-8")
     config = read_toml(path)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ import torch
 import samo
 from samo.cli.commands import Demo, Inspect, Train
 from samo.cli.main import main, parse
-from samo.models.gpt import GPT, GPTConfig
 
 FLAGS = (
     "--steps 6 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32 --log-every 1 "
@@ -225,6 +225,9 @@ def test_train_resume_report_inspect_and_prune(
     assert main(zeros) == 0
     assert "12,288" in capsys.readouterr().out
     assert samo.Masks.load("zeros.safetensors") == samo.load_masks("runs/notes/checkpoints/last")
+    samo.save("checkpoint", torch.nn.Linear(4, 4))
+    assert main(["prune", "checkpoint"]) == 1
+    assert "does not say which model it is of" in capsys.readouterr().err
     assert main(["prune", "runs/notes", "--skip", "nothing"]) == 2
     assert "cannot prune 'runs/notes'" in capsys.readouterr().err
 
@@ -234,14 +237,6 @@ def test_the_machine_and_its_kernels_are_shown(capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert found["torch"] == torch.__version__
     assert found["cpu"]["kernels"] in ("cpu", "reference")
-
-
-def test_a_checkpoint_without_a_known_model_is_not_pruned(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    samo.save("checkpoint", torch.nn.Linear(4, 4))
-    assert main(["prune", "checkpoint"]) == 1
-    assert "does not say which model it is of" in capsys.readouterr().err
 
 
 def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,20 +265,6 @@ def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixtu
     assert "cannot be read as a Hugging Face model" in capsys.readouterr().err
 
 
-def test_masks_that_cannot_be_written_are_an_error(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=8))
-    monkeypatch.setattr("samo.cli.prune.open_model", lambda path: model)
-
-    def full(masks: samo.Masks, path: Path) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(samo.Masks, "save", full)
-    assert main(["prune", "anything"]) == 1
-    assert "samo: masks.safetensors: No space left on device" in capsys.readouterr().err
-
-
 def test_the_demo_tells_the_whole_story(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,12 +284,11 @@ def test_the_demo_tells_the_whole_story(
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    "error",
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "CUDA out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "DefaultCPUAllocator"),
-        (MemoryError(), "MemoryError"),
-        (RuntimeError("shapes do not match"), None),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"),
+        MemoryError(),
     ],
 )
 def test_running_out_of_memory_ends_with_advice(
@@ -316,28 +296,18 @@ def test_running_out_of_memory_ends_with_advice(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: Exception,
-    message: str | None,
 ) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr("samo.cli.train.train", full)
-    if message is None:
-        with pytest.raises(RuntimeError, match="shapes do not match"):
-            main(["train", "notes.txt"])
-        return
+    monkeypatch.setattr("samo.cli.train.train", mock.Mock(side_effect=error))
     assert main(["train", "notes.txt"]) == 1
     found = capsys.readouterr().err
-    assert f"out of memory: {message}" in found
+    assert found.startswith("samo: out of memory: ")
     assert "lower --batch-size" in found
 
 
 def test_a_path_a_sample_and_a_report_are_shown_safely(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*args: object) -> None:
-        raise samo.RunError("no room for it")
-
+    full = mock.Mock(side_effect=samo.RunError("no room for it"))
     monkeypatch.setattr("samo.report.page.write_report", full)
     monkeypatch.setattr("samo.data.tokenizers.ByteTokenizer.decode", lambda self, ids: "a\x1b[2Jb")
     assert main(["train", "notes.txt", *SMALL, "--out", "notes[/b][v2]"]) == 0
@@ -395,11 +365,11 @@ def test_an_interrupted_run_saves_and_says_how_to_resume(here: Path) -> None:
     }
 
 
-@pytest.mark.slow
 def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
-    script = f"{sys.executable} -m samo inspect | head -1"
-    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    assert "Traceback" not in shown.stderr
+    (here / "run.json").write_text('{"format": "samo-run", "version": 1}')
+    script = f"{sys.executable} -m samo inspect . | true"
+    shown = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert shown.stderr == b""
 
 
 def test_ctrl_c_while_modules_are_loaded_ends_at_once(tmp_path: Path) -> None:
@@ -456,29 +426,21 @@ def test_a_run_of_a_mesh_resumes_on_another(here: Path, capsys: pytest.CaptureFi
 # Many ranks ---------------------------------------------------------------------------------------
 
 
-def test_an_error_of_a_backend_is_no_traceback_on_many_ranks(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from samo.cli import train
-
-    def fail(*args: object) -> None:
-        raise RuntimeError("Connection closed by peer\nin some file")
-
-    monkeypatch.setattr(train, "_train", fail)
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        main(["train", "notes.txt", *SMALL])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert main(["train", "notes.txt", *SMALL]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("samo: rank 1: stopped by RuntimeError: Connection closed by peer; look")
-
-
-def test_the_first_rank_alone_complains_of_settings(
+def test_errors_on_many_ranks_are_short_and_name_the_rank(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    for rank, lines in (("0", 1), ("1", 0)):
+    for rank, lines in (("0", 1), ("1", 0)):  # the first rank alone complains of settings
         monkeypatch.setenv("RANK", rank)
         assert main(["train", "notes.txt", *SMALL, "--pipe", "2"]) == 2
         assert capsys.readouterr().err.count("pipe=2 does not make up 3 ranks") == lines
+    error = RuntimeError("Connection closed by peer\nin some file")
+    monkeypatch.setattr("samo.cli.train._train", mock.Mock(side_effect=error))
+    assert main(["train", "notes.txt", *SMALL]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith(
+        "samo: rank 1: stopped by RuntimeError: Connection closed by peer; look"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError, match="Connection closed"):  # a bug: with its traceback
+        main(["train", "notes.txt", *SMALL])

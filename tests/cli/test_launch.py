@@ -20,12 +20,11 @@ from samo.cli.commands import Launch
 from samo.cli.launch import run as launch
 from samo.cli.main import main, parse
 from samo.errors import ConfigError, PeerError
-from samo.train import events
 from samo.train.config import TrainConfig
-from samo.train.events import Event
 from samo.train.launch_env import command_line, restarted_dir, resume_command
 from samo.train.trainer import train
 from tests.ranks import run_ranks
+from tests.train.helpers import Watcher
 from tests.train.test_ranks import small, text
 
 __all__ = ["text"]  # the fixture
@@ -185,38 +184,28 @@ def test_a_run_under_torchrun_resumes_after_a_restart(tmp_path: Path, text: Path
     assert [e["step"] for e in found if e["event"] == "step"] == list(range(1, 41))
 
 
-class Stopper:
-    """Stops one rank after a step, without a word; notes when, on the other."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.time = 0.0
-
-    def on(self, event: Event) -> None:
-        if isinstance(event, events.Ticked) and event.step == 2:
-            self.time = time.monotonic()
-            if self.rank == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def train_with_one_that_hangs(rank: int, num_ranks: int, config: TrainConfig, out: Path) -> Any:
-    stopper = Stopper(rank)
+    times = []
+
+    def stop() -> None:
+        times.append(time.monotonic())
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     try:
-        train(config, out, listeners=[stopper])
+        train(config, out, listeners=[Watcher(2, stop)])
     except PeerError as error:
-        return str(error), error.ranks, time.monotonic() - stopper.time
+        return str(error), error.ranks, time.monotonic() - times[0]
     return None
 
 
 def test_a_rank_that_hangs_ends_the_others_in_time(tmp_path: Path, text: Path) -> None:
-    config = small(text, {"timeout_s": 2.0})
-    answers = run_ranks(
-        2, train_with_one_that_hangs, config, tmp_path / "run", lost=[1], timeout_s=60
-    )
+    config, out = small(text, {"timeout_s": 1.0}), tmp_path / "run"
+    answers = run_ranks(2, train_with_one_that_hangs, config, out, lost=[1], timeout_s=60)
     message, ranks, seconds = answers[0]
     assert ranks == (1,)
     assert "rank 1 stopped (no heartbeat" in message
-    assert seconds < 30  # 2 s, 3 s for the diagnosis, and two steps on a busy machine
+    assert seconds < 30  # 1 s, 3 s for the diagnosis, and two steps on a busy machine
 
 
 def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +273,7 @@ def test_the_launcher_names_the_rank_that_failed_and_restarts(
 
         return run
 
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", start)
+    monkeypatch.setattr("samo.cli.launch.elastic_launch", start)
     monkeypatch.setattr("logging.disable", lambda level: None)
     for name in ("SAMO_RESTART_COUNT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "1")  # which are set for the ranks
@@ -315,29 +304,20 @@ def test_a_restart_finds_the_folder_of_its_own_launch(
 
 
 @pytest.mark.parametrize(
-    ("launch", "ranks", "started", "resumed"),
+    ("launch", "ranks", "start", "note"),
     [
-        (None, "1", "samo train a.txt", "samo train --resume runs/a"),
-        ("samo-77", "2", "samo launch -n 2 train a.txt", "samo launch -n 2 train --resume runs/a"),
-        (
-            "none",
-            "8",
-            "torchrun ... -m samo train a.txt",
-            "torchrun ... -m samo train --resume runs/a   # on 8 ranks",
-        ),
+        (None, "1", "samo", ""),
+        ("samo-77", "2", "samo launch -n 2", ""),
+        ("none", "8", "torchrun ... -m samo", "   # on 8 ranks"),
     ],
 )
 def test_a_run_is_named_as_it_was_launched(
-    launch: str | None,
-    ranks: str,
-    started: str,
-    resumed: str,
-    monkeypatch: pytest.MonkeyPatch,
+    launch: str | None, ranks: str, start: str, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["/lib/samo/__main__.py", "train", "a.txt"])
     monkeypatch.setenv("WORLD_SIZE", ranks)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if launch is not None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
-    assert command_line() == started
-    assert resume_command(Path("runs/a")) == resumed
+    assert command_line() == f"{start} train a.txt"
+    assert resume_command(Path("runs/a")) == f"{start} train --resume runs/a{note}"

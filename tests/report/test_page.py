@@ -27,21 +27,18 @@ SAMPLE = "def f(x):\n    return x < 3 & '\u00e9'  # <script>alert(1)</script>"
 class Page(html.parser.HTMLParser):
     """The text of a page and its tags; fails if they do not nest."""
 
-    VOID = ("meta", "link")
-
     def __init__(self, source: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
-        self.pieces: list[str] = []
+        self.text = ""
         self.feed(source)
         assert not self.open, f"not closed: {self.open}"
-        self.text = " ".join(" ".join(self.pieces).split())
+        self.text = " ".join(self.text.split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
+        self.handle_startendtag(tag, attrs)
+        self.open += [] if tag in ("meta", "link") else [tag]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -50,8 +47,7 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.pieces.append(data)
+        self.text += f" {data}" if self.open and self.open[-1] != "style" else ""
 
     def values(self, name: str) -> list[str]:
         return [value for _, attrs in self.tags if (value := attrs.get(name)) is not None]

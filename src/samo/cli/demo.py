@@ -10,22 +10,15 @@ from typing import Final
 
 from rich.console import Console
 
-from samo.cli.commands import Demo
+from samo.cli.commands import Demo, Train
 from samo.cli.console import columns, say
 from samo.cli.display import Display
+from samo.cli.main import parse
 from samo.data.library import write_library_text
 from samo.report.findings import NUMBERS
 from samo.report.page import write_report
 from samo.report.runs import read_run
-from samo.train.config import (
-    DataConfig,
-    Mode,
-    ModelConfig,
-    OptimConfig,
-    PruneConfig,
-    RunConfig,
-    TrainConfig,
-)
+from samo.train.config import Mode
 from samo.train.run_dir import check_free, free_dir
 from samo.train.trainer import Result, train
 from samo.utils.formatting import duration, plain
@@ -67,24 +60,16 @@ def run(command: Demo) -> int:
     return 0
 
 
-def _config(mode: Mode, training: Path, validation: Path) -> TrainConfig:
-    return TrainConfig(
-        data=DataConfig(train=(training,), valid=(validation,)),
-        model=ModelConfig(shape="tiny"),
-        prune=PruneConfig(dense_steps=0 if mode == "dense" else DENSE_STEPS),
-        optim=OptimConfig(warmup_steps=30),
-        run=RunConfig(
-            mode=mode,
-            steps=STEPS,
-            batch_size=8,
-            device="cpu",
-            eval_every=100,
-            eval_batches=10,
-            save_every=STEPS,
-            log_every=5,
-            sample_tokens=240 if mode == "samo" else 0,
-        ),
+def _config(mode: Mode, training: Path, validation: Path) -> Train:
+    dense_steps, sample_tokens = (DENSE_STEPS, 240) if mode == "samo" else (0, 0)
+    flags = (
+        f"--mode {mode} --shape tiny --steps {STEPS} --dense-steps {dense_steps} --batch-size 8 "
+        f"--warmup-steps 30 --eval-every 100 --eval-batches 10 --save-every {STEPS} --log-every 5 "
+        f"--sample-tokens {sample_tokens} --device cpu"
     )
+    config = parse(["train", str(training), "--valid", str(validation), *flags.split()])
+    assert isinstance(config, Train)
+    return config
 
 
 def _show(console: Console, results: dict[Mode, Result]) -> None:

@@ -9,18 +9,28 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samo.cli.commands import Launch, Train
 from samo.cli.main import parse
 from samo.distributed.mesh import check_sizes
 from samo.errors import ConfigError
 from samo.train.config_rules import check_batch
+from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
+from samo.train.ranks import rank_name
 from samo.train.resolve import resolve
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 __all__ = []
 
@@ -67,16 +77,8 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     # For ranks to save after Ctrl-C, in seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
-    from samo.train.ranks import rank_name
-
     logging.disable(logging.ERROR)  # torch's launcher logs in many lines what is printed below
-    rendezvous_handler_registry.register(_BACKEND, _local_rendezvous)
+    rendezvous_handler_registry.register(_BACKEND, _LocalRendezvous)
     for attempt in range(command.max_restarts + 1):
         os.environ[RESTARTS] = str(attempt)
         folder = logs / f"attempt-{attempt}"
@@ -110,7 +112,7 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
     return code if code > 0 else 128 - code
 
 
-def _first_failure(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
+def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
     """Return the rank that failed first, and its exit code, negative for a signal.
 
     Within two seconds, a rank that was killed counts before one that exited, perhaps because of the
@@ -121,29 +123,26 @@ def _first_failure(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
     return min(codes.items(), key=lambda f: (f[1] == -signal.SIGTERM, f[1] > 0, f[0]))
 
 
-def _local_rendezvous(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """Return a rendezvous for one machine; unlike torch's, its store listens on 127.0.0.1 only."""
-    import torch.distributed as dist
-    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+class _LocalRendezvous(StaticTCPRendezvous):
+    """A rendezvous for one machine. Unlike torch's, its store listens on 127.0.0.1 only."""
 
-    class LocalRendezvous(StaticTCPRendezvous):
-        def get_backend(self) -> str:
-            return _BACKEND
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__("127.0.0.1", 0, 0, 1, parameters.run_id, timeout=60)
 
-        def next_rendezvous(self) -> RendezvousInfo:
-            listener = socket.create_server(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1",
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+    def get_backend(self) -> str:
+        return _BACKEND
 
-    return LocalRendezvous("127.0.0.1", 0, 0, 1, parameters.run_id, timeout=60)
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
 
 def _show_logs(folder: Path, num_ranks: int) -> None:
