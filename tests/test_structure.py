@@ -43,12 +43,12 @@ PAGES: Final = sorted([*ROOT.glob("README.md"), *(ROOT / "docs").rglob("*.md")])
 DOCUMENTS: Final = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md")})
 
 
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-
-
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 TREES: Final = {module_name(path): parse(path) for path in sorted(SOURCE.rglob("*.py"))}

@@ -101,7 +101,7 @@ def test_without_a_folder_the_result_gets_a_name(
         ("step --rounds 0", "rounds must be 1 or more, got 0"),
         ("step --sparsity 1", "sparsity must lie between 0 and 1, got 1.0"),
         ("step --sparsity 0", "sparsity must lie between 0 and 1, got 0.0"),
-        ("kernels --device cuda", "this machine has none that torch can use"),
+        ("kernels --device cuda", "--device cuda needs a GPU that torch can use"),
     ],
 )
 def test_wrong_settings_are_wrong_usage(

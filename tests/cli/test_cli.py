@@ -320,7 +320,7 @@ def test_a_path_a_sample_and_a_report_are_shown_safely(
     assert "samo:" not in capsys.readouterr().err
 
 
-# In a terminal, in a log file, and interrupted ------------------------------------------------------
+# In a terminal, in a log file, and interrupted
 
 
 def test_a_terminal_shows_a_live_bar(

@@ -1,4 +1,4 @@
-"""Encoded text: the tokens of the whole text, encoded in pieces, from a cache that is never stale."""
+"""Encoded text: encoded in pieces like the whole text, from a cache that is never stale."""
 
 import os
 from pathlib import Path

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -196,11 +197,8 @@ def test_a_path_that_is_not_a_data_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_opened_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:  # root can read every file
-        raise OSError(24, "Too many open files")
-
     (tmp_path / "a.txt").write_text("x")
-    monkeypatch.setattr(np, "memmap", refuse)
+    monkeypatch.setattr(np, "memmap", mock.Mock(side_effect=OSError(24, "Too many open files")))
     with pytest.raises(DataError, match=r"'.*a.txt' cannot be mapped: Too many open files; check"):
         open_bytes(tmp_path / "a.txt")
 

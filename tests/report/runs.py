@@ -63,7 +63,8 @@ def write_run(
         if is_after:
             loss += 0.08 + 0.6 * math.exp(-(step - prune_at) / (0.15 * prune_at))
         phase = "samo" if is_after else "dense"
-        events.append(stepped(step, loss + chance.gauss(0, 0.05), phase, chance.gauss(16_850, 300)))
+        noise, rate = chance.gauss(0, 0.05), chance.gauss(16_850, 300)
+        events.append(stepped(step, loss + noise, phase, rate))
         if eval_every and (step % eval_every == 0 or step == steps):
             events.append(evaluated(step, loss + 0.06))
         if is_pruned and step == prune_at:
@@ -73,7 +74,8 @@ def write_run(
         events.append(ev.Sampled(step=steps, text=sample))
     events = sorted([*events, *more], key=lambda event: event.step)  # keeps the order of equals
     if end is not None:
-        events.append(ev.Ended(step=max(steps, events[-1].step), reason=end))  # type: ignore[arg-type]
+        why: Any = end
+        events.append(ev.Ended(step=max(steps, events[-1].step), reason=why))
     write_events(folder, events)
     return folder
 
