@@ -86,7 +86,7 @@ def test_without_a_folder_the_result_gets_a_name(
         ("step --only samo,smao", "unknown contender 'smao' (did you mean 'samo'?)"),
         ("step --batch-size 0", "must be 1 or more, got 0"),
         ("step --sparsity 1", "sparsity must be between 0 and 1, got 1.0"),
-        ("kernels --device cuda", "device cuda was asked for, but torch finds none"),
+        ("kernels --device cuda", "--device cuda needs a GPU that torch can use"),
     ],
 )
 def test_wrong_settings_are_rejected(

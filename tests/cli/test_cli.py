@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +18,12 @@ import torch
 import samo
 from samo.cli.commands import Demo, Inspect, Train
 from samo.cli.main import main, parse
-from samo.models.gpt import GPT, GPTConfig
 
-SMALL = "--steps 6 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32 --log-every 1 --eval-every 3 --eval-batches 1 --sample-tokens 4".split()  # fmt: skip  # noqa: SIM905
+FLAGS = (
+    "--steps 6 --batch-size 2 --num-layers 1 --width 32 --num-heads 2 --context 32 --log-every 1 "
+    "--eval-every 3 --eval-batches 1 --sample-tokens 4"
+)
+SMALL = FLAGS.split()
 
 
 @pytest.fixture
@@ -32,28 +36,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str, timeout: float = 60) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "samo", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
 # Help ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arguments", "seconds"), [([], 0.8), (["train"], 1.5)])
-def test_help_is_fast(arguments: list[str], seconds: float) -> None:
+def test_help_is_fast() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert run(*arguments, "--help").returncode == 0
+    command = [sys.executable, "-m", "samo", "train", "--help"]
+    subprocess.run(command, capture_output=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     # Of the processor, not of the clock: the machine may be busy with other things.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
 
 
 def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,29 +74,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:
 
 
 def test_flags_become_settings() -> None:
-    command = parse(
-        [
-            "train",
-            "a.txt",
-            "b.txt",
-            "--width",
-            "64",
-            "--sparsity",
-            "auto",
-            "--lr",
-            "1e-3",
-            "--data",
-            "2",
-            "--weights",
-            "4GB",
-            "--rules",
-            "x.*",
-            "0.5",
-            "--betas",
-            "0.8",
-            "0.9",
-        ]
-    )
+    flags = "--width 64 --sparsity auto --lr 1e-3 --data 2 --weights 4GB --rules x.* 0.5"
+    command = parse(["train", "a.txt", "b.txt", *flags.split(), "--betas", "0.8", "0.9"])
     assert isinstance(command, Train)
     assert command.data.train == (Path("a.txt"), Path("b.txt"))
     assert (command.model.width, command.prune.sparsity, command.optim.lr) == (64, "auto", 0.001)
@@ -142,67 +113,49 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("typed", "code", "message"),
     [
-        (["train"], 2, "no text to train on; name a file: samo train notes.txt"),
-        (["train", "notes.txt", "--steps", "0"], 2, "samo: --steps must be 1 or more"),
-        (["train", "notes.txt", "--sparsity", "90"], 2, "0.9 prunes 90 %"),
-        (["train", "notes.txt", "--weights", "4G"], 2, "samo: --weights must be resident, streamed, or"),
-        (["train", "notes.txt", "--device", "cuda"], 2, "--device cuda needs a GPU"),
-        (["train", "notes.txt", "--config", "none.toml"], 2, "cannot read the config 'none.toml'"),
-        (["train", "notes.txt", "--config", "bad.toml"], 2, "unknown key 'run.stepz'"),
-        (["train", "notes.txt", "--config", "old.toml"], 2, "has version 0, and this samo reads"),
-        (["train", "--resume", "nothing"], 1, "'nothing' is not a run folder: it does not exist"),
-        (["train", "--resume", "notes.txt"], 1, "'notes.txt' is not a run folder: it is a file"),
-        (["train", "missing.txt"], 1, "has no file of a similar name"),
-        (["train", "notes.txt", "--batch-size", "0"], 2, "samo: --batch-size must be 1 or more"),
-        (["train", "notes.txt", "--drop", "0.1", "--mask-every", "3"], 2, "--mask-every would have no effect with --method magnitude"),
-        (["train", "--resume", "r", "--config", "c"], 2, "leave out --config"),
-        (["train", "--resume", "r", "--out", "c"], 2, "leave out --out"),
-        (["train", "note.txt"], 1, "notes.txt"),
-        (["train", "empty.txt"], 1, "empty.txt"),
-        (["train", "binary.txt"], 1, "binary.txt"),
-        (["train", "short.txt"], 1, "--context"),
-        (["train", "."], 1, "folder"),
-        (["train", "notes.txt", "--valid", "none.txt"], 1, "none.txt"),
-        (["train", "notes.txt", "--tokenizer", "none"], 1, "none"),
-        (["train", "notes.txt", "--vocab-size", "7"], 1, "7"),
-        (["train", "notes.txt", "--init", "none"], 1, "none"),
-        (["train", "notes.txt", "--masks", "none", "--num-layers", "1"], 1, "none"),
-        (["train", "notes.txt", "--out", "notes.txt"], 1, "notes.txt"),
-        (["train", "notes.txt", "--out", "full"], 1, "'full' is not empty"),
-        (["train", "notes.txt", "--out", "x" * 300], 1, "File name too long"),
-        (["train", "notes.txt", "--threshold", "0.2"], 2, "it is a setting of method early-bird"),
-        (["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu"], 2, "choose a smaller --shape, no dense phase (--dense-steps 0), or a larger machine"),
-        (["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu", "--method", "gradual"], 2, "a method that needs no dense state (--method rigl), or a larger machine"),
-        (["demo", "--out", "notes.txt"], 1, "'notes.txt' is a file; --out takes a folder"),
-        (["report"], 2, "no run to report on"),
-        (["report", "nothing"], 1, "nothing"),
-        (["inspect", "nothing"], 1, "'nothing' does not exist"),
-        (["inspect", "."], 1, "is not a run, checkpoint or mask file"),
-        (["inspect", "notes.txt"], 1, "'notes.txt' is a text file; samo inspect takes a mask file"),
-        (["inspect", "--verify"], 2, "--verify checks a checkpoint"),
-        (["prune", "nothing"], 1, "'nothing' does not exist"),
-        (["prune", "full"], 1, "holds none of manifest.json, run.json, config.json"),
-        (["prune", "full", "--out", "no/folder/m"], 2, "--out is the file to write the masks to"),
+        ("train", 2, "no text to train on; name a file: samo train notes.txt"),
+        ("train notes.txt --steps 0", 2, "samo: --steps must be 1 or more"),
+        ("train notes.txt --sparsity 90", 2, "0.9 prunes 90 %"),
+        ("train notes.txt --weights 4G", 2, "samo: --weights must be resident, streamed, or"),
+        ("train notes.txt --device cuda", 2, "--device cuda needs a GPU"),
+        ("train notes.txt --config none.toml", 2, "cannot read the config 'none.toml'"),
+        ("train notes.txt --config bad.toml", 2, "unknown key 'run.stepz'"),
+        ("train --resume nothing", 1, "'nothing' is not a run folder: it does not exist"),
+        ("train --resume r --config c", 2, "leave out --config"),
+        ("train --resume r --out c", 2, "leave out --out"),
+        ("train note.txt", 1, "did you mean 'notes.txt'?"),
+        ("train short.txt", 1, "--context"),
+        ("train notes.txt --tokenizer none", 1, "none"),
+        ("train notes.txt --vocab-size 7", 1, "the vocabulary has 7 tokens"),
+        ("train notes.txt --init none", 1, "none"),
+        ("train notes.txt --masks none --num-layers 1", 1, "none"),
+        ("train notes.txt --out notes.txt", 1, "notes.txt"),
+        ("train notes.txt --out full", 1, "'full' is not empty"),
+        (f"train notes.txt --out {'x' * 300}", 1, "File name too long"),
+        ("train notes.txt --shape gpt3-175b --context 32 --device cpu", 2, "(--dense-steps 0)"),
+        ("demo --out notes.txt", 1, "'notes.txt' is a file; --out takes a folder"),
+        ("report", 2, "no run to report on"),
+        ("report nothing", 1, "nothing"),
+        ("inspect nothing", 1, "'nothing' does not exist"),
+        ("inspect .", 1, "has no run.json or manifest.json; pass a mask file"),
+        ("inspect notes.txt", 1, "'notes.txt' is not a mask file"),
+        ("inspect --verify", 2, "--verify needs a checkpoint"),
+        ("prune nothing", 1, "'nothing' does not exist"),
+        ("prune full", 1, "holds none of manifest.json, run.json, config.json"),
+        ("prune full --out no/folder/m", 2, "--out must be a file in an existing folder"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_ends_with_a_message_and_makes_nothing(
-    here: Path,
-    arguments: list[str],
-    code: int,
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    here: Path, typed: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "empty.txt").touch()
-    (here / "binary.txt").write_bytes(b"PK\x03\x04\x00\x00" * 100)
     (here / "short.txt").write_text("short")
     (here / "bad.toml").write_text("[run]\nstepz = 3")
-    (here / "old.toml").write_text("version = 0")
     (here / "full").mkdir()
     (here / "full" / "thesis.tex").touch()
     before = sorted(here.rglob("*"))
-    assert main(arguments) == code
+    assert main(typed.split()) == code
     shown = capsys.readouterr()
     assert shown.err.startswith("samo: ")
     assert message in shown.err
@@ -256,11 +209,11 @@ def test_train_resume_report_inspect_and_prune(
     assert json.loads(capsys.readouterr().out)["step"] == 6
     assert main(["inspect", "runs/notes/checkpoints/last", "--verify"]) == 0
     shown = capsys.readouterr().out
-    assert "all right" in shown
+    assert "checksums         correct" in shown
     assert "blocks.0.mlp.0.weight" in shown
 
     assert main(["prune", "runs/notes", "--sparsity", "0.5", "--out", "half.safetensors"]) == 2
-    assert "zeros among them; choose a higher --sparsity than 0.900" in capsys.readouterr().err
+    assert "would be kept; raise --sparsity above 0.900" in capsys.readouterr().err
     assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "few.safetensors"]) == 0
     assert "95 %" in capsys.readouterr().out
     assert samo.Masks.load("few.safetensors").sparsity == pytest.approx(0.95, abs=1e-3)
@@ -268,12 +221,13 @@ def test_train_resume_report_inspect_and_prune(
     assert "'notes.txt' is not a mask file" in capsys.readouterr().err
     assert main(["inspect", "few.safetensors", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 4
-    assert (
-        main(["prune", "runs/notes", "--method", "zeros", "--out", "zeros.safetensors", "--json"])
-        == 0
-    )
-    assert json.loads(capsys.readouterr().out)["numel"] == 12288
+    zeros = ["prune", "runs/notes", "--method", "zeros", "--out", "zeros.safetensors"]
+    assert main(zeros) == 0
+    assert "12,288" in capsys.readouterr().out
     assert samo.Masks.load("zeros.safetensors") == samo.load_masks("runs/notes/checkpoints/last")
+    samo.save("checkpoint", torch.nn.Linear(4, 4))
+    assert main(["prune", "checkpoint"]) == 1
+    assert "does not say which model it is of" in capsys.readouterr().err
     assert main(["prune", "runs/notes", "--skip", "nothing"]) == 2
     assert "cannot prune 'runs/notes'" in capsys.readouterr().err
 
@@ -283,14 +237,6 @@ def test_the_machine_and_its_kernels_are_shown(capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert found["torch"] == torch.__version__
     assert found["cpu"]["kernels"] in ("cpu", "reference")
-
-
-def test_a_checkpoint_without_a_known_model_is_not_pruned(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    samo.save("checkpoint", torch.nn.Linear(4, 4))
-    assert main(["prune", "checkpoint"]) == 1
-    assert "does not say which model it is of" in capsys.readouterr().err
 
 
 def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,20 +265,6 @@ def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixtu
     assert "cannot be read as a Hugging Face model" in capsys.readouterr().err
 
 
-def test_masks_that_cannot_be_written_are_an_error(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = GPT(GPTConfig(num_layers=1, width=32, num_heads=2, context=8))
-    monkeypatch.setattr("samo.cli.prune.open_model", lambda path: model)
-
-    def full(masks: samo.Masks, path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(samo.Masks, "save", full)
-    assert main(["prune", "anything"]) == 1
-    assert "cannot write 'masks.safetensors': No space left on device" in capsys.readouterr().err
-
-
 def test_the_demo_tells_the_whole_story(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,10 +273,10 @@ def test_the_demo_tells_the_whole_story(
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "saved against dense",
+        "saved",
         "dense, not pruned",
         "The model that samo trained writes:",
-        "runs/demo/report.html",
+        "report.html",
     ):
         assert part in shown
     for mode in ("samo", "dense"):
@@ -352,12 +284,11 @@ def test_the_demo_tells_the_whole_story(
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    "error",
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "CUDA out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "DefaultCPUAllocator"),
-        (MemoryError(), "MemoryError"),
-        (RuntimeError("shapes do not match"), None),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"),
+        MemoryError(),
     ],
 )
 def test_running_out_of_memory_ends_with_advice(
@@ -365,28 +296,18 @@ def test_running_out_of_memory_ends_with_advice(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: Exception,
-    message: str | None,
 ) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr("samo.cli.train.train", full)
-    if message is None:
-        with pytest.raises(RuntimeError, match="shapes do not match"):
-            main(["train", "notes.txt"])
-        return
+    monkeypatch.setattr("samo.cli.train.train", mock.Mock(side_effect=error))
     assert main(["train", "notes.txt"]) == 1
     found = capsys.readouterr().err
-    assert f"out of memory: {message}" in found
+    assert found.startswith("samo: out of memory: ")
     assert "lower --batch-size" in found
 
 
 def test_a_path_a_sample_and_a_report_are_shown_safely(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(*args: object) -> None:
-        raise samo.RunError("no room for it")
-
+    full = mock.Mock(side_effect=samo.RunError("no room for it"))
     monkeypatch.setattr("samo.report.page.write_report", full)
     monkeypatch.setattr("samo.data.tokenizers.ByteTokenizer.decode", lambda self, ids: "a\x1b[2Jb")
     assert main(["train", "notes.txt", *SMALL, "--out", "notes[/b][v2]"]) == 0
@@ -400,7 +321,6 @@ def test_a_path_a_sample_and_a_report_are_shown_safely(
 
 
 # In a terminal, in a log file, and interrupted
-# --------------------------------------------------------
 
 
 def test_a_terminal_shows_a_live_bar(
@@ -445,11 +365,11 @@ def test_an_interrupted_run_saves_and_says_how_to_resume(here: Path) -> None:
     }
 
 
-@pytest.mark.slow
 def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
-    script = f"{sys.executable} -m samo inspect | head -1"
-    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    assert "Traceback" not in shown.stderr
+    (here / "run.json").write_text('{"format": "samo-run", "version": 1}')
+    script = f"{sys.executable} -m samo inspect . | true"
+    shown = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
+    assert shown.stderr == b""
 
 
 def test_ctrl_c_while_modules_are_loaded_ends_at_once(tmp_path: Path) -> None:
@@ -459,13 +379,11 @@ def test_ctrl_c_while_modules_are_loaded_ends_at_once(tmp_path: Path) -> None:
         "except KeyboardInterrupt:\n    raise RecursionError('a thousand frames') from None\n"
     )
     code = (
-        "import sys, samo.cli.main as c; c.importlib.import_module = lambda name: __import__('slow'); "
-        "sys.exit(c.main(['inspect']))"
+        "import samo.cli.main as c; c.importlib.import_module = lambda name: __import__('slow'); "
+        "c.main(['inspect'])"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (130, "samo: interrupted\n")
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")
 
 
 def test_an_interrupted_run_that_could_not_save_says_so(
@@ -483,23 +401,7 @@ def test_an_interrupted_run_that_could_not_save_says_so(
     assert "NOT SAVED: no room" in shown
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
-)
-def test_waiting_threads_sleep_soon_by_default(
-    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    main(["inspect", "nothing"])
-    assert os.environ.get("GOMP_SPINCOUNT") == expected
-
-
-def test_a_run_of_a_grid_goes_on_in_another(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_mesh_resumes_on_another(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "notes.txt", *SMALL]) == 0
     record = json.loads(Path("runs/notes/run.json").read_text())
     record["config"]["mesh"] |= {"pipe": 2, "data": 2, "micro_batches": 4, "pipe_schedule": "gpipe"}
@@ -517,39 +419,28 @@ def test_a_run_of_a_grid_goes_on_in_another(here: Path, capsys: pytest.CaptureFi
     assert "--micro-batches would have no effect with --pipe 1" in capsys.readouterr().err
     assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--steps", "7"]) == 0
     mesh = json.loads(Path("runs/notes/run.json").read_text())["config"]["mesh"]
-    assert (mesh["pipe"], mesh["micro_batches"], mesh["pipe_schedule"]) == (
-        1,
-        "auto",
-        "message-driven",
-    )
+    assert (mesh["pipe"], mesh["pipe_schedule"]) == (1, "message-driven")
+    assert mesh["micro_batches"] == "auto"
 
 
 # Many ranks ---------------------------------------------------------------------------------------
 
 
-def test_an_error_of_a_backend_is_no_traceback_on_many_ranks(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from samo.cli import train
-
-    def fail(*args: object) -> None:
-        raise RuntimeError("Connection closed by peer\nin some file")
-
-    monkeypatch.setattr(train, "_train", fail)
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        main(["train", "notes.txt", *SMALL])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert main(["train", "notes.txt", *SMALL]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("samo: rank 1: stopped by RuntimeError: Connection closed by peer; look")
-
-
-def test_the_first_rank_alone_complains_of_settings(
+def test_errors_on_many_ranks_are_short_and_name_the_rank(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    for rank, lines in (("0", 1), ("1", 0)):
+    for rank, lines in (("0", 1), ("1", 0)):  # the first rank alone complains of settings
         monkeypatch.setenv("RANK", rank)
         assert main(["train", "notes.txt", *SMALL, "--pipe", "2"]) == 2
         assert capsys.readouterr().err.count("pipe=2 does not make up 3 ranks") == lines
+    error = RuntimeError("Connection closed by peer\nin some file")
+    monkeypatch.setattr("samo.cli.train._train", mock.Mock(side_effect=error))
+    assert main(["train", "notes.txt", *SMALL]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith(
+        "samo: rank 1: stopped by RuntimeError: Connection closed by peer; look"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError, match="Connection closed"):  # a bug: with its traceback
+        main(["train", "notes.txt", *SMALL])

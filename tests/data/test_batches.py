@@ -29,6 +29,7 @@ def counted(*sizes: int) -> Tokens:
 def windows(batch: Batch) -> list[Window]:
     """Return the inputs of each row, after a check of its targets and padding."""
     found = []
+    assert batch.inputs_BT.dtype == batch.targets_BT.dtype == torch.int64
     for inputs, targets in zip(batch.inputs_BT.tolist(), batch.targets_BT.tolist()):
         size = sum(target != IGNORE for target in targets)
         assert size >= 1
@@ -52,7 +53,7 @@ def inputs_of(tokens: Tokens) -> list[int]:
     return [int(token) for segment in tokens.segments for token in segment[:-1]]
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(segment_sizes, contexts, seeds, st.integers(0, 1000))
 def test_an_epoch_has_every_token_once_in_windows_within_segments(
     sizes: list[int], context: int, seed: int, number: int
@@ -74,6 +75,7 @@ def test_an_epoch_has_every_token_once_in_windows_within_segments(
 def test_each_epoch_has_a_new_order_and_new_borders() -> None:
     tokens = counted(90, 90)
     epochs = [epoch(tokens, 16, 0, number) for number in range(60)]
+    assert epoch(tokens, 16, 1, 0) != epochs[0], "another seed"
     assert len(set(map(tuple, epochs))) == 60
     heads = [
         tuple(len(next(w for w in found if first in w)) for first in (1, 91)) for found in epochs
@@ -82,12 +84,6 @@ def test_each_epoch_has_a_new_order_and_new_borders() -> None:
     places = Counter(next(n for n, w in enumerate(found) if 40 in w) for found in epochs)
     assert len(places) >= 8, "and a token has many places in the order"
     assert max(places.values()) < 20
-
-
-def test_seeds_and_epochs_give_different_orders() -> None:
-    tokens = counted(300)
-    orders = {tuple(epoch(tokens, 16, seed, number)) for seed in range(5) for number in range(2)}
-    assert len(orders) == 10
 
 
 def test_an_order_is_stable() -> None:
@@ -125,16 +121,7 @@ def test_a_restored_position_resumes_exactly(position: int) -> None:
         assert torch.equal(batch.targets_BT, again.targets_BT)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, ">u2", np.int64])
-def test_batches_are_int64_of_any_tokens(dtype: str) -> None:
-    tokens = Tokens([np.arange(100).astype(dtype)], vocab_size=100)
-    batch = next(Batches(tokens, context=8, batch_size=4, seed=0))
-    for part in batch[:2]:
-        assert (part.dtype, part.shape, part.is_contiguous()) == (torch.int64, (4, 8), True)
-    assert torch.nn.CrossEntropyLoss().ignore_index == IGNORE
-
-
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(segment_sizes, contexts, st.integers(1, 7))
 def test_validation_without_a_limit_has_every_token_once(
     sizes: list[int], context: int, batch_size: int
@@ -162,8 +149,7 @@ def test_limited_validation_is_spread_evenly_and_the_same_every_time() -> None:
 
 def test_fewer_tokens_than_a_sequence_are_refused() -> None:
     message = (
-        r"64 tokens are fewer than one sequence needs, 65 \(a context of 64, and the token after it\); "
-        r"give more text or a smaller --context"
+        "64 tokens are fewer than the 65 of one sequence; use more text or a smaller --context"
     )
     for tokens in (counted(64), counted(30, 34), counted(64, 1, 1)):
         with pytest.raises(DataError, match=message):
@@ -171,23 +157,6 @@ def test_fewer_tokens_than_a_sequence_are_refused() -> None:
         with pytest.raises(DataError, match=message):
             validation_batches(tokens, context=64, batch_size=1, max_batches=1)
     assert Batches(counted(30, 35), context=64, batch_size=1, seed=0).num_windows == 2
-    with pytest.raises(DataError, match="0 tokens are fewer than one sequence needs, 3 "):
-        Batches(counted(1, 1, 1, 1), context=2, batch_size=1, seed=0)
-
-
-def test_numbers_out_of_range_are_refused() -> None:
-    sizes = {"context": 4, "batch_size": 2}
-    for name in sizes:
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            Batches(counted(100), **{**sizes, name: 0}, seed=0)
-    with pytest.raises(ValueError, match="max_batches must be at least 1, got 0"):
-        validation_batches(counted(100), **sizes, max_batches=0)
-    with pytest.raises(ValueError, match="seed must be a whole number of 0 or more, got -1"):
-        Batches(counted(100), **sizes, seed=-1)
-    batches = Batches(counted(100), **sizes, seed=0)
-    with pytest.raises(ValueError, match="a position is a number of windows, 0 or more, got -1"):
-        batches.position = -1
-    assert batches.position == 0
 
 
 @settings(max_examples=30)

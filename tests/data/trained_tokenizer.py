@@ -5,12 +5,15 @@ from typing import Final
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-TEXT: Final = "To be, or not to be:\n    that is the question.\n\nWhether 'tis nobler \u00e9\u20ac\U0001f642\n"
+TEXT: Final = (
+    "To be, or not to be:\n    that is the question.\n\n"
+    "Whether 'tis nobler \u00e9\u20ac\U0001f642\n"
+)
 VOCAB_SIZE: Final = 300
 
 
 def save_trained_tokenizer(folder: Path) -> Path:
-    """Train a tokenizer and save it in both habits: as one file, and as vocabulary and merges."""
+    """Train a tokenizer and save it as transformers does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -21,5 +24,4 @@ def save_trained_tokenizer(folder: Path) -> Path:
     )
     tokenizer.train_from_iterator([TEXT * 20], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer.model.save(str(folder))
     return folder

@@ -7,23 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from samo.mask.mask import Mask
-from samo.mask.masks import Masks
 from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes, total
-from samo.train.events import (
-    Accounted,
-    Ended,
-    Evaluated,
-    Event,
-    Observed,
-    Pruned,
-    Remapped,
-    Sampled,
-    Started,
-    Stepped,
-)
+from samo.train import events as ev
+from samo.train.events import Event
 
 UNPRUNED = 81_920
 NUMEL = 786_432
@@ -45,15 +31,11 @@ def write_run(
     rank_bytes: Iterable[int] = (),
     sample: str | None = None,
     end: str | None = "done",
-    masks: Masks | None = None,
     seed: int = 0,
     more: Iterable[Event] = (),
     changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a run folder and return it.
-
-    ``more`` events are put among the others in the order of steps, ``changes`` into run.json.
-    """
+    """Write a run folder with ``more`` events among the others, and ``changes`` in run.json."""
     folder.mkdir(parents=True, exist_ok=True)
     about = {
         "format": "samo-run",
@@ -71,7 +53,7 @@ def write_run(
         "hardware": {"device": "cpu", "device_name": "AMD EPYC 9B14"},
     }
     (folder / "run.json").write_text(json.dumps(about | dict(changes or {})))
-    events: list[Event] = [Started(step=0, steps=steps, time=1763200000.0)]
+    events: list[Event] = [ev.Started(step=0, steps=steps, time=1763200000.0)]
     kept = round(NUMEL * (1 - sparsity))
     chance = random.Random(seed)
     is_pruned = mode != "dense"
@@ -81,20 +63,20 @@ def write_run(
         if is_after:
             loss += 0.08 + 0.6 * math.exp(-(step - prune_at) / (0.15 * prune_at))
         phase = "samo" if is_after else "dense"
-        events.append(stepped(step, loss + chance.gauss(0, 0.05), phase, chance.gauss(16_850, 300)))
+        noise, rate = chance.gauss(0, 0.05), chance.gauss(16_850, 300)
+        events.append(stepped(step, loss + noise, phase, rate))
         if eval_every and (step % eval_every == 0 or step == steps):
             events.append(evaluated(step, loss + 0.06))
         if is_pruned and step == prune_at:
             events.append(pruned(step, kept, reason=reason))
             events.append(accounted(step + 1, kept, dtype, rank_bytes))
     if sample is not None:
-        events.append(Sampled(step=steps, text=sample))
+        events.append(ev.Sampled(step=steps, text=sample))
     events = sorted([*events, *more], key=lambda event: event.step)  # keeps the order of equals
     if end is not None:
-        events.append(Ended(step=max(steps, events[-1].step), reason=end))  # type: ignore[arg-type]
+        why: Any = end
+        events.append(ev.Ended(step=max(steps, events[-1].step), reason=why))
     write_events(folder, events)
-    if masks is not None:
-        masks.save(folder / "masks.safetensors")
     return folder
 
 
@@ -106,8 +88,8 @@ def write_events(folder: Path, events: Iterable[Event]) -> Path:
 
 def stepped(
     step: int, loss: float = 2.0, phase: str = "dense", tokens_per_s: float = 16_850.0
-) -> Stepped:
-    return Stepped(
+) -> ev.Stepped:
+    return ev.Stepped(
         step=step,
         phase=phase,  # type: ignore[arg-type]
         loss=loss,
@@ -123,15 +105,13 @@ def stepped(
     )
 
 
-def evaluated(step: int, loss: float) -> Evaluated:
-    tokens, elapsed_s = 2048 * step, 0.122 * step
-    return Evaluated(
-        step=step, valid_loss=loss, perplexity=math.exp(loss), tokens=tokens, elapsed_s=elapsed_s
-    )
+def evaluated(step: int, loss: float) -> ev.Evaluated:
+    sofar: Any = {"step": step, "tokens": 2048 * step, "elapsed_s": 0.122 * step}
+    return ev.Evaluated(valid_loss=loss, perplexity=math.exp(loss), **sofar)
 
 
-def pruned(step: int, kept: int = KEPT, *, reason: str = "dense_steps") -> Pruned:
-    return Pruned(
+def pruned(step: int, kept: int = KEPT, *, reason: str = "dense_steps") -> ev.Pruned:
+    return ev.Pruned(
         step=step,
         kept=kept,
         numel=NUMEL,
@@ -144,13 +124,13 @@ def pruned(step: int, kept: int = KEPT, *, reason: str = "dense_steps") -> Prune
 
 def accounted(
     step: int, kept: int = KEPT, dtype: str = "float32", rank_bytes: Iterable[int] = ()
-) -> Accounted:
+) -> ev.Accounted:
     specs = [
         TensorSpec(numel=NUMEL, kept=kept, dtype=dtype, grad_dtype=dtype),
         TensorSpec(numel=UNPRUNED, kept=None, dtype=dtype, grad_dtype=dtype),
     ]
     kinds = {str(kind): size for kind, size in total(specs).items()}
-    return Accounted(
+    return ev.Accounted(
         step=step,
         num_params=NUM_PARAMS,
         measured_bytes=sum(kinds.values()),
@@ -164,48 +144,22 @@ def accounted(
     )
 
 
-def observed(count: int, *, queue: int = 5, history: bool = True) -> list[Observed]:
+def observed(count: int, queue: int = 5) -> list[ev.Observed]:
     """Comparisons every 10 steps; masks get closer with time."""
     found = []
     for i in range(count):
-        row = [0.02 + (i - j) * 0.4 / (i + 1) for j in range(i)]
-        recent = row[-(queue - 1) :]
-        found.append(
-            Observed(
-                step=10 * (i + 1),
-                distances=row if history else recent,
-                largest=max(recent, default=None),
-                threshold=0.1,
-                queue=queue,
-            )
-        )
+        near = [0.02 + (i - j) * 0.4 / (i + 1) for j in range(i)][-(queue - 1) :]
+        rule: Any = {"threshold": 0.1, "queue": queue, "largest": max(near, default=None)}
+        found.append(ev.Observed(step=10 * (i + 1), distances=near, **rule))
     return found
 
 
-def remapped(step: int, before: int, kept: int, grown: int = 0) -> Remapped:
-    dropped = before + grown - kept
-    return Remapped(
-        step=step, kept=kept, numel=NUMEL, sparsity=1 - kept / NUMEL, dropped=dropped, grown=grown
-    )
+def remapped(step: int, before: int, kept: int, grown: int = 0) -> ev.Remapped:
+    sizes: Any = {"kept": kept, "numel": NUMEL, "sparsity": 1 - kept / NUMEL}
+    return ev.Remapped(step=step, dropped=before + grown - kept, grown=grown, **sizes)
 
 
-def gradual() -> list[Remapped]:
+def gradual() -> list[ev.Remapped]:
     """Changes of masks that begin with all weights."""
-    return [
-        remapped(150, NUMEL, 400_000),
-        remapped(200, 400_000, 100_000),
-        remapped(250, 100_000, KEPT),
-    ]
-
-
-def fake_masks(*, num_layers: int = 4, seed: int = 0) -> Masks:
-    """Masks that keep more in later layers."""
-    chance = torch.Generator().manual_seed(seed)
-    shapes = {"attention.qkv": (96, 32), "mlp.0": (128, 32), "mlp.2": (32, 128)}
-    masks = {}
-    for layer in range(num_layers):
-        for kind, shape in shapes.items():
-            density = 0.08 + 0.05 * layer / num_layers + 0.01 * len(kind) / 10
-            keep = torch.rand(shape, generator=chance) < density
-            masks[f"blocks.{layer}.{kind}.weight"] = Mask.from_bool(keep)
-    return Masks(masks)
+    sizes = [NUMEL, 400_000, 100_000, KEPT]
+    return [remapped(150 + 50 * i, sizes[i], sizes[i + 1]) for i in range(3)]

@@ -1,4 +1,4 @@
-"""The figures: what is drawn stands for the numbers, and axes are true."""
+"""The figures: curves and bars have the right numbers, and axes do not mislead."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from samo.report import figures
-from samo.report.curves import smooth, spread
+from samo.report.figures import running_mean, spread
 from samo.report.memory_bars import bars
 from samo.report.runs import Run, read_run, read_runs
 from samo.report.theme import DARK, LIGHT, drawing, to_svg
@@ -36,34 +36,31 @@ def texts(axes: Any) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_losses_are_drawn_apart_for_each_phase_and_validations_at_their_steps(
-    tmp_path: Path,
-) -> None:
-    runs = read_runs([write_run(tmp_path)])
-    (axes,) = draw("loss", runs).axes
-    raw = np.concatenate([axes.lines[i].get_ydata() for i in (0, 2)])
-    assert raw.tolist() == [step.loss for step in runs[0].steps]
-    assert [line.get_xdata()[0] for line in axes.lines[:4]] == [1, 1, 101, 101]
+def test_losses_are_averaged_within_each_phase(tmp_path: Path) -> None:
+    (run,) = read_runs([write_run(tmp_path)])
+    (axes,) = draw("loss", [run]).axes
+    raw, means = axes.lines[0:4:2], axes.lines[1:4:2]
+    assert np.concatenate([line.get_ydata() for line in raw]).tolist() == [
+        step.loss for step in run.steps
+    ]
+    for phase, mean, (first, last) in zip(run.phases, means, [(1, 100), (101, 300)]):
+        assert mean.get_xdata()[[0, -1]].tolist() == [first + 2.5, last - 2.5]  # windows of 6
+        expected = [sum(s.loss for s in part) / 6 for part in (phase[:6], phase[-6:])]
+        assert mean.get_ydata()[[0, -1]] == pytest.approx(expected)
     assert axes.lines[4].get_xdata().tolist() == [50, 100, 150, 200, 250, 300]
-    assert axes.lines[4].get_ydata().tolist() == [e.valid_loss for e in runs[0].evals]
+    assert axes.lines[4].get_ydata().tolist() == [e.valid_loss for e in run.evals]
     assert {"pruned to 90 %", "loss, nats per token"} <= set(texts(axes))
     assert any(re.fullmatch(r"notes  2\.\d{3}", text) for text in texts(axes))
-
-
-def test_the_axis_of_losses_leaves_out_the_first_steps_alone(tmp_path: Path) -> None:
-    (axes,) = draw("loss", read_runs([write_run(tmp_path)])).axes
-    run = read_run(tmp_path)
     low, high = axes.get_ylim()
-    assert high < run.steps[0].loss
+    assert high < run.steps[0].loss, "the first steps do not stretch the axis"
     assert all(low < e.valid_loss < high for e in run.evals)
     assert axes.get_xlim() == (0, 300)
 
 
 def test_throughput_starts_at_0(tmp_path: Path) -> None:
     (axes,) = draw("throughput", read_runs([write_run(tmp_path)])).axes
-    low, high = axes.get_ylim()
-    assert low == 0
-    assert high > 16_850
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylim()[1] > 16_850
 
 
 def test_the_parts_of_a_bar_are_its_bytes(tmp_path: Path) -> None:
@@ -76,49 +73,26 @@ def test_the_parts_of_a_bar_are_its_bytes(tmp_path: Path) -> None:
     assert "5.82 MB   6.70 B/param" in texts(axes)
 
 
-def test_densities_are_drawn_over_layers() -> None:
-    names = [f"blocks.{i}.{kind}.0.weight" for i in (10, 0, 2) for kind in ("up", "down")]
-    sizes = {name: (10 + i, 100) for i, name in enumerate([*names, "head.weight", "1.weight"])}
-    (axes,) = draw("density", sizes).axes
-    up = axes.lines[0]
-    assert (up.get_xdata().tolist(), up.get_ydata().tolist()) == ([0, 2, 10], [0.12, 0.14, 0.1])
-    assert {"blocks.*.up.0", "blocks.*.down.0", "head", "*"} <= set(texts(axes))
-    assert axes.get_ylim()[0] == 0
-
-
-@pytest.mark.parametrize("history", [True, False])
-def test_a_cell_stands_for_each_pair_of_masks(tmp_path: Path, history: bool) -> None:
-    looks = observed(8, queue=3, history=history)
-    run = read_run(write_run(tmp_path, reason="settled", more=looks))
-    grid, curve = draw("ticket", run).axes
-    cells, agree = (~np.ma.getmaskarray(image.get_array()) for image in grid.images)
-    first = [0 if history else max(0, i - 2) for i in range(8)]
-    assert np.argwhere(cells).tolist() == [[i, j] for i in range(8) for j in range(first[i], i)]
-    assert np.argwhere(agree).tolist() == [[4, 3], [5, 4], [6, 5], [7, 6]]  # 0.1 and below
-    (line, _, mark) = curve.lines
-    assert line.get_ydata().tolist() == [look.largest for look in looks[2:]]
+def test_early_bird_distances_are_drawn_up_to_pruning(tmp_path: Path) -> None:
+    looks = observed(8, queue=3)
+    run = read_run(write_run(tmp_path / "a", reason="settled", more=looks))
+    (axes,) = draw("ticket", run).axes
+    line, _, mark = axes.lines
+    assert line.get_xdata().tolist() == [look.step for look in looks[1:]]
+    assert line.get_ydata().tolist() == [look.largest for look in looks[1:]]
     assert mark.get_xdata() == [100, 100]
-    assert {"threshold 0.1", "drawn at step 100: settled"} <= set(texts(curve))
+    assert {"threshold 0.1", "pruned to 90 %"} <= set(texts(axes))
+    assert axes.get_xlim() == (0, 104)
+    draw("ticket", read_run(write_events(write_run(tmp_path / "b"), observed(1))))  # no distance
 
 
-@pytest.mark.parametrize("count", [1, 2, 500])
-def test_few_and_many_looks_are_drawn(tmp_path: Path, count: int) -> None:
-    run = read_run(write_events(write_run(tmp_path), observed(count)))
-    with drawing():
-        assert len(to_svg(draw("ticket", run))) < 300_000
-
-
-def test_sparsity_is_drawn_from_the_draw_to_the_end(tmp_path: Path) -> None:
-    runs = read_runs([write_run(tmp_path, sparsity=0.0, more=gradual())])
-    (axes,) = draw("change", runs).axes
+def test_sparsity_and_replaced_fractions_are_drawn_at_their_steps(tmp_path: Path) -> None:
+    (axes,) = draw("change", read_runs([write_run(tmp_path, sparsity=0.0, more=gradual())])).axes
     (line,) = axes.lines
     assert line.get_xdata().tolist() == [100, 150, 200, 250, 300]
     expected = [0.0, 1 - 400_000 / NUMEL, 1 - 100_000 / NUMEL, 0.9, 0.9]
     assert line.get_ydata() == pytest.approx(expected, abs=1e-5)
     assert axes.get_ylim() == (0, 1)
-
-
-def test_replaced_fractions_are_drawn_at_their_steps(tmp_path: Path) -> None:
     moves = [remapped(step, KEPT, KEPT, KEPT // 4) for step in (150, 200)]
     (axes,) = draw("change", read_runs([write_run(tmp_path, more=moves)])).axes
     (points,) = axes.lines
@@ -126,20 +100,11 @@ def test_replaced_fractions_are_drawn_at_their_steps(tmp_path: Path) -> None:
     assert points.get_ydata() == pytest.approx([0.25, 0.25], abs=1e-3)
 
 
-def test_a_long_run_makes_a_small_figure(tmp_path: Path) -> None:
+def test_a_long_run_makes_a_small_figure_in_colours_of_the_page() -> None:
     steps = [stepped(i, 2 + math.sin(i * i) / 9 + (i == 70_001)) for i in range(1, 100_000, 2)]
-    run = Run(path=tmp_path, about={}, broken_lines=0, label="a", events=steps)
     with drawing():
-        svg = to_svg(draw("loss", [run]))
+        svg = to_svg(draw("loss", [Run(Path("a"), {}, steps)]))
     assert len(svg) < 400_000
-
-
-# Look
-
-
-def test_colours_of_figures_are_variables(tmp_path: Path) -> None:
-    with drawing():
-        svg = to_svg(draw("loss", read_runs([write_run(tmp_path)])))
     assert not [colour for colour in LIGHT.values() if colour in svg]
     assert "#000000" not in svg  # matplotlib's default, invisible on a dark page
     assert {"run0", "muted"} <= set(re.findall(r"var\(--(\w+)\)", svg)) <= set(LIGHT)
@@ -147,23 +112,14 @@ def test_colours_of_figures_are_variables(tmp_path: Path) -> None:
     assert len(set(LIGHT.values())) == len(LIGHT)  # or one role would be taken for another
 
 
-# Curves
+def test_a_running_mean_skips_values_that_are_not_finite() -> None:
+    y = np.array([1.0, 2.0, np.nan, 4.0, 6.0, np.nan, np.nan, np.nan])
+    expected = [1.5, 3.0, 5.0, 5.0, 6.0, np.nan]
+    assert np.array_equal(running_mean(y, 3), expected, equal_nan=True)
 
 
-def test_smoothing_averages_over_what_is_finite() -> None:
-    noisy = 2 + np.random.default_rng(0).normal(0, 1, 5000)
-    assert np.abs(smooth(noisy, 100)[100:-100] - 2).max() < 0.5 < np.abs(noisy - 2).max()
-    line = np.arange(1000.0)
-    assert np.allclose(smooth(line, 20)[2:-2], line[2:-2])  # centred, also near the ends
-    gap = np.full(1000, 3.0)
-    gap[10:20] = gap[400:600] = np.nan
-    calm = smooth(gap, 40)
-    assert (calm[:300] == 3.0).all()
-    assert np.isnan(calm[450:550]).all()
-    assert len(smooth(np.empty(0), 5)) == 0
-
-
-@given(values=st.lists(st.floats(-5, 15), max_size=12), gap=st.floats(0.01, 3))
+@settings(max_examples=50)
+@given(values=st.lists(st.floats(-5, 15), max_size=8), gap=st.floats(0.01, 3))
 def test_labels_that_are_spread_do_not_touch(values: list[float], gap: float) -> None:
     places = spread(values, gap, 0.0, 10.0)
     room = min(gap, 10.0 / max(len(values), 1))
@@ -171,7 +127,3 @@ def test_labels_that_are_spread_do_not_touch(values: list[float], gap: float) ->
     assert all(-1e-9 < place < 10 + 1e-9 for place in places)
     pairs = itertools.permutations(range(len(values)), 2)
     assert all(places[i] < places[j] for i, j in pairs if values[i] < values[j])
-
-
-def test_labels_far_apart_stay_where_they_are() -> None:
-    assert spread([1.0, 9.0, 5.0], 1.0, 0.0, 10.0) == [1.0, 9.0, 5.0]

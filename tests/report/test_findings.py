@@ -14,7 +14,6 @@ from samo.train.events import Event
 from tests.report.runs import (
     KEPT,
     NUM_PARAMS,
-    NUMEL,
     UNPRUNED,
     accounted,
     evaluated,
@@ -27,72 +26,48 @@ from tests.report.runs import (
     write_run,
 )
 
+OTHER = {"data": {"fingerprint": "x"}, "hardware": {"device_name": "y"}}
+
 
 def run_of(path: Path, *events: Event, **settings: Any) -> Run:
     return read_run(write_events(write_run(path, **settings), events))
 
 
-def with_losses(folder: Path, losses: dict[str, float], **settings: Any) -> list[Run]:
-    return read_runs(
-        [
-            write_events(
-                write_run(folder / name, name=name, **settings), [evaluated(9, losses[name])]
-            )
-            for name in losses
-        ]
-    )
+def with_losses(folder: Path, **losses: float) -> list[Run]:
+    return [run_of(folder / name, evaluated(9, losses[name]), name=name) for name in losses]
 
 
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        (
-            {"samo": 2.331, "lean": 2.328, "dense": 2.2},
-            "dense has the lowest validation loss, 2.200; samo and lean the highest, about 2.33",
-        ),
-        (
-            {"samo": 2.100, "lean": 2.104, "dense": 2.2},
-            "samo and lean have the lowest validation loss, about 2.10; dense the highest, 2.200",
-        ),
-        (
-            {"samo": 2.100, "lean": 2.115},
-            "All runs reach about the same validation loss, 2.100 to 2.115",
-        ),
-        (
-            {"a": 2.0, "between": 2.03, "c": 2.06},
-            "a has the lowest validation loss, 2.000; c the highest, 2.060",
-        ),
-        ({"a": 2.1, "b": 2.1}, "All runs reach about the same validation loss, 2.100"),
+        ((2.331, 2.328, 2.2), "c reached the lowest validation loss, 2.200; the highest is 2.331"),
+        ((2.1, 2.104, 2.2), "a and b reached the lowest validation loss, 2.100; the highest is"),
+        ((2.1, 2.11, 2.115), "All runs reach about the same validation loss, 2.100 to 2.115"),
     ],
 )
 def test_losses_are_ranked_only_beyond_noise(
-    tmp_path: Path, losses: dict[str, float], words: str
+    tmp_path: Path, losses: tuple[float, ...], words: str
 ) -> None:
-    assert findings.loss_finding(with_losses(tmp_path, losses)) == words
+    runs = with_losses(tmp_path, **dict(zip("abc", losses)))
+    assert findings.loss_finding(runs).startswith(words)
 
 
-def test_what_does_not_compare_is_not_ranked(tmp_path: Path) -> None:
-    a, _ = with_losses(tmp_path, {"a": 2.0, "b": 3.0})
-    other = {"data": {"fingerprint": "x"}, "hardware": {"device_name": "y"}}
-    (b,) = with_losses(tmp_path / "c", {"b": 3.0}, changes=other)
-    assert (
-        findings.loss_finding([a, b]) == "Validation losses from 2.000 to 3.000, of different texts"
-    )
-    rows = {quantity.name: quantity.row([a, b]) for quantity in findings.QUANTITIES}
-    assert rows["validation loss"] == [("2.000", False), ("3.000", False)]
+def test_other_data_hardware_and_steps_are_named(tmp_path: Path) -> None:
+    (a,) = with_losses(tmp_path, a=2.0)
+    other = run_of(tmp_path / "b", evaluated(9, 3.0), changes=OTHER)
+    found = findings.loss_finding([a, other])
+    assert found == "Validation losses from 2.000 to 3.000, on different texts"
     longer = run_of(tmp_path / "d", evaluated(99, 3.0))
     assert findings.loss_finding([a, longer]).endswith("(after different numbers of steps)")
-    fast = run_of(tmp_path / "e", stepped(1, tokens_per_s=900), changes=other)
+    fast = run_of(tmp_path / "e", stepped(1, tokens_per_s=900), changes=OTHER)
     slow = run_of(tmp_path / "f", stepped(1, tokens_per_s=800))
     assert findings.throughput_finding([fast, slow]) == "800 to 900 tokens/s, on different hardware"
 
 
-def test_the_loss_before_pruning_is_told_from_that_right_after(tmp_path: Path) -> None:
-    events = [evaluated(40, 2.6), pruned(40), evaluated(40, 2.7), evaluated(90, 2.5)]
-    assert (
-        findings.loss_finding([run_of(tmp_path, *events)])
-        == "At 90 % sparsity the validation loss reaches 2.500; it was 2.600 before pruning"
-    )
+def test_the_loss_before_pruning_is_not_the_one_right_after(tmp_path: Path) -> None:
+    events = [evaluated(40, 2.6), pruned(40), evaluated(40, 2.7), stepped(90), evaluated(90, 2.5)]
+    found = findings.loss_finding([run_of(tmp_path, *events)])
+    assert found == "The validation loss is 2.500 at step 90; it was 2.600 before pruning"
 
 
 def test_throughput_is_the_median_of_the_last_phase_without_its_first_line(tmp_path: Path) -> None:
@@ -101,8 +76,6 @@ def test_throughput_is_the_median_of_the_last_phase_without_its_first_line(tmp_p
     run = run_of(tmp_path, *steps)
     assert findings.tokens_per_s(run) == 60.0
     assert findings.throughput_finding([run]) == "60 tokens/s"
-    near = run_of(tmp_path, stepped(1, tokens_per_s=62.0))
-    assert findings.throughput_finding([run, near]) == "About the same speed: 60 to 62 tokens/s"
 
 
 def test_the_training_loss_is_a_mean_over_the_end(tmp_path: Path) -> None:
@@ -111,20 +84,10 @@ def test_the_training_loss_is_a_mean_over_the_end(tmp_path: Path) -> None:
     assert math.isnan(findings.last_loss(run_of(tmp_path, stepped(1, loss=math.nan))))
 
 
-def test_the_best_of_a_row_are_those_within_the_tolerance(tmp_path: Path) -> None:
-    rates = (100.0, 97.0, 50.0, math.nan)
-    runs = [run_of(tmp_path / f"{r}", stepped(1, tokens_per_s=r)) for r in rates]
-    rows = {quantity.name: quantity.row(runs) for quantity in findings.QUANTITIES}
-    assert rows["tokens/s"] == [("100", True), ("97", True), ("50", False), ("-", False)]
-    assert rows["model state"] is None
-    alone = findings.QUANTITIES[2].row(runs)
-    assert alone == [("1", False)] * 4
-
-
 # Memory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_parts_of_the_baselines_add_up(tmp_path: Path, dtype: str) -> None:
     run = read_run(write_run(tmp_path, dtype=dtype))
     assert run.state is not None
@@ -136,7 +99,7 @@ def test_the_parts_of_the_baselines_add_up(tmp_path: Path, dtype: str) -> None:
     assert paper["moments"] == 8 * (KEPT + UNPRUNED)
 
 
-def test_baselines_are_shown_once_and_name_their_run_where_they_differ(tmp_path: Path) -> None:
+def test_equal_baselines_are_shown_once(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / f"{p}", name=f"r{p}", sparsity=p) for p in (0.8, 0.9)]
     labels = [bar.label for bar in bars(read_runs(paths))]
     baselines = ["dense training", "SAMO paper, r0.8", "SAMO paper, r0.9"]
@@ -144,9 +107,7 @@ def test_baselines_are_shown_once_and_name_their_run_where_they_differ(tmp_path:
     assert [bar.label for bar in bars(read_runs(paths[:1]))][1:] == ["SAMO paper", "samo, measured"]
 
 
-def test_a_prediction_is_shown_where_it_differs_and_parts_only_if_they_add_up(
-    tmp_path: Path,
-) -> None:
+def test_a_prediction_is_shown_if_it_differs_and_parts_only_if_they_add_up(tmp_path: Path) -> None:
     state = replace(accounted(1), dense_bytes=7, paper_bytes=7, measured_bytes=7)
     found = bars([run_of(tmp_path, pruned(1), state)])
     assert [bar.kinds for bar in found[:2]] == [{"whole": 7}] * 2
@@ -155,14 +116,13 @@ def test_a_prediction_is_shown_where_it_differs_and_parts_only_if_they_add_up(
     assert [bar.place for bar in found[2:]] == [None, 0]
 
 
-def test_a_run_before_pruning_is_not_called_samo(tmp_path: Path) -> None:
-    paths = [write_events(write_run(tmp_path), [accounted(1)])]
-    assert (
-        findings.memory_finding(read_runs(paths)) == "notes holds 5.82 MB, dense training 13.9 MB"
-    )
+def test_runs_that_hold_the_same_are_not_ranked(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / name, accounted(1), name=name) for name in ("a", "b")]
+    assert findings.memory_finding(runs) == "a and b hold 5.82 MB, dense training 13.9 MB"
+    assert findings.memory_finding(runs[:1]) == "a holds 5.82 MB, dense training 13.9 MB"
 
 
-def test_state_of_several_ranks_says_where_it_is(tmp_path: Path) -> None:
+def test_the_state_of_several_ranks_says_where_it_is(tmp_path: Path) -> None:
     sizes = (3_000_000, 3_000_000, 2_816_112, 2_816_112)
     mesh = {"ranks": {"pipe": 2, "data": 2}}
     run = read_run(write_run(tmp_path / "a", rank_bytes=sizes, changes=mesh))
@@ -180,39 +140,25 @@ def test_state_of_several_ranks_says_where_it_is(tmp_path: Path) -> None:
 # Masks
 
 
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        ("settled", ": the last 5 masks agree, distance 0.180 at most, threshold 0.1"),
-        ("limit", ", the limit: masks had not settled, distance 0.180, threshold 0.1"),
-    ],
-)
-def test_the_ticket_says_when_and_why_it_was_drawn(tmp_path: Path, reason: str, words: str) -> None:
-    run = read_run(write_run(tmp_path, reason=reason, more=observed(10)))
-    assert findings.ticket_finding(run) == f"The ticket was drawn at step 100{words}"
-
-
-@pytest.mark.parametrize(("count", "words"), [(1, "one look so far"), (2, "distance 0.220")])
-def test_a_ticket_that_is_not_drawn_says_how_far_it_is(
-    tmp_path: Path, count: int, words: str
-) -> None:
-    run = run_of(tmp_path, *observed(count))
-    assert findings.ticket_finding(run) == f"Masks have not settled so far: {words}, threshold 0.1"
+def test_early_bird_says_when_and_why_it_pruned(tmp_path: Path) -> None:
+    apart = "distance 0.180, threshold 0.1"
+    for reason, words in {
+        "settled": "Masks settled at step 100",
+        "limit": "Masks had not settled by the limit, step 100",
+    }.items():
+        run = read_run(write_run(tmp_path / reason, reason=reason, more=observed(10)))
+        assert findings.ticket_finding(run) == f"{words}: {apart}"
+    for count, words in {1: "threshold 0.1", 2: "distance 0.220, threshold 0.1"}.items():
+        run = run_of(tmp_path / f"{count}", *observed(count))
+        assert findings.ticket_finding(run) == f"Masks have not settled yet: {words}"
 
 
 def test_changes_of_masks_are_counted(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", sparsity=0.0, more=gradual()))
-    assert findings.change_finding(run) == "3 changes of the masks, to 90 % sparsity at step 250"
-    assert "pruned to 90 % sparsity from step 100 to 250" in findings.summary([run])
+    found = findings.change_finding(run)
+    assert found == "Masks were pruned further 3 times, to 90 % sparsity at step 250"
+    assert "90 % sparse, pruned in steps 100 to 250" in findings.summary([run])
     moves = [remapped(step, KEPT, KEPT, KEPT // 4) for step in (150, 200)]
-    replaced = "of the masks replaced 25 % of the kept weights"
-    run = read_run(write_run(tmp_path / "b", more=moves[:1]))
-    assert findings.change_finding(run) == f"1 change {replaced}"
     run = read_run(write_run(tmp_path / "b", more=moves))
-    assert findings.change_finding(run) == f"2 changes {replaced} at first and 25 % at step 200"
-
-
-def test_sparsity_of_tensors_names_the_extremes() -> None:
-    sizes = {"a": (10, 100), "b": (11, 100), "c": (NUMEL // 8, NUMEL)}
-    assert findings.density_finding(sizes) == "Sparsity runs from 87.5 % in c to 90 % in a"
-    assert findings.density_finding({"a": (1, 4)}) == "All pruned tensors are 75 % sparse"
+    text = "replacing 25 % of the kept weights at first and 25 % at step 200"
+    assert findings.change_finding(run) == f"Masks changed 2 times, {text}"

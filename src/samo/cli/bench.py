@@ -3,6 +3,7 @@
 import datetime
 import importlib
 import re
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from samo.bench.rows import Results, Row, failures
 from samo.bench.settings import QUESTIONS, command_line
 from samo.cli.commands import Bench
-from samo.cli.tables import columns
+from samo.cli.console import columns, say
 from samo.errors import ConfigError, RunError
 from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
@@ -32,7 +33,7 @@ def run(command: Bench) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)  # otherwise rich wraps at 80 columns
-    out = config.out or _usual_folder(name, device)
+    out = config.out or _default_folder(name, device)
     check_free(out)
     results = Results(
         out,
@@ -42,13 +43,9 @@ def run(command: Bench) -> int:
         tabulate=question.tabulate,
         notes=["docs/benchmarks.md explains every column."],
     )
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    rows: list[Row] = question.measure(config, device, results.save, say)
+    rows: list[Row] = question.measure(config, device, results.save, partial(say, console))
     missing = failures(rows)
-    if len(missing) and all(row.median is None for row in rows):
+    if missing and all(row.median is None for row in rows):
         raise RunError(
             f"nothing could be measured: {'; '.join(missing)}; rows are in '{out}', choose smaller "
             "sizes or other contenders"
@@ -60,21 +57,19 @@ def run(command: Bench) -> int:
         shown.add_row(*line)
     console.print(shown)
     for entry in missing:
-        say(f"not measured: {entry}")
-    say(f"rows and table: {out}")
+        say(console, f"not measured: {entry}")
+    say(console, f"rows and table: {out}")
     return 0
 
 
 def _device(wanted: str) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
-        raise ConfigError(
-            "device cuda was asked for, but torch finds none; leave out --device to use the CPU"
-        )
+        raise ConfigError("--device cuda needs a GPU that torch can use; leave it out for the CPU")
     return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
-def _usual_folder(name: str, device: torch.device) -> Path:
+def _default_folder(name: str, device: torch.device) -> Path:
     today = datetime.date.today().isoformat()
     machine = re.sub(r"[^a-z0-9]+", "-", hardware(device)["device_name"].lower()).strip("-")
     return free_dir(Path("benchmarks") / "results", f"{name}-{machine}-{today}")

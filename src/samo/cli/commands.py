@@ -1,4 +1,4 @@
-"""The commands of ``samo`` as dataclasses: one field is one flag, and the string below it is its help."""
+"""The commands of ``samo`` as dataclasses: each field is a flag, the string below it its help."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = []
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demo:
-    """Show everything on a laptop CPU in two minutes: train, prune 90 %, train on, compare."""
+    """Show samo on a laptop CPU in two minutes: train, prune 90 %, train on, compare."""
 
     out: OptionalPath = None
     """Output folder. By default runs/demo, or runs/demo-2 and so on."""
@@ -34,16 +34,16 @@ class Train(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Start a command on several ranks of this machine: samo launch -n 4 train notes.txt."""
+    """Train on several ranks of this machine: samo launch -n 4 train notes.txt."""
 
     command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND ...")]
-    """The command and its flags, without the word samo."""
+    """The word train, and its files and flags."""
     num_ranks: Annotated[int, arg(aliases=("-n",))] = 2
     """Processes to start; with GPUs, one for each."""
     max_restarts: int = 0
     """How often to restart all ranks after a failure; they resume from the last checkpoint."""
     logs: OptionalPath = None
-    """Folder for the output of all ranks but the first. By default it is shown only after a failure."""
+    """Folder for the output of all ranks but the first. By default printed only after a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +57,9 @@ class Prune:
     sparsity: float | Auto = "auto"
     """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
     method: Literal["magnitude", "random", "zeros"] = "magnitude"
-    """Keep the largest weights, or random ones; zeros: the masks of a model that is pruned already."""
+    """Keep the largest weights, or random ones. zeros: keep what is nonzero in a pruned model."""
     scope: Literal["tensor", "global", "erk"] = "tensor"
-    """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
+    """Prune each matrix to the sparsity, or all of them together. erk: small matrices less."""
     pattern: str | None = None
     """Keep n of every m neighbours along the inputs, such as "2:4"."""
     skip: tuple[str, ...] = ()
@@ -68,8 +68,6 @@ class Prune:
     """Sparsities of individual weights: pairs of pattern and value."""
     seed: int = 0
     """Seed for the choice between weights of equal magnitude."""
-    json: bool = False
-    """Print the summary as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,19 +77,19 @@ class Inspect:
     path: Annotated[Positional[Path | None], arg(metavar="PATH")] = None
     """A mask file, a checkpoint or a run folder."""
     verify: bool = False
-    """Read a whole checkpoint, and verify its checksums."""
+    """Read the whole checkpoint and verify its checksums."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Make one page of a run, or of several to compare: curves, memory, masks."""
+    """Make an HTML page of one run, or of several to compare: curves, memory, speed."""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
     """Run folders."""
     out: OptionalPath = None
-    """The page to write; by default report.html in the first run."""
+    """The page to write. By default report.html in the first run folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,18 +9,28 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samo.cli.commands import Launch, Train
-from samo.cli.main import LAUNCH_FLAGS, parse
+from samo.cli.main import parse
 from samo.distributed.mesh import check_sizes
 from samo.errors import ConfigError
 from samo.train.config_rules import check_batch
+from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
+from samo.train.ranks import rank_name
 from samo.train.resolve import resolve
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 __all__ = []
 
@@ -35,8 +45,7 @@ def run(command: Launch) -> int:
     if command.max_restarts < 0:
         raise ConfigError(f"--max-restarts must be 0 or more, got {command.max_restarts}")
     if command.command[:1] != ("train",):
-        got = f"got {command.command[0]!r}" if command.command else "no command was given"
-        raise ConfigError(f"samo launch starts train; {got}: samo launch -n 4 train notes.txt")
+        raise ConfigError("samo launch can start train only: samo launch -n 4 train notes.txt")
     train = _check(command.command, command.num_ranks)
     with ExitStack() as stack:
         logs = command.logs
@@ -46,13 +55,7 @@ def run(command: Launch) -> int:
 
 
 def _check(words: tuple[str, ...], num_ranks: int) -> Train:
-    """Refuse once, before there are ranks, what every rank would refuse."""
-    for word in words:
-        if word.partition("=")[0] in LAUNCH_FLAGS:
-            raise ConfigError(
-                f"{word} is a flag of samo launch, and goes before the word {words[0]}: samo launch {word} "
-                f"... {words[0]} ..."
-            )
+    """Report wrong flags once, before there are ranks that would each load torch for it."""
     command = parse(words)
     assert isinstance(command, Train)
     if command.resume is None:
@@ -74,20 +77,13 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     # For ranks to save after Ctrl-C, in seconds.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
-    from samo.train.ranks import rank_name
-
-    logging.disable(logging.ERROR)  # torch's launcher says in many lines what is said here in one
-    rendezvous_handler_registry.register(_BACKEND, _local_rendezvous)
+    logging.disable(logging.ERROR)  # torch's launcher logs in many lines what is printed below
+    rendezvous_handler_registry.register(_BACKEND, _LocalRendezvous)
     for attempt in range(command.max_restarts + 1):
         os.environ[RESTARTS] = str(attempt)
         folder = logs / f"attempt-{attempt}"
         folder.mkdir(parents=True, exist_ok=True)
+        redirects = {rank: Std.ALL for rank in range(1, command.num_ranks)}
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -95,10 +91,7 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
             run_id=f"{RUN_ID_PREFIX}{os.getpid()}",
             rdzv_backend=_BACKEND,
             max_restarts=0,  # each restart is a launch of its own, and is reported here
-            logs_specs=DefaultLogsSpecs(
-                log_dir=str(folder),
-                redirects={rank: Std.ALL for rank in range(1, command.num_ranks)},
-            ),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),
         )
         try:
             elastic_launch(config, sys.executable)("-m", "samo", *command.command)
@@ -107,7 +100,7 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
             return 128 + int(error.sigval)
         except ChildFailedError as error:
             rank, code = _first_failure(error.failures)
-        if code == 2:  # wrong usage: the same on all ranks, and rank 0 has said so
+        if code == 2:  # wrong usage: the same on all ranks, and rank 0 has printed it
             return 2
         _show_logs(folder, command.num_ranks)
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
@@ -119,64 +112,41 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
     return code if code > 0 else 128 - code
 
 
-def _first_failure(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
+def _first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, int]:
     """Return the rank that failed first, and its exit code, negative for a signal.
 
-    A rank that was killed goes before one that ended by itself at the same time, perhaps because of
-    the other. torch ends the rest: with SIGTERM at once, and with SIGKILL 30 s later.
+    Within two seconds, a rank that was killed counts before one that exited, perhaps because of the
+    other, and before those that torch's agent ends with SIGTERM.
     """
     start = min(failure.timestamp for failure in failures.values())
     codes = {rank: f.exitcode for rank, f in failures.items() if f.timestamp <= start + 2}
     return min(codes.items(), key=lambda f: (f[1] == -signal.SIGTERM, f[1] > 0, f[0]))
 
 
-def _local_rendezvous(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """Return a rendezvous of one machine, whose store listens on 127.0.0.1 alone."""
-    import torch.distributed as dist
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousStoreInfo,
-    )
+class _LocalRendezvous(StaticTCPRendezvous):
+    """A rendezvous for one machine. Unlike torch's, its store listens on 127.0.0.1 only."""
 
-    class LocalRendezvous(RendezvousHandler):
-        use_agent_store = True
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        super().__init__("127.0.0.1", 0, 0, 1, parameters.run_id, timeout=60)
 
-        def next_rendezvous(self) -> RendezvousInfo:
-            listener = socket.create_server(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1",
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+    def get_backend(self) -> str:
+        return _BACKEND
 
-        def get_backend(self) -> str:
-            return _BACKEND
-
-        def get_run_id(self) -> str:
-            return parameters.run_id
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def shutdown(self) -> bool:
-            return True
-
-    return LocalRendezvous()
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
 
 
 def _show_logs(folder: Path, num_ranks: int) -> None:
-    """Show the end of the output of each rank that does not write to the terminal."""
+    """Print the last lines of the ranks that do not write to the terminal."""
     for rank in range(1, num_ranks):
         lines: list[str] = []
         for file in sorted(folder.rglob(f"{rank}/std*.log")):

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 import tyro
 
@@ -27,9 +26,6 @@ from samo.train.config import TrainConfig
 from samo.train.config_io import read_toml
 
 __all__ = ["main"]
-
-LAUNCH_FLAGS: Final = ("-n", "--num-ranks", "--max-restarts", "--logs")
-"""Flags of samo launch itself, each with a value."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SamoError as error:
         sys.stderr.write(f"{prefix}{error}\n")
         if isinstance(error, PeerError) and num_ranks > 1:
-            # Closing connections would wait for the rank that has failed.
+            # A normal exit closes connections, and would wait for the rank that has failed.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -81,20 +77,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> Command:
     """Return the command that was typed."""
-    arguments, launched = _split_launch(arguments)
-    name = arguments[0]
-    style = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    if name not in COMMANDS:
-        about = "Train pruned neural networks with a fraction of the memory."
-        every: Any = Command
-        return tyro.cli(every, prog="samo", description=about, args=arguments, config=style)
-    kind: Any = COMMANDS[name]
+    name, launched = arguments[0], tuple[str, ...]()
+    if name == "launch" and "train" in arguments:  # flags after that word are not launch's own
+        place = arguments.index("train")
+        arguments, launched = arguments[: place + 1], tuple(arguments[place:])
+    kind: Any = COMMANDS.get(name, Command)
+    is_known = name in COMMANDS
     command: Command = tyro.cli(
         kind,
-        prog=f"samo {name}",  # so that errors point to the help of this command
-        args=arguments[1:],
+        prog=f"samo {name}" if is_known else "samo",  # errors point to the help of this command
+        description=None
+        if is_known
+        else "Train pruned neural networks with a fraction of the memory.",
+        args=arguments[1:] if is_known else arguments,
         default=_train_defaults(arguments[1:]) if name == "train" else tyro.MISSING_NONPROP,
-        config=style,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
     return replace(command, command=launched) if isinstance(command, Launch) else command
 
@@ -108,10 +105,7 @@ def _train_defaults(arguments: Sequence[str]) -> Train:
     if given.resume is not None:
         for name in ("config", "out"):
             if getattr(given, name) is not None:
-                raise ConfigError(
-                    f"--resume continues a run that has its settings and its folder already; leave out "
-                    f"--{name}"
-                )
+                raise ConfigError(f"leave out --{name}: --resume uses the settings of the run")
         from samo.train.run_dir import RunDir
 
         base: TrainConfig = RunDir.find(Path(given.resume)).config()
@@ -123,44 +117,23 @@ def _train_defaults(arguments: Sequence[str]) -> Train:
     return Train(**{entry.name: getattr(base, entry.name) for entry in fields(TrainConfig)})
 
 
-def _split_launch(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Separate the flags of samo launch from the command to launch, whose flags are its own.
-
-    Example:
-        >>> from samo.cli.main import _split_launch
-        >>> _split_launch(["launch", "-n", "4", "train", "notes.txt", "--steps", "9"])
-        (['launch', '-n', '4', 'train'], ('train', 'notes.txt', '--steps', '9'))
-    """
-    ours = list(arguments)
-    place = 1 if ours[:1] == ["launch"] else len(ours)
-    while place < len(ours):
-        if not ours[place].startswith("-"):
-            return ours[: place + 1], tuple(ours[place:])
-        place += 2 if ours[place] in LAUNCH_FLAGS else 1  # its value may be the next word
-    return ours, ()
-
-
 @contextmanager
 def _exit_on_ctrl_c() -> Iterator[None]:
-    """End the process on Ctrl-C while modules load: some turn the exception into others."""
+    """Let Ctrl-C end the process while modules load: some turn KeyboardInterrupt into others."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # only the main thread may set handlers, and an ignored signal stays ignored
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"samo: interrupted\n")
-        os._exit(128 + number)
-
-    before = signal.signal(signal.SIGINT, leave)
-    try:
+    # Only the main thread may set handlers, and an ignored signal stays ignored.
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _log_to_stderr() -> None:
-    """Show the warnings of samo, and of samo alone."""
+    """Show the warnings of samo only."""
     logger = logging.getLogger("samo")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -169,11 +142,10 @@ def _log_to_stderr() -> None:
 
 
 def _limit_spinning() -> None:
-    """Let OpenMP threads that wait sleep soon, before torch starts them.
+    """Let OpenMP threads that wait sleep soon; must run before torch starts them.
 
-    By default they spin for milliseconds, which on a busy machine takes the time of those they wait
-    for. A step of the demo on 2 cores, 2026-11-15: 50 ms alone (52 with this), next to one busy
-    process 480 to 1,700 ms, and 125 with this.
+    By default they spin for milliseconds, which slows everything on a busy machine: a step of the
+    demo on 2 cores next to a busy process took 480 to 1,700 ms, and 125 with this (2026-11-15).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -1,13 +1,10 @@
 """``samo prune``: masks from a model, and a summary."""
 
-import json
-import sys
-
 from rich.console import Console
 from torch import nn
 
 from samo.cli.commands import Prune
-from samo.cli.tables import mask_records, mask_table
+from samo.cli.console import mask_table, say
 from samo.errors import ConfigError, MaskError
 from samo.integrations.model_folders import open_model
 from samo.mask import mask_files
@@ -19,12 +16,9 @@ __all__ = []
 
 
 def run(command: Prune) -> int:
-    """Draw masks, write them and show them."""
+    """Choose masks, write them and show them."""
     if command.out.is_dir() or not command.out.parent.is_dir():
-        raise ConfigError(
-            f"--out is the file to write the masks to, and '{command.out}' is a folder or lies in one "
-            "that does not exist"
-        )
+        raise ConfigError(f"--out must be a file in an existing folder, got '{command.out}'")
     if command.out.exists():
         mask_files.read(command.out)  # refuses to overwrite other files
     model = open_model(command.source)
@@ -47,18 +41,10 @@ def run(command: Prune) -> int:
     except ValueError as error:
         raise ConfigError(f"cannot prune '{command.source}': {error}") from error
     _check_zeros(model, masks, command)
-    try:
-        masks.save(command.out)
-    except OSError as error:
-        raise MaskError(f"cannot write '{command.out}': {error.strerror}") from error
-    if command.json:
-        summary = {"out": str(command.out), "kept": masks.kept, "numel": masks.numel}
-        json.dump({**summary, "tensors": mask_records(masks)}, sys.stdout)
-        sys.stdout.write("\n")
-        return 0
+    masks.save(command.out)
     console = Console()
     console.print(mask_table(masks))
-    console.print(f"written to {command.out}", soft_wrap=True, highlight=False, markup=False)
+    say(console, f"written to {command.out}")
     return 0
 
 
@@ -67,10 +53,10 @@ def _check_zeros(model: nn.Module, masks: Masks, command: Prune) -> None:
     if command.method == "random":
         return
     for name, param in masks.parameters_of(model).items():
-        others = int(param.count_nonzero())
-        if others < masks[name].kept:
+        nonzero = int(param.count_nonzero())
+        if nonzero < masks[name].kept:
             raise ConfigError(
-                f"'{name}' has {others:,} weights other than 0, and this sparsity would keep "
-                f"{masks[name].kept:,}, zeros among them; choose a higher --sparsity than "
-                f"{1 - others / param.numel():.3f}, --method zeros for the masks it has, or --skip it"
+                f"'{name}' has only {nonzero:,} nonzero weights, and {masks[name].kept:,} would be "
+                f"kept; raise --sparsity above {1 - nonzero / param.numel():.3f}, "
+                "use --method zeros, or --skip it"
             )

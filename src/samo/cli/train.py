@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from samo.cli.commands import Train
+from samo.cli.console import facts, say
 from samo.cli.display import Display
-from samo.cli.tables import facts
 from samo.errors import RunError, SamoError, first_words
 from samo.report.findings import held, ranks as mesh_of
 from samo.report.runs import read_run
 from samo.train.config import TrainConfig
-from samo.train.events import Event, Listener, Resumed, Started
+from samo.train.events import Listener
 from samo.train.launch_env import (
     is_first_rank,
     is_restarted,
@@ -43,41 +43,31 @@ def run(command: Train) -> int:
             raise
         if is_out_of_memory(error):
             raise RunError(
-                f"out of memory: {first_words(error)}; lower --batch-size and raise --accumulate by the same "
-                "factor, use --checkpointing, or a shorter --context"
+                f"out of memory: {first_words(error)}; lower --batch-size and raise --accumulate "
+                "by the same factor, or use --checkpointing or a shorter --context"
             ) from error
         if num_ranks() == 1:
             raise
         # An error of a backend, for example of a torch schedule whose neighbour has failed.
         raise RunError(
-            f"stopped by {type(error).__name__}: {first_words(error)}; look at the output of the other "
-            "ranks, and resume with --resume"
+            f"stopped by {type(error).__name__}: {first_words(error)}; "
+            "look at the output of the other ranks, and resume with --resume"
         ) from error
-    if not is_first_rank():
-        return 0 if result.signal is None else 128 + result.signal
-    if result.signal is None:
-        summarise(console, result)
-        return 0
-    is_saved = result.saved_step == result.step
-    what = "and saved" if is_saved else "but NOT saved: it will resume from an older checkpoint"
-    console.print(
-        f"interrupted at step {result.step:,}, {what}. To resume:\n  {resume_command(result.folder)}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
-    return 128 + result.signal
+    if is_first_rank():
+        _summarise(console, result)
+    return 0 if result.signal is None else 128 + result.signal
 
 
 def _train(command: Train, console: Console, display: Display) -> Result:
     listeners: list[Listener] = [display] if is_first_rank() else []
     config = TrainConfig(**{f.name: getattr(command, f.name) for f in fields(TrainConfig)})
     if command.resume is not None:
-        path = command.resume
-        if is_first_rank():
-            listeners.insert(0, Headline(console, RunDir.find(path).path, is_new=False))
+        path, folder = command.resume, RunDir.find(command.resume)
+        display.folder = folder.path
+        if is_first_rank() and not folder.has_checkpoint:
+            say(console, "the run has no checkpoint yet: it starts again at its first step")
         if is_restarted():  # the run has newer checkpoints by now than the one that was given
-            path = RunDir.find(path).path
+            path = folder.path
         return resume(path, config=config, listeners=listeners)
     resolved = resolve(config)  # before anything is created
     ranks = Ranks.join(resolved.mesh, resolved.run.device)
@@ -86,46 +76,24 @@ def _train(command: Train, console: Console, display: Display) -> Result:
     out = command.out or before or free_dir(runs, name)
     text = ranks.all_gather_str("the run folder", json.dumps([str(out), before is not None]))[0]
     chosen, resumes = json.loads(text)
+    display.folder = Path(chosen)
     if resumes:
-        recorded = RunDir.find(Path(chosen)).config()
+        recorded = RunDir.find(display.folder).config()
         config = replace(recorded, mesh=resolved.mesh)
-        return resume(Path(chosen), config=config, listeners=listeners, ranks=ranks)
-    if ranks.is_first:
-        listeners.insert(0, Headline(console, Path(chosen), is_new=True))
-    return train(resolved, Path(chosen), listeners=listeners, ranks=ranks)
+        return resume(display.folder, config=config, listeners=listeners, ranks=ranks)
+    return train(resolved, display.folder, listeners=listeners, ranks=ranks)
 
 
-class Headline:
-    """Prints the run folder and the number of ranks once the run has started.
-
-    Args:
-        console: Where to print.
-        folder: The run folder.
-        is_new: Whether the run is new, and not resumed.
-    """
-
-    def __init__(self, console: Console, folder: Path, *, is_new: bool) -> None:
-        self._console = console
-        self._folder = folder
-        self._is_new = is_new
-
-    def on(self, event: Event) -> None:
-        """Print at the start."""
-        if not isinstance(event, Started):
-            return
-        lines = [f"run folder: {self._folder}"] if self._is_new else []
-        if not self._is_new and not isinstance(event, Resumed):
-            lines.append("the run has no checkpoint yet: it starts again at its first step")
-        if layout := mesh_of(read_run(self._folder)):
-            lines.append(layout)
-        for line in lines:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def summarise(console: Console, result: Result) -> None:
+def _summarise(console: Console, result: Result) -> None:
     """Print the result, and where it is."""
     from samo.report.page import write_report  # loads matplotlib
 
+    if result.signal is not None:
+        is_saved = result.saved_step == result.step
+        what = "and saved" if is_saved else "but NOT saved: it will resume from an older checkpoint"
+        say(console, f"interrupted at step {result.step:,}, {what}. To resume:")
+        say(console, f"  {resume_command(result.folder)}")
+        return
     try:
         page = str(write_report([result.folder], result.folder / "report.html"))
     except RunError as error:
@@ -141,5 +109,5 @@ def summarise(console: Console, result: Result) -> None:
     console.print()
     console.print(facts(rows))
     if result.sample:
-        console.print("\nthe model writes:\n", highlight=False)
-        console.print(plain(result.sample), markup=False, highlight=False, soft_wrap=True)
+        say(console, "\nthe model writes:\n")
+        say(console, plain(result.sample))

@@ -1,8 +1,8 @@
 """Shuffled batches from a token stream; the position in the shuffled order is one integer.
 
-A window is ``context + 1`` tokens: the model reads all but the last and predicts all but the first.
-Windows overlap by one token, so each epoch predicts every token but the first of a segment once.
-Window borders move from epoch to epoch, as far as the last window of a segment has room:
+A window has ``context + 1`` tokens: the model reads all but the last and predicts all but the
+first. Each epoch predicts every token but the first of a segment once. Window borders shift from
+epoch to epoch, as far as the last window of a segment has room:
 
     segment    t0 t1 t2 t3 t4 t5 t6 t7 t8 t9                    context 4
     epoch 0    [t0 .. .. t3] [t3 .. .. .. t7] [t7 .. t9]        shifted by 1
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from samo.data.tokens import Tokens
 from samo.errors import DataError
-from samo.utils.validation import whole_number
 
 __all__ = ["IGNORE", "Batch", "Batches", "part_of", "validation_batches"]
 
@@ -51,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class Batches(Iterator[Batch]):
-    """Endless shuffled batches. Save and restore `position` to resume exactly.
+    """Endless shuffled batches. Save and restore ``position``, windows so far, to resume exactly.
 
     Example:
         >>> tokens = Tokens([np.arange(1000) % 50], vocab_size=50)
@@ -69,11 +68,10 @@ class Batches(Iterator[Batch]):
         tokens: The stream to draw from.
         context: Length of a sequence.
         batch_size: Sequences in a batch.
-        seed: Seeds the order and the window borders of every epoch; 0 or more.
+        seed: Seeds the order and the window borders of every epoch.
         part: ``(index, count)``: return only this part of each batch, as one of several ranks.
 
     Raises:
-        ValueError: A size is less than 1, or the seed is negative.
         DataError: There are fewer tokens than one sequence needs.
     """
 
@@ -86,12 +84,11 @@ class Batches(Iterator[Batch]):
         seed: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        _check_sizes(context=context, batch_size=batch_size)
+        self.position = 0
         self._windows: Final = _Windows(tokens, context)
         self._batch_size: Final = batch_size
-        self._seed: Final = whole_number("seed", seed, least=0)
+        self._seed: Final = seed
         self._part: Final = part
-        self._position = 0
         self._drawn: tuple[int, NDArray[Any], NDArray[Any]] | None = None
 
     @property
@@ -100,35 +97,24 @@ class Batches(Iterator[Batch]):
         return self._windows.count
 
     @property
-    def position(self) -> int:
-        """Windows drawn so far. Assign it to resume from there."""
-        return self._position
-
-    @position.setter
-    def position(self, position: int) -> None:
-        if position < 0:
-            raise ValueError(f"a position is a number of windows, 0 or more, got {position:,}")
-        self._position = position
-
-    @property
     def epoch(self) -> float:
         """Passes over the tokens so far."""
-        return self._position / self.num_windows
+        return self.position / self.num_windows
 
     def __next__(self) -> Batch:
         spans = []
-        position, end = self._position, self._position + self._batch_size
+        position, end = self.position, self.position + self._batch_size
         while position < end:  # a batch may continue into the next epoch
             epoch, first = divmod(position, self.num_windows)
             last = min(self.num_windows, first + end - position)
             order, shifts = self._draw(epoch)
             spans += self._windows.spans(order[first:last], shifts)
             position += last - first
-        self._position = end
+        self.position = end
         return self._windows.read(spans, self._part)
 
     def _draw(self, epoch: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the window order and the segment shifts of an epoch; the last one drawn is kept."""
+        """Return the window order and the segment shifts of an epoch; the last is cached."""
         if self._drawn is None or self._drawn[0] != epoch:
             rng = np.random.default_rng((self._seed, epoch))
             shifts = rng.integers(self._windows.max_shifts, endpoint=True)
@@ -140,7 +126,7 @@ class Batches(Iterator[Batch]):
 
 
 def part_of(count: int, part: tuple[int, int]) -> slice:
-    """Return the rows of part ``(index, parts)``: contiguous, even sizes, the first parts larger.
+    """Return the rows of part ``(index, parts)`` of ``count`` rows, as even as possible.
 
     Example:
         >>> [part_of(16, (rank, 3)) for rank in range(3)]
@@ -164,17 +150,9 @@ def validation_batches(
 
     The last batch may have fewer sequences, and a ``part`` of it none.
 
-    Example:
-        >>> tokens = Tokens([np.arange(1000)], vocab_size=1000)
-        >>> batches = validation_batches(tokens, context=10, batch_size=3, max_batches=2)
-        >>> [batch.inputs_BT[:, 0].tolist() for batch in batches]
-        [[0, 160, 330], [500, 660, 830]]
-
     Raises:
-        ValueError: A size is less than 1.
         DataError: There are fewer tokens than one sequence needs.
     """
-    _check_sizes(context=context, batch_size=batch_size, max_batches=max_batches)
     windows = _Windows(tokens, context)
     no_shifts = np.zeros_like(windows.max_shifts)
     total = min(windows.count, max_batches * batch_size)
@@ -185,12 +163,8 @@ def validation_batches(
     )
 
 
-class _Span(NamedTuple):
-    """A window: tokens ``start`` to ``stop`` of a segment, both included."""
-
-    segment: NDArray[Any]
-    start: int
-    stop: int
+_Span = tuple[NDArray[Any], int, int]
+"""A window: a segment, and the first and the last of its tokens."""
 
 
 class _Windows:
@@ -202,12 +176,11 @@ class _Windows:
         sizes = np.array([len(segment) for segment in self._segments], dtype=np.int64)
         if sizes.sum() <= context:
             raise DataError(
-                f"{sizes.sum():,} tokens are fewer than one sequence needs, {context + 1:,} (a "
-                f"context of {context:,}, and the token after it); give more text or a smaller "
-                "--context"
+                f"{sizes.sum():,} tokens are fewer than the {context + 1:,} of one sequence; "
+                "use more text or a smaller --context"
             )
         counts = -(-(sizes - 1) // context)
-        # The last window of a segment has room to spare: all may shift to the left by as much.
+        # All windows of a segment may shift left by the room that its last one has to spare.
         self.max_shifts: Final = counts * context - (sizes - 1)
         self._ends: Final = np.cumsum(counts)
         self._starts: Final = self._ends - counts
@@ -218,14 +191,14 @@ class _Windows:
         owners = np.searchsorted(self._ends, numbers, side="right")
         starts = (numbers - self._starts[owners]) * self._context - shifts[owners]
         return [
-            _Span(segment, max(start, 0), min(start + self._context, len(segment) - 1))
+            (segment, max(start, 0), min(start + self._context, len(segment) - 1))
             for owner, start in zip(owners.tolist(), starts.tolist())
             for segment in [self._segments[owner]]
         ]
 
     def read(self, spans: list[_Span], part: tuple[int, int]) -> Batch:
         """Read a part of the windows into a batch. Only this touches tokens."""
-        num_tokens = sum(span.stop - span.start for span in spans)
+        num_tokens = sum(stop - start for _, start, stop in spans)
         spans = spans[part_of(len(spans), part)]
         inputs = np.zeros((len(spans), self._context), dtype=np.int64)
         targets = np.full_like(inputs, IGNORE)
@@ -233,9 +206,3 @@ class _Windows:
             inputs[row, : stop - start] = segment[start:stop]
             targets[row, : stop - start] = segment[start + 1 : stop + 1]
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), num_tokens)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size:,}")

@@ -1,10 +1,8 @@
-"""Memory-map one data file: text as bytes, ``.npy`` and ``.bin`` as tokens.
+"""Memory-map data files: text as bytes, ``.npy`` and ``.bin`` as tokens.
 
-    name.npy        a 1-D array of integers, as numpy.save writes it
-    name.bin        16-bit tokens, little endian, no header (as nanoGPT writes them)
-    anything else   text
-
-Opening costs nothing, and only what is read comes into memory.
+name.npy        a 1-D array of integers, as numpy.save writes it
+name.bin        16-bit tokens, little endian, no header (nanoGPT's format)
+anything else   text
 """
 
 import os
@@ -19,55 +17,37 @@ from samo.errors import DataError, nearest
 __all__ = []
 
 MAX_VOCAB_SIZE: Final = 2**31
-"""Larger numbers are not tokens: the file holds something else."""
+TOKEN_SUFFIXES: Final = (".npy", ".bin")
 
-_CHUNK: Final = 2**22
 _HEAD_BYTES: Final = 2**24
 
 
 def check_readable(path: Path) -> None:
-    """Raise DataError unless a path is a regular file that can be read and is not empty."""
+    """Raise DataError unless ``path`` is a regular file with content."""
     if path.is_dir():
-        raise DataError(
-            f"data file '{path}' is a folder; name the files in it, for example {path}/*.txt"
-        )
+        raise DataError(f"data file '{path}' is a folder; pass its files, such as {path}/*.txt")
     if not path.exists():
-        raise DataError(f"data file '{path}' does not exist{_hint(path)}")
-    if not path.is_file():
+        names = os.listdir(path.parent) if path.parent.is_dir() else []
+        # Names with the same suffix are half equal already.
         raise DataError(
-            f"data file '{path}' is not a regular file, and only those can be memory-mapped; "
-            "write its contents to a file first"
+            f"data file '{path}' does not exist{nearest(path.name, names, likeness=0.7)}"
         )
-    try:
-        with path.open("rb") as file:
-            is_empty = not file.read(1)
-    except OSError as error:
+    if not path.is_file():  # opening a pipe would block
         raise DataError(
-            f"data file '{path}' cannot be read: {error.strerror}; check its owner and permissions"
-        ) from None
-    if is_empty:
-        raise DataError(f"data file '{path}' is empty; check how it was written")
-
-
-def check_vocab_size(vocab_size: int) -> None:
-    """Raise ValueError for a vocabulary size out of range."""
-    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size must be 1 to {MAX_VOCAB_SIZE:,}, got {vocab_size:,}")
-
-
-def is_token_file(path: Path) -> bool:
-    """Return whether the name says that a file holds tokens."""
-    return path.suffix in {".npy", ".bin"}
+            f"data file '{path}' is not a regular file and cannot be memory-mapped; copy it to one"
+        )
+    if not path.stat().st_size:
+        raise DataError(f"data file '{path}' is empty")
 
 
 def map_token_file(path: Path) -> NDArray[Any]:
-    """Map a ``.npy`` or ``.bin`` file; DataError if it does not hold a 1-D array of integers."""
+    """Map a ``.npy`` or ``.bin`` file; DataError unless it is a 1-D array of integers."""
     if path.suffix == ".bin":
         num_bytes = path.stat().st_size
         if num_bytes % 2:
             raise DataError(
-                f"data file '{path}' has {num_bytes:,} bytes, an odd number; a .bin file holds "
-                "tokens of 2 bytes each, save others as .npy"
+                f"data file '{path}' has {num_bytes:,} bytes, an odd number; "
+                "a .bin file has 2 bytes per token, save other types as .npy"
             )
         return np.asarray(np.memmap(path, dtype="<u2", mode="r"))
     try:
@@ -75,16 +55,14 @@ def map_token_file(path: Path) -> NDArray[Any]:
         array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
     except Exception as error:  # a damaged header can raise nearly anything
         raise DataError(
-            f"data file '{path}' cannot be read as .npy: {error}; write a 1-D array of integers "
-            "with numpy.save"
+            f"data file '{path}' cannot be read as .npy: {error}; "
+            "write a 1-D array of integers with numpy.save"
         ) from None
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not array.size:
         raise DataError(
-            f"data file '{path}' holds an array of shape {array.shape} and type {array.dtype}; "
-            "tokens are a 1-D array of integers, for example array.ravel().astype('uint16')"
+            f"data file '{path}' has shape {array.shape} and type {array.dtype}; "
+            "tokens must be a non-empty 1-D array of integers"
         )
-    if not array.size:
-        raise DataError(f"data file '{path}' is empty: its array has no tokens")
     return array
 
 
@@ -95,35 +73,19 @@ def map_text(path: Path) -> NDArray[np.uint8]:
     position = mapped[:_HEAD_BYTES].tobytes().find(0)
     if position >= 0:
         raise DataError(
-            f"data file '{path}' is not text: byte {position:,} is NUL; text is UTF-8, and files of "
-            "tokens are named .npy (a 1-D array of integers) or .bin (16-bit, little endian)"
+            f"data file '{path}' is not text: byte {position:,} is NUL; "
+            "name token files .npy (integers) or .bin (16-bit, little endian)"
         )
     return mapped
 
 
 def largest_token(path: Path, tokens: NDArray[Any], vocab_size: int) -> int:
-    """Read all tokens, and return the largest; DataError if one is not in the vocabulary."""
-    largest = 0
-    for start in range(0, len(tokens), _CHUNK):
-        chunk = tokens[start : start + _CHUNK]
-        low, high = int(chunk.min()), int(chunk.max())
-        if low < 0 or high >= vocab_size:
-            index = int(np.flatnonzero((chunk < 0) | (chunk >= vocab_size))[0])
-            raise DataError(
-                f"data file '{path}': token {start + index:,} is {int(chunk[index]):,}; tokens are 0 "
-                f"to {vocab_size - 1:,}, so the vocabulary (--vocab-size) is too small or the file "
-                "holds something else"
-            )
-        largest = max(largest, high)
+    """Return the largest token; DataError if one is outside the vocabulary."""
+    largest = int(tokens.max())
+    if int(tokens.min()) < 0 or largest >= vocab_size:
+        index = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+        raise DataError(
+            f"data file '{path}': token {index:,} is {int(tokens[index]):,}, but the vocabulary "
+            f"has {vocab_size:,} tokens; raise --vocab-size, or check the file"
+        )
     return largest
-
-
-def _hint(path: Path) -> str:
-    """Suggest the nearest file name for one that is missing."""
-    try:
-        names = os.listdir(path.parent)
-    except OSError as error:
-        return f", and folder '{path.parent}' cannot be listed: {error.strerror}; check the path"
-    # Names with the same suffix are half equal already.
-    near = nearest(path.name, names, likeness=0.7)
-    return near or f"; folder '{path.parent}' has no file of a similar name"

@@ -1,22 +1,21 @@
-"""The figures of the report: losses, memory, throughput, and masks over layers and over time."""
+"""The figures of the report: losses, memory, throughput, and masks over time."""
 
+import itertools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
 
 from samo.memory.predict import KINDS
-from samo.report.curves import smooth, spread
 from samo.report.findings import last_loss, tokens_per_s
 from samo.report.memory_bars import Bar
 from samo.report.runs import Run, finite_evals
-from samo.report.theme import LIGHT, RUN_COLOURS, new_figure, place, run_colour, run_dashes
+from samo.report.theme import LIGHT, new_figure, place, run_colour, run_dashes
 from samo.train.events import Stepped
 from samo.utils import formatting
 
@@ -28,7 +27,6 @@ _START: Final = 0.05
 """Fraction of a run whose losses, much higher than all later ones, do not stretch the axis."""
 _MARKERS: Final = 40
 _LETTERS: Final = 18
-_AGREE: Final = ListedColormap([LIGHT["run2"]])
 
 Label = tuple[str, str, float]
 """Text, colour and height of what is written at the end of a curve."""
@@ -124,78 +122,25 @@ def memory_figure(bars: Sequence[Bar]) -> Figure:
     return figure
 
 
-def density_figure(masks: Mapping[str, tuple[int, int]]) -> Figure:
-    """Draw the fraction of weights that each tensor keeps over its layer, one line for each kind.
-
-    Args:
-        masks: Kept weights and all weights of each tensor.
-    """
-    kinds: dict[str, dict[int, float]] = {}
-    for name, (kept, numel) in masks.items():
-        layer = re.search("[0-9]+", name)  # blocks.3.mlp.0.weight: layer 3 of blocks.*.mlp.0
-        kind = re.sub("[0-9]+", "*", name.removesuffix(".weight"), count=1)
-        kinds.setdefault(kind, {})[int(layer[0]) if layer else 0] = kept / max(numel, 1)
-    names = list(kinds)[: 3 * RUN_COLOURS]  # more lines cannot be told apart
-    room = 16 + 7.4 * max(min(len(name), _LETTERS + 8) for name in names)
-    figure = new_figure(_WIDTH, 264)
-    axes = place(figure, left=_LEFT, right=room, top=26, bottom=40)
-    labels: list[Label] = []
-    for number, name in enumerate(names):
-        layers, y = zip(*sorted(kinds[name].items()))
-        colour, dashes = run_colour(number), run_dashes(number)
-        axes.plot(layers, y, color=colour, linestyle=dashes, marker="o", markersize=3.5)
-        labels.append((formatting.shortened(name, _LETTERS + 8), colour, y[-1]))
-    axes.set_xlim(-0.3, max(max(kinds[name]) for name in names) + 0.3)
-    axes.set_ylim(0, 1.15 * max(max(kinds[name].values()) for name in names) or 1.0)
-    _finish_axes(axes, "weights kept", "layer", percent=True)
-    _label_ends(axes, labels)
-    return figure
-
-
 def ticket_figure(run: Run) -> Figure:
-    """Draw all distances between early-bird's masks as a map, and the one that decides over steps."""
-    looks = run.observations
-    threshold = looks[-1].threshold
-    figure = new_figure(_WIDTH, 330)
-    grid = place(figure, left=_LEFT, right=_WIDTH - _LEFT - 264, top=26, bottom=40)
-    cells = np.full((len(looks), len(looks)), np.nan)
-    for row, look in enumerate(looks):
-        known = look.distances[-row:] if row else []
-        cells[row, row - len(known) : row] = known
-    agree = np.where(cells <= threshold, 1.0, np.nan)
-    most = 1.4 * cells[np.isfinite(cells)].max(
-        initial=threshold
-    )  # no blue too dark for a dark page
-    grid.imshow(cells, cmap="Blues", vmin=0.0, vmax=most, interpolation="none", aspect="auto")
-    grid.imshow(agree, cmap=_AGREE, interpolation="none", aspect="auto")
-    ticks = np.unique(np.linspace(0, len(looks) - 1, 5).astype(int)).tolist()
-    names = [f"{looks[tick].step:,}" for tick in ticks]
-    grid.set_xticks(ticks, names)
-    grid.set_yticks(ticks, names)
-    grid.spines["bottom"].set_visible(False)
-    grid.set_xlabel("step of the earlier masks", fontsize=11)
-    _title(grid, "step of the later masks")
-
-    axes = place(figure, left=_LEFT + 264 + 84, right=24, top=26, bottom=40)
-    full = [look for look in looks if len(look.distances) >= look.queue - 1]
-    x, y = [look.step for look in full], [look.largest or 0.0 for look in full]
-    axes.plot(x, y, color=LIGHT["accent"], linewidth=2.0, marker="o", markersize=3)
-    axes.axhline(threshold, color=LIGHT["run2"], linewidth=1.4, linestyle="--", zorder=1)
-    axes.set_xlim(0, 1.04 * max(looks[-1].step, run.prune.step if run.prune else 0) or 1)
-    axes.set_ylim(0, 1.15 * max([*y, threshold, 0.01]))
-    _finish_axes(axes, f"largest distance among {looks[-1].queue} masks in a row", "step")
-    is_low = threshold < 0.15 * axes.get_ylim()[1]  # no room between the line and the axis
-    va, shift = ("bottom", 4) if is_low else ("top", -4)
-    text = f"threshold {threshold:g}"
-    _write(axes, text, (0, threshold), (4, shift), va=va, color=LIGHT["run2"], weight="bold")
-    if run.prune is not None:
-        why = "settled" if run.prune.reason == "settled" else "limit"
-        _mark_step(axes, run.prune.step, f"drawn at step {run.prune.step:,}: {why}")
+    """Draw the largest distance between early-bird's last masks over steps."""
+    looks = [look for look in run.observations if look.largest is not None]
+    last = run.observations[-1]
+    figure = new_figure(_WIDTH, 264)
+    axes = place(figure, left=_LEFT, right=24, top=26, bottom=40)
+    x, y = [look.step for look in looks], [look.largest or 0.0 for look in looks]
+    axes.plot(x, y, color=run_colour(run.place), marker="o", markersize=4)
+    axes.axhline(last.threshold, color=LIGHT["muted"], linewidth=1.4, linestyle="--", zorder=1)
+    axes.set_ylim(0, 1.25 * max([*y, last.threshold, 0.01]))
+    _finish(axes, [run], f"largest distance between the last {last.queue} masks")
+    axes.set_xlim(0, 1.04 * max(last.step, run.prune.step if run.prune else 0) or 1)
+    _write(axes, f"threshold {last.threshold:g}", (0, last.threshold), (4, 9), color=LIGHT["muted"])
+    _mark_pruning(axes, [run])
     return figure
 
 
 def change_figure(runs: Sequence[Run]) -> Figure:
-    """Draw the sparsity over steps, or where it is constant the fraction replaced at each change."""
+    """Draw the sparsity over steps, or if it is constant the fraction replaced at each change."""
     figure, axes = _curve_figure(264, runs, "00.0 %")
     labels: list[Label] = []
     highest = 0.0
@@ -234,30 +179,38 @@ def _curve_figure(height: int, runs: Sequence[Run], value: str) -> tuple[Figure,
 def _draw_phases(
     axes: Axes, run: Run, runs: Sequence[Run], value: Callable[[Stepped], float]
 ) -> None:
-    """Draw a quantity of the logged steps, faint and smoothed.
-
-    The mean is taken apart for each phase: one across the step of pruning would hide its jump.
-    """
+    """Draw a quantity of the logged steps, faint, and its running mean within each phase."""
     colour, dashes = run_colour(run.place), run_dashes(run.place)
     # Of a few runs the first is widest, and shows beneath an equal one.
     width = 2.0 if len(runs) > 3 else 2.0 + 1.5 * (len(runs) - 1 - list(runs).index(run))
-    window = max(5, len(run.steps) // 50)
     for phase in run.phases:
-        x = [step.step for step in phase]
-        raw = np.array([value(step) for step in phase])
+        x = np.array([step.step for step in phase], dtype=float)
+        y = np.array([value(step) for step in phase])
         marker = "o" if len(x) == 1 else None
-        axes.plot(x, raw, color=colour, alpha=0.22, linewidth=0.9, marker=marker)
-        smoothed = smooth(raw, window)
-        axes.plot(x, smoothed, color=colour, linestyle=dashes, linewidth=width)
+        axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.9, marker=marker)
+        window = min(max(5, len(run.steps) // 50), len(x))
+        means = running_mean(x, window), running_mean(y, window)
+        axes.plot(*means, color=colour, linestyle=dashes, linewidth=width)
+
+
+def running_mean(y: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Return the mean of each full window, without NaN.
+
+    No window is cut short at the ends: a mean over fewer values there would bend the curve.
+    """
+    is_finite = np.isfinite(y)
+    sums = np.cumsum([0.0, *np.where(is_finite, y, 0.0)])
+    counts = np.cumsum([0, *is_finite])
+    with np.errstate(invalid="ignore"):
+        mean: NDArray[np.float64] = (sums[window:] - sums[:-window]) / (
+            counts[window:] - counts[:-window]
+        )
+    return mean
 
 
 def _finish(axes: Axes, runs: Sequence[Run], quantity: str, *, percent: bool = False) -> None:
+    """Set the x axis, ticks and grid, and write what the axes show."""
     axes.set_xlim(0, max(run.last_step for run in runs) or 1)
-    _finish_axes(axes, quantity, "step", percent=percent)
-
-
-def _finish_axes(axes: Axes, quantity: str, x: str, *, percent: bool = False) -> None:
-    """Set ticks and grid, and write what the axes show."""
     axes.grid(axis="y")
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -267,37 +220,25 @@ def _finish_axes(axes: Axes, quantity: str, x: str, *, percent: bool = False) ->
     decimals = max(len(f"{tick:.6f}".rstrip("0").partition(".")[2]) for tick in ticks)
     write = formatting.percent if percent else lambda value: f"{value:,.{decimals}f}"
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
-    axes.set_xlabel(x, fontsize=11)
-    _title(axes, quantity)
-
-
-def _title(axes: Axes, text: str) -> None:
-    """Write what the y axis shows above it, where it is read first."""
+    axes.set_xlabel("step", fontsize=11)
+    # Above the y axis, where it is read first.
     at, shift = (0, 1), (-_LEFT, 12)
-    _write(axes, text, at, shift, "axes fraction", va="bottom", color=LIGHT["muted"])
+    _write(axes, quantity, at, shift, "axes fraction", va="bottom", color=LIGHT["muted"])
 
 
 def _mark_pruning(axes: Axes, runs: Sequence[Run]) -> None:
-    """Mark the steps at which masks were drawn, and write the sparsity if all runs share both."""
-    pruned = [run for run in runs if run.prune]
-    steps = {run.prune.step for run in pruned if run.prune}
-    sparsities = {formatting.percent(run.masks.sparsity) for run in pruned if run.masks}
-    text = "pruned"
-    if len(sparsities) == 1:
-        text += f" to {sparsities.pop()}"
-        if all(run.is_pruned_in_steps for run in pruned):
-            text = text.replace("pruned", "pruned step by step")
-    for step in sorted(steps):
-        _mark_step(axes, step, text if step == min(steps) else "")
-
-
-def _mark_step(axes: Axes, step: int, text: str) -> None:
-    axes.axvline(step, color=LIGHT["muted"], linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-    share = step / axes.get_xlim()[1]
-    ha, shift = ("right", -5) if share > 0.6 else ("left", 5)
-    y, va, up = (0, "bottom", 4) if share < 0.15 else (1, "top", -3)  # curves start at the top left
-    where, style = ("data", "axes fraction"), {"ha": ha, "va": va, "color": LIGHT["muted"]}
-    _write(axes, text, (step, y), (shift, up), where, **style)
+    """Mark the steps of pruning, with the sparsity if all runs share it."""
+    steps = sorted({run.prune.step for run in runs if run.prune})
+    sparsities = {formatting.percent(run.masks.sparsity) for run in runs if run.masks}
+    text = f"pruned to {sparsities.pop()}" if len(sparsities) == 1 else "pruned"
+    for step in steps:
+        axes.axvline(step, color=LIGHT["muted"], linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+    if steps:
+        share = steps[0] / axes.get_xlim()[1]
+        ha, shift = ("right", -5) if share > 0.6 else ("left", 5)
+        y, va, up = (0, "bottom", 4) if share < 0.15 else (1, "top", -3)  # curves start top left
+        where, style = ("data", "axes fraction"), {"ha": ha, "va": va, "color": LIGHT["muted"]}
+        _write(axes, text, (steps[0], y), (shift, up), where, **style)
 
 
 def _end_label(run: Run, value: str, y: float) -> Label:
@@ -313,6 +254,26 @@ def _label_ends(axes: Axes, labels: Sequence[Label]) -> None:
     for (text, colour, _), y in zip(labels, places):
         coordinates = ("axes fraction", "data")
         _write(axes, text, (1, y), (10, 0), coordinates, color=colour, weight="bold")
+
+
+def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move labels apart until no two are closer than ``gap``, keeping their order.
+
+    Example:
+        >>> from samo.report.figures import spread
+        >>> spread([5.0, 5.0, 9.0, 10.0], gap=2.0, low=0.0, high=10.0)
+        [4.0, 6.0, 8.0, 10.0]
+    """
+    gap = min(gap, (high - low) / max(len(values), 1))
+    order = sorted(range(len(values)), key=values.__getitem__)
+    places = [min(max(value, low), high) for value in values]
+    for below, i in itertools.pairwise(order):
+        places[i] = max(places[i], places[below] + gap)
+    limit = high
+    for i in reversed(order):
+        places[i] = min(places[i], limit)
+        limit = places[i] - gap
+    return places
 
 
 def _write(

@@ -1,13 +1,12 @@
 """What the runs show, in numbers and sentences. Nothing is drawn here.
 
-A sentence ranks runs only where a careful reader would: losses within 2 % of each other and speeds
-within 5 % are "about the same", and runs on other data or hardware are not compared at all.
+A sentence ranks runs only beyond noise: losses within 2 % of each other are "about the same", and
+runs on other data or hardware are not compared at all. Speeds are never ranked.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from samo.report.memory_bars import holder
@@ -17,9 +16,7 @@ from samo.utils.formatting import NOTHING, count, duration, loss, percent, size,
 __all__ = []
 
 _SAME_LOSS: Final = 0.02
-"""Other seeds move the loss of a run by about this fraction,"""
-_SAME_SPEED: Final = 0.05
-"""and other load on the machine its speed."""
+"""Other seeds move the loss of a run by about this fraction."""
 DATA: Final = ("data", "fingerprint")
 HARDWARE: Final = ("hardware", "device_name")
 
@@ -61,25 +58,44 @@ def bytes_per_param(run: Run) -> float | None:
     return state.measured_bytes / state.num_params if state and state.num_params else None
 
 
+NUMBERS: Final[dict[str, Callable[[Run], str]]] = {
+    "parameters": lambda run: count(run.num_params),
+    "sparsity": lambda run: percent(run.masks.sparsity if run.masks else None),
+    "steps": lambda run: count(run.last_step),
+    "tokens": lambda run: count(run.steps[-1].tokens if run.steps else None),
+    "training loss": lambda run: loss(last_loss(run)),
+    "validation loss": lambda run: loss(run.last_eval.valid_loss if run.last_eval else None),
+    "model state": lambda run: size(run.state.measured_bytes if run.state else None),
+    "state, B/param": lambda run: three_digits(bytes_per_param(run)),
+    "saved against dense": lambda run: percent(saved(run)),
+    "tokens/s": lambda run: count(tokens_per_s(run)),
+    "step, ms": lambda run: three_digits(step_ms(run)),
+    "memory in use": lambda run: size(run.steps[-1].memory_bytes if run.steps else None),
+    "checkpoint": lambda run: size(run.saved.bytes if run.saved else None),
+    "training time": lambda run: duration(run.elapsed_s),
+    "ended": lambda run: status(run),
+}
+"""The rows of the table that puts runs side by side."""
+
+
 # A run in words
 
 
 def ranks(run: Run) -> str:
     """Return the mesh of ranks, such as "4 ranks: 2 stages x 2 replicas"; empty for one process."""
     axes = [(run.num_stages, "stages"), (run.num_replicas, "replicas")]
-    axes = [(number, name) for number, name in axes if number > 1]
-    parts = " x ".join(f"{number:,} {name}" for number, name in axes)
+    parts = " x ".join(f"{number:,} {name}" for number, name in axes if number > 1)
     return f"{run.num_ranks:,} ranks: {parts}" if parts else ""
 
 
 def largest_rank(run: Run) -> str:
-    """Return what the rank with the most model state holds; empty for one process."""
+    """Return the model state of the rank with the most; empty for one process."""
     sizes = run.state.rank_bytes if run.state else []
     return f"largest rank {size(max(sizes))}" if len(sizes) > 1 else ""
 
 
 def held(run: Run) -> str:
-    """Return the model state of a run, where it is, and how much less it is than dense training's."""
+    """Return the model state of a run, and how much less it is than dense training's."""
     if run.state is None:
         return NOTHING
     less = saved(run) or 0
@@ -99,7 +115,7 @@ def _where(run: Run) -> str:
 
 def status(run: Run) -> str:
     """Return how the run ended."""
-    return {None: "still running, or killed", "done": "finished"}.get(run.end, run.end or "")
+    return {None: "running, or killed", "done": "finished"}.get(run.end, run.end or "")
 
 
 def about(run: Run) -> str:
@@ -111,50 +127,47 @@ def about(run: Run) -> str:
 def warnings(run: Run) -> str:
     """Return what is wrong with a run; empty if nothing is."""
     lost = sum(math.isnan(step.loss) for step in run.steps)
-    broken = f"{run.broken_lines:,} line{'s' * (run.broken_lines > 1)} of metrics.jsonl"
     notes = [
         f"{lost:,} of {len(run.steps):,} logged losses are not finite" if lost else "",
-        f"{broken} could not be read" if run.broken_lines else "",
+        f"unreadable lines in metrics.jsonl: {run.broken_lines:,}" if run.broken_lines else "",
         "it failed" if run.end == "failed" else "",
         "" if run.steps else "no step was logged",
     ]
     return "; ".join(filter(None, notes))
 
 
+def pruned(run: Run) -> str:
+    """Return the final sparsity and the steps of pruning, such as "90 % sparse from step 200"."""
+    if run.prune is None or run.masks is None:
+        return ""
+    steps = f"from step {run.prune.step:,}"
+    if run.is_pruned_in_steps:
+        steps = f"pruned in steps {run.prune.step:,} to {run.changes[-1].step:,}"
+    return f"{percent(run.masks.sparsity)} sparse, {steps}"
+
+
 def ticket_finding(run: Run) -> str:
-    """Say when and why early-bird drew its ticket, or how far from it the masks are."""
+    """Say when and why early-bird drew its masks, or how far apart they still are."""
     last = run.observations[-1]
-    apart = "one look so far" if last.largest is None else f"distance {last.largest:.3f}"
+    apart = "" if last.largest is None else f"distance {last.largest:.3f}, "
+    apart += f"threshold {last.threshold:g}"
     if run.prune is None:
-        return f"Masks have not settled so far: {apart}, threshold {last.threshold:g}"
-    drawn = f"The ticket was drawn at step {run.prune.step:,}"
+        return f"Masks have not settled yet: {apart}"
     if run.prune.reason == "settled":
-        why = f": the last {last.queue} masks agree, {apart} at most"
-    else:
-        why = f", the limit: masks had not settled, {apart}"
-    return f"{drawn}{why}, threshold {last.threshold:g}"
+        return f"Masks settled at step {run.prune.step:,}: {apart}"
+    return f"Masks had not settled by the limit, step {run.prune.step:,}: {apart}"
 
 
 def change_finding(run: Run) -> str:
-    """Say how the masks of a run changed after they were drawn."""
+    """Say how the masks of a run changed after pruning."""
     first, last = run.changes[0], run.changes[-1]
-    number = f"{len(run.changes):,} change{'s' * (len(run.changes) > 1)} of the masks"
     if run.is_pruned_in_steps:
-        return f"{number}, to {percent(last.sparsity)} sparsity at step {last.step:,}"
-    replaced = f"{number} replaced {percent(first.replaced)} of the kept weights"
-    if first is last:
-        return replaced
-    return f"{replaced} at first and {percent(last.replaced)} at step {last.step:,}"
-
-
-def density_finding(masks: Mapping[str, tuple[int, int]]) -> str:
-    """Say how sparsity is spread over tensors, from the kept weights and all weights of each."""
-    sparsity = {name: 1 - kept / max(numel, 1) for name, (kept, numel) in masks.items()}
-    low, high = min(sparsity, key=sparsity.__getitem__), max(sparsity, key=sparsity.__getitem__)
-    texts = percent(sparsity[low]), percent(sparsity[high])
-    if texts[0] == texts[1]:
-        return f"All pruned tensors are {texts[0]} sparse"
-    return f"Sparsity runs from {texts[0]} in {low} to {texts[1]} in {high}"
+        what = f"Masks were pruned further {len(run.changes):,} times"
+        return f"{what}, to {percent(last.sparsity)} sparsity at step {last.step:,}"
+    text = f"Masks changed {len(run.changes):,} times, replacing {percent(first.replaced)}"
+    if first is not last:
+        text += f" of the kept weights at first and {percent(last.replaced)} at step {last.step:,}"
+    return text
 
 
 # Several runs in words
@@ -168,16 +181,11 @@ def summary(runs: Sequence[Run]) -> str:
         low, high = min(run.last_step for run in runs), max(run.last_step for run in runs)
         steps = f"{high:,} steps" if low == high else f"{low:,} to {high:,} steps"
         return f"{len(runs)} runs{of}, {steps}."
-    run = runs[0]
-    parts = [f"A {run.mode} run{of}", f"on {ranks(run)}" if run.num_ranks > 1 else ""]
-    if run.prune and run.masks:
-        when = f"at step {run.prune.step:,}"
-        if run.is_pruned_in_steps:
-            when = f"from step {run.prune.step:,} to {run.changes[-1].step:,}"
-        parts.append(f"pruned to {percent(run.masks.sparsity)} sparsity {when}")
+    (run,) = runs
+    on = f" on {ranks(run)}" if run.num_ranks > 1 else ""
     tokens = f" ({run.steps[-1].tokens:,} tokens)" if run.steps else ""
-    parts += [f"{run.last_step:,} steps{tokens}", status(run)]
-    return ", ".join(filter(None, parts)) + "."
+    parts = [f"A {run.mode} run{of}{on}", pruned(run), f"{run.last_step:,} steps{tokens}"]
+    return ", ".join(filter(None, [*parts, status(run)])) + "."
 
 
 def loss_finding(runs: Sequence[Run]) -> str:
@@ -186,59 +194,47 @@ def loss_finding(runs: Sequence[Run]) -> str:
     if len(judged) > 1:
         return _ranking(judged)
     run, last = runs[0], runs[0].last_eval
-    if len(runs) > 1:
+    if len(runs) > 1 or not run.steps:
         return "Loss"
     if last is None:
-        value = loss(last_loss(run))
-        return f"The training loss is {value}; not validated yet" if run.steps else "Loss"
-    if run.prune and run.masks and last.step > run.prune.step:
-        before = finite_evals(run.events[: run.events.index(run.prune)])
-        was = f"; it was {loss(before[-1].valid_loss)} before pruning" if before else ""
-        sparsity = percent(run.masks.sparsity)
-        return f"At {sparsity} sparsity the validation loss reaches {loss(last.valid_loss)}{was}"
-    return f"The validation loss is {loss(last.valid_loss)} at step {last.step:,}"
+        return f"The training loss is {loss(last_loss(run))}; not validated yet"
+    text = f"The validation loss is {loss(last.valid_loss)} at step {last.step:,}"
+    if run.prune and last.step > run.prune.step:
+        before = finite_evals(run.log[: run.log.index(run.prune)])
+        text += f"; it was {loss(before[-1].valid_loss)} before pruning" if before else ""
+    return text
 
 
 def _ranking(judged: Sequence[tuple[float, Run]]) -> str:
+    runs = [run for _, run in judged]
     low, high = min(value for value, _ in judged), max(value for value, _ in judged)
-    if differ([run for _, run in judged], DATA):
-        return f"Validation losses from {loss(low)} to {loss(high)}, of different texts"
+    span = f"{loss(low)} to {loss(high)}"
+    if differ(runs, DATA):
+        return f"Validation losses from {span}, on different texts"
     if high - low <= _SAME_LOSS * abs(low):
-        span = loss(low) if loss(low) == loss(high) else f"{loss(low)} to {loss(high)}"
         return f"All runs reach about the same validation loss, {span}"
-    near_low = [run.label for value, run in judged if value - low <= _SAME_LOSS * abs(low)]
-    near_high = [run.label for value, run in judged if high - value <= _SAME_LOSS * abs(high)]
-    best = [label for label in near_low if label not in near_high]
-    worst = [label for label in near_high if label not in near_low]
-    verb = "has" if len(best) == 1 else "have"
-    text = f"{listed(best)} {verb} the lowest validation loss, {_about(low, best)}; "
-    text += f"{listed(worst)} the highest, {_about(high, worst)}"
-    steps = {run.last_step for _, run in judged}
+    best = [run.label for value, run in judged if value - low <= _SAME_LOSS * abs(low)]
+    text = f"{listed(best)} reached the lowest validation loss, {loss(low)}; "
+    text += f"the highest is {loss(high)}"
+    steps = {run.last_step for run in runs}
     return f"{text} (after different numbers of steps)" if len(steps) > 1 else text
-
-
-def _about(value: float, labels: Sequence[str]) -> str:
-    return loss(value) if len(labels) == 1 else f"about {value:.2f}"
 
 
 def memory_finding(runs: Sequence[Run]) -> str:
     """Say what the memory bars show."""
-    stated = [(run.state.measured_bytes, run.state.dense_bytes, run) for run in runs if run.state]
-    least, dense, run = min(stated, key=lambda each: each[0])
-    text = f"{holder(run, len(stated))} holds {size(least)}{_where(run)}"
-    return f"{text}, dense training {size(dense)}"
+    accounts = [(run.state.measured_bytes, run) for run in runs if run.state]
+    least, run = min(accounts, key=lambda account: account[0])
+    names = [holder(run, len(accounts)) for value, run in accounts if size(value) == size(least)]
+    verb = "holds" if len(names) == 1 else "hold"
+    dense = run.state.dense_bytes if run.state else None
+    return f"{listed(names)} {verb} {size(least)}{_where(run)}, dense training {size(dense)}"
 
 
 def throughput_finding(runs: Sequence[Run]) -> str:
     """Say what the throughput curves show."""
     rates = [rate for run in runs if math.isfinite(rate := tokens_per_s(run))]
-    low, high = min(rates, default=math.nan), max(rates, default=math.nan)
-    if len(rates) < 2:
-        return f"{count(low)} tokens/s"
-    span = f"{count(low)} to {count(high)} tokens/s"
-    if differ(runs, HARDWARE):
-        return f"{span}, on different hardware"
-    return f"About the same speed: {span}" if high <= (1 + _SAME_SPEED) * low else span
+    span = " to ".join(dict.fromkeys(count(f(rates)) for f in (min, max))) if rates else NOTHING
+    return f"{span} tokens/s" + (", on different hardware" if differ(runs, HARDWARE) else "")
 
 
 def differ(runs: Sequence[Run], key: tuple[str, str]) -> bool:
@@ -250,71 +246,3 @@ def differ(runs: Sequence[Run], key: tuple[str, str]) -> bool:
 def listed(names: Sequence[str]) -> str:
     """Join names: a, b and c."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-# The table that compares runs
-
-
-@dataclass(frozen=True, slots=True)
-class Quantity:
-    """A row of the table."""
-
-    name: str
-    value: Callable[[Run], float | None]
-    write: Callable[[float | None], str]
-    best: Callable[[Sequence[float]], float] | None = None
-    """Which of several values is best: `min` or `max`."""
-    tolerance: float = 0.0
-    """Values within this fraction of the best are as good."""
-    needs: tuple[str, str] | None = None
-    """What must be equal in run.json for values to be compared."""
-
-    def row(self, runs: Sequence[Run]) -> list[tuple[str, bool]] | None:
-        """Return text and whether it is among the best, for each run; None if no run knows it.
-
-        Example:
-            >>> from samo.report.findings import Quantity
-            >>> speed = Quantity("speed", float, "{:.0f}".format, max, tolerance=0.05)
-            >>> speed.row([100, 98, 50])  # stand-ins for runs
-            [('100', True), ('98', True), ('50', False)]
-        """
-        values = [math.nan if (v := self.value(run)) is None else v for run in runs]
-        known = list(filter(math.isfinite, values))
-        if not known:
-            return None
-        is_best = [False] * len(runs)
-        if self.best is not None and not (self.needs and differ(runs, self.needs)):
-            best = self.best(known)
-            is_best = [abs(value - best) <= self.tolerance * abs(best) for value in values]
-        if sum(is_best) == len(known):
-            is_best = [False] * len(runs)  # none is better than another
-        return list(zip(map(self.write, values), is_best))
-
-
-QUANTITIES: Final = (
-    Quantity("parameters", lambda run: run.num_params, count),
-    Quantity("sparsity", lambda run: run.masks.sparsity if run.masks else None, percent),
-    Quantity("steps", lambda run: run.last_step, count),
-    Quantity("tokens", lambda run: run.steps[-1].tokens if run.steps else None, count),
-    Quantity("training loss", last_loss, loss, min, _SAME_LOSS, DATA),
-    Quantity(
-        "validation loss",
-        lambda run: run.last_eval.valid_loss if run.last_eval else None,
-        loss,
-        min,
-        _SAME_LOSS,
-        DATA,
-    ),
-    Quantity("model state", lambda run: run.state.measured_bytes if run.state else None, size, min),
-    Quantity("state, B/param", bytes_per_param, three_digits),
-    Quantity("saved against dense", saved, percent),
-    Quantity("tokens/s", tokens_per_s, count, max, _SAME_SPEED, HARDWARE),
-    Quantity("step, ms", step_ms, three_digits),
-    Quantity(
-        "memory in use",
-        lambda run: run.steps[-1].memory_bytes if run.steps else None,
-        size,
-    ),
-    Quantity("checkpoint", lambda run: run.saved.bytes if run.saved else None, size),
-    Quantity("training time", lambda run: run.elapsed_s, duration),
-)

@@ -1,7 +1,7 @@
 """The bars of the memory figure: dense training, the formula of the SAMO paper, and each run."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from samo.memory.predict import KINDS
 from samo.report.runs import Run
@@ -10,13 +10,13 @@ from samo.train.events import Accounted
 __all__ = []
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Bar:
     """One bar of the memory figure."""
 
     label: str
     kinds: Mapping[str, int]
-    """Bytes by kind; "whole" where only their sum is known."""
+    """Bytes by kind; "whole" if only their sum is known."""
     num_params: int
     place: int | None = None
     """The place of the run that measured it; None for arithmetic."""
@@ -28,49 +28,34 @@ class Bar:
 
 
 def bars(runs: Sequence[Run]) -> list[Bar]:
-    """Return the baselines, then each run.
+    """Return the baselines, each different one once, then the runs.
 
-    Baselines that several runs share are shown once, and a prediction only where it differs from
-    the measurement.
+    A prediction is shown only where it differs from the measurement.
     """
-    stated = [(run, run.state) for run in runs if run.state]
-    found = [
-        *_baseline("dense training", stated, dense_kinds),
-        *_baseline("SAMO paper", stated, paper_kinds),
-    ]
-    for run, state in stated:
-        name, number = holder(run, len(stated)), state.num_params
+    found: list[Bar] = []
+    accounts = [(run, run.state) for run in runs if run.state]
+    for label, kinds_of in (("dense training", dense_kinds), ("SAMO paper", paper_kinds)):
+        baselines: dict[int, Bar] = {}
+        for run, state in accounts:
+            bar = Bar(f"{label}, {run.label}", kinds_of(run, state), state.num_params)
+            baselines.setdefault(bar.total, bar)
+        baselines.pop(0, None)
+        shared = len(baselines) == 1
+        found += [replace(bar, label=label) if shared else bar for bar in baselines.values()]
+    for run, state in accounts:
+        name, number = holder(run, len(accounts)), state.num_params
         if state.predicted_bytes != state.measured_bytes:
             kinds = _checked(state.predicted, state.predicted_bytes)
-            found.append(Bar(label=f"{name}, predicted", kinds=kinds, num_params=number))
+            found.append(Bar(f"{name}, predicted", kinds, number))
         kinds = _checked(state.measured, state.measured_bytes)
-        label = f"{name}, measured"
-        found.append(Bar(label=label, kinds=kinds, num_params=number, place=run.place))
+        found.append(Bar(f"{name}, measured", kinds, number, run.place))
     return found
 
 
-def _baseline(
-    label: str,
-    stated: Sequence[tuple[Run, Accounted]],
-    kinds_of: Callable[[Run, Accounted], Mapping[str, int]],
-) -> list[Bar]:
-    different: dict[int, Bar] = {}
-    for run, state in stated:
-        kinds = kinds_of(run, state)
-        bar = Bar(label=f"{label}, {run.label}", kinds=kinds, num_params=state.num_params)
-        if bar.total:
-            different.setdefault(bar.total, bar)
-    if len(different) == 1:
-        return [
-            Bar(label=label, kinds=b.kinds, num_params=b.num_params) for b in different.values()
-        ]
-    return list(different.values())
-
-
-def holder(run: Run, num_stated: int) -> str:
-    """Name what holds the state: samo, if it is the only run with an account and compressed."""
+def holder(run: Run, num_accounts: int) -> str:
+    """Return "samo" for a compressed run that is the only one with an account, or its label."""
     is_compressed = run.mode == "samo" and run.prune is not None
-    return "samo" if is_compressed and num_stated == 1 else run.label
+    return "samo" if is_compressed and num_accounts == 1 else run.label
 
 
 def dense_kinds(run: Run, state: Accounted) -> Mapping[str, int]:
@@ -83,11 +68,10 @@ def dense_kinds(run: Run, state: Accounted) -> Mapping[str, int]:
 
 
 def paper_kinds(run: Run, state: Accounted) -> Mapping[str, int]:
-    """Split the paper's 2 + 24f bytes by kind.
+    """Split the paper's 2 + 24f bytes by kind; unpruned tensors take 20.
 
     Each kept weight has an index of 4 bytes, gradients of 2 + 4, an fp32 master of 4 and its 16-bit
-    copy of 2, and moments of 8. Unpruned tensors are trained densely: weights 2, gradients 2 + 4,
-    master 4, moments 8.
+    copy of 2, and moments of 8.
     """
     if run.masks is None or state.paper_bytes is None:
         return {}

@@ -1,11 +1,10 @@
-"""The look of every figure: colours by role, matplotlib's settings, and export to SVG and PNG.
+"""The look of every figure: colours by role, matplotlib's settings, and export to SVG.
 
 Figures are drawn in the light colours. No two roles share one, so `to_svg` can replace a colour by
-the variable of its role (``#0072b2`` by ``var(--run0)``), which the page defines for light and
-dark.
+the CSS variable of its role (``#0072b2`` by ``var(--run0)``), defined for light and dark pages.
 
 Runs have the colours of Okabe and Ito, which are safe for colour-blind readers; a seventh run
-starts over with a dashed line. Kinds of memory are mostly shades of slate, unlike runs.
+starts over with a dashed line.
 """
 
 import io
@@ -17,7 +16,6 @@ from typing import Any, Final
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -44,7 +42,6 @@ _COLOURS: Final = {
     "ages": ("#8a7fa8", "#8f84b5"),
     "buckets": ("#7fa88a", "#84b592"),
     "whole": ("#a9adb2", "#6a7077"),
-    "accent": ("#2f7fc1", "#4c9be0"),
 }
 LIGHT: Final = {role: light for role, (light, _) in _COLOURS.items()}
 DARK: Final = {role: dark for role, (_, dark) in _COLOURS.items()}
@@ -93,11 +90,7 @@ _DPI: Final = 72  # an SVG unit is a point, so sizes below are CSS pixels
 
 @contextmanager
 def drawing(salt: str = "samo") -> Iterator[None]:
-    """Apply the look, whatever the user's settings of matplotlib.
-
-    Args:
-        salt: Makes the ids in an SVG unique; the name of the figure on a page with several.
-    """
+    """Apply the look, whatever the user's settings; ``salt`` makes the ids in an SVG unique."""
     with warnings.catch_warnings(), matplotlib.rc_context():
         # A name may have characters that the font lacks; browsers substitute another font.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -114,13 +107,9 @@ def new_figure(width: float, height: float) -> Figure:
 def place(figure: Figure, *, left: float, right: float, top: float, bottom: float) -> Axes:
     """Add axes to a figure with margins in pixels."""
     width, height = figure.get_size_inches() * _DPI
+    inner_width, inner_height = width - left - right, height - top - bottom
     return figure.add_axes(
-        (
-            left / width,
-            bottom / height,
-            (width - left - right) / width,
-            (height - top - bottom) / height,
-        )
+        (left / width, bottom / height, inner_width / width, inner_height / height)
     )
 
 
@@ -135,7 +124,7 @@ def run_dashes(place: int) -> str:
 
 
 def to_svg(figure: Figure) -> str:
-    """Return a figure as an ``<svg>`` element whose colours are variables of the page's style sheet."""
+    """Return a figure as an ``<svg>`` element whose colours are CSS variables of the page."""
     FigureCanvasSVG(figure)
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -145,13 +134,3 @@ def to_svg(figure: Figure) -> str:
     for role, colour in LIGHT.items():
         svg = svg.replace(f": {colour}", f": var(--{role})")
     return svg
-
-
-def to_png(figure: Figure) -> bytes:
-    """Return a figure as a PNG at twice its size in pixels."""
-    FigureCanvasAgg(figure)
-    buffer = io.BytesIO()
-    figure.savefig(
-        buffer, format="png", dpi=2 * _DPI, facecolor="#ffffff", metadata={"Software": None}
-    )
-    return buffer.getvalue()

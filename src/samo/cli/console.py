@@ -1,8 +1,9 @@
-"""Tables that several commands print."""
+"""Lines and tables that several commands print."""
 
 from collections.abc import Mapping
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -12,6 +13,11 @@ from samo.utils.formatting import count, percent, plain
 __all__ = []
 
 
+def say(console: Console, text: str) -> None:
+    """Print text as it is: no colours, no markup such as [b], no line breaks added."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def facts(rows: Mapping[str, object]) -> Table:
     """Return a table of names and values, without lines."""
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
@@ -19,6 +25,15 @@ def facts(rows: Mapping[str, object]) -> Table:
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, Text(plain(str(value))))  # a Text: brackets in a path are not markup
+    return table
+
+
+def columns(first: str, *others: str) -> Table:
+    """Return an empty table: names on the left, numbers on the right."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, overflow="fold")
+    for title in others:
+        table.add_column(title, justify="right")
     return table
 
 
@@ -34,20 +49,3 @@ def mask_table(masks: Masks) -> Table:
     tensors = f"{len(masks)} tensors"
     table.add_row("all", tensors, count(masks.kept), count(masks.numel), percent(masks.sparsity))
     return table
-
-
-def columns(first: str, *others: str) -> Table:
-    """Return an empty table: names on the left, numbers on the right."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
-    for title in others:
-        table.add_column(title, justify="right")
-    return table
-
-
-def mask_records(masks: Masks) -> list[dict[str, object]]:
-    """Return the same as JSON."""
-    return [
-        {"name": name, "shape": list(mask.shape), "kept": mask.kept, "numel": mask.numel}
-        for name, mask in masks.items()
-    ]
