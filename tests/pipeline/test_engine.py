@@ -98,13 +98,6 @@ def test_two_stages_on_each_rank_halve_the_time_of_filling_the_pipeline() -> Non
     assert timeline.span == pytest.approx(8 * 3 + 3 * 3 / 2)
 
 
-def test_limits_of_1f1b_are_kept_by_the_message_driven_engine_stage_by_stage() -> None:
-    timeline = simulate(4, 16, in_flight=[4, 3, 2, 1], duration=durations(3, 0.8))
-    fixed = simulate(4, 16, schedule="1f1b", duration=durations(3, 0.8))
-    for stage in range(4):
-        assert timeline.peak_in_flight(stage) <= fixed.peak_in_flight(stage) == 4 - stage
-
-
 def test_a_slow_link_makes_a_fixed_order_wait_and_not_the_message_driven_one() -> None:
     def delay(source: int, target: int) -> float:
         return 2.5 if (source, target) == (1, 2) else 0.0
