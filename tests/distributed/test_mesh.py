@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import samo
-from samo.distributed.mesh import check_sizes, gpu_of, join
+from samo.distributed.mesh import check_sizes, join
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
@@ -41,31 +41,28 @@ def test_settings_are_refused_before_anything_is_initialized(settings: Any, text
     assert not dist.is_initialized()
 
 
-@given(st.integers(1, 8), st.integers(1, 8))
-def test_ranks_share_gpus_evenly_and_without_nccl_if_there_are_too_few(
-    num_local: int, num_gpus: int
+@pytest.mark.parametrize(
+    ("num_gpus", "chosen"),
+    [
+        (1, [0, "gloo"] * 3),
+        (2, [0, "gloo", 1, "gloo", 0, "gloo"]),
+        (3, [0, "nccl", 1, "nccl", 2, "nccl"]),
+    ],
+)
+def test_ranks_share_gpus_without_nccl_and_warn_once(
+    num_gpus: int, chosen: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    places = [gpu_of(rank, num_local, num_gpus) for rank in range(num_local)]
-    loads = [[index for index, _ in places].count(gpu) for gpu in range(num_gpus)]
-    assert max(loads) - min(loads) <= 1
-    assert {backend for _, backend in places} == {"gloo" if max(loads) > 1 else "nccl"}
-
-
-def test_a_shared_gpu_warns_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    chosen: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: chosen.append(backend))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for local_rank in range(2):
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: found.append(backend))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for local_rank in range(3):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         join("cuda", timedelta(seconds=1), None)
-    (message,) = caplog.messages
-    assert message.startswith("2 ranks share 1 GPU(s) and communicate over gloo")
-    assert chosen == [0, "gloo", 0, "gloo"]
+    assert found == chosen
+    assert len(caplog.messages) == (num_gpus < 3)
 
 
 def test_a_mesh_reads_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ def not_finite(mesh: Any, bad: int) -> tuple[int, list[bool]]:
 
 
 def written(mesh: Any, rank: int) -> tuple[int, bool]:
-    """Set a gradient of the last stage to inf and clip; return skipped steps, and if all are NaN."""
+    """Set one gradient to inf and clip; return skipped steps, and whether all are NaN."""
     with samo.Pipeline([Layer(), Layer()], F.mse_loss, mesh, 2, timeout_s=TIMEOUT) as pipeline:
         opt = samo.AdamW(pipeline.module.parameters())
         pipeline.step(torch.ones(2, 4), target=torch.zeros(2, 4))

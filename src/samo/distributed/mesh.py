@@ -79,11 +79,6 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
     return full
 
 
-def gpu_of(local_rank: int, num_local: int, num_gpus: int) -> tuple[int, str]:
-    """Return the index of a rank's GPU, and the backend: NCCL needs a GPU for each rank."""
-    return local_rank % num_gpus, "nccl" if num_local <= num_gpus else "gloo"
-
-
 def rendezvous(timeout: timedelta) -> Any:
     """Return the store through which the ranks of torchrun or samo launch find each other."""
     store, _, _ = next(torch_rendezvous("env://", timeout=timeout))
@@ -99,8 +94,8 @@ def join(device: str, timeout: timedelta, store: Any) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         num_gpus = torch.cuda.device_count()
-        index, backend = gpu_of(local_rank, num_local, num_gpus)
-        torch.cuda.set_device(index)
+        backend = "nccl" if num_local <= num_gpus else "gloo"  # NCCL needs a GPU for each rank
+        torch.cuda.set_device(local_rank % num_gpus)
         torch.cuda.init()  # otherwise torch's mesh chooses a GPU by the local rank
         if backend == "gloo" and local_rank == 0:
             _logger.warning(
