@@ -1,11 +1,10 @@
-"""Train a pruned GPT on several ranks with torch's DDP: what it reduces are the gradients of kept weights.
+"""Train a pruned GPT with torch's DDP: what it reduces are the gradients of kept weights.
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-gloo on CPUs, NCCL on GPUs, one for each rank. The text is this file.
+The text is this file.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -15,11 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import samo
 from samo.models.gpt import GPT, GPTConfig
 
-if torch.cuda.is_available():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+samo.mesh()  # torchrun's ranks: NCCL with a GPU for each, or gloo on CPUs
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
-
 torch.manual_seed(0)  # the same weights, and so the same masks, on every rank
 model = GPT(GPTConfig(num_layers=2, width=64, num_heads=2, context=32)).to(device)
 samo.compress_(model, samo.prune(model, sparsity=0.9))

@@ -1,11 +1,10 @@
-"""Train a pruned GPT in shards with FSDP2: each rank has its part of values, gradients and moments.
+"""Train a pruned GPT with FSDP2: each rank has its shard of values, gradients and moments.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-gloo on CPUs, NCCL on GPUs, one for each rank. The text is this file.
+The text is this file.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -15,19 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import samo
 from samo.models.gpt import GPT, GPTConfig
 
-if torch.cuda.is_available():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+samo.mesh()  # torchrun's ranks: NCCL with a GPU for each, or gloo on CPUs
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
-
 torch.manual_seed(0)  # the same weights, and so the same masks, on every rank
 model = GPT(GPTConfig(num_layers=2, width=64, num_heads=2, context=32)).to(device)
 masks = samo.prune(model, sparsity=0.9)
 samo.compress_(model, masks, dtype=torch.bfloat16, weights="streamed")
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-for block in model.blocks:
+for block in (*model.blocks, model):
     fully_shard(block, mp_policy=policy)
-fully_shard(model, mp_policy=policy)
 opt = samo.AdamW(samo.param_groups(model, lr=3e-3, weight_decay=0.1))  # after fully_shard
 
 text = torch.tensor(list(Path(__file__).read_bytes()), device=device)

@@ -38,8 +38,7 @@ def main() -> None:
     masks = samo.prune(model, sparsity=0.9)
     print(masks)
 
-    # 3. From here on the parameters are the kept values; gradients and moments exist for those
-    # only.
+    # 3. From here on the parameters are the kept values, with gradients and moments of their size.
     samo.compress_(model, masks)
     print(f"pruned  validation loss {validate(model, valid_text):.3f}")
 

@@ -9,25 +9,26 @@ from contextlib import redirect_stdout
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import samo
 from benchmarks.pipeline.passes import SleepyLayer
 
-__all__ = ["BASELINE", "Contender", "DeepSpeed", "Samo", "build"]
+__all__ = ["BASELINE", "Contender", "DeepSpeed", "Samo", "Torch", "build"]
 
 BASELINE: Final = "torch Schedule1F1B"
-SAME: Final[dict[str, dict[str, Any]]] = {
-    BASELINE: {"schedule": "1f1b"},
-    "message-driven, limits 4 4 4 4": {"in_flight": 4},
-    "message-driven, limits 4 3 2 1": {"in_flight": [4, 3, 2, 1]},
+SAME: Final[dict[str, Any]] = {
+    BASELINE: 0,
+    "message-driven, limits 4 4 4 4": 4,
+    "message-driven, limits 4 3 2 1": [4, 3, 2, 1],
 }
-"""Settings of samo.Pipeline at the limits of 1F1B: on the first stage, and on every stage."""
-ONE_MORE: Final[dict[str, dict[str, Any]]] = {
-    "torch Schedule1F1B, one more": {"schedule": "1f1b"},
-    "message-driven, limits 5 5 5 5": {"in_flight": 5},
-    "message-driven, limits 5 4 3 2": {"in_flight": [5, 4, 3, 2]},
+"""At the limits of 1F1B: its own, and those of samo.Pipeline for the first or every stage."""
+ONE_MORE: Final[dict[str, Any]] = {
+    "torch Schedule1F1B, one more": 1,
+    "message-driven, limits 5 5 5 5": 5,
+    "message-driven, limits 5 4 3 2": [5, 4, 3, 2],
 }
 """The same with one micro-batch more."""
 LOSS: Final = nn.functional.mse_loss
@@ -54,27 +55,53 @@ class Contender(ABC):
 
 
 class Samo(Contender):
-    """samo.Pipeline, in its own order or in torch's."""
+    """samo.Pipeline."""
 
     def __init__(
         self, name: str, layers: Sequence[SleepyLayer], mesh: DeviceMesh, micro_batches: int
     ) -> None:
         self.name = name
         self.pipeline = samo.Pipeline(
-            list(layers), LOSS, mesh, micro_batches, timeout_s=120, **(SAME | ONE_MORE)[name]
+            list(layers),
+            LOSS,
+            mesh,
+            micro_batches,
+            in_flight=(SAME | ONE_MORE)[name],
+            timeout_s=120,
         )
         self.module = self.pipeline.module
-        if name == "torch Schedule1F1B, one more":
-            schedule: Any = self.pipeline._runner._schedule  # type: ignore[union-attr]
-            schedule._num_stages += (
-                1  # of which it only computes how many forward passes come first
-            )
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         return self.pipeline.step(x, target=y)
 
     def close(self) -> None:
         self.pipeline.close()
+
+
+class Torch(Contender):
+    """torch's Schedule1F1B; it takes no limit, so its warm-up is changed from outside."""
+
+    def __init__(
+        self, name: str, layers: Sequence[SleepyLayer], mesh: DeviceMesh, micro_batches: int
+    ) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+        self.name, group = name, mesh.get_group()
+        self.rank, self.num_ranks = mesh.get_local_rank(), mesh.size()
+        self.module = layers[self.rank]
+        device = torch.device("cpu")
+        stage = PipelineStage(self.module, self.rank, self.num_ranks, device, group=group)
+        self.schedule = Schedule1F1B(stage, n_microbatches=micro_batches, loss_fn=LOSS)
+        # Of which it only computes how many forward passes come first.
+        self.schedule._num_stages += (SAME | ONE_MORE)[name]
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        inputs, is_last = (x,) if self.rank == 0 else (), self.rank == self.num_ranks - 1
+        losses: list[Tensor] = []
+        self.schedule.step(*inputs, target=y if is_last else None, losses=losses)
+        loss = torch.stack(losses).mean() if is_last else torch.zeros(())
+        dist.broadcast(loss, self.num_ranks - 1)  # samo's ranks all get it too
+        return loss
 
 
 class DeepSpeed(Contender):
@@ -134,7 +161,10 @@ def build(
         has_deepspeed: Whether DeepSpeed takes part.
     """
     names = [*SAME, *(ONE_MORE if is_one_more else {})]
-    found: list[Contender] = [Samo(name, layers(), mesh, micro_batches) for name in names]
+    found: list[Contender] = []
+    for name in names:
+        kind = Torch if name.startswith(BASELINE) else Samo
+        found.append(kind(name, layers(), mesh, micro_batches))
     if has_deepspeed:
         found.insert(1, DeepSpeed(layers(), micro_batches))
     return found

@@ -34,7 +34,9 @@ def draw(timelines: Mapping[str, Timeline]) -> bytes:
         for (title, line), own in zip(timelines.items(), heights):
             is_last = top + own > height - 60
             axes = place(figure, left=64, right=16, top=top + 28, bottom=height - top - own + 10)
-            label = f"{title}: {line.span:.3g} in all, {line.bubble:.0%} idle"
+            busy = sum(event.end - event.start for event in line.events)
+            idle = 1 - busy / (line.span * line.num_stages)
+            label = f"{title}: {line.span:.3g} in all, {idle:.0%} idle"
             axes.set_title(label, loc="left", fontsize=12, color=LIGHT["ink"])
             origin = line.events[0].start
             for event in line.events:

@@ -20,7 +20,7 @@ __all__ = ["main"]
 STAGES: Final = 4
 SEEDS: Final = 40
 CONTENDERS: Final[dict[str, dict[str, Any]]] = {
-    "backward first, 4": {"prefer": "backward"},
+    "backward first, 4": {"schedule": "backward-first"},
     "alternate, 4": {},
     "alternate, 4 3 2 1": {"in_flight": [4, 3, 2, 1]},
     "alternate, 5": {"in_flight": 5},

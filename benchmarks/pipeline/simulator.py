@@ -9,29 +9,27 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-from samo.pipeline.engine import Action, Engine, Message, Prefer, in_flight_limits
+from samo.pipeline.engine import Action, Engine, MessageKind, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Pass, Timeline
 
 __all__ = ["FixedOrder", "Schedule", "simulate", "uniform_delays"]
 
-Schedule = Literal["message-driven", "1f1b", "gpipe"]
+Schedule = Literal["message-driven", "backward-first", "1f1b", "gpipe"]
 Duration = Callable[[int, Pass, int], float]
 Delay = Callable[[int, int], float]
+Message = tuple[MessageKind, int]
+"""A message and its micro-batch."""
 
 
-class Decider(Protocol):
-    """What the simulator needs of an engine."""
+class BackwardFirst(Engine):
+    """Takes every backward pass that is possible before any forward pass."""
 
-    def receive(self, message: Message) -> None:
-        """Take in a message."""
-
-    def next(self) -> Action:
-        """Decide."""
+    alternates = False
 
 
-class FixedOrder:
+class FixedOrder(Engine):
     """A stage that computes in an order fixed beforehand, and waits if the next message is late.
 
     Example:
@@ -54,23 +52,19 @@ class FixedOrder:
         first = num_stages if in_flight is None else in_flight
         ahead = num_micro_batches if schedule == "gpipe" else max(first - stage, 1)
         self.order = list(_alternate(min(ahead, num_micro_batches), num_micro_batches))
-        self._engine = Engine(stage, num_stages, num_micro_batches, num_micro_batches)
         self._place = 0
-
-    def receive(self, message: Message) -> None:
-        """Take in a message."""
-        self._engine.receive(message)
+        self._one = Progress(stage, num_stages, num_micro_batches, num_micro_batches)
+        super().__init__([self._one])
 
     def next(self) -> Action:
         """Decide: the next pass of the order, if its message is there."""
-        engine = self._engine
-        if engine.has_due or self._place == len(self.order):
-            return engine.next()
+        if self._one.sends or self._place == len(self.order):
+            return super().next()
         is_backward = self.order[self._place][0] == "B"
-        if not (engine.can_go_backward if is_backward else engine.can_go_forward):
+        if not (self._one.can_go_backward if is_backward else self._one.can_go_forward):
             return Action("receive")
         self._place += 1
-        return engine.backward() if is_backward else engine.forward()
+        return self._one.backward() if is_backward else self._one.forward()
 
 
 def uniform_delays(seed: int, low: float, high: float, *, per_link: float = 0.0) -> Delay:
@@ -98,7 +92,7 @@ def simulate(
     *,
     in_flight: int | Sequence[int] | None = None,
     schedule: Schedule = "message-driven",
-    prefer: Prefer = "alternate",
+    stages_per_rank: int = 1,
     duration: Duration = lambda stage, what, micro_batch: 1.0 if what == "forward" else 2.0,
     delay: Delay = lambda source, target: 0.0,
     watch: Callable[[Engine], None] | None = None,
@@ -118,8 +112,8 @@ def simulate(
         num_stages: Number of stages.
         num_micro_batches: Micro-batches.
         in_flight: As for `samo.Pipeline`; for "1f1b" a number, the limit of its first stage.
-        schedule: "message-driven", or one of fixed order.
-        prefer: As for `Engine`.
+        schedule: "message-driven", "backward-first", or one of fixed order.
+        stages_per_rank: As for `samo.Pipeline`; a rank computes one of its stages at a time.
         duration: Seconds of a pass, by stage, pass and micro-batch.
         delay: Seconds a message takes, by source and target.
         watch: Called with an engine after every change of it.
@@ -128,83 +122,90 @@ def simulate(
         RuntimeError: All stages wait for each other.
     """
     limits = in_flight_limits(in_flight, num_stages)
-    run = _Run(num_stages, num_micro_batches, duration, delay, watch)
-    for stage, limit in enumerate(limits):
-        run.deciders.append(
-            Engine(stage, num_stages, num_micro_batches, limit, prefer=prefer)
-            if schedule == "message-driven"
-            else FixedOrder(schedule, stage, num_stages, num_micro_batches, in_flight=limits[0])
-        )
-    return run.run()
+    num_ranks = num_stages // stages_per_rank
+    engines: list[Engine] = []
+    for rank in range(num_ranks):
+        if schedule in ("1f1b", "gpipe"):
+            engines.append(
+                FixedOrder(schedule, rank, num_stages, num_micro_batches, in_flight=limits[0])
+            )
+            continue
+        stages = [
+            Progress(stage, num_stages, num_micro_batches, limits[stage])
+            for stage in range(rank, num_stages, num_ranks)
+        ]
+        engines.append((Engine if schedule == "message-driven" else BackwardFirst)(stages))
+    return _Run(engines, num_stages, num_micro_batches, duration, delay, watch).run()
 
 
 @dataclass
 class _Run:
+    engines: list[Engine]
     num_stages: int
     num_micro_batches: int
     duration: Duration
     delay: Delay
     watch: Callable[[Engine], None] | None
-    deciders: list[Decider] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     agenda: list[tuple[float, int, int, Message | None]] = field(default_factory=list)
     last_arrival: dict[tuple[int, int], float] = field(default_factory=dict)
     num_entries: int = 0
 
     def run(self) -> Timeline:
-        is_busy = [False] * self.num_stages
-        is_done = [False] * self.num_stages
-        inbox: list[deque[Message]] = [deque() for _ in range(self.num_stages)]
-        for stage in range(self.num_stages):
-            self._enter(0.0, stage, None)
-            is_busy[stage] = True
+        num_ranks = len(self.engines)
+        is_busy, is_done = [True] * num_ranks, [False] * num_ranks
+        inbox: list[deque[tuple[int, Message]]] = [deque() for _ in range(num_ranks)]
+        for rank in range(num_ranks):
+            self._enter(0.0, rank, None)
         while self.agenda:
             now, _, stage, message = heapq.heappop(self.agenda)
+            rank = stage % num_ranks
             if message is None:
-                is_busy[stage] = False
+                is_busy[rank] = False
             else:
-                inbox[stage].append(message)
-            if is_busy[stage] or is_done[stage]:
+                inbox[rank].append((stage, message))
+            if is_busy[rank] or is_done[rank]:
                 continue
-            while inbox[stage]:
-                self.deciders[stage].receive(inbox[stage].popleft())
-                self._show(stage)
-            is_busy[stage], is_done[stage] = self._act(stage, now)
+            engine = self.engines[rank]
+            while inbox[rank]:
+                target, received = inbox[rank].popleft()
+                engine.stages[target].receive(*received)
+                self._show(engine)
+            is_busy[rank], is_done[rank] = self._act(engine, now)
         if not all(is_done):
-            waiting = [stage for stage, done in enumerate(is_done) if not done]
-            raise RuntimeError(f"stages {waiting} wait for messages that nobody will send")
+            waiting = [rank for rank, done in enumerate(is_done) if not done]
+            raise RuntimeError(f"ranks {waiting} wait for messages that nobody will send")
         return Timeline(self.num_stages, self.num_micro_batches, self.events)
 
-    def _act(self, stage: int, now: float) -> tuple[bool, bool]:
-        """Do what can be done without time; return whether the stage computes, and is done."""
+    def _act(self, engine: Engine, now: float) -> tuple[bool, bool]:
+        """Do what can be done without time; return whether the rank computes, and is done."""
         while True:
-            action = self.deciders[stage].next()
-            self._show(stage)
-            if action.kind in ("receive", "step"):
-                return False, action.kind == "step"
-            if action.kind == "forward" or action.kind == "backward":
-                end = now + self.duration(stage, action.kind, action.micro_batch)
-                self.events.append(Event(now, end, stage, action.kind, action.micro_batch))
+            action = engine.next()
+            self._show(engine)
+            kind, micro_batch, stage = action
+            if kind == "receive" or kind == "step":
+                return False, kind == "step"
+            if kind == "forward" or kind == "backward":
+                end = now + self.duration(stage, kind, micro_batch)
+                self.events.append(Event(now, end, stage, kind, micro_batch))
                 self._enter(end, stage, None)
                 return True, False
-            self._send(stage, now, action)
+            target = stage + (1 if kind == "activation" else -1)
+            self._send(stage, target, now, (kind, micro_batch))
 
-    def _send(self, stage: int, now: float, action: Action) -> None:
-        target = stage + 1 if action.kind == "send_activation" else stage - 1
+    def _send(self, stage: int, target: int, now: float, message: Message) -> None:
         link = (stage, target)
         arrival = max(now + self.delay(*link), self.last_arrival.get(link, 0.0))  # FIFO
         self.last_arrival[link] = arrival
-        kind = {"send_activation": "activation", "send_gradient": "gradient", "send_loss": "loss"}
-        self._enter(arrival, target, Message(kind[action.kind], action.micro_batch))  # type: ignore[arg-type]
+        self._enter(arrival, target, message)
 
     def _enter(self, when: float, stage: int, message: Message | None) -> None:
         self.num_entries += 1
         heapq.heappush(self.agenda, (when, self.num_entries, stage, message))
 
-    def _show(self, stage: int) -> None:
-        decider = self.deciders[stage]
-        if self.watch is not None and isinstance(decider, Engine):
-            self.watch(decider)
+    def _show(self, engine: Engine) -> None:
+        if self.watch is not None:
+            self.watch(engine)
 
 
 def _alternate(ahead: int, num_micro_batches: int) -> Iterator[str]:

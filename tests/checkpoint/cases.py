@@ -78,11 +78,11 @@ class Layout(NamedTuple):
 
     pipe: int
     data: int
-    schedule: str = "message-driven"
+    stages_per_rank: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.pipe}x{self.data}-{self.schedule}"
+        return f"{self.pipe}x{self.data}-{self.stages_per_rank}"
 
 
 class Run:
@@ -96,7 +96,7 @@ class Run:
         mesh = None if layout is None else samo.mesh(layout.pipe, layout.data)
         self.pipeline = samo.Pipeline(
             model, next_token_loss, mesh, 4, timeout_s=20,
-            schedule="message-driven" if layout is None else layout.schedule,
+            stages_per_rank=1 if layout is None else layout.stages_per_rank,
         )  # fmt: skip
         self.module = self.pipeline.module
         samo.compress_(

@@ -37,7 +37,7 @@ PAIRS = {
         (TIED, Layout(4, 1)),
         (Case(torch.float32, "both"), Layout(2, 2)),
         (Case(torch.bfloat16, "lean"), Layout(2, 2)),
-        (Case(), Layout(2, 2, "interleaved")),
+        (Case(), Layout(2, 2, 2)),
     ),
 }
 """By number of ranks: what is saved from and loaded into which layout."""

@@ -404,7 +404,7 @@ def test_an_interrupted_run_that_could_not_save_says_so(
 def test_a_run_of_a_mesh_resumes_on_another(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "notes.txt", *SMALL]) == 0
     record = json.loads(Path("runs/notes/run.json").read_text())
-    record["config"]["mesh"] |= {"pipe": 2, "data": 2, "micro_batches": 4, "pipe_schedule": "gpipe"}
+    record["config"]["mesh"] |= {"pipe": 2, "data": 2, "micro_batches": 4}
     Path("runs/notes/run.json").write_text(json.dumps(record))
     capsys.readouterr()
     command = parse(["train", "--resume", "runs/notes"])
@@ -419,8 +419,7 @@ def test_a_run_of_a_mesh_resumes_on_another(here: Path, capsys: pytest.CaptureFi
     assert "--micro-batches would have no effect with --pipe 1" in capsys.readouterr().err
     assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--steps", "7"]) == 0
     mesh = json.loads(Path("runs/notes/run.json").read_text())["config"]["mesh"]
-    assert (mesh["pipe"], mesh["pipe_schedule"]) == (1, "message-driven")
-    assert mesh["micro_batches"] == "auto"
+    assert (mesh["pipe"], mesh["micro_batches"]) == (1, "auto")
 
 
 # Many ranks ---------------------------------------------------------------------------------------

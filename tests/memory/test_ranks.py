@@ -29,8 +29,8 @@ def on_meta() -> GPT:
         return GPT(CONFIG)
 
 
-CASES = [(2, "lean", "1f1b"), (2, "sgd", "interleaved"), (4, "exact", "message-driven")]
-"""Stages, state of the optimizer, schedule."""
+CASES = [(2, "lean", 1), (2, "sgd", 2), (4, "exact", 1)]
+"""Ranks of the pipeline, state of the optimizer, stages on each rank."""
 
 
 def hold() -> list[tuple[int, int, int]]:
@@ -38,11 +38,11 @@ def hold() -> list[tuple[int, int, int]]:
     found = []
     gc.collect()
     gc.freeze()  # a walk then passes over what was there at the start
-    for pipe, state, schedule in CASES:
+    for pipe, state, per_rank in CASES:
         before = live_storages()
         mesh = samo.mesh(pipe=pipe)
         pipeline = samo.Pipeline(
-            on_meta(), next_token_loss, mesh, 2, schedule=schedule, timeout_s=TIMEOUT
+            on_meta(), next_token_loss, mesh, 2, stages_per_rank=per_rank, timeout_s=TIMEOUT
         )
         module = pipeline.module
         values = torch.bfloat16 if state == "lean" else None

@@ -69,7 +69,7 @@ def compress(module: nn.Module, whole: nn.Module) -> None:
 def accumulate(
     model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, micro_batches: int
 ) -> Tensor:
-    """Compute forward and backward in one process, micro-batch after micro-batch; return the loss."""
+    """Run forward and backward of each micro-batch in one process; return the loss."""
     pieces = list(zip(x.tensor_split(micro_batches), y.tensor_split(micro_batches)))
     counts = [int((target != -100).sum()) for _, target in pieces]
     total: Tensor | None = None

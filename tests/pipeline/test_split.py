@@ -2,7 +2,7 @@
 
 import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -65,24 +65,32 @@ def stages_of(model: Any, num_stages: int) -> list[Stage]:
     return [build_stage(layers, [piece], device=CPU) for piece in cuts]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stages_in_sequence_compute_the_model_and_keep_its_names(
-    family: str, attention: str
+def test_stages_in_sequence_compute_the_model_and_its_gradients(
+    family: str, is_plain: bool
 ) -> None:
     model = model_of(family)
-    if family != "gpt":
-        model.config._attn_implementation = attention
+    if family != "gpt" and not is_plain:
+        model = tiny_hf(family, is_tied=True)
+        model.config._attn_implementation = "eager"
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    copies = [copy.deepcopy(model) for _ in range(3)]
     x, _ = tokens()
     expected = model(x) if family == "gpt" else model(x, use_cache=False).logits
-    for num_stages in (1, 2, 3):
-        stages = stages_of(copy.deepcopy(model), num_stages)
+    expected.square().sum().backward()
+    for num_stages, whole in enumerate(copies, start=1):
+        stages = stages_of(whole, num_stages)
         hidden = x
         for stage in stages:
             hidden = stage(hidden)
         assert torch.equal(hidden, expected)
+        hidden.square().sum().backward()
         names = [name for stage in stages for name in stage.state_dict()]
         assert sorted(names) == sorted(model.state_dict())
+        for stage in stages:
+            for name, param in stage.named_parameters():
+                assert torch.equal(param.grad, model.get_parameter(name).grad), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,6 +122,16 @@ def test_new_weights_do_not_depend_on_the_number_of_stages() -> None:
     for piece in [(0, 2), (2, 3), (3, 5)]:
         assert all(torch.equal(value, whole[name]) for name, value in built(piece).items())
     assert abs(float(whole["blocks.0.mlp.0.weight"].std()) / 0.02 - 1) < 0.1
+
+
+def test_a_module_that_is_used_twice_is_computed_twice() -> None:
+    twice, x = nn.Linear(2, 2), torch.ones(1, 2)
+    model = nn.Sequential(twice, nn.Tanh(), twice)
+    for layers in (model, list(model)):
+        found = take_apart(layers)
+        assert found.tied == (("0.weight", "2.weight"), ("0.bias", "2.bias"))
+        stage = build_stage(found, [(0, 2), (2, 3)], device=CPU)
+        assert torch.equal(stage(stage(x), piece=1), model(x))
 
 
 def test_functions_build_only_the_layers_of_a_stage() -> None:
@@ -167,29 +185,27 @@ ONE = nn.Sequential(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("model", "tied", "error", "text"),
+    ("model", "text"),
     [
-        (nn.Linear(2, 2), (), TypeError, "a pipeline takes nn.Sequential.*got Linear"),
-        (Residual(nn.Linear(2, 2)), (), TypeError, r"an nn.Sequential with its own forward\(\)"),
-        (GPT(), (), TypeError, "one of samo.GPT, .* got GPT"),
-        (Doubled(tiny_gpt().config), (), TypeError, "got Doubled"),
-        ([3], (), TypeError, "layer 0 is a int; pass a module"),
-        ([lambda: 3], (), TypeError, "layer 0 is a function that returned int"),
-        (ONE, [("0.wieght", "0.bias")], ValueError, "is not a parameter .did you mean '0.weight'"),
-        (ONE, [("0.weight", "0.bias")], ValueError, "must have one shape, got"),
+        (nn.Linear(2, 2), "a pipeline takes nn.Sequential.*got Linear"),
+        (Residual(nn.Linear(2, 2)), r"an nn.Sequential with its own forward\(\)"),
+        (GPT(), "one of samo.GPT, .* got GPT"),
+        (Doubled(tiny_gpt().config), "got Doubled"),
+        ([3], "layer 0 is or returns int; pass a module"),
+        ([lambda: 3], "layer 0 is or returns int"),
     ],
 )
-def test_models_that_cannot_be_split_are_refused(model, tied, error, text) -> None:
-    with pytest.raises(error, match=text):
-        take_apart(cast("Any", model), tied)
+def test_models_that_cannot_be_split_are_refused(model, text) -> None:
+    with pytest.raises(TypeError, match=text):
+        take_apart(model)
 
 
 @pytest.mark.parametrize(
     ("layer", "weights", "text"),
     [
         (Bare().to("meta"), None, "'0.scale' was on the meta device and got no values"),
-        (ONE[0], {"0.bias": torch.ones(2)}, "weights lack 1 of this stage's 2 tensors: 0.weight;"),
-        (ONE[0], {"0.bias": torch.ones(3)}, r"hold '0.bias' as \(3,\), the model as \(2,\)"),
+        (ONE[0], {"0.bias": torch.ones(2)}, "weights lack 1 of this rank's 2 tensors: 0.weight;"),
+        (ONE[0], {"0.bias": torch.ones(3)}, r"have '0.bias' as \(3,\), the model as \(2,\)"),
         (ONE[0], "no-such-file", "'no-such-file' is neither a safetensors file nor a folder"),
     ],
 )
@@ -203,17 +219,17 @@ def test_micro_batches_have_the_weight_of_a_mean_over_the_batch() -> None:
     target[[1, 4, 5]] = -100
     pieces = cut((logits, target), 3, "x")
     targets = [(t,) for _, t in pieces]
-    factors = loss_weights(targets, "mean", None)
+    factors = loss_weights(targets, "mean")
     total = sum(F.cross_entropy(x, t) * w for (x, t), w in zip(pieces, factors))
     torch.testing.assert_close(total, F.cross_entropy(logits, target))
-    assert loss_weights(targets, "sum", None) == [1.0, 1.0, 1.0]
-    assert loss_weights(targets, "mean", lambda t: len(t)) == [3 / 7, 2 / 7, 2 / 7]
+    assert loss_weights(targets, "sum") == [1.0, 1.0, 1.0]
+    assert loss_weights([(t.double(),) for (t,) in targets], "mean") == [3 / 7, 2 / 7, 2 / 7]
 
 
 @pytest.mark.parametrize(
     ("batch", "error", "text"),
     [
-        (None, TypeError, "x must be a tensor with rows or a tuple of them, got NoneType"),
+        (None, TypeError, "x must be a tensor with rows .* got NoneType"),
         ((), TypeError, "x must be a tensor with rows"),
         (torch.ones(3), ValueError, r"x has \[3\] rows for 4 micro-batches"),
         ((torch.ones(4), torch.ones(5)), ValueError, r"x has \[4, 5\] rows"),

@@ -1,4 +1,4 @@
-"""Weights that several stages use: equal masks, and gradients that are cleared like all others."""
+"""Weights that several stages use: gradients of earlier steps, and equal masks."""
 
 from collections.abc import Callable
 
@@ -9,47 +9,9 @@ from torch import Tensor, nn
 
 import samo
 from samo.pipeline.tied import TiedWeight
-from tests.pipeline.cases import compress, next_token_loss, tiny_gpt, tokens
 from tests.ranks import run_ranks
 
 TIMEOUT = 20
-CLEARED = [(is_compressed, to_none) for is_compressed in (False, True) for to_none in (False, True)]
-
-
-def clear_between(rank: int, num_ranks: int) -> list[dict[str, Tensor]]:
-    """Compute three batches, clear gradients before the last one, and return what it leaves."""
-    mesh = samo.mesh(pipe=2)
-    found = []
-    for is_compressed, to_none in CLEARED:
-        whole = tiny_gpt(is_tied=True)
-        pipeline = samo.Pipeline(whole, next_token_loss, mesh, 2, timeout_s=TIMEOUT)
-        module = pipeline.module
-        if is_compressed:
-            compress(module, tiny_gpt(is_tied=True))
-        for seed, is_last in ((0, True), (1, False), (2, True)):
-            if seed == 2:
-                module.zero_grad(set_to_none=to_none)
-            x, y = tokens(8, seed)
-            pipeline.step(x, target=y, is_last=is_last)
-        found.append({name: param.grad.clone() for name, param in module.named_parameters()})
-        pipeline.close()
-    return found
-
-
-def test_gradients_cleared_between_batches_are_cleared_for_tied_weights_too() -> None:
-    results = run_ranks(2, clear_between)
-    for number, (is_compressed, to_none) in enumerate(CLEARED):
-        model = tiny_gpt(is_tied=True)
-        if is_compressed:
-            compress(model, tiny_gpt(is_tied=True))
-        x, y = tokens(8, 2)
-        next_token_loss(model(x), y).backward()
-        wanted = dict(model.named_parameters())
-        for found in results:
-            for name, grad in found[number].items():
-                expected = wanted["embed.weight" if name == "head.weight" else name].grad
-                case = f"compressed={is_compressed} to_none={to_none}: {name}"
-                torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6, msg=case)
 
 
 @pytest.mark.parametrize("brought", [3.0, 0.0, None])
@@ -77,7 +39,7 @@ def test_the_gradient_of_earlier_steps_stays_unless_it_was_cleared(brought: floa
 
 
 def different_masks(rank: int, num_ranks: int) -> list[str]:
-    """Return the errors of three pipelines; the stage in the middle does not hold the tied weight."""
+    """Return the errors of three pipelines; the stage in the middle lacks the tied weight."""
     mesh, x = samo.mesh(pipe=num_ranks), torch.ones(1, 8)
     said = []
     for fault in ("one is dense", "different", "remapped later"):

@@ -43,8 +43,8 @@ def mesh(
         pipe: Stages of the pipeline.
         data: Replicas of each stage; by default as many as there are ranks for.
         device: ``"cuda"`` for NCCL and a GPU for each rank, ``"cpu"`` for gloo; by default
-            ``"cuda"`` if there is one. More ranks than GPUs on a machine share them over gloo, with
-            a warning: a way to try a layout, not to be fast.
+            ``"cuda"`` if there is one. If a machine has fewer GPUs than ranks, they share them over
+            gloo: good to try a layout, but slow.
         timeout_s: How long a rank waits for the others, in seconds.
 
     Raises:
@@ -64,10 +64,7 @@ def mesh(
 
 
 def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, int]:
-    """Return the sizes of all axes; one of them may be None and follows from the others.
-
-    Example: pipe=2, data=None with 8 ranks gives data=4.
-    """
+    """Return the sizes of all axes; one that is None follows from the others."""
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name} must be 1 or more, got {size}")
@@ -75,22 +72,11 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
     full = {name: num_ranks // given if size is None else size for name, size in sizes.items()}
     if prod(full.values()) != num_ranks:
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
-        fitting = ", ".join(
-            f"pipe={pipe} x data={num_ranks // pipe}"
-            for pipe in range(1, num_ranks + 1)
-            if num_ranks % pipe == 0
-        )
+        pipes = [pipe for pipe in range(1, num_ranks + 1) if num_ranks % pipe == 0]
+        fitting = ", ".join(f"pipe={pipe} x data={num_ranks // pipe}" for pipe in pipes)
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
         raise ValueError(f"{asked} does not make up {ranks}; these do: {fitting}")
     return full
-
-
-def gpu_of(local_rank: int, num_local: int, num_gpus: int) -> tuple[int, str]:
-    """Return the index of a rank's GPU, and the backend: NCCL needs a GPU for each rank.
-
-    Example: rank 3 of 4 on 2 GPUs uses the second one, with gloo.
-    """
-    return local_rank % num_gpus, "nccl" if num_local <= num_gpus else "gloo"
 
 
 def rendezvous(timeout: timedelta) -> Any:
@@ -102,22 +88,21 @@ def rendezvous(timeout: timedelta) -> Any:
 
 
 def join(device: str, timeout: timedelta, store: Any) -> None:
-    """Initialize torch.distributed over the store of the ranks, or for this process alone without one."""
+    """Initialize torch.distributed over the store of the ranks; without one, for this process."""
     backend = "gloo"
     if device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         num_gpus = torch.cuda.device_count()
-        index, backend = gpu_of(local_rank, num_local, num_gpus)
-        torch.cuda.set_device(index)
+        backend = "nccl" if num_local <= num_gpus else "gloo"  # NCCL needs a GPU for each rank
+        torch.cuda.set_device(local_rank % num_gpus)
         torch.cuda.init()  # otherwise torch's mesh chooses a GPU by the local rank
         if backend == "gloo" and local_rank == 0:
             _logger.warning(
-                "%d ranks share %d GPU%s and communicate over gloo, through host memory: good to try a "
-                "layout, slower than one rank per GPU",
+                "%d ranks share %d GPU(s) and communicate over gloo, through host memory: good to "
+                "try a layout, slower than one rank per GPU",
                 num_local,
                 num_gpus,
-                "s" if num_gpus > 1 else "",
             )
     dist.init_process_group(
         backend,

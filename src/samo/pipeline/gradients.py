@@ -1,4 +1,4 @@
-"""Gradients after a batch: the mean over replicas, a found-inf shared by all stages, and their norm."""
+"""Gradients after a batch: mean over replicas, a found-inf shared by all stages, and the norm."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -44,8 +44,10 @@ def sync_found_inf(
     Optimizers and gradient scalers then skip the same steps on all stages. The host does not wait
     for the device.
     """
-    found = [_entries(grad) for param in params if (grad := param.grad) is not None]
-    found = [entries for entries in found if entries.numel()]
+    grads = [param.grad for param in params if param.grad is not None]
+    # Embeddings may have sparse gradients.
+    entries = [grad._values() if grad.is_sparse else grad for grad in grads]
+    found = [one for one in entries if one.numel()]
     is_bad = torch.zeros((), device=device)
     if found:
         largest = nn.utils.get_total_norm(found, math.inf)
@@ -53,7 +55,7 @@ def sync_found_inf(
     dist.all_reduce(is_bad, dist.ReduceOp.MAX, group=group)
     if found:
         factor = torch.where(is_bad > 0, math.nan, 1.0)
-        torch._foreach_mul_([entries.as_strided((1,), (1,)) for entries in found], factor)
+        torch._foreach_mul_([one.as_strided((1,), (1,)) for one in found], factor)
 
 
 @torch.no_grad()
@@ -68,8 +70,3 @@ def partial_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device
     if norm_type == math.inf:
         return each.max().nan_to_num(math.inf, math.inf)  # a maximum over ranks may lose a NaN
     return each.pow(norm_type).sum()
-
-
-def _entries(grad: Tensor) -> Tensor:
-    """Return the entries of a gradient, which an embedding may have made sparse."""
-    return grad._values() if grad.is_sparse else grad

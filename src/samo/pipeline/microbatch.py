@@ -1,16 +1,15 @@
-"""Cut a batch into micro-batches, and weight their losses so that their sum is the loss of the batch."""
+"""Cut a batch into micro-batches, and weight their losses to sum up to the loss of the batch."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["count_targets", "cut", "loss_weights", "zero_loss"]
+__all__ = ["cut", "loss_weights", "zero_loss"]
 
 Tensors = Tensor | tuple[Tensor, ...]
-Count = Callable[[Any], float | Tensor]
 Reduction = Literal["mean", "sum"]
 IGNORE_INDEX: Final = -100
 """The target that torch's cross-entropy ignores by default."""
@@ -19,41 +18,25 @@ IGNORE_INDEX: Final = -100
 def cut(batch: object, num_micro_batches: int, name: str) -> list[tuple[Tensor, ...]]:
     """Return micro-batches: rows in order, as even as possible, the first ones larger by one.
 
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.microbatch import cut
-        >>> [len(x) for (x,) in cut(torch.zeros(7, 2), 3, "x")]
-        [3, 2, 2]
-
-    Raises:
-        TypeError: It is not a tensor or a tuple of tensors.
-        ValueError: There are fewer rows than micro-batches, or tensors of different lengths.
+    Example: 7 rows in 3 micro-batches are 3, 2 and 2 rows.
     """
     tensors = (batch,) if isinstance(batch, Tensor) else batch
-    if (
-        not isinstance(tensors, tuple)
-        or not tensors
-        or not all(isinstance(t, Tensor) and t.dim() for t in tensors)
+    if not (
+        isinstance(tensors, tuple)
+        and tensors
+        and all(isinstance(tensor, Tensor) and tensor.dim() for tensor in tensors)
     ):
         raise TypeError(
-            f"{name} must be a tensor with rows or a tuple of them, got {type(batch).__name__}; every "
-            "rank may pass it, the stage that needs it must"
+            f"{name} must be a tensor with rows or a tuple of them on the stage that reads it, "
+            f"got {type(batch).__name__}"
         )
     lengths = {len(tensor) for tensor in tensors}
     if len(lengths) > 1 or min(lengths) < num_micro_batches:
         raise ValueError(
-            f"{name} has {sorted(lengths)} rows for {num_micro_batches} micro-batches; all its tensors "
-            "must have the same number, one for each micro-batch or more"
+            f"{name} has {sorted(lengths)} rows for {num_micro_batches} micro-batches; all its "
+            "tensors need the same number, and at least one row for each micro-batch"
         )
     return list(zip(*(tensor.tensor_split(num_micro_batches) for tensor in tensors)))
-
-
-def count_targets(target: Any) -> float | Tensor:
-    """Count the terms of a mean loss: entries, without those that cross-entropy ignores."""
-    first = target if isinstance(target, Tensor) else target[0]
-    if first.is_floating_point() or first.dtype == torch.bool:
-        return first.numel()
-    return (first != IGNORE_INDEX).sum()
 
 
 def zero_loss(output: Any) -> Tensor:
@@ -64,22 +47,22 @@ def zero_loss(output: Any) -> Tensor:
     return sum(zeros[1:], zeros[0]) if zeros else torch.zeros(())
 
 
-def loss_weights(
-    targets: Sequence[tuple[Tensor, ...]], reduction: Reduction, count: Count | None
-) -> list[float]:
-    """Return the weight of each micro-batch's loss: 0 without targets, NaN if no micro-batch has any.
+def loss_weights(targets: Sequence[tuple[Tensor, ...]], reduction: Reduction) -> list[float]:
+    """Return the weight of each micro-batch's loss: for a mean, its share of the targets.
 
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.microbatch import cut, loss_weights
-        >>> loss_weights(cut(torch.zeros(4, 1), 3, "target"), "mean", None)
-        [0.5, 0.25, 0.25]
+    Targets of -100 do not count. If there are no others, all weights are NaN.
     """
     if reduction == "sum":
         return [1.0] * len(targets)
-    counts = [(count or count_targets)(t[0] if len(t) == 1 else t) for t in targets]
-    if any(isinstance(number, Tensor) for number in counts):  # one wait for the device, not many
-        counts = torch.stack([torch.as_tensor(number) for number in counts]).double().tolist()
-    numbers = [float(number) for number in counts]
-    total = sum(numbers)
-    return [number / total if total else math.nan for number in numbers]
+    counts: list[Any] = [_count(target[0]) for target in targets]
+    if isinstance(counts[0], Tensor):  # one wait for the device, not many
+        counts = torch.stack(counts).tolist()
+    total = sum(counts)
+    return [number / total if total else math.nan for number in counts]
+
+
+def _count(target: Tensor) -> int | Tensor:
+    """Count the terms of a mean loss."""
+    if target.is_floating_point() or target.dtype == torch.bool:
+        return target.numel()
+    return (target != IGNORE_INDEX).sum()

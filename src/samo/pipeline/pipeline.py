@@ -3,7 +3,8 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Self
+from functools import partial
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,12 @@ from samo.errors import PeerError
 from samo.mask.masks import Masks
 from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.gradients import average_gradients, partial_norm, sync_found_inf
-from samo.pipeline.microbatch import Count, Reduction, Tensors, cut, loss_weights, zero_loss
+from samo.pipeline.microbatch import Reduction, Tensors, cut, loss_weights, zero_loss
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.split import LayersLike, check_cuts, take_apart
 from samo.pipeline.stage import Source, build_stage
 from samo.pipeline.tied import check_tied_masks, find_tied
 from samo.pipeline.timeline import Timeline
-from samo.pipeline.torch_schedules import TorchRunner, check_schedule
 from samo.pipeline.transport.base import Transport
 from samo.pipeline.transport.gloo import GlooTransport, new_group
 from samo.pipeline.transport.nccl import NcclTransport
@@ -64,19 +64,18 @@ class Pipeline:
         mesh: A device mesh with a dimension "pipe", and "data" if stages have replicas; None for
             one stage in this process.
         micro_batches: Number of micro-batches a batch is cut into.
-        schedule: "message-driven", or torch's "1f1b", "gpipe" and "interleaved".
         in_flight: Micro-batches a stage may hold, one number or one for each stage; by default the
-            number of stages. Only for "message-driven".
-        stages_per_rank: Pieces of the model on each rank, for "interleaved"; 2 by default.
+            number of stages.
+        stages_per_rank: Stages on each rank: stage 0 is on the first rank, stage 1 on the second,
+            and so on in turns. More of them leave ranks idle for less time, and send more.
         cuts: First layer and the one after the last of each stage, as `partition` returns them; by
             default even in the number of weights.
         device: Where the stage computes; by default the mesh's device.
         weights: Values by name, or safetensors: a file, or a folder of files. Each rank reads its
             own.
         seed: Seed of layers that have no values yet.
-        tied: Groups of parameter names that are one weight, where the model does not show it.
-        loss_reduction: Whether ``loss_fn`` returns a mean or a sum over its targets.
-        count: Number of terms of a mean loss, for a target; by default its entries other than -100.
+        loss_reduction: Whether ``loss_fn`` returns a mean or a sum over its targets. For a mean,
+            each micro-batch is weighted by its number of targets other than -100.
         timeout_s: Seconds of silence after which another rank is given up. Must be longer than
             anything a rank does between two batches.
 
@@ -92,68 +91,59 @@ class Pipeline:
         mesh: DeviceMesh | None,
         micro_batches: int,
         *,
-        schedule: Literal["message-driven", "1f1b", "gpipe", "interleaved"] = "message-driven",
         in_flight: int | Sequence[int] | None = None,
-        stages_per_rank: int | None = None,
+        stages_per_rank: int = 1,
         cuts: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str | None = None,
         weights: Source | None = None,
         seed: int = 0,
-        tied: Sequence[tuple[str, ...]] = (),
         loss_reduction: Reduction = "mean",
-        count: Count | None = None,
         timeout_s: float = 600.0,
     ) -> None:
+        for name, value in (("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}")
         group = _pipe_group(mesh)
         num_ranks = 1 if group is None else group.size()
-        _check_settings(
-            schedule, micro_batches, in_flight, stages_per_rank, loss_reduction, timeout_s
-        )
-        per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
+        per_rank = stages_per_rank if num_ranks > 1 else 1  # one rank need not take turns
         self.stage: Final = 0 if group is None else dist.get_rank(group)
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
-        self.schedule: Final = schedule
-        self.in_flight: Final = in_flight_limits(in_flight, num_ranks)
+        self.in_flight: Final = in_flight_limits(in_flight, self.num_stages)
         self.device: Final = _device(device, mesh)
         self.mesh: Final = mesh
-        split = take_apart(layers, tied)
+        split = take_apart(layers)
         self.names: Final = tuple(name for unit in split.units for name in unit.tensor_names())
         self.tied: Final = split.tied
         self.cuts: Final = check_cuts(cuts, split, self.num_stages)
-        numbers = range(self.stage, self.num_stages, num_ranks)
-        pieces = [self.cuts[number] for number in numbers]
+        own = slice(self.stage, None, num_ranks)
         self.module: Final = build_stage(
-            split, pieces, device=self.device, seed=seed, weights=weights
+            split, self.cuts[own], device=self.device, seed=seed, weights=weights
         )
         self._loss_fn = loss_fn
         self._reduction: Final[Reduction] = loss_reduction
-        self._count = count
         self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
         self._replicas: Final = _data_groups(mesh, timeout_s)
-        self._links: Final = _connect(group, self.device, timeout_s)
+        self._links: Final = (
+            None if group is None else _connect(group, self.device, timeout_s, per_rank > 1)
+        )
         self._ties: Final = find_tied(split, self.cuts, group, timeout_s)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
         transport = Transport() if self._links is None else self._links
         # Also closes links of a program that ends without close(), before torch's own exit
         # handlers.
         self._finalizer: Final = weakref.finalize(self, transport.close)
-        self._runner: Runner | TorchRunner
-        if schedule == "message-driven" or group is None:
-            limit = self.in_flight[self.stage]
-            self._runner = Runner(self.module, transport, in_flight=limit, timeout_s=timeout_s)
-        else:
-            self._runner = TorchRunner(
-                schedule,
-                self.module,
-                numbers,
-                pieces,
-                self.num_stages,
-                group,
-                self.device,
-                micro_batches,
-            )
+        self._runner: Final = Runner(
+            [partial(self.module, piece=piece) for piece in range(per_rank)],
+            transport,
+            in_flight=self.in_flight[own],
+            timeout_s=timeout_s,
+        )
         if self._replicas is not None:
             _sync_module_states(self.module, self._replicas[0], _BROADCAST_BYTES, 0, ())
         for tie in self._own_ties:
@@ -169,33 +159,26 @@ class Pipeline:
     ) -> Tensor:
         """Compute forward and backward of a batch, accumulate gradients, and return the loss.
 
-        Call on every rank. Only the first stage reads ``x`` and only the last reads ``target``.
-        Every stage returns the loss of the whole batch; a replica, that of its own part. Pass
-        ``is_last=False`` for every batch but the last of an optimizer step: reductions run once, at
-        the end. Gradients are then averaged over replicas, those of tied weights are summed over
-        stages, and if a gradient is not finite on any stage, all stages get a NaN in theirs, so
-        that `samo.AdamW` and GradScaler skip the same steps everywhere. Gradients cleared between
-        two batches are cleared for tied weights too.
+        Call on every rank. Only the first stage reads ``x`` and only the last reads ``target``;
+        all return the loss of the batch, a replica that of its own part. Gradients are averaged
+        over replicas, and those of tied weights are summed over stages. If a gradient is not finite
+        on any stage, all stages get a NaN in theirs, so that `samo.AdamW` and GradScaler skip the
+        same steps everywhere.
 
         Example:
             >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
             >>> pipeline = samo.Pipeline(model, torch.nn.functional.cross_entropy, None, 2)
-            >>> opt = torch.optim.AdamW(pipeline.module.parameters())
-            >>> scaler = torch.amp.GradScaler("cpu")  # for float16; each rank has its own
-            >>> x, y = torch.randn(6, 4), torch.randint(0, 2, (6,))
-            >>> loss = pipeline.step(x, target=y, scaler=scaler)
-            >>> scaler.step(opt)
-            >>> scaler.update()
-            >>> loss.shape, scaler.get_scale()
-            (torch.Size([]), 65536.0)
+            >>> pipeline.step(torch.zeros(6, 4), target=torch.ones(6, dtype=torch.int64)).shape
+            torch.Size([])
 
         Args:
             x: Inputs, a tensor or a tuple of tensors.
             target: What ``loss_fn`` compares the output with.
-            is_last: Whether an optimizer step follows.
-            scaler: Scales the loss before backward, and not the one that is returned. Scalers of
-                all ranks keep the same scale, since they find the same gradients finite.
+            is_last: Whether an optimizer step follows. Pass False for every batch but the last, so
+                that gradients are reduced once.
+            scaler: Scales the loss before backward, and not the one that is returned. Each rank has
+                its own; they keep the same scale.
 
         Raises:
             PeerError: Another rank died, hung, failed or sent something invalid.
@@ -206,7 +189,7 @@ class Pipeline:
             scaler.scale(torch.zeros((), device=self.device))  # creates the scale, on all stages
         for tie in self._own_ties:
             tie.before_batch(self.module)
-        loss = self._run(x, target, is_training=True, scaler=scaler)
+        loss = self._runner.run(lambda: self._batch(x, target, is_training=True, scaler=scaler))
         if is_last:
             self._runner.run_collective(self._reduce_gradients)
         else:
@@ -215,10 +198,8 @@ class Pipeline:
         return loss
 
     @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scale the gradients of all stages so that their norm is at most ``max_norm``; return the norm.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all stages by their common norm, and return the norm.
 
         As ``torch.nn.utils.clip_grad_norm_`` on the whole model, with a tied weight counted once.
         Call on every rank. If the norm is not finite, gradients become NaN on all stages.
@@ -236,11 +217,8 @@ class Pipeline:
         Args:
             max_norm: Upper bound of the norm.
             norm_type: 2, another power, or ``math.inf`` for the largest magnitude.
-            error_if_nonfinite: Whether to raise if the norm is not finite.
 
         Raises:
-            ValueError: ``norm_type`` is not over 0.
-            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
             PeerError: Another rank did not join.
         """
         self._check_open()
@@ -255,11 +233,6 @@ class Pipeline:
             group, op = self._links.group, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
             self._runner.run_collective(lambda: dist.all_reduce(total, op, group=group))
         norm = total if is_max else total.pow(1.0 / norm_type)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the norm of the gradients is {float(norm)}, so they cannot be clipped; pass "
-                "error_if_nonfinite=False to let the optimizer skip the step"
-            )
         # A factor of 0, as torch has it for an infinite norm, would let other stages step.
         used = torch.where(norm.isfinite(), norm, math.nan)
         nn.utils.clip_grads_with_norm_(params.values(), max_norm, used)
@@ -267,7 +240,7 @@ class Pipeline:
         return norm if is_double else norm.float()
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
-        """Return the loss of a batch without gradients; call ``pipeline.module.eval()`` for dropout.
+        """Return the loss of a batch, without gradients. ``module.eval()`` turns off dropout.
 
         Example:
             >>> import torch, samo
@@ -276,13 +249,13 @@ class Pipeline:
             >>> pipeline.eval(torch.zeros(2, 4), target=torch.zeros(2, 1)).requires_grad
             False
         """
-        return self._run(x, target, is_training=False)
+        self._check_open()
+        return self._runner.run(lambda: self._batch(x, target, is_training=False))
 
     def timeline(self) -> Timeline:
         """Return when each stage computed what in the last batch. Call on every rank.
 
-        Times are the ranks' own clocks, so all ranks must be on one machine. Only for
-        "message-driven".
+        Times are the ranks' own clocks, so all ranks must be on one machine.
 
         Example:
             >>> import torch, samo
@@ -291,14 +264,7 @@ class Pipeline:
             >>> loss = pipeline.step(torch.zeros(2, 4), target=torch.zeros(2, 1))
             >>> pipeline.timeline().peak_in_flight(0)
             1
-
-        Raises:
-            ValueError: The schedule is torch's, which records no times.
         """
-        if not isinstance(self._runner, Runner):
-            raise ValueError(
-                f"schedule '{self.schedule}' records no times; use torch.profiler, or 'message-driven'"
-            )
         gathered: list[Any] = [self._runner.events]
         if self._links is not None:
             gathered = [None] * self._links.num_stages
@@ -307,7 +273,7 @@ class Pipeline:
         return Timeline(self.num_stages, self.micro_batches, events)
 
     def masks(self, masks: Masks) -> Masks:
-        """Return those of a whole model's masks that belong to this rank's layers, tied ones included.
+        """Select the masks of this rank's layers, including tied weights.
 
         Example:
             >>> import torch, samo
@@ -324,11 +290,9 @@ class Pipeline:
         return Masks({name: mask for name, mask in found.items() if name in here})
 
     @property
-    def exchanged_bytes(self) -> tuple[int, int]:
-        """Bytes of tensors sent to and received from neighbours so far; 0 with torch's schedules."""
-        if not isinstance(self._runner, Runner):
-            return 0, 0
-        return self._runner.sent_bytes, self._runner.received_bytes
+    def sent_bytes(self) -> int:
+        """Bytes of tensors sent to neighbours so far."""
+        return self._runner.sent_bytes
 
     def close(self) -> None:
         """End the threads that exchange packets. The pipeline cannot be used again.
@@ -354,30 +318,15 @@ class Pipeline:
         if not self._finalizer.alive:
             raise PeerError("the pipeline was closed, and its links with it; build a new one")
 
-    def _run(
+    def _batch(
         self,
         x: Tensors | None,
         target: Tensors | None,
         *,
         is_training: bool,
         scaler: torch.amp.GradScaler | None = None,
-    ) -> Tensor:
-        self._check_open()
-        if isinstance(self._runner, Runner):
-            # Within the runner, which tells the other stages of a batch that cannot be cut.
-            return self._runner.run(lambda: self._batch(x, target, scaler, is_training))
-        batch = self._batch(x, target, scaler, is_training)
-        inputs = (x,) if isinstance(x, Tensor) else (x or ())
-        return self._runner.run(batch, tuple(tensor.to(self.device) for tensor in inputs))
-
-    def _batch(
-        self,
-        x: Tensors | None,
-        target: Tensors | None,
-        scaler: torch.amp.GradScaler | None,
-        is_training: bool,
     ) -> Batch:
-        """Cut what this stage needs of a batch."""
+        """Cut what this rank needs of a batch; in the runner, which tells others of a failure."""
 
         def pieces(batch: Tensors | None, name: str) -> list[tuple[Tensor, ...]]:
             found = cut(batch, self.micro_batches, name)
@@ -387,7 +336,7 @@ class Pipeline:
         loss = None
         if self._is_last:
             targets = pieces(target, "target")
-            factors = loss_weights(targets, self._reduction, self._count)
+            factors = loss_weights(targets, self._reduction)
 
             def loss(micro_batch: int, output: Any) -> Tensor:
                 wanted, factor = targets[micro_batch], factors[micro_batch]
@@ -395,7 +344,7 @@ class Pipeline:
                     return zero_loss(output)
                 return self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted) * factor
 
-        scale: Callable[[Tensor], Tensor] | None = None if scaler is None else scaler.scale
+        scale = None if scaler is None else scaler.scale
         return Batch(self.micro_batches, inputs, loss, is_training, scale)
 
     def _reduce_gradients(self) -> None:
@@ -413,33 +362,6 @@ class Pipeline:
         sync_found_inf(self.module.parameters(), self._links.group, self.device)
 
 
-def _check_settings(
-    schedule: str,
-    micro_batches: int,
-    in_flight: object,
-    stages_per_rank: int | None,
-    reduction: str,
-    timeout_s: float,
-) -> None:
-    check_schedule(schedule)
-    if not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number, 1 or more, got {micro_batches!r}")
-    if in_flight is not None and schedule != "message-driven":
-        raise ValueError(
-            f"in_flight={in_flight} has no effect on schedule '{schedule}', whose order fixes it; leave "
-            "it out, or use 'message-driven'"
-        )
-    if stages_per_rank is not None and (schedule != "interleaved" or stages_per_rank < 2):
-        raise ValueError(
-            f"stages_per_rank={stages_per_rank} with schedule '{schedule}': only 'interleaved' has "
-            "several pieces on a rank, 2 or more"
-        )
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"loss_reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be more than 0 seconds, got {timeout_s}")
-
-
 def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh is None:
         return None
@@ -455,7 +377,7 @@ def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 def _data_groups(
     mesh: DeviceMesh | None, timeout_s: float
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Return the replicas of this stage, for gradients and, on the host, for masks; None without any."""
+    """Return groups of this stage's replicas, for gradients and, on the host, for masks."""
     if mesh is None or "data" not in (mesh.mesh_dim_names or ()) or mesh["data"].size() == 1:
         return None
     given = mesh["data"].get_group()
@@ -474,9 +396,8 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch
 
 
 def _connect(
-    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float
-) -> GlooTransport | None:
-    if group is None:
-        return None
+    group: dist.ProcessGroup, device: torch.device, timeout_s: float, is_ring: bool
+) -> GlooTransport:
     is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
-    return (NcclTransport if is_nccl else GlooTransport)(group, device, timeout_s=timeout_s)
+    transport = NcclTransport if is_nccl else GlooTransport
+    return transport(group, device, timeout_s=timeout_s, is_ring=is_ring)

@@ -1,25 +1,25 @@
-"""Run one stage: compute the passes that the engine decides on, exchange packets, and name a rank that fails.
+"""Run the stages of one rank: compute what the engine decides, and name a rank that fails.
 
-A stage that has waited for half of the timeout probes the silent neighbour. A neighbour that is
+A rank that has waited for half of the timeout probes the silent neighbour. A neighbour that is
 itself waiting answers at once. One that is dead, stopped or stuck in its own computation does not,
 and is reported when the timeout expires. The report is sent on as an "abort", so every rank raises
 a `PeerError` that names the same rank.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
-from samo.errors import PeerError, SamoError
-from samo.pipeline.engine import Action, Engine, Message
+from samo.errors import PeerError, SamoError, first_words
+from samo.pipeline.engine import Action, Engine, MessageKind, Progress
 from samo.pipeline.timeline import Event, Pass
-from samo.pipeline.transport.base import Arrival, Transport, collective_error
-from samo.pipeline.transport.wire import DATA_KINDS, Packet
+from samo.pipeline.transport.base import Arrival, Transport
+from samo.pipeline.transport.wire import Packet
 
 __all__ = ["Batch", "Runner"]
 
@@ -35,15 +35,15 @@ _PATIENCE: Final = 3
 
 @dataclass(frozen=True)
 class Batch:
-    """One stage's part of a batch.
+    """One rank's part of a batch.
 
     Attributes:
         num_micro_batches: Number of micro-batches.
-        inputs: On the first stage, the tensors of each micro-batch.
-        loss: On the last stage, the weighted loss of a micro-batch, by its number and outputs.
+        inputs: For the first stage, the tensors of each micro-batch.
+        loss: For the last stage, the weighted loss of a micro-batch, by its number and outputs.
         is_training: Whether to run backward; otherwise gradients are empty, and only say that a
             micro-batch is done.
-        scale: On the last stage, scales a loss before backward.
+        scale: For the last stage, scales a loss before backward.
     """
 
     num_micro_batches: int
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass
 class _Held:
-    """Tensors of the micro-batches in flight."""
+    """Tensors of a stage's micro-batches in flight."""
 
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -64,53 +64,37 @@ class _Held:
 
 
 class Runner:
-    """Computes batches on one stage.
-
-    Args:
-        module: The layers of this stage.
-        transport: The links to its neighbours.
-        in_flight: Micro-batches this stage may hold.
-        timeout_s: Seconds of silence after which a neighbour is given up.
-    """
+    """Computes batches on one rank: the layers and limits are those of each of its stages."""
 
     def __init__(
-        self, module: nn.Module, transport: Transport, *, in_flight: int, timeout_s: float
+        self,
+        layers: Sequence[Callable[..., Any]],
+        transport: Transport,
+        *,
+        in_flight: Sequence[int],
+        timeout_s: float,
     ) -> None:
-        self.module: Final = module
         self.transport: Final = transport
-        self.in_flight: Final = in_flight
         self.timeout_s: Final = timeout_s
         self.events: list[Event] = []
         self.steps = 0
-        self.sent_bytes = self.received_bytes = 0
+        self.sent_bytes = 0
+        self._num_stages: Final = transport.num_stages * len(layers)
+        numbers = range(transport.stage, self._num_stages, transport.num_stages)
+        self._layers: Final = dict(zip(numbers, layers))
+        self._limits: Final = dict(zip(numbers, in_flight))
         self._failure: str | None = None
         self._open: set[int] = set()  # neighbours whose "end" has not come
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
-        """Compute a batch and return its loss. If ``prepare`` raises, the other stages are told.
-
-        Raises:
-            PeerError: Another stage died, hung, failed or sent something invalid.
-        """
+        """Compute a batch and return its loss. If ``prepare`` raises, the other ranks are told."""
         self.events = []
-
-        def compute() -> Tensor:
-            batch = prepare()
-            stage, num_stages = self.transport.stage, self.transport.num_stages
-            engine = Engine(stage, num_stages, batch.num_micro_batches, self.in_flight)
-            self.transport.begin()
-            return self._loop(engine, batch)
-
-        loss = self._until_all_end(compute)
+        loss = self._until_all_end(lambda: self._compute_batch(prepare()))
         self.steps += 1
         return loss
 
     def run_collective(self, do: Callable[[], Result]) -> Result:
-        """Run something that all stages do together outside of a batch.
-
-        Raises:
-            PeerError: Another stage failed, or did not join.
-        """
+        """Run something that all ranks do together outside of a batch."""
 
         def listen() -> Result:
             self.transport.begin()
@@ -121,13 +105,16 @@ class Runner:
             except RuntimeError as error:
                 if self.transport.neighbours:
                     self._listen(min(_ABORT_S, self.timeout_s))
-                raise collective_error(error) from error
+                raise PeerError(
+                    f"another rank did not join a collective ({first_words(error)}); restart all "
+                    "ranks from the last checkpoint"
+                ) from error
 
         return self._until_all_end(listen)
 
     def _until_all_end(self, do: Callable[[], Result]) -> Result:
         if self._failure is not None:
-            raise PeerError(f"the pipeline failed earlier ({self._failure}); start the ranks again")
+            raise PeerError(f"the pipeline failed earlier ({self._failure}); restart all ranks")
         neighbours = self.transport.neighbours
         self._open = set(neighbours)
         try:
@@ -138,66 +125,72 @@ class Runner:
             if late is not None:
                 error = self._drain(late)
                 waited = f"did not take what was sent to it for {self.timeout_s:g} s"
-                said = waited if error is None else _describe(error)
-                self._fail(late, said, skip=late, is_timeout=error is None)
+                what = waited if error is None else _describe(error)
+                self._fail(late, what, skip=late, is_timeout=error is None)
             self._await_ends()
         except PeerError as error:
             self._failure = self._failure or str(error)
             raise
         except BaseException as error:
-            if neighbours:  # a pipeline of one stage can run the next batch
+            if neighbours:  # a pipeline of one rank can run the next batch
                 self._failure = f"{type(error).__name__}: {error}"
                 self._broadcast_abort(self.transport.stage, self._failure, neighbours)
             raise
         return result
 
-    def _loop(self, engine: Engine, batch: Batch) -> Tensor:
-        held = _Held()
+    def _compute_batch(self, batch: Batch) -> Tensor:
+        count = batch.num_micro_batches
+        engine = Engine(
+            Progress(stage, self._num_stages, count, limit) for stage, limit in self._limits.items()
+        )
+        held = {stage: _Held() for stage in self._layers}
         if batch.inputs is not None:
-            held.inputs = dict(enumerate(batch.inputs))
+            held[0].inputs = dict(enumerate(batch.inputs))
+        self.transport.begin()
         while (action := engine.next()).kind != "step":
             if action.kind == "receive":
                 self._receive(engine, held, batch)
             elif action.kind == "forward" or action.kind == "backward":
-                self._compute(action.kind, action.micro_batch, held, batch)
+                self._compute(action.kind, action, held[action.stage], batch)
             else:
-                self._send(action, held, batch)
-        assert held.loss is not None, "the engine ends when the loss is known"
-        return held.loss
+                self._send(action.kind, action, held[action.stage], batch)
+        loss = held[self.transport.stage].loss
+        assert loss is not None, "the engine ends when the loss is known"
+        return loss
 
     # Passes
 
-    def _compute(self, what: Pass, micro_batch: int, held: _Held, batch: Batch) -> None:
+    def _compute(self, what: Pass, action: Action, held: _Held, batch: Batch) -> None:
         start = time.perf_counter()
         with torch.set_grad_enabled(batch.is_training), record_function(f"samo/{what}"):
-            if what == "forward":
-                self._forward(micro_batch, held, batch)
-            else:
-                self._backward(micro_batch, held, batch)
+            (self._forward if what == "forward" else self._backward)(action, held, batch)
         end = time.perf_counter()
-        self.events.append(Event(start, end, self.transport.stage, what, micro_batch))
+        self.events.append(Event(start, end, action.stage, what, action.micro_batch))
 
-    def _forward(self, micro_batch: int, held: _Held, batch: Batch) -> None:
-        output = self.module(*map(non_leaf, held.inputs[micro_batch]))
-        if batch.loss is None:
+    def _forward(self, action: Action, held: _Held, batch: Batch) -> None:
+        micro_batch = action.micro_batch
+        output = self._layers[action.stage](*map(non_leaf, held.inputs[micro_batch]))
+        if action.stage < self._num_stages - 1:
             held.outputs[micro_batch] = as_tuple(output)
             return
+        assert batch.loss is not None, "the rank of the last stage has the loss"
         loss = batch.loss(micro_batch, output)
         held.outputs[micro_batch] = (loss if batch.scale is None else batch.scale(loss),)
         held.loss = loss.detach() if held.loss is None else held.loss + loss.detach()
 
-    def _backward(self, micro_batch: int, held: _Held, batch: Batch) -> None:
+    def _backward(self, action: Action, held: _Held, batch: Batch) -> None:
+        micro_batch, is_last = action.micro_batch, action.stage == self._num_stages - 1
         inputs, outputs = held.inputs.pop(micro_batch), held.outputs.pop(micro_batch)
         gradients = held.gradients.pop(micro_batch, ())
         if not batch.is_training:
             held.gradients[micro_batch] = ()
             return
         roots = [output for output in outputs if output.requires_grad]
-        if batch.loss is None and len(roots) != len(gradients):
+        if not is_last and len(roots) != len(gradients):
             what = f"sent {len(gradients)} gradients for {len(roots)} outputs of {micro_batch}"
-            self._fail(self.transport.stage + 1, what)
+            self._fail(self._place(action.stage + 1), what)
         if roots:
-            torch.autograd.backward(roots, gradients if batch.loss is None else None)
+            torch.autograd.backward(roots, None if is_last else gradients)
         held.gradients[micro_batch] = tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for tensor in inputs
@@ -206,63 +199,66 @@ class Runner:
 
     # Packets
 
-    def _send(self, action: Action, held: _Held, batch: Batch) -> None:
-        stage, micro_batch = self.transport.stage, action.micro_batch
-        flags: tuple[bool, ...] = ()
-        if action.kind == "send_activation":
-            kind, target = "activation", stage + 1
-            outputs = held.outputs[micro_batch]
-            tensors = tuple(output.detach() for output in outputs)
-            flags = tuple(output.requires_grad for output in outputs)
-        elif action.kind == "send_gradient":
-            kind, target, tensors = "gradient", stage - 1, held.gradients.pop(micro_batch)
+    def _place(self, stage: int) -> int:
+        """Return the place of the rank that has a stage."""
+        return stage % self.transport.num_stages
+
+    def _send(self, kind: MessageKind, action: Action, held: _Held, batch: Batch) -> None:
+        target, micro_batch = action.stage + (1 if kind == "activation" else -1), action.micro_batch
+        tensors: tuple[Tensor, ...]
+        if kind == "activation":
+            tensors = held.outputs[micro_batch]
+        elif kind == "gradient":
+            tensors = held.gradients.pop(micro_batch)
         else:
             assert held.loss is not None, "the engine sends the loss when it is known"
-            kind, target, tensors = "loss", stage - 1, (held.loss,)
+            tensors = (held.loss,)
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         packet = Packet(
-            kind,  # type: ignore[arg-type]
+            kind,
             self.steps,
             micro_batch,
-            tensors,
-            flags,
+            target,
+            tuple(tensor.detach() for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
             is_training=batch.is_training,
         )
-        self.transport.send(target, packet)
+        self.transport.send(self._place(target), packet)
 
-    def _receive(self, engine: Engine, held: _Held, batch: Batch) -> None:
-        sender, packet = self._wait(engine)
-        self.received_bytes += sum(tensor.nbytes for tensor in packet.tensors)
+    def _receive(self, engine: Engine, held: dict[int, _Held], batch: Batch) -> None:
+        sender, kind, packet = self._wait(engine)
         if packet.step != self.steps:
-            self._fail(sender, f"sent {packet.kind} of batch {packet.step} in batch {self.steps}")
+            self._fail(sender, f"sent {kind} of batch {packet.step} in batch {self.steps}")
         if packet.is_training != batch.is_training:
             calls = ("eval()", "step()")
             theirs, ours = calls[packet.is_training], calls[batch.is_training]
-            self._fail(sender, f"called {theirs} where this stage called {ours}")
-        if (sender < self.transport.stage) != (packet.kind == "activation"):
-            self._fail(sender, f"sent {packet.kind} in the wrong direction")
+            self._fail(sender, f"called {theirs} where this rank called {ours}")
+        source = packet.stage + (-1 if kind == "activation" else 1)
+        if packet.stage not in held or sender != self._place(source):
+            self._fail(sender, f"sent {kind} for stage {packet.stage}, which is not on this rank")
         try:
-            engine.receive(Message(packet.kind, packet.micro_batch))  # type: ignore[arg-type]
-        except PeerError as error:
+            engine.stages[packet.stage].receive(kind, packet.micro_batch)
+        except ValueError as error:
             self._fail(sender, str(error))
-        if packet.kind == "activation":
-            held.inputs[packet.micro_batch] = tuple(
+        own = held[packet.stage]
+        if kind == "activation":
+            own.inputs[packet.micro_batch] = tuple(
                 tensor.requires_grad_(flag)
                 for tensor, flag in zip(packet.tensors, packet.needs_grad, strict=True)
             )
-        elif packet.kind == "gradient":
-            held.gradients[packet.micro_batch] = packet.tensors
+        elif kind == "gradient":
+            own.gradients[packet.micro_batch] = packet.tensors
         else:
-            held.loss = packet.tensors[0]
+            own.loss = packet.tensors[0]
 
-    def _wait(self, engine: Engine) -> tuple[int, Packet]:
-        """Return the next data packet and its sender; meanwhile answer probes and watch the clock."""
+    def _wait(self, engine: Engine) -> tuple[int, MessageKind, Packet]:
+        """Return the next data packet and its sender; meanwhile answer probes, watch the clock."""
         begin = time.monotonic()
         heard = dict.fromkeys(self.transport.neighbours, begin)
         probed: set[int] = set()
         while True:
             now = time.monotonic()
-            for stage in engine.senders():
+            for stage in {self._place(sender) for sender in engine.senders()}:
                 silence = now - heard[stage]
                 if silence >= self.timeout_s:
                     what = f"has been silent for {silence:.1f} s"
@@ -277,8 +273,9 @@ class Runner:
             if arrival is None:
                 continue
             packet = self._handle(arrival)
-            if packet.kind in DATA_KINDS:
-                return arrival.stage, packet
+            kind = packet.kind
+            if kind == "activation" or kind == "gradient" or kind == "loss":
+                return arrival.stage, kind, packet
             heard[arrival.stage] = time.monotonic()
             probed.discard(arrival.stage)
 
@@ -290,10 +287,10 @@ class Runner:
         are in flight.
         """
         begin = time.monotonic()
-        limit = max(_PATIENCE, self.in_flight + 1) * self.timeout_s
+        limit = max(_PATIENCE, sum(self._limits.values()) + 1) * self.timeout_s
         while self._open:
             arrival = self.transport.receive(max(0.01, self.timeout_s / 8))
-            if arrival is not None and self._handle(arrival).kind in DATA_KINDS:
+            if arrival is not None and self._handle(arrival).kind in get_args(MessageKind):
                 self._fail(arrival.stage, "sent more than belongs to the batch")
             waited = time.monotonic() - begin
             if arrival is None and waited > limit:
@@ -302,10 +299,10 @@ class Runner:
                 self._fail(stage, what, skip=stage, is_timeout=True)
 
     def _handle(self, arrival: Arrival) -> Packet:
-        """Return a packet after answering a probe; raise if it is an "abort" or the link is broken."""
-        stage, packet, error = arrival.stage, arrival.packet, arrival.error
+        """Return a packet after answering a probe; raise if it is an "abort" or the link broke."""
+        stage, packet, error = arrival
         self._raise_if_abort(arrival)
-        if isinstance(error, PeerError):  # it is alive, and hears of it too
+        if isinstance(error, ValueError):  # the sender is alive, and is told too
             self._fail(stage, str(error))
         if packet is None:
             assert error is not None, "an arrival has a packet or an error"
@@ -329,7 +326,7 @@ class Runner:
                 self._handle(arrival)
 
     def _drain(self, stage: int) -> Exception | None:
-        """Raise the "abort" that a neighbour sent before its link broke; else return the link's error.
+        """Raise the "abort" that a neighbour sent before its link broke; else return the error.
 
         The sending thread may see the closed connection before the receiving one has read the
         "abort".
@@ -347,20 +344,19 @@ class Runner:
     def _raise_if_abort(self, arrival: Arrival) -> None:
         packet = arrival.packet
         if packet is not None and packet.kind == "abort":
-            self._fail(packet.origin, packet.reason, skip=arrival.stage)
+            self._fail(packet.stage, packet.reason, skip=arrival.stage)
 
     def _fail(
         self, origin: int, what: str, *, skip: int | None = None, is_timeout: bool = False
     ) -> NoReturn:
         """Report that ``origin`` failed to the neighbours other than ``skip``, and raise."""
         transport = self.transport
-        what = what.removeprefix(f"stage {origin} ")
         self._broadcast_abort(origin, what, [s for s in transport.neighbours if s != skip])
         is_known = 0 <= origin < transport.num_stages
         rank = transport.ranks[origin] if is_known else None
         raise PeerError(
-            f"rank {rank} (stage {origin} of {transport.num_stages}) {what}. This is stage "
-            f"{transport.stage}; its batch is lost: start the ranks again from the last checkpoint",
+            f"rank {rank} (stage {origin} of {transport.num_stages}) {what}. Stage "
+            f"{transport.stage} lost its batch: restart all ranks from the last checkpoint",
             rank=rank,
             stage=origin,
             is_timeout=is_timeout,
@@ -368,7 +364,7 @@ class Runner:
 
     def _broadcast_abort(self, origin: int, what: str, stages: Iterable[int]) -> None:
         for stage in stages:
-            self.transport.send(stage, Packet("abort", self.steps, origin=origin, reason=what))
+            self.transport.send(stage, Packet("abort", self.steps, stage=origin, reason=what))
         self.transport.flush(min(_ABORT_S, self.timeout_s), stages)
 
 
@@ -378,17 +374,12 @@ def _describe(error: Exception) -> str:
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:
-    """Return a stage's output as a tuple of tensors.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return a stage's output as a tuple of tensors."""
     outputs = (output,) if isinstance(output, Tensor) else output
     if not isinstance(outputs, tuple | list) or not all(isinstance(t, Tensor) for t in outputs):
-        kinds = [type(o).__name__ for o in outputs] if isinstance(outputs, tuple) else ""
         raise TypeError(
-            f"a layer at the end of a stage must return a tensor or a tuple of tensors, got "
-            f"{type(output).__name__} {kinds or ''}; wrap the layer, or cut elsewhere"
+            "the last layer of a stage must return a tensor or a tuple of tensors, got "
+            f"{type(output).__name__}; wrap the layer, or cut elsewhere"
         )
     return tuple(outputs)
 
@@ -400,7 +391,7 @@ def non_leaf(tensor: Tensor) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The identity. Its output shares memory with the leaf, hidden from autograd: no view, no copy."""
+    """The identity. Its output shares memory with the leaf, without autograd seeing a view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

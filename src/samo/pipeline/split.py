@@ -8,7 +8,7 @@ import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 from typing import Any
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-from samo.errors import nearest
 
 __all__ = ["Layers", "LayersLike", "Unit", "parameter_costs", "partition", "take_apart"]
 
@@ -50,7 +48,7 @@ class Unit:
             yield from module.named_parameters(prefix=path, remove_duplicate=False)
 
     def tensor_names(self) -> Iterator[str]:
-        """Yield the name of each parameter and persistent buffer in the whole model, in its order."""
+        """Yield the name of each parameter and persistent buffer in the whole model, in order."""
         for path, module in self.modules.items():
             for inner, part in module.named_modules(prefix=path, remove_duplicate=False):
                 for name in (*part._parameters, *part._buffers):
@@ -60,61 +58,26 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layers:
-    """A model as a sequence of units.
-
-    Attributes:
-        units: In the order of the forward pass.
-        tied: Groups of parameter names that are one weight.
-        init: Initializes a module, where the model has its own way.
-    """
+    """A model as a sequence of units, in the order of the forward pass."""
 
     units: tuple[Unit, ...]
-    tied: tuple[tuple[str, ...], ...] = ()
-    init: Callable[[nn.Module], object] | None = None
+    tied: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that are one weight
+    init: Callable[[nn.Module], object] | None = None  # the model's own way to initialize a module
 
 
-def take_apart(model: LayersLike, tied: Sequence[tuple[str, ...]] = ()) -> Layers:
-    """Return a model as a sequence of units; nothing is copied.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.split import take_apart
-        >>> layers = take_apart(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()))
-        >>> [list(unit.modules) for unit in layers.units]
-        [['0'], ['1']]
-
-    Raises:
-        TypeError: The model is of no known kind.
-        ValueError: A name in ``tied`` does not exist.
-    """
+def take_apart(model: LayersLike) -> Layers:
+    """Return a model as a sequence of units; nothing is copied."""
     found = _layers_of(model)
-    named = [pair for unit in found.units for pair in unit.named_parameters()]
-    params = dict(named)
     names: dict[int, list[str]] = defaultdict(list)
-    for name, param in named:
-        names[id(param)].append(name)
-    groups = [tuple(group) for group in names.values() if len(group) > 1]
-    for group in map(tuple, tied):
-        for name in group:
-            if name not in params:
-                raise ValueError(f"tied weight '{name}' is not a parameter{nearest(name, params)}")
-        shapes = [tuple(params[name].shape) for name in group]
-        if len({*shapes}) > 1:
-            raise ValueError(f"tied weights {group} must have one shape, got {shapes}")
-        if group not in groups:
-            groups.append(group)
-    return Layers(found.units, tuple(groups), found.init)
+    for unit in found.units:
+        for name, param in unit.named_parameters():
+            names[id(param)].append(name)
+    tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
+    return replace(found, tied=tied)
 
 
 def parameter_costs(layers: Layers) -> list[float]:
-    """Estimate each layer's time: the weights that are multiplied with, and 1 % of the others.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.split import parameter_costs, take_apart
-        >>> parameter_costs(take_apart(torch.nn.Sequential(torch.nn.Linear(10, 5, bias=False))))
-        [50.0]
-    """
+    """Estimate each layer's time: the weights that are multiplied with, and 1 % of the others."""
 
     def cost(module: nn.Module) -> float:
         is_lookup = isinstance(module, nn.Embedding)
@@ -146,15 +109,11 @@ def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
 
     Returns:
         First layer and the one after the last, for each stage.
-
-    Raises:
-        ValueError: There are fewer layers than stages, or a cost is negative.
     """
     count = len(costs)
-    if num_stages < 1 or count < num_stages:
+    if not 1 <= num_stages <= count:
         raise ValueError(
-            f"{count} layers cannot be cut into {num_stages} stages of one layer or more; use fewer "
-            "stages, or cut the layers finer"
+            f"{count} layers cannot be cut into {num_stages} stages; each needs one layer or more"
         )
     if any(cost < 0 for cost in costs):
         raise ValueError(f"costs must be 0 or more, got {list(costs)}")
@@ -185,20 +144,14 @@ def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
 def check_cuts(
     cuts: Sequence[tuple[int, int]] | None, layers: Layers, num_stages: int
 ) -> list[tuple[int, int]]:
-    """Return the cuts, by default even in the number of weights.
-
-    Raises:
-        ValueError: They are not consecutive ranges of all layers, one for each stage.
-    """
+    """Return the cuts, by default even in the number of weights."""
     if cuts is None:
         return partition(parameter_costs(layers), num_stages)
-    found = [(start, stop) for start, stop in cuts]
-    ends = [0, *(stop for _, stop in found)]
-    is_consecutive = all(start == end and start < stop for end, (start, stop) in zip(ends, found))
-    if len(found) != num_stages or not is_consecutive or ends[-1] != len(layers.units):
+    count, found = len(layers.units), [(start, stop) for start, stop in cuts]
+    is_consecutive = [0, *(b for _, b in found)] == [*(a for a, _ in found), count]
+    if len(found) != num_stages or not is_consecutive or any(a >= b for a, b in found):
         raise ValueError(
-            f"cuts must be {num_stages} ranges that follow each other from layer 0 to "
-            f"{len(layers.units)}, got {found}"
+            f"cuts must be {num_stages} consecutive ranges from layer 0 to {count}, got {found}"
         )
     return found
 
@@ -207,11 +160,12 @@ def _layers_of(model: LayersLike) -> Layers:
     if isinstance(model, nn.Sequential):
         if type(model).forward is not nn.Sequential.forward:
             raise TypeError(
-                f"{type(model).__name__} is an nn.Sequential with its own forward(), which its layers in "
-                "sequence do not compute; pass its layers as a list, with modules for what else "
-                "forward() does"
+                f"{type(model).__name__} is an nn.Sequential with its own forward(); pass a list "
+                "of layers that in sequence compute the same"
             )
-        return Layers(tuple(_one_module(name, layer) for name, layer in model.named_children()))
+        # Not named_children(), which leaves out the second use of a module.
+        layers = model._modules.items()
+        return Layers(tuple(_one_module(name, layer) for name, layer in layers))
     if isinstance(model, Sequence | nn.ModuleList):
         return Layers(tuple(_list_item(str(i), layer) for i, layer in enumerate(model)))
     if isinstance(model, nn.Module):
@@ -220,31 +174,40 @@ def _layers_of(model: LayersLike) -> Layers:
             if split is not None and type(model).forward is vars(cls).get("forward"):
                 return split(model)
     raise TypeError(
-        f"a pipeline takes nn.Sequential, a list of layers or of functions that build one, or one of "
-        f"{', '.join(_FAMILIES)}; got {type(model).__name__}. Pass its layers as a list"
+        "a pipeline takes nn.Sequential, a list of layers or of functions that build one, or one "
+        f"of {', '.join(_FAMILIES)}; got {type(model).__name__}. Pass its layers as a list"
     )
 
 
 def _one_module(path: str, layer: nn.Module) -> Unit:
-    return Unit({path: layer}, lambda find, cache, *inputs: find(path)(*inputs))
+    return Unit({path: layer}, _chain(path))
 
 
-def _list_item(path: str, layer: object) -> Unit:
+def _chain(*paths: str) -> Call:
+    """Return how to call modules one after another."""
+
+    def call(find: Find, cache: Cache, *inputs: Any) -> Any:
+        output = find(paths[0])(*inputs)
+        for path in paths[1:]:
+            output = find(path)(output)
+        return output
+
+    return call
+
+
+def _list_item(path: str, layer: nn.Module | Callable[[], nn.Module]) -> Unit:
     if isinstance(layer, nn.Module):
         return _one_module(path, layer)
-    if not callable(layer):
-        raise TypeError(
-            f"layer {path} is a {type(layer).__name__}; pass a module, or a function that builds one"
-        )
-    with torch.device("meta"):
-        shape = layer()
+    shape: object = layer
+    if callable(layer):
+        with torch.device("meta"):
+            shape = layer()
     if not isinstance(shape, nn.Module):
         raise TypeError(
-            f"layer {path} is a function that returned {type(shape).__name__}, not a module; pass "
-            "functions without arguments that build one"
+            f"layer {path} is or returns {type(shape).__name__}; pass a module, or a function "
+            "without arguments that builds one"
         )
-    make: Callable[[], nn.Module] = layer
-    return Unit({path: shape}, _one_module(path, shape).call, build=lambda: {path: make()})
+    return replace(_one_module(path, shape), build=lambda: {path: layer()})
 
 
 # Language models: an embedding, blocks, and a norm with the head
@@ -266,12 +229,10 @@ def _decoder(
     def modules(*paths: str) -> dict[str, nn.Module]:
         return {path: model.get_submodule(path) for path in paths}
 
-    def head(find: Find, cache: Cache, x_BTD: Tensor) -> Tensor:
-        return find(last[1])(find(last[0])(x_BTD))
-
     paths = [f"{blocks}.{i}" for i in range(len(model.get_submodule(blocks)))]
     middle = [Unit(modules(path), block(path), local=local or {}) for path in paths]
-    return Layers((Unit(modules(*first), embed), *middle, Unit(modules(*last), head)), init=init)
+    head = Unit(modules(*last), _chain(*last))
+    return Layers((Unit(modules(*first), embed), *middle, head), init=init)
 
 
 def _gpt(model: Any) -> Layers:
@@ -291,11 +252,15 @@ def _gpt(model: Any) -> Layers:
 
         return call
 
-    def init(module: nn.Module) -> None:
-        init_weights(module, config)
-
-    first, last = ("embed", "position"), ("norm", "head")
-    return _decoder(model, embed, block, init, first=first, blocks="blocks", last=last)
+    return _decoder(
+        model,
+        embed,
+        block,
+        lambda module: init_weights(module, config),
+        first=("embed", "position"),
+        blocks="blocks",
+        last=("norm", "head"),
+    )
 
 
 def _gpt2(model: Any) -> Layers:
@@ -316,13 +281,10 @@ def _gpt2(model: Any) -> Layers:
 
 
 def _llama(model: Any) -> Layers:
-    def embed(find: Find, cache: Cache, tokens_BT: Tensor) -> Tensor:
-        return find("model.embed_tokens")(tokens_BT)
-
     rotary = type(model.model.rotary_emb)
     return _decoder(
         model,
-        embed,
+        _chain("model.embed_tokens"),
         lambda path: _hf_block(model, model.model, path, rotary="model.rotary_emb"),
         lambda module: module.apply(model._init_weights),
         first=("model.embed_tokens",),
@@ -333,7 +295,7 @@ def _llama(model: Any) -> Layers:
 
 
 def _hf_block(model: Any, body: Any, path: str, *, rotary: str | None = None) -> Call:
-    """Return how to call a Hugging Face block; masks and tables are computed once for each pass of a stage."""
+    """Return how to call a Hugging Face block; a stage computes mask and tables once a pass."""
     config, make_mask = model.config, sys.modules[type(body).__module__].create_causal_mask
 
     def call(find: Find, cache: Cache, x_BTD: Tensor) -> Tensor:
@@ -348,8 +310,7 @@ def _hf_block(model: Any, body: Any, path: str, *, rotary: str | None = None) ->
             )
             cache |= {"attention_mask": mask, "position_ids": positions_1T, "use_cache": False}
             if rotary is not None:
-                tables = find(rotary)(x_BTD, position_ids=positions_1T)
-                cache["position_embeddings"] = tables
+                cache["position_embeddings"] = find(rotary)(x_BTD, position_ids=positions_1T)
         out = find(path)(x_BTD, **cache)
         return out[0] if isinstance(out, tuple) else out
 
@@ -361,4 +322,4 @@ _FAMILIES: dict[str, Callable[[Any], Layers]] = {
     "transformers.GPT2LMHeadModel": _gpt2,
     "transformers.LlamaForCausalLM": _llama,
 }
-"""By package and class: other packages may have classes of these names, which compute something else."""
+"""By package and class: other packages may have classes of the same name."""

@@ -1,4 +1,4 @@
-"""The layers of one stage, under the names they have in the whole model, and where their values come from.
+"""The layers of one rank, under their names in the whole model, and where their values come from.
 
 Layers on the meta device, and functions that build a layer, take no memory until a rank builds
 those of its own stage. New weights are drawn from a seed for each layer, so they do not depend on
@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from samo.pipeline.split import Cache, Call, Layers, Unit
+from samo.pipeline.split import Cache, Layers, Unit
 
 __all__ = ["Stage", "build_stage"]
 
@@ -21,16 +21,11 @@ Source = Mapping[str, Tensor] | str | Path
 
 
 class Stage(nn.Module):
-    """The layers of one stage. Its ``state_dict()`` is a part of the whole model's.
+    """The layers of one rank, a piece for each of its stages, under their paths in the model."""
 
-    Args:
-        units: The layers, in order.
-        modules: The modules of the layers, by path.
-    """
-
-    def __init__(self, units: Sequence[Unit], modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, pieces: Sequence[Sequence[Unit]], modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._units = tuple(units)
+        self._pieces = tuple(map(tuple, pieces))
         for path, module in modules.items():
             parents, _, name = path.rpartition(".")
             place: nn.Module = self
@@ -40,71 +35,28 @@ class Stage(nn.Module):
                 place = place.get_submodule(parent)
             place.add_module(name, module)
 
-    def forward(self, *inputs: Any) -> Any:
-        """Compute all layers."""
-        return self.run(0, len(self._units), *inputs)
-
-    def run(self, start: int, stop: int, *inputs: Any) -> Any:
-        """Compute some of the layers."""
+    def forward(self, *inputs: Any, piece: int = 0) -> Any:
+        """Compute one stage of this rank."""
         cache: Cache = {}
         output: Any = inputs
-        for unit in self._units[start:stop]:
+        for unit in self._pieces[piece]:
             output = unit.call(self.get_submodule, cache, *inputs)
             inputs = output if isinstance(output, tuple) else (output,)
         return output
 
 
-class Chunk(nn.Module):
-    """Some layers of a stage, for a rank that holds several pieces of the model.
-
-    Args:
-        stage: All layers of the rank, which do not become submodules.
-        start: First layer.
-        stop: The layer after the last one.
-    """
-
-    def __init__(self, stage: Stage, start: int, stop: int) -> None:
-        super().__init__()
-        self._run: Call = lambda *inputs: stage.run(start, stop, *inputs)
-
-    def forward(self, *inputs: Any) -> Any:
-        """Compute the layers."""
-        return self._run(*inputs)
-
-
 def build_stage(
     layers: Layers,
-    pieces: Iterable[tuple[int, int]],
+    cuts: Sequence[tuple[int, int]],
     *,
     device: torch.device,
     seed: int = 0,
     weights: Source | None = None,
 ) -> Stage:
-    """Return some of a model's layers, with values, on a device.
-
-    Example:
-        >>> import torch
-        >>> from samo.pipeline.split import take_apart
-        >>> from samo.pipeline.stage import build_stage
-        >>> layers = take_apart([lambda: torch.nn.Linear(2, 2)] * 3)
-        >>> stage = build_stage(layers, [(1, 2)], device=torch.device("cpu"))
-        >>> list(stage.state_dict())
-        ['1.weight', '1.bias']
-
-    Args:
-        layers: The whole model.
-        pieces: First layer and the one after the last, of each piece.
-        device: Where the stage computes.
-        seed: Seed of layers that have no values yet.
-        weights: Values by name, or safetensors: a file, or a folder of files.
-
-    Raises:
-        ValueError: A layer on the meta device gets no values, or a name is missing in ``weights``.
-    """
-    numbers = [number for start, stop in pieces for number in range(start, stop)]
-    units = [layers.units[number] for number in numbers]
+    """Return the layers of one rank, with values, on a device; arguments as in `samo.Pipeline`."""
     modules: dict[str, nn.Module] = {}
-    for number, unit in zip(numbers, units):
+    for number in (number for start, stop in cuts for number in range(start, stop)):
+        unit = layers.units[number]
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.device(device):
             torch.manual_seed(seed * 1_000_003 + number)
@@ -112,7 +64,7 @@ def build_stage(
             for path, module in made.items():
                 modules[path] = _initialized(module, device, layers.init)
             modules |= {path: make() for path, make in unit.local.items() if path not in modules}
-    stage = Stage(units, modules)
+    stage = Stage([layers.units[start:stop] for start, stop in cuts], modules)
     _tie(stage, layers.tied)
     if weights is not None:
         _load(stage, weights, layers.tied)
@@ -156,9 +108,7 @@ def _tie(stage: nn.Module, tied: Iterable[tuple[str, ...]]) -> None:
 
 
 def _load(stage: nn.Module, weights: Source, tied: Iterable[tuple[str, ...]]) -> None:
-    wanted = dict(stage.named_parameters(remove_duplicate=False)) | {
-        name: tensor for name, tensor in stage.named_buffers() if name in stage.state_dict()
-    }
+    wanted = stage.state_dict(keep_vars=True)
     # A file holds a tied weight under one of its names, which may be another stage's.
     targets = dict(wanted)
     for group in tied:
@@ -169,7 +119,7 @@ def _load(stage: nn.Module, weights: Source, tied: Iterable[tuple[str, ...]]) ->
         target = targets[name]
         if target.shape != values.shape:
             raise ValueError(
-                f"weights hold '{name}' as {tuple(values.shape)}, the model as "
+                f"weights have '{name}' as {tuple(values.shape)}, the model as "
                 f"{tuple(target.shape)}; pass those of the same model"
             )
         with torch.no_grad():
@@ -179,8 +129,9 @@ def _load(stage: nn.Module, weights: Source, tied: Iterable[tuple[str, ...]]) ->
     missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in loaded)
     if missing:
         raise ValueError(
-            f"weights lack {len(missing)} of this stage's {len(wanted)} tensors: "
-            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}; pass those of the same model"
+            f"weights lack {len(missing)} of this rank's {len(wanted)} tensors: "
+            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}; pass those of the "
+            "same model"
         )
 
 

@@ -1,4 +1,4 @@
-"""Weights that several stages use, such as an embedding that is also the head: one gradient for all uses."""
+"""Weights on several ranks, such as an embedding that is also the head: one gradient for all."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -19,12 +19,8 @@ class TiedWeight:
     """One weight on several ranks, whose gradients are added up once for each optimizer step.
 
     A gradient that is there before the step's first batch is a sum over the ranks already. It is
-    set aside until `all_reduce`, so that it is not counted once for each rank.
-
-    Args:
-        names: Its names in the whole model.
-        ranks: Ranks that hold it, along the axis `pipe`.
-        group: These ranks.
+    set aside until `all_reduce`, so that it is not counted once for each rank. ``ranks`` counts
+    along the axis `pipe`.
     """
 
     def __init__(
@@ -59,7 +55,7 @@ class TiedWeight:
             param.grad = None
 
     def after_batch(self, module: nn.Module) -> None:
-        """Remember the gradient's version, so that the next batch of the step can tell if it was cleared."""
+        """Remember the gradient's version, to see in the next batch if it was cleared."""
         param = self._param(module)
         if param.grad is None:  # show what was set aside, which the caller may clear
             param.grad = self._earlier
@@ -78,8 +74,7 @@ class TiedWeight:
 
     def fingerprint(self, module: nn.Module) -> str | None:
         """Return the fingerprint of the mask, "" for a dense weight, None on other stages."""
-        here = dict(module.named_parameters(remove_duplicate=False))
-        if not any(name in here for name in self.names):
+        if not {*self.names} & dict(module.named_parameters(remove_duplicate=False)).keys():
             return None
         weight = weight_of(self._param(module))
         return "" if weight is None or weight.mask is None else weight.mask.fingerprint()
@@ -95,7 +90,7 @@ def find_tied(
     pipe: dist.ProcessGroup | None,
     timeout_s: float,
 ) -> list[TiedWeight]:
-    """Return the weights that lie on several ranks, with groups of these ranks; all stages call it."""
+    """Return the weights that are on several ranks, with groups of these; all ranks call it."""
     if pipe is None:
         return []
     rank_of: dict[str, int] = {}
@@ -121,21 +116,12 @@ def find_tied(
 def check_tied_masks(
     tied: Iterable[TiedWeight], module: nn.Module, group: dist.ProcessGroup
 ) -> None:
-    """Compare the masks of tied weights.
-
-    Args:
-        tied: Those of all stages.
-        module: This stage.
-        group: All stages, on the host.
-
-    Raises:
-        MaskError: They differ; on all stages.
-    """
+    """Raise a MaskError on all ranks of ``group`` if masks of a tied weight differ."""
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, [tie.fingerprint(module) for tie in tied], group=group)
     for tie, found in zip(tied, zip(*gathered)):
         if len({*found} - {None}) > 1:
             raise MaskError(
                 f"tied weight '{tie.names[0]}' has different masks on stages {tie.ranks}; "
-                f"give all its names {tie.names} the same mask, or none"
+                f"give {tie.names} the same mask, or none"
             )

@@ -200,8 +200,8 @@ class MeshConfig:
     """Replicas of each stage, which share every batch. auto: as many as there are ranks for."""
     micro_batches: int | Auto = "auto"
     """Micro-batches per pass through the pipeline. auto: two for each stage."""
-    pipe_schedule: Literal["message-driven", "1f1b", "gpipe", "interleaved"] = "message-driven"
-    """Pipeline schedule."""
+    stages_per_rank: int = 1
+    """Stages on each rank of the pipeline, in turns; 2 leave ranks idle for less time, and send more."""
     shard: Literal["none", "weights"] = "none"
     """weights: shard the pruned model and its state over the replicas with FSDP2, and stream the weights.
     The dense phase is not sharded."""

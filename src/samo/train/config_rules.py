@@ -70,7 +70,7 @@ def _ranges(config: ResolvedConfig) -> Rules:
         *((model, name) for name in ("num_layers", "width", "num_heads", "context")),
         *((run, name) for name in ("steps", "batch_size", "accumulate", "eval_every")),
         *((run, name) for name in ("eval_batches", "save_every", "log_every")),
-        *((mesh, name) for name in ("pipe", "data", "micro_batches")),
+        *((mesh, name) for name in ("pipe", "data", "micro_batches", "stages_per_rank")),
         (data, "vocab_size"),
     ]
     for section, name in counts:
@@ -203,14 +203,14 @@ def _mesh_rules(config: ResolvedConfig) -> Rules:
         is_held = run.weights != "streamed"
         yield is_held, _no_effect(f"--weights {run.weights}", shard, "it streams all weights")
     if mesh.pipe == 1:
-        changed = _changed(mesh, MeshConfig(), ("micro_batches", "pipe_schedule"))
+        changed = _changed(mesh, MeshConfig(), ("micro_batches", "stages_per_rank"))
         yield bool(changed), _no_effect(changed, "--pipe 1", "the model is not split into stages")
         return
-    pieces = mesh.pipe * (2 if mesh.pipe_schedule == "interleaved" else 1)
+    num_stages = mesh.pipe * mesh.stages_per_rank
     yield (
-        pieces > num_layers + 2,
+        num_stages > num_layers + 2,
         f"a model of {num_layers} blocks has {num_layers + 2} layers with embeddings and head, too few for "
-        f"{pieces} stages; lower --pipe",
+        f"{num_stages} stages; lower --pipe or --stages-per-rank",
     )
     if run.mode == "dense":
         return
@@ -249,8 +249,6 @@ def check_batch(config: ResolvedConfig, num_replicas: int) -> None:
     """Refuse a batch that cannot be divided among replicas and micro-batches."""
     mesh, size = config.mesh, config.run.batch_size
     least, count = size // num_replicas, micro_batches(config, num_replicas)
-    schedule, is_staged = mesh.pipe_schedule, mesh.pipe > 1
-    is_equal = size % num_replicas == 0 and least % count == 0
     for is_wrong, message in (
         (
             least < 1,
@@ -258,20 +256,9 @@ def check_batch(config: ResolvedConfig, num_replicas: int) -> None:
             f"--batch-size to {num_replicas} or more, or use fewer ranks",
         ),
         (
-            is_staged and count > least,
+            mesh.pipe > 1 and count > least,
             f"the {least} sequences of a replica cannot be split into {count} micro-batches; raise "
             f"--batch-size to {num_replicas * count} or more, or lower --micro-batches",
-        ),
-        (
-            is_staged and schedule != "message-driven" and not is_equal,
-            f"--pipe-schedule {schedule} takes equal micro-batches, and {size} sequences are not "
-            f"{num_replicas} replicas x {count} micro-batches of the same size; change --batch-size, or use "
-            "message-driven",
-        ),
-        (
-            is_staged and schedule in ("1f1b", "interleaved") and count < mesh.pipe,
-            f"--pipe-schedule {schedule} needs as many micro-batches as stages, and {count} are fewer than "
-            f"{mesh.pipe}; raise --micro-batches",
         ),
     ):
         if is_wrong:
@@ -287,12 +274,7 @@ def micro_batches(config: ResolvedConfig, num_replicas: int) -> int:
     mesh = config.mesh
     if not isinstance(mesh.micro_batches, str):
         return mesh.micro_batches
-    least = max(config.run.batch_size // num_replicas, 1)
-    count = min(2 * mesh.pipe, least)
-    if mesh.pipe_schedule != "message-driven":
-        while least % count:
-            count -= 1
-    return count
+    return min(2 * mesh.pipe, max(config.run.batch_size // num_replicas, 1))
 
 
 def first_observation(every: int, warmup_steps: int) -> int:

@@ -120,7 +120,7 @@ def resolve_resumed(recorded: ResolvedConfig, wanted: TrainConfig) -> ResolvedCo
             autos = [name for name, value in values.items() if value in ("auto", None)]
             values |= {name: getattr(before, name) for name in autos}
         elif values["pipe"] == 1:  # recorded settings of stages are without use now
-            for name in ("micro_batches", "pipe_schedule"):
+            for name in ("micro_batches", "stages_per_rank"):
                 if values[name] == getattr(before, name):
                     values[name] = getattr(MeshConfig(), name)
         sections[section.name] = type(after)(**values)

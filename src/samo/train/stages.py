@@ -33,8 +33,8 @@ class Stages:
         with torch.device("meta"):
             whole = GPT(shape)
         layers = take_apart(whole)
-        pieces = ranks.num_stages * (2 if config.mesh.pipe_schedule == "interleaved" else 1)
-        cuts = partition(parameter_costs(layers), pieces)
+        per_rank = config.mesh.stages_per_rank
+        cuts = partition(parameter_costs(layers), ranks.num_stages * per_rank)
         own = {
             name
             for start, stop in cuts[ranks.stage :: ranks.num_stages]
@@ -55,7 +55,7 @@ class Stages:
             self._loss,
             ranks.mesh,
             micro_batches(config, ranks.num_replicas),
-            schedule=config.mesh.pipe_schedule,
+            stages_per_rank=per_rank,
             cuts=cuts,
             device=config.run.device,
             weights=weights,
@@ -84,7 +84,7 @@ class Stages:
     def loss_sum(self, batch: Batch) -> Tensor:
         """Return the sum of the losses of a batch, which may have fewer rows than others."""
         self._divisor = 1.0
-        missing = max(self._rows - len(batch.inputs_BT), 0)  # torch's schedules take one shape
+        missing = max(self._rows - len(batch.inputs_BT), 0)  # one row for each micro-batch
         inputs_BT = F.pad(batch.inputs_BT, (0, 0, 0, missing))
         targets_BT = F.pad(batch.targets_BT, (0, 0, 0, missing), value=IGNORE)
         return self.pipeline.eval(inputs_BT, target=targets_BT)

@@ -299,7 +299,7 @@ class Learner:
         """Return the bytes that this rank has sent, as fields of `samo.train.events.Exchanged`."""
         if self.ranks.size == 1:
             return None
-        sent = 0 if self.stages is None else self.stages.pipeline.exchanged_bytes[0]
+        sent = 0 if self.stages is None else self.stages.pipeline.sent_bytes
         return {"gradient_bytes": self._reduced_bytes, "activation_bytes": sent}
 
     def close(self) -> None:

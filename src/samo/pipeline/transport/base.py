@@ -1,47 +1,47 @@
 """What a pipeline needs of a network."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from samo.errors import PeerError, first_words
 from samo.pipeline.transport.wire import Packet
 
 __all__ = ["Arrival", "Transport"]
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A packet from a neighbour, or the error that ended the link to it.
 
-    Attributes:
-        stage: The neighbour.
-        packet: What it sent.
-        error: A `PeerError` if it sent something invalid, a `TimeoutError` or `ConnectionError` if
-            the link is broken.
+    The error is a ValueError for an invalid packet, else a TimeoutError or a ConnectionError.
     """
 
     stage: int
     packet: Packet | None = None
-    error: PeerError | TimeoutError | ConnectionError | None = None
+    error: Exception | None = None
 
 
 class Transport:
-    """The links of one stage to its neighbours. The base class is a pipeline of one stage.
+    """The links of one rank to its neighbours. The base class has none: one rank.
 
-    Packets of a directed link arrive in the order of sending. Packets are received from `begin`
-    until the packet "end" of each neighbour, so no link is waited on between two batches.
+    A rank is named by its place in the pipeline, which is its stage, or the first of its stages.
+    Packets of a directed link arrive in the order of sending. They are received from `begin` until
+    the packet "end" of each neighbour, so no link is waited on between two batches.
 
     Args:
-        stage: This stage.
-        ranks: Global rank of each stage.
+        stage: This rank's place.
+        ranks: Global rank of each place.
+        is_ring: Whether the last rank and the first are neighbours, as ranks of several stages are.
     """
 
-    def __init__(self, stage: int = 0, ranks: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, stage: int = 0, ranks: Sequence[int] = (0,), *, is_ring: bool = False
+    ) -> None:
         self.stage: Final = stage
         self.ranks: Final = tuple(ranks)
         self.num_stages: Final = len(self.ranks)
-        self.neighbours: Final = [s for s in (stage - 1, stage + 1) if 0 <= s < self.num_stages]
+        around = {stage - 1, stage + 1}
+        if is_ring:
+            around = {place % self.num_stages for place in around} - {stage}
+        self.neighbours: Final = sorted(around & set(range(self.num_stages)))
 
     def begin(self) -> None:
         """Start to receive from each neighbour."""
@@ -57,11 +57,3 @@ class Transport:
 
     def close(self) -> None:
         """Stop receiving; the transport is not used again."""
-
-
-def collective_error(error: RuntimeError) -> PeerError:
-    """Return the `PeerError` for a collective that failed in the backend."""
-    return PeerError(
-        f"another rank did not join a collective ({first_words(error)}); start the ranks again from "
-        "the last checkpoint"
-    )

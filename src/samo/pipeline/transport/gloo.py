@@ -2,8 +2,7 @@
 
 A gloo receive cannot be polled: only a thread that waits for it learns that it is complete. So one
 thread for each neighbour receives, and puts packets into one queue; another one sends. An
-unfinished gloo send is cancelled when its tensor is freed, so the sending thread keeps tensors
-until they are sent.
+unfinished gloo send is cancelled when its tensor is freed, so the sending thread keeps it.
 """
 
 import datetime
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samo.errors import PeerError, first_words
+from samo.errors import first_words
 from samo.pipeline.transport.base import Arrival, Transport
 from samo.pipeline.transport.wire import HEADER_BYTES, Packet, TensorSpec, decode, encode
 
@@ -32,37 +31,39 @@ Send = tuple[Any, Tensor]
 
 
 class GlooTransport(Transport):
-    """The links of this rank within a group of ranks, one for each stage.
+    """The links of this rank; received tensors arrive on ``device``.
 
     It has connections of its own: a batch that fails breaks them, and ``group`` stays intact.
-
-    Args:
-        group: Ranks in the order of the stages.
-        device: Where received tensors are wanted.
-        timeout_s: Seconds of silence after which the runner gives up a neighbour.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
-        super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group))
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        is_ring: bool = False,
+    ) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        super().__init__(dist.get_rank(group), ranks, is_ring=is_ring)
         self.device: Final = device
         self.timeout_s: Final = timeout_s
         self.host_group: Final = new_group(self.ranks, "gloo", timeout_s)  # for tensors on the host
         self.group = self.host_group  # for tensors on the device
         self.inbox: Final[queue.SimpleQueue[tuple[Arrival, Ready]]] = queue.SimpleQueue()
-        self._receivers: Final = {stage: _Receiver(self, stage) for stage in self.neighbours}
-        self._senders: Final = {stage: _Sender(self, stage) for stage in self.neighbours}
+        self._links: Final = {stage: _Link(self, stage) for stage in self.neighbours}
 
     def begin(self) -> None:
         """Start to receive from each neighbour."""
-        for receiver in self._receivers.values():
-            receiver.is_wanted.put(True)
+        for link in self._links.values():
+            link.is_wanted.put(True)
 
     def send(self, stage: int, packet: Packet) -> None:
         """Send to a neighbour without waiting for it."""
-        self._senders[stage].send(packet)
+        self._links[stage].send(packet)
 
     def receive(self, timeout_s: float) -> Arrival | None:
-        """Return the first arrival from any neighbour, or None after ``timeout_s`` seconds."""
+        """Return the first arrival from any neighbour, or None."""
         try:
             arrival, ready = self.inbox.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
@@ -75,21 +76,21 @@ class GlooTransport(Transport):
         return arrival
 
     def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
-        """Wait until everything is sent to ``stages``; return one that did not take it in time."""
+        """Wait until everything is sent; return a stage that did not take it in time."""
         deadline = time.monotonic() + timeout_s
         for stage in stages:
-            if not self._senders[stage].wait_idle(deadline - time.monotonic()):
+            if not self._links[stage].wait_idle(deadline - time.monotonic()):
                 return stage
         return None
 
     def close(self) -> None:
         """End the threads; one in the middle of a transfer ends with it, and is not waited for."""
-        for receiver in self._receivers.values():
-            receiver.is_wanted.put(False)
-        for sender in self._senders.values():
-            sender.queue.put(None)
-        for thread in (*self._receivers.values(), *self._senders.values()):
-            thread.join(timeout=0.2)
+        for link in self._links.values():
+            link.is_wanted.put(False)
+            link.outbox.put(None)
+        for link in self._links.values():
+            for thread in link.threads:
+                thread.join(timeout=0.2)
 
     # Called by the threads; NCCL overrides the tensors' way. The tag of a message is its sender.
 
@@ -122,52 +123,21 @@ class GlooTransport(Transport):
             return tensors, stream.record_event()
 
 
-class _Receiver(threading.Thread):
-    """Receives packets of one neighbour, from the beginning of a batch to its end."""
+class _Link:
+    """The two threads that exchange packets with one neighbour."""
 
     def __init__(self, transport: GlooTransport, stage: int) -> None:
-        super().__init__(name=f"samo-receive-{stage}", daemon=True)
         self.is_wanted: Final[queue.SimpleQueue[bool]] = queue.SimpleQueue()
-        self._transport, self._stage = transport, stage
-        self._sequence = 0
-        self.start()
-
-    def run(self) -> None:
-        while self.is_wanted.get():
-            is_open = True
-            while is_open:
-                begin = time.monotonic()
-                try:
-                    packet, ready = self._receive()
-                except Exception as error:
-                    _report(self._transport, self._stage, error, begin)
-                    return
-                self._transport.inbox.put((Arrival(self._stage, packet), ready))
-                is_open = packet.kind != "end"
-
-    def _receive(self) -> tuple[Packet, Ready]:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        self._transport.recv(header, self._stage)
-        packet, specs = decode(header, stage=self._stage, sequence=self._sequence)
-        self._sequence += 1
-        if not specs:
-            return packet, None
-        tensors, ready = self._transport.recv_tensors(specs, self._stage)
-        return replace(packet, tensors=tuple(tensors)), ready
-
-
-class _Sender(threading.Thread):
-    """Sends packets to one neighbour in order."""
-
-    def __init__(self, transport: GlooTransport, stage: int) -> None:
-        super().__init__(name=f"samo-send-{stage}", daemon=True)
-        self.queue: Final[queue.SimpleQueue[Any]] = queue.SimpleQueue()
+        self.outbox: Final[queue.Queue[Any]] = queue.Queue()
         self.sequence = 0
         self._transport, self._stage = transport, stage
-        self._num_pending = 0
         self._is_broken = False
-        self._changed: Final = threading.Condition()
-        self.start()
+        self.threads: Final = [
+            threading.Thread(target=loop, name=f"samo-stage-{stage}", daemon=True)
+            for loop in (self._receive_all, self._send_all)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     def send(self, packet: Packet) -> None:
         """Send without waiting."""
@@ -179,32 +149,54 @@ class _Sender(threading.Thread):
         ready = None
         if any(tensor.is_cuda for tensor in tensors):
             ready = torch.cuda.current_stream(self._transport.device).record_event()
-        with self._changed:
-            self._num_pending += 1
-        self.queue.put((header, tensors, ready))
+        self.outbox.put((header, tensors, ready))
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until everything is sent; return whether it is. A broken link is idle."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._is_broken or self._num_pending == 0, timeout_s
+        with self.outbox.all_tasks_done:
+            return self.outbox.all_tasks_done.wait_for(
+                lambda: self._is_broken or not self.outbox.unfinished_tasks, timeout_s
             )
 
-    def run(self) -> None:
-        while (entry := self.queue.get()) is not None:
+    def _receive_all(self) -> None:
+        """Receive packets, from the beginning of each batch to its end."""
+        sequence = 0
+        while self.is_wanted.get():
+            kind = ""
+            while kind != "end":
+                begin = time.monotonic()
+                try:
+                    packet, ready = self._receive(sequence)
+                except Exception as error:
+                    self._report(error, begin)
+                    return
+                sequence += 1
+                self._transport.inbox.put((Arrival(self._stage, packet), ready))
+                kind = packet.kind
+
+    def _receive(self, sequence: int) -> tuple[Packet, Ready]:
+        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._transport.recv(header, self._stage)
+        packet, specs = decode(header, sequence=sequence)
+        if not specs:
+            return packet, None
+        tensors, ready = self._transport.recv_tensors(specs, self._stage)
+        return replace(packet, tensors=tuple(tensors)), ready
+
+    def _send_all(self) -> None:
+        """Send packets in order."""
+        while (entry := self.outbox.get()) is not None:
             begin = time.monotonic()
             try:
                 self._send(*entry)
             except Exception as error:
-                _report(self._transport, self._stage, error, begin)
-                with self._changed:
+                self._report(error, begin)
+                with self.outbox.all_tasks_done:
                     self._is_broken = True
-                    self._changed.notify_all()
+                    self.outbox.all_tasks_done.notify_all()
                 return
             del entry  # its tensors, before the next one is waited for
-            with self._changed:
-                self._num_pending -= 1
-                self._changed.notify_all()
+            self.outbox.task_done()
 
     def _send(self, header: Tensor, tensors: list[Tensor], ready: Ready) -> None:
         sends = [self._transport.isend(header, self._stage)]
@@ -212,17 +204,12 @@ class _Sender(threading.Thread):
         for work, _ in sends:
             work.wait()
 
-
-def _report(transport: GlooTransport, stage: int, error: Exception, begin: float) -> None:
-    """Put a typed error into the inbox; gloo's own are all of one type."""
-    said: PeerError | TimeoutError | ConnectionError
-    if isinstance(error, PeerError):
-        said = error
-    elif time.monotonic() - begin >= limit_of(transport.timeout_s):
-        said = TimeoutError(first_words(error))
-    else:
-        said = ConnectionError(first_words(error))
-    transport.inbox.put((Arrival(stage, error=said), None))
+    def _report(self, error: Exception, begin: float) -> None:
+        """Put a typed error into the inbox; gloo's own are all RuntimeErrors."""
+        if not isinstance(error, ValueError):  # which decode raises
+            is_late = time.monotonic() - begin >= limit_of(self._transport.timeout_s)
+            error = (TimeoutError if is_late else ConnectionError)(first_words(error))
+        self._transport.inbox.put((Arrival(self._stage, error=error), None))
 
 
 def limit_of(timeout_s: float) -> float:

@@ -21,14 +21,7 @@ __all__ = ["NcclTransport"]
 
 
 class NcclTransport(GlooTransport):
-    """The links of this rank; tensors stay on their GPUs.
-
-    Args:
-        group: Ranks in the order of the stages.
-        device: This rank's own GPU.
-        timeout_s: Seconds of silence after which the runner gives up a neighbour.
-        backend: "nccl", or "gloo" for tests without GPUs.
-    """
+    """The links of this rank; tensors stay on their GPUs. Tests without GPUs use gloo for both."""
 
     def __init__(
         self,
@@ -36,23 +29,21 @@ class NcclTransport(GlooTransport):
         device: torch.device,
         *,
         timeout_s: float,
+        is_ring: bool = False,
         backend: str = "nccl",
     ) -> None:
-        if backend == "nccl" and device.type != "cuda":
-            raise ValueError(
-                f"NCCL sends between GPUs, got device '{device}'; build the mesh on 'cuda', or with the "
-                "gloo backend for a CPU"
-            )
-        super().__init__(group, device, timeout_s=timeout_s)
+        super().__init__(group, device, timeout_s=timeout_s, is_ring=is_ring)
         self.group = new_group(self.ranks, backend, timeout_s)
-        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
-        for stage in range(self.num_stages - 1):  # all stages create all of them, in one order
-            for link in ((stage, stage + 1), (stage + 1, stage)):
-                self._links[link] = new_group(self.ranks, backend, timeout_s)
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for stage in range(self.num_stages):  # all stages create all of them, in one order
+            after = (stage + 1) % self.num_stages
+            if after > stage or is_ring:
+                for link in ((stage, after), (after, stage)):
+                    self._groups[link] = new_group(self.ranks, backend, timeout_s)
 
     def isend_tensors(self, tensors: Sequence[Tensor], stage: int, ready: Ready) -> list[Send]:
         """Put the tensors into the GPU's queue."""
-        group, rank = self._links[self.stage, stage], self.ranks[stage]
+        group, rank = self._groups[self.stage, stage], self.ranks[stage]
         tensors = [tensor.contiguous() for tensor in tensors if tensor.numel()]
         if ready is None:
             return [(dist.isend(tensor, rank, group), tensor) for tensor in tensors]
@@ -66,7 +57,7 @@ class NcclTransport(GlooTransport):
 
     def recv_tensors(self, specs: list[TensorSpec], stage: int) -> tuple[list[Tensor], Ready]:
         """Receive the tensors on a stream of their own."""
-        group, rank = self._links[stage, self.stage], self.ranks[stage]
+        group, rank = self._groups[stage, self.stage], self.ranks[stage]
         is_cuda = self.device.type == "cuda"
         stream = torch.cuda.Stream(self.device) if is_cuda else None
         with torch.cuda.stream(stream) if is_cuda else nullcontext():

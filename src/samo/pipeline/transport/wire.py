@@ -2,7 +2,7 @@
 
 A packet travels as a header of fixed size, then its tensors, one message each:
 
-    | uint32 length | {"kind": "activation", "sequence": 7, "tensors": [["float32", [8, 16]]], ...} | 0 ... |
+    | uint32 length | {"kind": "activation", "tensors": [["float32", [8, 16]]], ...} | 0 ... |
 
 A receiver can wait for a header without knowing what comes; the JSON in it says which tensors
 follow. Order alone identifies packets: no tags are needed, which NCCL does not have.
@@ -16,12 +16,9 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from samo.errors import PeerError
-
-__all__ = ["DATA_KINDS", "HEADER_BYTES", "Packet", "PacketKind", "decode", "encode"]
+__all__ = ["HEADER_BYTES", "Packet", "PacketKind", "decode", "encode"]
 
 PacketKind = Literal["activation", "gradient", "loss", "probe", "alive", "abort", "end"]
-DATA_KINDS: Final = ("activation", "gradient", "loss")
 HEADER_BYTES: Final = 4096
 _LENGTH: Final = struct.Struct("<I")
 _MAX_REASON: Final = 1000
@@ -37,19 +34,19 @@ class Packet:
         kind: Data ("activation", "gradient", "loss") or control ("probe", "alive", "abort", "end").
         step: Number of the batch.
         micro_batch: Number of the micro-batch.
+        stage: For data, the stage that receives it; for "abort", the stage that failed.
         tensors: The payload.
         needs_grad: For each activation, whether its gradient is to be sent back.
-        origin: For "abort", the stage that failed.
-        reason: For "abort", how it failed.
+        reason: For "abort", how the stage failed.
         is_training: Whether the batch has a backward pass.
     """
 
     kind: PacketKind
     step: int
     micro_batch: int = -1
+    stage: int = -1
     tensors: tuple[Tensor, ...] = ()
     needs_grad: tuple[bool, ...] = ()
-    origin: int = -1
     reason: str = ""
     is_training: bool = True
 
@@ -60,39 +57,30 @@ def encode(packet: Packet, sequence: int) -> Tensor:
     Example:
         >>> from samo.pipeline.transport.wire import Packet, decode, encode
         >>> header = encode(Packet("probe", step=7), sequence=0)
-        >>> decode(header, stage=0, sequence=0)[0].step
+        >>> decode(header, sequence=0)[0].step
         7
-
-    Raises:
-        ValueError: There are too many tensors for a header.
     """
-    fields = {
-        "kind": packet.kind,
+    fields = vars(packet) | {
         "sequence": sequence,
-        "step": packet.step,
-        "micro_batch": packet.micro_batch,
         "tensors": [(str(t.dtype).removeprefix("torch."), t.shape) for t in packet.tensors],
-        "needs_grad": packet.needs_grad,
-        "origin": packet.origin,
         "reason": packet.reason[:_MAX_REASON],
-        "is_training": packet.is_training,
     }
     raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     if len(raw) > HEADER_BYTES - _LENGTH.size:
         raise ValueError(
-            f"the types and shapes of {len(packet.tensors)} tensors take {len(raw)} bytes, and a header "
-            f"has {HEADER_BYTES}; return fewer tensors from the last layer of a stage, or cut elsewhere"
+            f"the types and shapes of {len(packet.tensors)} tensors take {len(raw)} bytes, and a "
+            f"header has {HEADER_BYTES}; cut elsewhere, or return fewer tensors from that layer"
         )
     header = bytearray(HEADER_BYTES)
     header[: _LENGTH.size + len(raw)] = _LENGTH.pack(len(raw)) + raw
     return torch.frombuffer(header, dtype=torch.uint8)
 
 
-def decode(header: Tensor, *, stage: int, sequence: int) -> tuple[Packet, list[TensorSpec]]:
+def decode(header: Tensor, *, sequence: int) -> tuple[Packet, list[TensorSpec]]:
     """Return a packet without its tensors, and the types and shapes of those that follow.
 
     Raises:
-        PeerError: It is not a header, or not the next one of the link from ``stage``.
+        ValueError: It is not a header, or not the ``sequence``-th one of its link.
     """
     raw = header.numpy().tobytes()
     try:
@@ -107,14 +95,11 @@ def decode(header: Tensor, *, stage: int, sequence: int) -> tuple[Packet, list[T
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         is_valid = False
+    what = ""
     if not is_valid:
-        raise _invalid(stage, f"an invalid header, {raw[:64]!r}...")
-    if found != sequence:
-        raise _invalid(stage, f"message {found}, where message {sequence} was due")
+        what = f"an invalid header, {raw[:64]!r}..."
+    elif found != sequence:
+        what = f"message {found}, where message {sequence} was due"
+    if what:
+        raise ValueError(f"sent {what}; do all ranks run the same program and version?")
     return packet, specs
-
-
-def _invalid(stage: int, what: str) -> PeerError:
-    return PeerError(
-        f"stage {stage} sent {what}; do all ranks run the same program and version?", stage=stage
-    )
