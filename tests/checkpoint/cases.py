@@ -31,11 +31,10 @@ class Block(nn.Module):
 
 def whole(*, is_tied: bool, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    head = nn.Linear(16, VOCABULARY, bias=False)
-    model = nn.Sequential(nn.Embedding(VOCABULARY, 16), Block(), Block(), head)
+    embed, head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY, bias=False)
     if is_tied:
-        head.weight = model[0].weight
-    return model
+        head.weight = embed.weight
+    return nn.Sequential(embed, Block(), Block(), head)
 
 
 class Case(NamedTuple):

@@ -140,7 +140,7 @@ def resume(rank: int, num_ranks: int, folder: Path) -> None:
 
 
 def resume_replicas(rank: int, num_ranks: int, folder: Path) -> None:
-    """Save from DistributedDataParallel, with a sharded optimizer or not, and load into it again."""
+    """Save from DistributedDataParallel, with ZeRO or not, and load into it again."""
     with warnings.catch_warnings(action="ignore"):  # torch's own, of torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -179,7 +179,8 @@ def fill_shards(rank: int, num_ranks: int, folder: Path) -> None:
     for model in (sharded, expected):
         samo.load(folder / "compressed", model)
     for name, param in sharded.named_parameters():
-        assert torch.equal(param.full_tensor(), expected.get_parameter(name))  # type: ignore[attr-defined]
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), expected.get_parameter(name))
     odd: Any = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (num_ranks,))
     odd.weight = nn.Parameter(distribute_tensor(odd.weight.detach(), mesh, [Shard(1)]))
@@ -230,7 +231,7 @@ SIZES = [(4,), (2, 2)]
 
 
 def build_rows(sizes: tuple[int, ...] = ()) -> nn.Module:
-    """Return a small model; with sizes of a mesh, sharded over its last axis, copied along others."""
+    """Return a small model; with mesh sizes, sharded over the last axis, copied along others."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 5, bias=False)]
     model = nn.Sequential(*layers).double()
@@ -439,39 +440,26 @@ def test_a_lost_store_is_a_peer_error(monkeypatch: pytest.MonkeyPatch) -> None:
 # What stages hold together
 
 
-def share(names: list[str], **more: Any) -> dict[str, Any]:
+def share(*names: str, **more: Any) -> dict[str, Any]:
     """Return the share of a stage with weights of 8 entries, 6 of them kept."""
-    entry = {
-        "class": "samo.AdamW",
-        "groups": [{"names": names, "settings": {}}],
-        "more": {},
-        "state": {name: {"exp_avg": {"$tensor": f"{name}/exp_avg"}} for name in names},
-    }
     params = {name: ["float32", 8, 6] for name in names}
+    entry = {"class": "SGD", "groups": [{"names": names}], "more": {}, "state": {}}
     found = {"is_compressed": True, "params": params, "tensors": names, "tied": {}}
     return copy.deepcopy({**found, "optimizer": entry, **more})
 
 
 def test_stages_are_put_together_and_one_without_parameters_needs_no_optimizer() -> None:
-    empty = share([], optimizer=None)
-    found = merge({0: share(["a", "c"]), 1: None, 2: share(["b", "d"]), 4: empty})
-    assert [group["names"] for group in found["optimizer"]["groups"]] == [["a", "c"], ["b", "d"]]
-    assert sorted(found["optimizer"]["state"]) == ["a", "b", "c", "d"]
+    empty = share(optimizer=None)
+    found = merge({0: share("a", "c"), 1: None, 2: share("b", "d"), 4: empty})
+    assert [group["names"] for group in found["optimizer"]["groups"]] == [("a", "c"), ("b", "d")]
     assert (found["model"]["num_params"], found["model"]["kept"]) == (32, 24)
     assert merge({0: empty})["optimizer"] is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"optimizer": None}, r"different optimizers, \{0: 'samo.AdamW', 2: None\}"),
-        ({"optimizer": {"class": "SGD"}}, r"different optimizers, .*2: 'SGD'\}; give the same"),
-        ({"tensors": ["a"]}, r"ranks 0 and 2 are different stages but both have 'a', which is not"),
-    ],
-)
-def test_shares_that_do_not_belong_together_are_refused(change: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        merge({0: share(["a", "c"]), 2: share(["b", "d"], **change)})
+    with pytest.raises(
+        CheckpointError, match=r"different optimizers, .*2: 'AdamW'\}; give the same"
+    ):
+        merge({0: share("a"), 2: share("b", optimizer={"class": "AdamW"})})
+    with pytest.raises(CheckpointError, match=r"ranks 0 and 2 are different stages but both have"):
+        merge({0: share("a"), 2: share("a", "b")})
 
 
 def test_a_pipeline_of_one_stage_is_a_model(tmp_path: Path) -> None:

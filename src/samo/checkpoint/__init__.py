@@ -1,4 +1,4 @@
-"""Checkpoints: what `samo.save` writes and `samo.load` reads, and what can be asked without torch."""
+"""Checkpoints: what `samo.save` writes and `samo.load` reads, and what needs no torch."""
 
 from samo.checkpoint.folder import copy, verify
 from samo.checkpoint.manifest import Manifest, read_manifest

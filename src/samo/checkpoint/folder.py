@@ -114,8 +114,8 @@ def save_errors(path: Path) -> Iterator[None]:
         yield
     except BlockingIOError as error:
         raise CheckpointError(
-            f"cannot save to '{path}': another process or thread is saving there; give each its own "
-            "folder"
+            f"cannot save to '{path}': another process or thread is saving there; give each its "
+            "own folder"
         ) from error
     except OSError as error:
         raise CheckpointError(

@@ -51,8 +51,8 @@ def encode(
         found = tensor(value, where)
         if found is None:
             raise TypeError(
-                f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give tensors, "
-                "numbers, strings, bools, None, or lists and dicts of them with strings as keys"
+                f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; give "
+                "tensors, numbers, strings, bools, None, or lists and dicts of them (keys: strings)"
             )
         return {"$tensor": walk(found, where, depth + 1)}
 

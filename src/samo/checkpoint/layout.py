@@ -84,7 +84,7 @@ def layout_of(
 
 
 def _mesh_of_shards(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of a model's DTensors, after FSDP2 has put them back in place of whole ones."""
+    """Return the mesh of a model's DTensors, after FSDP2 has put them back in place."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     from torch.distributed.fsdp import FSDPModule  # slow to load

@@ -34,7 +34,7 @@ def load(
     mesh: DeviceMesh | None = None,
     timeout_s: float = 600.0,
 ) -> dict[str, Any]:
-    """Fill a model, its optimizer and its scaler from a checkpoint, so that training resumes exactly.
+    """Fill a model, its optimizer and its scaler from a checkpoint, to resume training exactly.
 
     Every byte, then names, shapes, types and groups are checked before anything is changed. A
     compressed checkpoint goes into a model compressed with its masks (see `samo.load_masks`), or,
@@ -145,8 +145,8 @@ class _Load:
         is_same = own is found if own is None or found is None else own.keys() == found.keys()
         if not is_same and (self.opt is not None or own is not None):
             raise self.saved.misfit(
-                f"it was saved with loss scaler {found} and this one is {own}; give the same scaler=, "
-                "or load with opt=None and scaler=None"
+                f"it was saved with loss scaler {found} and this one is {own}; give the same "
+                "scaler=, or load with opt=None and scaler=None"
             )
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     path = Path(path)
     file = path / NAME
     if not file.is_file():
-        reason = f"it has no '{NAME}'" if path.exists() else "it does not exist"
+        reason = f"there is no '{NAME}' in it" if path.exists() else "it does not exist"
         raise CheckpointError(
             f"'{path}' is not a checkpoint: {reason}; write one with samo.save(path, model, opt)"
         )

@@ -49,8 +49,8 @@ class OptimizerState:
             for param in group["params"]:
                 if id(param) not in known:
                     raise CheckpointError(
-                        f"the optimizer has a parameter of shape {tuple(param.shape)} in group {i} that "
-                        "the model lacks; build it on model.parameters(), after samo.compress_"
+                        f"the optimizer has a parameter of shape {tuple(param.shape)} in group {i} "
+                        "that the model lacks; build it on model.parameters(), after samo.compress_"
                     )
             self.groups.append((group, {known[id(param)]: param for param in group["params"]}))
 
@@ -69,7 +69,7 @@ class OptimizerState:
         for index, content in packed["state"].items():
             if index not in range(len(names)):
                 raise CheckpointError(
-                    f"{_class_name(self.opt)} has state of no parameter ({index!r}); save without opt"
+                    f"{_class_name(self.opt)} has state of no parameter ({index!r}); use opt=None"
                 )
             if (name := names[index]) in own:
                 state[name] = json_values.encode(content, name, name_tensors(tensors))
@@ -87,8 +87,8 @@ class OptimizerState:
             raise saved.misfit("it was saved without an optimizer; load it with opt=None")
         if entry["class"] != _class_name(self.kind):
             raise saved.misfit(
-                f"it has the state of a {entry['class']}, not of a {_class_name(self.kind)}; build that "
-                "optimizer, or load with opt=None"
+                f"it has the state of a {entry['class']}, not of a {_class_name(self.kind)}; build "
+                "that optimizer, or load with opt=None"
             )
         theirs, states = _settings_by_name(entry), entry["state"]
         saved.check_names(saved.optimizer, list(states.values()), "optimizer state")
@@ -153,7 +153,7 @@ class OptimizerState:
                 )
 
     def fill(self, saved: Checkpoint) -> None:
-        """Load a state that fits, by torch's own way, which knows the defaults of newer settings."""
+        """Load a state that fits with torch's own method, which knows defaults of new settings."""
         entry = saved.manifest.optimizer
         assert entry is not None, "check_fits has refused it"
 

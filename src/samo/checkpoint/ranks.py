@@ -52,7 +52,8 @@ class Ranks:
         store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         if hasattr(store, "clone"):
             store = store.clone()  # other threads wait on that one
-        self._store: Final = dist.PrefixStore(f"{key}/{_calls[key]}", store)  # type: ignore[attr-defined]
+        prefix = f"{key}/{_calls[key]}"
+        self._store: Final = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
     def run_all(
         self,
@@ -83,8 +84,8 @@ class Ranks:
                     self._store.set(self._key("read"), "")
         except dist.DistNetworkError as lost:
             raise PeerError(
-                f"rank {self.rank} lost the store of its process group, which rank 0 or the launcher "
-                f"holds: {first_words(lost)}. Look at their logs, and start the ranks again",
+                f"rank {self.rank} lost the store of its process group, which rank 0 or the "
+                f"launcher holds: {first_words(lost)}. Look at their logs, and restart the ranks",
                 (0,),
             ) from lost
         if error is not None:
@@ -158,8 +159,8 @@ class Ranks:
                 lost = tuple(missing.values())
                 raise PeerError(
                     f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} did not answer for "
-                    f"{self._limit_s:g} s while rank {self.rank} waited for {what}. All ranks must make "
-                    "this call. Look at the log of that rank, and start the ranks again",
+                    f"{self._limit_s:g} s while rank {self.rank} waited for {what}. All ranks must "
+                    "make this call. Look at the log of that rank, and start the ranks again",
                     lost,
                 )
 

@@ -192,8 +192,9 @@ def merge(shares: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any]:
         for name in share["tensors"]:
             if holders.setdefault(name, rank) != rank:
                 raise CheckpointError(
-                    f"ranks {holders[name]} and {rank} are different stages but both have '{name}', "
-                    "which is not tied; give samo.save the samo.Pipeline, or a mesh with axis 'pipe'"
+                    f"ranks {holders[name]} and {rank} are different stages but both have "
+                    f"'{name}', which is not tied; give samo.save the Pipeline, or a mesh with "
+                    "axis 'pipe'"
                 )
         for dtype, numel, num_kept in share["params"].values():
             sizes[dtype] += numel
