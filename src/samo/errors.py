@@ -1,16 +1,16 @@
-"""The exceptions a caller may want to tell apart.
+"""The exceptions of samo.
 
     SamoError
-     +- MaskError (ValueError)      masks that do not fit the model, or a mask file that is damaged
-     +- CompressionError (RuntimeError)   a compressed model was used in a way that would corrupt it
-     +- ConfigError (ValueError)    a setting, a flag or a config file
-     +- DataError (ValueError)      a data file or a tokenizer
-     +- CheckpointError (RuntimeError)    a checkpoint that is damaged, does not fit, or cannot be written
-     +- RunError (RuntimeError)     a run folder that cannot be used
-     +- PeerError (RuntimeError)    another rank died, hung or sent nonsense
+     +- MaskError (ValueError)            masks that do not fit the model, or a damaged mask file
+     +- CompressionError (RuntimeError)   a use of a compressed model that would corrupt it
+     +- ConfigError (ValueError)          a setting, a flag or a config file
+     +- DataError (ValueError)            a data file or a tokenizer
+     +- CheckpointError (RuntimeError)    a checkpoint that is damaged or does not fit
+     +- RunError (RuntimeError)           a run folder that cannot be used
+     +- PeerError (RuntimeError)          another rank died, hung or sent nonsense
 
-Arguments out of range raise plain ``ValueError`` or ``TypeError``. Every message says what is
-wrong, the values in hand, the rule and the next step.
+Arguments out of range raise plain ``ValueError`` or ``TypeError``. A message says what is wrong,
+the value, the rule and the next step.
 """
 
 import difflib
@@ -30,103 +30,58 @@ __all__ = [
 
 
 class SamoError(Exception):
-    """Base of the errors that samo itself defines.
-
-    Example:
-        >>> import samo
-        >>> issubclass(samo.MaskError, samo.SamoError)
-        True
-    """
-
-
-class MaskError(SamoError, ValueError):
-    """Masks that do not fit a model, or a mask file that cannot be trusted.
+    """Base of all errors that samo defines.
 
     Example:
         >>> import samo
         >>> try:
         ...     samo.Masks.load("no-such-file.safetensors")
-        ... except samo.MaskError as error:
+        ... except samo.SamoError as error:
         ...     print(error)
         mask file 'no-such-file.safetensors' does not exist; write one with Masks.save(path)
     """
 
 
-class CompressionError(SamoError, RuntimeError):
-    """A compressed model was used in a way that would corrupt or ignore its state.
+class MaskError(SamoError, ValueError):
+    """Masks that do not fit a model, or a mask file that is damaged."""
 
-    Example:
-        >>> import torch, samo
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        >>> model = samo.compress_(model, samo.prune(model, 0.5))
-        >>> try:
-        ...     model[0].weight = torch.nn.Parameter(torch.zeros(2, 2))
-        ... except samo.CompressionError as error:
-        ...     print(str(error)[:46])
-        '0.weight' is (8, 8) and cannot be given (2, 2
-    """
+
+class CompressionError(SamoError, RuntimeError):
+    """A compressed model was used in a way that would corrupt or ignore its state."""
 
 
 class ConfigError(SamoError, ValueError):
-    """A setting, a flag or a config file that cannot be used.
-
-    Example:
-        >>> import samo
-        >>> issubclass(samo.ConfigError, ValueError)
-        True
-    """
+    """A setting, a flag or a config file that cannot be used."""
 
 
 class DataError(SamoError, ValueError):
-    """A data file or a tokenizer that cannot be used.
-
-    Example:
-        >>> import samo
-        >>> issubclass(samo.DataError, ValueError)
-        True
-    """
+    """A data file or a tokenizer that cannot be used."""
 
 
 class CheckpointError(SamoError, RuntimeError):
-    """A checkpoint that is damaged, does not fit the model, or could not be written.
-
-    Example:
-        >>> import torch, samo
-        >>> try:
-        ...     samo.load("no-such-checkpoint", torch.nn.Linear(2, 2))
-        ... except samo.CheckpointError as error:
-        ...     print(str(error)[:20])
-        'no-such-checkpoint'
-    """
+    """A checkpoint that is damaged, does not fit the model, or could not be written."""
 
 
 class RunError(SamoError, RuntimeError):
-    """A run folder that cannot be used.
-
-    Example:
-        >>> import samo
-        >>> issubclass(samo.RunError, RuntimeError)
-        True
-    """
+    """A run folder that cannot be used."""
 
 
 class PeerError(SamoError, RuntimeError):
-    """Another rank died, hung or sent something invalid; the message names it.
+    """Another rank died, hung or sent something invalid.
 
     Example:
-        >>> import samo
-        >>> error = samo.PeerError("rank 3 (stage 1) is gone", rank=3, stage=1)
-        >>> error.rank, error.stage, error.is_timeout
-        (3, 1, False)
+        >>> error = PeerError("rank 3 (stage 1) is gone", rank=3, stage=1)
+        >>> error.ranks, error.stage, error.is_timeout
+        ((3,), 1, False)
 
     Args:
         message: Which rank did what, and what to do.
-        ranks: The ranks that failed, if several are known.
-        rank: The rank that failed, if known.
+        ranks: The ranks that failed, if known.
+        rank: The rank that failed, if it is one.
         stage: Its pipeline stage, if it has one.
-        is_timeout: Whether it failed by not answering in time.
-        is_diagnosed: Whether heartbeats were compared to find these ranks. If not, the ranks named
-            may themselves wait for another one.
+        is_timeout: Whether it did not answer in time.
+        is_diagnosed: Whether heartbeats show that these ranks failed. Otherwise they may themselves
+            wait for another one.
     """
 
     def __init__(
@@ -148,17 +103,9 @@ class PeerError(SamoError, RuntimeError):
 
 
 def first_words(error: BaseException) -> str:
-    """Return the first sentence of an error of another library, without the source file it comes from.
-
-    Example:
-        >>> from samo.errors import first_words
-        >>> first_words(RuntimeError("[/src/tcp/pair.cc:553] Connection closed by peer. Check the logs."))
-        'Connection closed by peer'
-    """
-    line = str(error).strip().partition("\n")[0]
-    return (
-        re.sub(r"\[/[^\]]*\]\s*", "", line).partition(". ")[0].rstrip(".") or type(error).__name__
-    )
+    """Return the first sentence of another library's error, without the source file it names."""
+    line = re.sub(r"\[/[^\]]*\]\s*", "", str(error).strip().partition("\n")[0])
+    return line.partition(". ")[0].rstrip(".") or type(error).__name__
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.5) -> str:

@@ -15,19 +15,8 @@ from tests.pipeline.cases import next_token_loss, tokens
 VOCABULARY = 32
 
 
-class Embed(nn.Module):
-    """A first layer, whose table may be that of the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, 16)
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.table(tokens_BT)
-
-
 class Block(nn.Module):
-    """Matrices, a norm, and a buffer that counts."""
+    """Matrices, a norm and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,37 +29,24 @@ class Block(nn.Module):
         return x_BTD + self.down(torch.tanh(self.up(self.norm(x_BTD))))
 
 
-class Head(nn.Module):
-    """A last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.out = nn.Linear(16, VOCABULARY, bias=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.out(self.norm(x_BTD))
-
-
 def whole(*, is_tied: bool, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
-    model = nn.Sequential(Embed(), *(Block() for _ in range(2)), Head())
+    embed, head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY, bias=False)
     if is_tied:
-        model[-1].out.weight = model[0].table.weight
-    return model
+        head.weight = embed.weight
+    return nn.Sequential(embed, Block(), Block(), head)
 
 
 class Case(NamedTuple):
     """What is trained."""
 
     dtype: torch.dtype = torch.float32
-    optimizer: Literal["exact", "lean", "sgd", "both"] = "exact"
+    optimizer: Literal["exact", "lean", "sgd"] = "exact"
     is_tied: bool = False
 
     @property
     def name(self) -> str:
-        tied = "-tied" if self.is_tied else ""
-        return f"{str(self.dtype).removeprefix('torch.')}-{self.optimizer}{tied}"
+        return f"{self.dtype}-{self.optimizer}{'-tied' * self.is_tied}"
 
 
 class Layout(NamedTuple):
@@ -79,10 +55,6 @@ class Layout(NamedTuple):
     pipe: int
     data: int
     stages_per_rank: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.pipe}x{self.data}-{self.stages_per_rank}"
 
 
 class Run:
@@ -94,10 +66,10 @@ class Run:
         model = whole(is_tied=case.is_tied, seed=seed)
         masks = masks or samo.prune(whole(is_tied=case.is_tied), 0.5)
         mesh = None if layout is None else samo.mesh(layout.pipe, layout.data)
+        per_rank = 1 if layout is None else layout.stages_per_rank
         self.pipeline = samo.Pipeline(
-            model, next_token_loss, mesh, 4, timeout_s=20,
-            stages_per_rank=1 if layout is None else layout.stages_per_rank,
-        )  # fmt: skip
+            model, next_token_loss, mesh, 4, timeout_s=20, stages_per_rank=per_rank
+        )
         self.module = self.pipeline.module
         samo.compress_(
             self.module,
@@ -108,50 +80,37 @@ class Run:
         )
         # By their density, so that stages have other groups than one process.
         groups = samo.param_groups(self.module, lr=0.01, weight_decay=0.1, density_power=-0.5)
-        self.opts: list[torch.optim.Optimizer] = []
+        self.opt: torch.optim.Optimizer
         if case.optimizer == "sgd":
-            self.opts.append(torch.optim.SGD(groups, momentum=0.9))
-        if case.optimizer == "both":
-            tables = [p for n, p in self.module.named_parameters() if "table" in n or "out" in n]
-            lr = torch.tensor(0.05)  # a setting that all stages write
-            self.opts.append(torch.optim.SGD([{"params": tables}], lr=lr, momentum=0.9))
             for group in groups:
-                group["params"] = [p for p in group["params"] if all(p is not t for t in tables)]
-        if case.optimizer != "sgd":
-            state: Any = "lean" if case.optimizer == "lean" else "exact"
-            self.opts.append(samo.AdamW(groups, state=state))
+                group["lr"] = torch.tensor(group["lr"])  # settings that all stages write
+            self.opt = torch.optim.SGD(groups, momentum=0.9)
+        else:
+            self.opt = samo.AdamW(groups, state=case.optimizer)
 
     def train(self, steps: int) -> None:
         """Train on the same rows on every replica: a mean of equal numbers over 2 or 4 is exact."""
         for step in range(steps):
             x, y = tokens(seed=step)
             self.pipeline.step(x, target=y)
-            for opt in self.opts:
-                opt.step()
+            self.opt.step()
             self.module.zero_grad()
 
     @torch.no_grad()
-    def randomise(self, seed: int = 7) -> None:
+    def randomise(self) -> None:
         """Set values and state to what depends on name and entry alone, not on the layout.
 
         So that ranks of any layout, and one process, hold the same, without training for it.
         """
-        aliases = self._aliases()
+        aliases = {name: group[0] for group in self.pipeline.tied for name in group}
         for name, param in self.module.named_parameters():
             name = aliases.get(name, name)
-            param.copy_(draw(f"{name} values {seed}", param.numel()).view(param.shape))
-            for opt in self.opts:
-                for key, value in opt.state.get(param, {}).items():
-                    drawn = draw(f"{name} {key} {seed}", value.numel()).abs() * 50
-                    value.copy_(torch.full((), 11.0) if key == "step" else drawn.view(value.shape))
+            param.copy_(draw(f"{name} values", param.numel()).view(param.shape))
+            for key, value in self.opt.state.get(param, {}).items():
+                drawn = draw(f"{name} {key}", value.numel()).abs() * 50
+                value.copy_(torch.full((), 11.0) if key == "step" else drawn.view(value.shape))
         for name, buffer in self.module.named_buffers():
-            buffer.copy_(draw(f"{name} {seed}", buffer.numel()).view(buffer.shape))
-
-    def _aliases(self) -> dict[str, str]:
-        return {name: group[0] for group in self.pipeline.tied for name in group}
-
-    def close(self) -> None:
-        self.pipeline.close()
+            buffer.copy_(draw(name, buffer.numel()).view(buffer.shape))
 
 
 def draw(what: str, size: int) -> Tensor:
@@ -162,21 +121,11 @@ def draw(what: str, size: int) -> Tensor:
 def contents(path: Path) -> dict[str, Any]:
     """Return all that a checkpoint says, however it is cut into files, groups and rows."""
     manifest = read_manifest(path)
-    found: dict[str, Any] = {
-        key: getattr(manifest, key)
-        for key in (
-            "is_compressed",
-            "dtype",
-            "num_params",
-            "kept",
-            "tied",
-            "extra",
-            "extra_tensors",
-        )
-    }
-    for i, entry in enumerate(manifest.optimizers):
+    keys = ("is_compressed", "dtype", "num_params", "kept", "tied", "extra")
+    found: dict[str, Any] = {key: getattr(manifest, key) for key in keys}
+    if (entry := manifest.optimizer) is not None:
         settings = {name: group["settings"] for group in entry["groups"] for name in group["names"]}
-        found[f"optimizer {i}"] = (entry["class"], settings, entry["state"], entry["more"])
+        found["optimizer"] = (entry["class"], settings, entry["state"], entry["more"])
     for kind in ("weights", "optimizer", "extra"):
         saved = SavedTensors(path, manifest, kind)
         for name, spec in saved.specs.items():

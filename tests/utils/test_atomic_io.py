@@ -3,27 +3,13 @@
 import errno
 import fcntl
 import os
-import stat
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from samo.utils import atomic_io
-
-
-def failing_at(number: int, error: BaseException, real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that raises at its call of this number, and works before and after."""
-    calls = iter(range(1, 1_000_000))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == number:
-            raise error
-        return real(*args, **kwargs)
-
-    return call
+from tests.utils.system import failing_at, record
 
 
 def test_a_file_is_written_and_replaced_and_a_link_stays_one(
@@ -47,22 +33,9 @@ def test_a_file_is_written_and_replaced_and_a_link_stays_one(
 def test_the_bytes_are_on_the_disk_before_the_name_is_switched_and_the_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[str] = []
-
-    def note(call: str, name: Callable[..., str]) -> None:
-        real = getattr(os, call)
-
-        def noted(*args: Any) -> Any:
-            done.append(name(*args))
-            return real(*args)
-
-        monkeypatch.setattr(os, call, noted)
-
-    note("fsync", lambda file: "folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "file")
-    note("replace", lambda *_: "rename")
-    note("write", lambda *_: "write")
+    done = record(monkeypatch, "write", "fsync", "replace")
     atomic_io.write_bytes(tmp_path / "file", b"data")
-    assert done == ["write", "file", "rename", "folder"]
+    assert done == ["write", ".file.X", "replace", tmp_path.name]
 
 
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])

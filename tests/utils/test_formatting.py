@@ -8,33 +8,39 @@ from samo.utils import formatting
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("write", "value", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (999_400, "999 kB"),
-        (999_600, "1.00 MB"),
-        (13_893_632, "13.9 MB"),
-        (350e9, "350 GB"),
-        (2.5e12, "2.50 TB"),
+        ("count", 868352, "868,352"),
+        ("loss", 2.27449, "2.274"),
+        ("percent", 0.9, "90 %"),
+        ("percent", 0.60519, "60.5 %"),
+        ("percent", 0.89999, "90 %"),
+        ("three_digits", 9.7183, "9.72"),
+        ("three_digits", 13.87, "13.9"),
+        ("three_digits", 9.9996, "10.0"),
+        ("three_digits", 16834.2, "16,834"),
+        ("duration", 0, "0.0 s"),
+        ("duration", 59.96, "1 min 0 s"),
+        ("duration", 3599.7, "1 h 0 min"),
+        ("duration", 86399.9, "1 d 0 h"),
+        ("duration", 200_000, "2 d 7 h"),
+        ("size", 0, "0 B"),
+        ("size", 999, "999 B"),
+        ("size", 1000, "1.00 kB"),
+        ("size", 999_400, "999 kB"),
+        ("size", 999_600, "1.00 MB"),
+        ("size", 13_893_632, "13.9 MB"),
+        ("size", 350e9, "350 GB"),
+        ("size", 2.5e12, "2.50 TB"),
     ],
 )
-def test_sizes_have_three_digits_and_a_unit(value: float, text: str) -> None:
-    assert formatting.size(value) == text
+def test_numbers_are_rounded_and_carry_over(write: str, value: float, text: str) -> None:
+    assert getattr(formatting, write)(value) == text
 
 
 @pytest.mark.parametrize("write", ["count", "size", "three_digits", "loss", "percent", "duration"])
 def test_what_is_not_known_is_a_dash(write: str) -> None:
     assert {getattr(formatting, write)(value) for value in (None, math.nan, math.inf)} == {"-"}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.0 s"), (59.96, "1 min 0 s"), (3599.7, "1 h 0 min"), (86399.9, "1 d 0 h")],
-)
-def test_durations_carry_over(seconds: float, text: str) -> None:
-    assert formatting.duration(seconds) == text
 
 
 def test_plain_text_has_nothing_that_breaks_a_file() -> None:

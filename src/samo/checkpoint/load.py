@@ -1,7 +1,6 @@
 """`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
 
 import os
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,17 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from samo.checkpoint.distributed import Layout, layout_of
 from samo.checkpoint.folder import check_file
-from samo.checkpoint.manifest import NAME, Manifest, damaged, read_manifest
+from samo.checkpoint.layout import Layout, layout_of
+from samo.checkpoint.manifest import NAME, read_manifest
 from samo.checkpoint.model_state import ModelState
-from samo.checkpoint.optim_state import OptimizerState, check_all
-from samo.checkpoint.save import Scaler
-from samo.checkpoint.tensors import Checkpoint, SavedTensors
-from samo.errors import CheckpointError, MaskError
-from samo.mask.mask import Mask
+from samo.checkpoint.optim_state import OptimizerState
+from samo.checkpoint.saved import Checkpoint, read_masks
+from samo.errors import MaskError
 from samo.mask.masks import Masks
-from samo.utils.validation import optimizers_of
 
 if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline
@@ -32,22 +28,21 @@ __all__ = ["load", "load_masks"]
 def load(
     path: str | os.PathLike[str],
     model: "nn.Module | Pipeline",
-    opt: Optimizer | Iterable[Optimizer] | None = None,
+    opt: Optimizer | None = None,
     *,
-    scaler: Scaler | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     mesh: DeviceMesh | None = None,
     timeout_s: float = 600.0,
 ) -> dict[str, Any]:
-    """Fill a model, its optimizer and its scaler from a checkpoint, so that training resumes exactly.
+    """Fill a model, its optimizer and its scaler from a checkpoint, to resume training exactly.
 
-    Everything is checked before anything is changed: every byte, and that names, shapes, types and
-    groups fit. A compressed checkpoint goes into a compressed model (``samo.load_masks(path)``
-    reads its masks), or, without ``opt``, into an ordinary one, with zeros for what is pruned.
-    Where masks have moved since the model was compressed, it gets those of the checkpoint. Tensors
-    go to the device of the model.
+    Every byte, then names, shapes, types and groups are checked before anything is changed. A
+    compressed checkpoint goes into a model compressed with its masks (see `samo.load_masks`), or,
+    without ``opt``, into an ordinary one, with zeros where pruned. Tensors go to the device of the
+    model.
 
-    Where a model lies on several ranks, as for `samo.save`, all of them call it, in whatever layout
-    the checkpoint was saved. Each reads its own part; if one refuses, all do.
+    On several ranks all of them call it, as for `samo.save`, in any layout. Each reads its part; if
+    one fails, all do.
 
     Example:
         >>> import tempfile, torch, samo
@@ -58,17 +53,15 @@ def load(
         ...     samo.save(folder, model, opt, extra={"step": 100})
         ...     again = torch.nn.Sequential(torch.nn.Linear(8, 8))
         ...     again = samo.compress_(again, samo.load_masks(folder))
-        ...     again_opt = samo.AdamW(again.parameters())
-        ...     samo.load(folder, again, again_opt)
+        ...     samo.load(folder, again, samo.AdamW(again.parameters()))
         {'step': 100}
         >>> torch.equal(model[0].weight, again[0].weight)
         True
 
     Args:
         path: The folder given to `samo.save`.
-        model: The model to be filled, in place, or a `samo.Pipeline`.
-        opt: Its optimizer, or several in the order in which they were saved; by default their saved
-            state is left out.
+        model: The model to fill in place, or a `samo.Pipeline`.
+        opt: Its optimizer; by default no optimizer state is loaded.
         scaler: Its loss scaler.
         mesh: All ranks, as for `samo.save`.
         timeout_s: Seconds to wait for a rank while none reads.
@@ -77,17 +70,15 @@ def load(
         What was given to `samo.save` as ``extra``; tensors on the CPU.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or does not fit, here or on another
+        CheckpointError: The checkpoint is missing, damaged or does not fit, here or on another
             rank.
         PeerError: Another rank does not answer.
     """
-    layout, folder = layout_of(model, mesh, timeout_s, "samo.load"), Path(path)
-    ranks = layout.ranks
-    fill = ranks.run_all(
-        f"whether '{folder}' fits everywhere", lambda: _checked(folder, layout, opt, scaler)
-    )
-    extra: dict[str, Any] = ranks.run_all(f"whether '{folder}' was read everywhere", fill)
-    return extra
+    layout = layout_of(model, mesh, timeout_s, "samo.load")
+    task = _Load(Path(path), layout, opt, scaler)
+    layout.ranks.run_all(f"whether '{path}' fits everywhere", task.check)
+    layout.ranks.run_all(f"'{path}' to be read everywhere", task.fill)
+    return task.extra
 
 
 def load_masks(path: str | os.PathLike[str]) -> Masks:
@@ -112,99 +103,56 @@ def load_masks(path: str | os.PathLike[str]) -> Masks:
     manifest = read_manifest(folder)
     if not manifest.is_compressed:
         raise MaskError(
-            f"checkpoint '{folder}' has no masks: it was saved from a dense model; load it with "
-            "samo.load(path, model) and prune that with samo.prune(model, sparsity)"
+            f"'{folder}' has no masks: it was saved from a dense model; load it with samo.load and "
+            "prune it with samo.prune(model, sparsity)"
         )
-    for name, file in manifest.files_of("masks").items():
-        check_file(folder / manifest.data / name, file)
-    return Masks(_masks(folder, manifest))
+    for name in manifest.files_of("masks"):
+        check_file(folder / manifest.data / name, manifest.files[name])
+    return Masks(read_masks(folder, manifest))
 
 
-def _checked(
-    folder: Path,
-    layout: Layout,
-    opt: Optimizer | Iterable[Optimizer] | None,
-    scaler: Scaler | None,
-) -> Callable[[], dict[str, Any]]:
-    """Check everything, and return what fills model, optimizers and scaler."""
-    state = ModelState(layout)
-    opts = [] if opt is None else optimizers_of(opt)
-    optimizers = [OptimizerState(one, state) for one in opts]
-    manifest, ranks = read_manifest(folder), layout.ranks
-    for i, (name, file) in enumerate(manifest.files.items()):
-        # One rank compares the bytes of a file, in turn, so that no file is read by all of them.
-        is_mine = i % len(ranks.ranks) == ranks.place
-        check_file(folder / manifest.data / name, file, size_only=not is_mine)
-        ranks.note_progress()
-    if optimizers and manifest.is_compressed and not state.is_compressed and state.params:
-        raise CheckpointError(
-            f"'{folder}' has the optimizer state of a compressed model and this one is not compressed; "
-            f"call samo.compress_(model, samo.load_masks('{folder}')) first, or load with opt=None"
-        )
-    saved = Checkpoint(
-        folder,
-        manifest,
-        _masks(folder, manifest),
-        SavedTensors(folder, manifest, "weights"),
-        SavedTensors(folder, manifest, "optimizer"),
-    )
-    extra = _extra(folder, manifest)
-    state.check_fits(saved, opts)
-    if optimizers:
-        check_all(saved, optimizers)
-    _check_scaler(saved, scaler, is_training=bool(optimizers))
+class _Load:
+    """Fills model, optimizer and scaler, after it has checked everything."""
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        opt: Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.folder, self.layout, self.opt, self.scaler = folder, layout, opt, scaler
+        self.extra: dict[str, Any] = {}
+
+    def check(self) -> None:
+        self.model = model = ModelState(self.layout)
+        self.optimizer = None if self.opt is None else OptimizerState(self.opt, model)
+        self.saved = saved = Checkpoint(self.folder, self.layout.ranks)
+        is_expanding = saved.manifest.is_compressed and not model.is_compressed
+        if self.optimizer is not None and is_expanding and model.params:
+            raise saved.misfit(
+                "it has the optimizer state of a compressed model; call "
+                f"samo.compress_(model, samo.load_masks('{self.folder}')), or load with opt=None"
+            )
+        model.check_fits(saved)
+        if self.optimizer is not None:
+            self.optimizer.check_fits(saved)
+        self._check_scaler(saved.manifest.scaler)
+        self.extra = saved.read_extra()
+
+    def _check_scaler(self, found: dict[str, Any] | None) -> None:
+        own = None if self.scaler is None else self.scaler.state_dict()
+        is_same = own is found if own is None or found is None else own.keys() == found.keys()
+        if not is_same and (self.opt is not None or own is not None):
+            raise self.saved.misfit(
+                f"it was saved with loss scaler {found} and this one is {own}; give the same "
+                "scaler=, or load with opt=None and scaler=None"
+            )
 
     @torch.no_grad()
-    def fill() -> dict[str, Any]:
-        state.fill(saved)
-        for optimizer, entry in zip(optimizers, manifest.optimizers):
-            optimizer.fill(saved, entry)
-        if scaler is not None and manifest.scaler is not None:
-            scaler.load_state_dict(manifest.scaler)
-        return extra
-
-    return fill
-
-
-def _masks(folder: Path, manifest: Manifest) -> dict[str, Mask]:
-    masks: dict[str, Mask] = {}
-    for name in manifest.files_of("masks") if manifest.is_compressed else ():
-        file = folder / manifest.data / name
-        try:
-            masks.update(Masks.load(file))
-        except MaskError as error:
-            raise damaged(file, str(error)) from error
-    return masks
-
-
-def _extra(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    saved = SavedTensors(folder, manifest, "extra")
-    if set(saved.specs) != set(manifest.extra_tensors):
-        raise CheckpointError(
-            f"'{folder}' is damaged: its extra tensors are not those that its manifest names; take "
-            "another copy of the checkpoint"
-        )
-    return manifest.extra | {name: saved.read(name).clone() for name in saved.specs}
-
-
-def _check_scaler(saved: Checkpoint, scaler: Scaler | None, *, is_training: bool) -> None:
-    found = saved.manifest.scaler
-    if scaler is None:
-        if is_training and found is not None:
-            raise CheckpointError(
-                f"'{saved.path}' has the state of a loss scaler, without which training would not resume "
-                "as it was; give scaler=, or load with opt=None"
-            )
-        return
-    if found is None:
-        raise CheckpointError(
-            f"'{saved.path}' was saved without a loss scaler; load it with scaler=None"
-        )
-    expected = scaler.state_dict()
-    if set(found) != set(expected) or any(
-        type(v) not in (bool, int, float) for v in found.values()
-    ):
-        raise CheckpointError(
-            f"'{saved.path}' has the state of another loss scaler, {found} in place of {expected}; build "
-            "the scaler it was saved with"
-        )
+    def fill(self) -> None:
+        self.model.fill(self.saved)
+        if self.optimizer is not None:
+            self.optimizer.fill(self.saved)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(self.saved.manifest.scaler or {})

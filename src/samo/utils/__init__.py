@@ -1,3 +1,3 @@
-"""What every package may use: files that survive a crash, checks of arguments, numbers as text."""
+"""What every package may use: atomic files, checks of arguments, numbers as text."""
 
 __all__ = []

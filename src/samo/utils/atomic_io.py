@@ -1,4 +1,4 @@
-"""Atomic file writes: after a kill or a full disk at any moment, the old file or the new one is there, whole.
+"""Atomic file writes: after a kill or a full disk, the old file or the new one is there, whole.
 
     write aside  ->  fsync the file  ->  rename over the old one  ->  fsync the folder
 
@@ -26,18 +26,8 @@ _UNSUPPORTED: Final = {errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write or replace a file atomically.
 
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from samo.utils import atomic_io
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     atomic_io.write_bytes(f"{folder}/notes.txt", b"new")
-        ...     Path(folder, "notes.txt").read_bytes()
-        b'new'
-
-    Raises:
-        OSError: The file could not be written and the old one is unchanged, unless the last fsync
-            failed, that of the folder: then the new file is in place already.
+    After an OSError the old file is unchanged, unless the last fsync failed, that of the folder:
+    then the new file is already in place.
     """
     target = Path(os.path.realpath(path))  # through a link, which stays
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -53,8 +43,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def write_new(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file that does not exist yet, piece by piece, and fsync it, but not the folder.
 
-    Raises:
-        OSError: The file exists, or could not be written; half of it may be there.
+    After an OSError half of it may be there.
     """
     with _naming(path):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -84,8 +73,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 def make_folders(path: str | os.PathLike[str]) -> list[Path]:
     """Create a folder and its parents, fsynced, and return the new ones, outermost first.
 
-    Raises:
-        OSError: A folder cannot be made, or the path is a file; none is left then.
+    After an OSError none of them is left.
     """
     path = Path(path)
     missing = []
@@ -113,20 +101,7 @@ def remove_empty(folders: list[Path]) -> None:
 
 @contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a lock on a folder against other processes and threads; the lock of a killed process is free.
-
-    Example:
-        >>> from samo.utils import atomic_io
-        >>> with atomic_io.locked("."):
-        ...     with atomic_io.locked("."):
-        ...         pass
-        Traceback (most recent call last):
-        BlockingIOError: ...
-
-    Raises:
-        BlockingIOError: The lock is taken.
-        OSError: The folder cannot be opened.
-    """
+    """Lock a folder against other processes and threads, or raise BlockingIOError."""
     if not _IS_POSIX:
         yield
         return
@@ -157,7 +132,7 @@ def _opened(folder: str | os.PathLike[str]) -> Iterator[int]:
 
 @contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the file's name to errors that lack one, such as those of a full disk."""
+    """Add the file's name to errors that lack it, such as those of a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,6 @@
 """Versions and hardware, for the records of runs and for ``samo inspect``."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,31 +17,16 @@ _PACKAGES: Final = ("torch", "numpy", "numba", "safetensors", "triton", "transfo
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of samo, Python and samo's dependencies, if installed.
-
-    Example:
-        >>> from samo.utils.environment import versions
-        >>> sorted(versions())[:2]
-        ['numba', 'numpy']
-    """
+    """Return the versions of samo, Python and samo's dependencies, if installed."""
     found = {"samo": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Describe a device and the machine around it.
-
-    Example:
-        >>> import torch
-        >>> from samo.utils.environment import hardware
-        >>> hardware(torch.device("cpu"))["device"]
-        'cpu'
-    """
+    """Describe a device and its machine."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
@@ -70,12 +56,10 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def _cpu_name() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 

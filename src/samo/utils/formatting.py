@@ -10,24 +10,12 @@ NOTHING = "-"
 
 
 def count(value: float | None) -> str:
-    """Format a whole number.
-
-    Example:
-        >>> from samo.utils.formatting import count
-        >>> count(868352), count(None)
-        ('868,352', '-')
-    """
+    """Format a whole number, such as ``868,352``."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:,.0f}"
 
 
 def size(value: float | None) -> str:
-    """Format bytes; GB is 10**9 bytes.
-
-    Example:
-        >>> from samo.utils.formatting import size
-        >>> [size(n) for n in (512, 5_480_000, 13_870_000, 1_234_000_000)]
-        ['512 B', '5.48 MB', '13.9 MB', '1.23 GB']
-    """
+    """Format bytes, such as ``13.9 MB``; GB is 10**9 bytes."""
     if value is None or not math.isfinite(value):
         return NOTHING
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
@@ -38,13 +26,7 @@ def size(value: float | None) -> str:
 
 
 def three_digits(value: float | None) -> str:
-    """Format a number with three digits, or all of those before the point.
-
-    Example:
-        >>> from samo.utils.formatting import three_digits
-        >>> [three_digits(x) for x in (9.7183, 13.87, 9.9996, 16834.2, float("nan"))]
-        ['9.72', '13.9', '10.0', '16,834', '-']
-    """
+    """Format a number with three digits, or all of those before the point: 9.72, 13.9, 16,834."""
     if value is None or not math.isfinite(value):
         return NOTHING
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
@@ -52,37 +34,19 @@ def three_digits(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Format a loss.
-
-    Example:
-        >>> from samo.utils.formatting import loss
-        >>> loss(2.27449)
-        '2.274'
-    """
+    """Format a loss, such as ``2.274``."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:,.3f}"
 
 
 def percent(fraction: float | None) -> str:
-    """Format a fraction in percent, with one decimal if it has one.
-
-    Example:
-        >>> from samo.utils.formatting import percent
-        >>> percent(0.9), percent(0.60519), percent(0.89999)
-        ('90 %', '60.5 %', '90 %')
-    """
+    """Format a fraction in percent, with one decimal if it has one: ``90 %``, ``60.5 %``."""
     if fraction is None or not math.isfinite(fraction):
         return NOTHING
     return f"{100 * fraction:.1f}".removesuffix(".0") + " %"
 
 
 def duration(seconds: float | None) -> str:
-    """Format a time span.
-
-    Example:
-        >>> from samo.utils.formatting import duration
-        >>> [duration(s) for s in (4.21, 65, 3 * 3600 + 120, 200_000)]
-        ['4.2 s', '1 min 5 s', '3 h 2 min', '2 d 7 h']
-    """
+    """Format a time span, such as ``4.2 s``, ``1 min 5 s``, ``3 h 2 min`` or ``2 d 7 h``."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     if seconds < 59.95:
@@ -96,13 +60,7 @@ def duration(seconds: float | None) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Replace control characters and lone surrogates by question marks.
-
-    Example:
-        >>> from samo.utils.formatting import plain
-        >>> plain("a\x00b")
-        'a?b'
-    """
+    """Replace control characters and lone surrogates by question marks."""
     return "".join(
         "?" if unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t" else char
         for char in text.replace("\r\n", "\n")
@@ -110,13 +68,7 @@ def plain(text: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Put a text on one line, and cut out its middle if it is longer than ``length``.
-
-    Example:
-        >>> from samo.utils.formatting import shortened
-        >>> shortened("transformer.blocks.11.attention.qkv.weight", 20)
-        'transfor...kv.weight'
-    """
+    """Put a text on one line, and cut out its middle: ``transfor...kv.weight``."""
     text = " ".join(plain(text).split())
     if len(text) <= length:
         return text

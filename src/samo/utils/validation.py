@@ -12,19 +12,9 @@ __all__ = []
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """Return an integer of any type (Python, numpy, one-element tensor) as a Python int.
-
-    Example:
-        >>> whole_number("every", 3, least=1)
-        3
-
-    Raises:
-        ValueError: It is not an integer, or less than ``least``.
-    """
+    """Return an integer of any type (Python, numpy, one-element tensor) as a Python int."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        found = operator.index(value)
+        found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = None
     if found is None or (least is not None and found < least):
@@ -34,19 +24,9 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
 
 
 def finite_number(name: str, value: Any) -> float:
-    """Return a number as a finite float.
-
-    Example:
-        >>> finite_number("drop", 0.3)
-        0.3
-
-    Raises:
-        ValueError: It is not a number, NaN or infinite.
-    """
-    if isinstance(value, bool | str | bytes):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+    """Return a number of any type as a finite float."""
     try:
-        found = float(value)
+        found = math.nan if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError):
         found = math.nan
     if not math.isfinite(found):
@@ -61,18 +41,14 @@ def check_model(model: object) -> None:
 
 
 def optimizers_of(opt: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """Return one optimizer or several as a list.
-
-    Raises:
-        TypeError: One of them is not an optimizer.
-    """
+    """Return one optimizer or several as a list; raise TypeError for anything else."""
     given: Any = opt
     is_one = isinstance(opt, Optimizer | str | nn.Module) or not isinstance(opt, Iterable)
     found = [given] if is_one else list(given)
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(
-                f"opt must be a torch.optim.Optimizer or several of them, got {type(one).__name__}; "
-                "build one on model.parameters()"
+                f"opt must be a torch.optim.Optimizer or several, got {type(one).__name__}; build "
+                "one on model.parameters()"
             )
     return found
