@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import samo
-from samo.core import remap, transfer
+from samo.core import transfer
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
 from samo.core.weight import Weight
-from samo.kernels.rounding import convert_remainder, split
 from tests.meters import LargestTensor
 
 Make = Callable[[Any], Optimizer]
@@ -52,16 +51,11 @@ def adam(params: Any) -> Optimizer:
 
 CASES = {
     "fp32": Case(exact, torch.float32),
-    "fp64": Case(exact, torch.float64),
-    "bf16": Case(exact),
-    "fp16": Case(exact, torch.float16),
+    "bf16": Case(exact, options={"grad_dtype": torch.bfloat16}),
     "ages": Case(ages),
-    "bf16 gradients": Case(exact, options={"grad_dtype": torch.bfloat16}),
     "remainders": Case(exact, options={"value_dtype": torch.bfloat16}),
     "lean": Case(lean, options={"value_dtype": torch.bfloat16}),
-    "lean fp32": Case(lean, torch.float32),
-    "sgd": Case(sgd, torch.float32),
-    "sgd bf16": Case(sgd),
+    "sgd": Case(sgd),
     "adam": Case(adam, torch.float32),
 }
 
@@ -125,7 +119,7 @@ def assert_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
     seeds=st.tuples(st.integers(0, 99), st.integers(0, 99)),
     densities=st.tuples(*[st.sampled_from([0.0, 0.02, 0.1, 0.5, 0.9, 1.0])] * 4),
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_what_both_masks_keep_moves_bit_for_bit_and_all_else_is_zero(
     kind: str, seeds: tuple[int, int], densities: tuple[float, float, float, float]
 ) -> None:
@@ -158,23 +152,6 @@ def test_what_both_masks_keep_moves_bit_for_bit_and_all_else_is_zero(
         assert torch.equal(
             dense[mask.to_bool()], model.get_parameter(name).detach().to(dense.dtype)
         )
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "remainders", "lean"])
-def test_given_values_are_those_of_the_entries_kept_anew(kind: str) -> None:
-    old, new = random_masks(0, (0.3, 0.5)), random_masks(1, (0.5, 0.2))
-    model, opt = trained(kind, old)
-    fresh = (new - old)["0.weight"]
-    fill = torch.randn(fresh.kept)
-    samo.remap_(model, new, opt, fill={"0.weight": fill})
-    at = fresh.to_bool()
-    values, rest = split(fill, model.get_parameter("0.weight").dtype)
-    state = dense_state(model, opt)
-    assert torch.equal(state["0.weight value"][at], values)
-    for key, dtype in (("remainder", torch.int16), ("correction", torch.int8)):
-        if rest is not None and f"0.weight {key}" in state:
-            assert torch.equal(state[f"0.weight {key}"][at], convert_remainder(rest, dtype))
-    assert (rest is not None) == (kind in ("remainders", "lean"))
 
 
 def build() -> nn.Module:
@@ -249,13 +226,6 @@ def test_the_same_masks_change_nothing() -> None:
     assert_same(before, dense_state(model, opt))
 
 
-def test_the_dense_weight_stays_where_it_is() -> None:
-    model, opt = trained("bf16", random_masks(0, (0.5, 0.5)))
-    address = model[0].weight.data_ptr()  # compiled code may know it
-    samo.remap_(model, random_masks(1, (0.2, 0.8)), opt)
-    assert model[0].weight.data_ptr() == address
-
-
 def test_several_optimizers_follow() -> None:
     model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50))
     samo.compress_(model, random_masks(0, (0.5, 0.5)))
@@ -323,11 +293,10 @@ def test_a_large_weight_moves_over_several_pieces() -> None:
     assert torch.equal(narrowed.to_bool(), expected)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_nothing_as_large_as_a_large_weight_is_made(kernels: Any) -> None:
+def test_nothing_as_large_as_a_large_weight_is_made() -> None:
     model = nn.Sequential(nn.Linear(2048, 2048, bias=False))
     old, new = (samo.prune(model, 0.95, method="random", seed=seed) for seed in (0, 1))
-    samo.compress_(model, old, dtype=torch.bfloat16, kernels=kernels)
+    samo.compress_(model, old, dtype=torch.bfloat16)
     opt = samo.AdamW(model.parameters(), entry_steps=True)
     model(torch.randn(1, 2048).bfloat16()).float().square().mean().backward()
     opt.step()
@@ -348,74 +317,30 @@ def test_a_backward_pass_over_the_old_mask_is_refused(densities: tuple[float, fl
     loss = model(torch.randn(4, 70)).square().mean()  # saves the input, not the weight
     new = random_masks(1, densities)["0.weight"]
     samo.remap_(model, samo.Masks({"0.weight": new}))
-    with pytest.raises(samo.CompressionError, match=r"brings '0.weight' a gradient for the mask"):
+    with pytest.raises(samo.CompressionError, match=r"the mask of '0.weight' changed between"):
         loss.backward()
     assert model.get_parameter("0.weight").grad is None
     model(torch.randn(4, 70)).square().mean().backward()
     assert model.get_parameter("0.weight").grad.numel() == new.kept
 
 
-def test_hooks_on_parameters_go_on() -> None:
-    model, opt = trained("fp32", random_masks(0, (0.5, 0.5)))
-    seen: list[int] = []
-    param = model.get_parameter("0.weight")
-    param.register_hook(lambda grad: seen.append(grad.numel()))
-    param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.numel()))
-    samo.remap_(model, random_masks(1, (0.2, 0.2)), opt)
-    opt.zero_grad()
-    model(torch.randn(4, 70)).square().mean().backward()
-    assert seen == [param.numel()] * 2
-
-
-# All or nothing
-
-
-@pytest.mark.parametrize("kind", ["bf16", "ages", "lean", "remainders", "sgd"])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_failure_in_the_middle_is_undone(
-    kind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = random_masks(0, (0.3, 0.5)), random_masks(1, (0.5, 0.2))
-    model, opt = trained(kind, old)
-    before = dense_state(model, opt)
-    calls = iter(range(100))
-
-    def fail_second(*args: Any) -> Any:
-        if next(calls) == 1:
-            raise error
-        return transfer.move(*args)
-
-    monkeypatch.setattr(remap, "move", fail_second)
-    with pytest.raises(error):
-        samo.remap_(model, new, opt)
-    assert next(calls) == 3  # first, second, and the first again
-    assert masks_in(model) == old
-    assert_same(before, dense_state(model, opt))
-    opt.step()
-
-
 # What is refused
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return trained("fp32", random_masks(0, (0.5, 0.5)), steps=0)[0]
-
-
-def test_a_model_that_is_not_compressed_is_refused() -> None:
+def test_masks_that_do_not_fit_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50))
     with pytest.raises(samo.CompressionError, match="the model is not compressed"):
-        samo.remap_(build(), samo.Masks({}))
-
-
-def test_what_is_no_mask_and_no_optimizer_is_refused(model: nn.Module) -> None:
+        samo.remap_(model, samo.Masks({}))
+    old, masks = random_masks(0, (0.5, 0.5)), random_masks(1, (0.5, 0.5))
+    part = copy.deepcopy(model)
+    samo.compress_(part, samo.Masks({"0.weight": old["0.weight"]}))
+    with pytest.raises(samo.MaskError, match=r"'2.weight' has no mask .*Mask.whole\(\(50, 60\)\)"):
+        samo.remap_(part, masks)
+    samo.compress_(model, old)
     with pytest.raises(TypeError, match=r"masks must be samo\.Masks, got dict"):
         samo.remap_(model, {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"opt must be a torch.optim.Optimizer .* got str"):
-        samo.remap_(model, random_masks(0, (0.5, 0.5)), "opt")  # type: ignore[arg-type]
-
-
-def test_masks_that_do_not_fit_are_refused(model: nn.Module) -> None:
-    masks = random_masks(1, (0.5, 0.5))
+        samo.remap_(model, masks, "opt")  # type: ignore[arg-type]
     with pytest.raises(samo.MaskError, match=r"the masks leave out '2.weight', which is pruned"):
         samo.remap_(model, samo.Masks({"0.weight": masks["0.weight"]}))
     none = samo.Mask.from_bool(torch.zeros(50, 60, dtype=torch.bool))
@@ -423,40 +348,7 @@ def test_masks_that_do_not_fit_are_refused(model: nn.Module) -> None:
         samo.remap_(model, samo.Masks({**masks, "2.weight": none}))
     with pytest.raises(samo.MaskError, match="has shape"):
         samo.remap_(model, samo.Masks({**masks, "2.weight": masks["0.weight"]}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_parameter_without_a_mask_is_refused(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50))
-    masks = random_masks(0, (0.5, 0.5))
-    samo.compress_(model, samo.Masks({"0.weight": masks["0.weight"]}), dtype=dtype)
-    with pytest.raises(samo.MaskError, match=r"'2.weight' has no mask .*Mask.whole\(\(50, 60\)\)"):
-        samo.remap_(model, masks)
-
-
-def test_values_that_do_not_fit_are_refused(model: nn.Module) -> None:
-    old, new = random_masks(0, (0.5, 0.5)), random_masks(1, (0.5, 0.5))
-    before = model[0].weight.detach().clone()
-    count = new["0.weight"].kept - (old["0.weight"] & new["0.weight"]).kept
-    with pytest.raises(ValueError, match=r"fill has values for '1.weight' \(did you mean"):
-        samo.remap_(model, new, fill={"1.weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=f"keeps {count:,} new entries; give one floating-point"):
-        samo.remap_(model, new, fill={"0.weight": torch.ones(count + 1)})
-    with pytest.raises(ValueError, match=r"torch.int64 of shape"):
-        samo.remap_(model, new, fill={"0.weight": torch.ones(count, dtype=torch.int64)})
-    with pytest.raises(ValueError, match=r"are NaN, infinite or too large for torch.float32"):
-        samo.remap_(model, new, fill={"0.weight": torch.full((count,), float("nan"))})
-    with pytest.raises(ValueError, match=r"fill has 2 values for '0.weight', but its mask stays"):
-        samo.remap_(model, old, fill={"0.weight": torch.ones(2)})
-    assert torch.equal(model[0].weight, before)
-
-
-def test_values_too_large_to_compute_with_are_refused() -> None:
-    model, opt = trained("fp16", random_masks(0, (0.5, 0.5)))
-    new = random_masks(1, (0.5, 0.5))
-    count = (new - masks_in(model))["0.weight"].kept
-    with pytest.raises(ValueError, match=r"infinite or too large for torch.float16"):
-        samo.remap_(model, new, opt, fill={"0.weight": torch.full((count,), 1e5)})
+    assert masks_in(model) == old
 
 
 def test_state_that_cannot_be_moved_is_refused() -> None:
@@ -477,9 +369,8 @@ def test_an_optimizer_that_was_left_out_is_refused_until_it_is_gone(kind: str) -
     model, opt = trained(kind, random_masks(0, (0.5, 0.5)))
     new = random_masks(1, (0.5, 0.5))
     copied = copy.deepcopy(model)
-    with pytest.raises(
-        samo.CompressionError, match=rf"\({type(opt).__name__}\) that was not passed keeps state"
-    ):
+    named = rf"\({type(opt).__name__}\) that was not passed has state"
+    with pytest.raises(samo.CompressionError, match=named):
         samo.remap_(model, new)
     samo.remap_(copied, new)  # which no optimizer has stepped
     if kind == "sgd":
@@ -488,21 +379,3 @@ def test_an_optimizer_that_was_left_out_is_refused_until_it_is_gone(kind: str) -
         del opt
         gc.collect()
     samo.remap_(model, new)
-
-
-def test_a_wrapper_that_shares_the_state_of_an_optimizer_stands_for_it() -> None:
-    model, opt = trained("sgd", random_masks(0, (0.5, 0.5)))
-
-    class Wrapper(Optimizer):
-        def __init__(self) -> None:
-            self.inner = opt
-
-        state = property(lambda self: self.inner.state)  # type: ignore[assignment]
-        param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
-
-    masks = random_masks(1, (0.2, 0.2))
-    samo.remap_(model, masks, Wrapper())
-    opt.step()
-    for name, mask in masks.items():
-        values = model.get_parameter(name)
-        assert values.numel() == opt.state[values]["momentum_buffer"].numel() == mask.kept

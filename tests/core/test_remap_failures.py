@@ -1,4 +1,4 @@
-"""Remaps that fail in the middle, state that does not begin at 0, and replicas that must be rebuilt."""
+"""Remaps that fail midway, state that does not start at 0, replicas that must be rebuilt."""
 
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ class Failing:
         raise self._error
 
 
-@pytest.mark.parametrize("kind", ["bf16", "ages", "lean", "sgd"])
+@pytest.mark.parametrize("kind", ["bf16", "lean", "sgd"])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_a_failure_while_values_are_written_is_undone(
     kind: str, error: type[BaseException]
@@ -64,7 +64,7 @@ def test_what_cannot_be_put_back_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(remap, "move", fail_from_second_on)
     with pytest.raises(MemoryError) as caught:
         samo.remap_(model, random_masks(1, (0.5, 0.2)), opt)
-    assert "'0.weight' could not be put back" in caught.value.__notes__[0]
+    assert "'0.weight' could not be rolled back" in caught.value.__notes__[0]
 
 
 def one_layer(sparsity: float = 0.5) -> nn.Module:
@@ -122,19 +122,8 @@ def test_loaded_state_of_another_length_is_noticed_at_the_next_step(make: Any) -
     opt = make(model.parameters())
     opt.load_state_dict(saved)  # has made no step, so that remap_ does not know of it
     samo.remap_(model, samo.Masks.whole(model), other)
-    with pytest.raises(
-        samo.CompressionError, match=r"of \(2048,\) for '0.weight', which has \(4096,\) values"
-    ):
+    with pytest.raises(samo.CompressionError, match=r"of \(2048,\) for '0.weight' of \(4096,\)"):
         step(model, opt)
-
-
-def test_fill_that_is_no_tensor_is_refused() -> None:
-    model = one_layer()
-    whole = samo.Masks.whole(model)
-    with pytest.raises(TypeError, match=r"fill must map names to vectors of values, got list"):
-        samo.remap_(model, whole, fill=[1.0])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"fill has a list for '0.weight'; give a 1-D tensor"):
-        samo.remap_(model, whole, fill={"0.weight": [1.0] * 2048})  # type: ignore[dict-item]
 
 
 # Replicas
@@ -172,47 +161,40 @@ def wrapped_again(rank: int, num_ranks: int, kept: float, is_sharded: bool) -> d
     return {"state": samo.dense_state_dict(model), "refused": refused}
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize("kept", [0.5, 0.2])
-def test_replicas_go_on_with_equal_counts_and_are_refused_with_others_until_rebuilt(
-    kept: float,
-    is_sharded: bool,
-) -> None:
-    (alone,) = run_ranks(1, wrapped_again, kept, False)
-    both = run_ranks(2, wrapped_again, kept, is_sharded)
-    for found in both:
-        assert bool(found["refused"]) == (kept == 0.2)
-        assert kept == 0.5 or "rebuild it: ddp = DistributedDataParallel(" in found["refused"]
-        for name, value in found["state"].items():
-            assert torch.equal(value, both[0]["state"][name])
-            torch.testing.assert_close(value, alone["state"][name], rtol=1e-9, atol=1e-12)
+CASES = [(kept, is_sharded) for kept in (0.5, 0.2) for is_sharded in (False, True)]
 
 
-def in_buckets(rank: int, num_ranks: int) -> None:
+def every_case(rank: int, num_ranks: int) -> list[dict[str, Any]]:
+    wrapped_too_early()
+    return [wrapped_again(rank, num_ranks, *case) for case in CASES]
+
+
+def test_replicas_go_on_with_equal_counts_and_are_refused_with_others_until_rebuilt() -> None:
+    (alone,) = run_ranks(1, every_case)
+    both = run_ranks(2, every_case)
+    for index, (kept, _) in enumerate(CASES):
+        for found in (both[0][index], both[1][index]):
+            assert bool(found["refused"]) == (kept == 0.2)
+            assert kept == 0.5 or "rebuild it: ddp = DistributedDataParallel(" in found["refused"]
+            for name, value in found["state"].items():
+                assert torch.equal(value, both[0][index]["state"][name])
+                one = alone[index]["state"][name]
+                torch.testing.assert_close(value, one, rtol=1e-9, atol=1e-12)
+
+
+def wrapped_too_early() -> None:
+    """Replicas that have not run yet are refused too, and buffers that hold the parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns where warnings are errors
 
     model = one_layer()
     opt = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True
     )
-    with pytest.raises(
-        samo.CompressionError, match="build it with parameters_as_bucket_view=False"
-    ):
+    with pytest.raises(samo.CompressionError, match="parameters_as_bucket_view=False"):
         samo.remap_(model, samo.Masks.whole(model), opt)
-
-
-def test_parameters_in_the_buffers_of_an_optimizer_are_refused() -> None:
-    run_ranks(1, in_buckets)
-
-
-def wrapped_too_early(rank: int, num_ranks: int) -> None:
     model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50))
     samo.compress_(model, random_masks(0, (0.5, 0.5)))
     ddp = DistributedDataParallel(model)
     samo.remap_(model, random_masks(1, (0.2, 0.2)))
     with pytest.raises(samo.CompressionError, match="rebuild it"):
         ddp(torch.randn(4, 70))
-
-
-def test_replicas_that_have_not_run_yet_are_refused_too() -> None:
-    run_ranks(2, wrapped_too_early)

@@ -12,7 +12,8 @@ from samo.checkpoint.distributed import Layout
 from samo.checkpoint.tensors import Checkpoint, check_plain, local, rows_of
 from samo.core.modules import CompressedModule, weights_in
 from samo.core.rank_checks import outdate_replicas
-from samo.core.weight import STEPPED, Weight
+from samo.core.step_hooks import STEPPED
+from samo.core.weight import Weight
 from samo.errors import CheckpointError, nearest
 from samo.mask.mask import Mask
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from samo.checkpoint import json_values
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.tensors import SETTING, Checkpoint, check_plain, is_dtensor, rows_of, with_rows
-from samo.core.optim import AdamW, _layout
+from samo.core.optim import AdamW, state_layout
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import host_bytes
 
@@ -171,7 +171,7 @@ class OptimizerState:
                 f"'{saved.path}' has {kinds[is_lean]} optimizer state and this optimizer keeps "
                 f"{kinds[group['lean']]} state; build samo.AdamW with state='{kinds[is_lean]}'"
             )
-        layout = _layout(param, self.model.entries[name].weight, group)
+        layout = state_layout(param, self.model.entries[name].weight, group)
         if has_ages != ("age" in layout):
             raise CheckpointError(
                 f"'{saved.path}' has {'' if has_ages else 'no '}step counts of the entries of '{name}'; "
