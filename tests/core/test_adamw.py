@@ -111,20 +111,6 @@ def test_many_skipped_steps_in_a_row_are_warned_of() -> None:
     assert opt.skipped_steps == 25
 
 
-def test_groups_have_their_own_settings_and_names() -> None:
-    model = compressed()
-    groups: list[dict[str, Any]] = [
-        {"params": list(model[0].named_parameters()), "lr": 0.0, "weight_decay": 0.0},
-        {"params": list(model[2].named_parameters()), "lr": 0.1},
-    ]
-    opt = samo.AdamW(groups, lr=1e-3)
-    assert opt.param_groups[1]["param_names"] == ["weight", "bias"]
-    before = copy.deepcopy(dict(model.state_dict()))
-    step(model, opt, X)
-    for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
-        assert torch.equal(model.state_dict()[name], before[name]) == name.startswith("0")
-
-
 def test_it_updates_plain_models_and_parameters_added_later() -> None:
     model, plain = compressed(), mlp()
     opt = samo.AdamW(model.parameters(), lr=0.01, kernels="reference")

@@ -136,8 +136,8 @@ class CompressedModule(nn.Module):
             # One rank may read a file for all: torch sends the others their shards, and no bitmap.
             elif bitmap is None and strict and not isinstance(given, DTensor):
                 missing_keys.append(key + BITMAP)
-            elif bitmap is not None and (wrong := compare(bitmap, weight.mask)):
-                error_msgs.append(f"'{key}' {wrong}")
+            elif bitmap is not None and (wrong := _compare(key, bitmap, weight.mask)):
+                error_msgs.append(wrong)
                 state_dict[key] = weight.values.detach()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -277,19 +277,14 @@ def from_bytes(name: str, saved: Any, shape: Iterable[int]) -> Mask:
     return mask
 
 
-def compare(saved: Any, mask: Mask) -> str:
-    """Describe how a saved mask differs from the weight's; return "" if they are equal."""
-    own = to_bytes(mask)
-    if not isinstance(saved, Tensor) or saved.dtype != torch.uint8 or saved.shape != own.shape:
-        return "has a bitmap of another size or dtype"
-    saved = saved.to(own.device)
-    if torch.equal(saved, own):
-        return ""
+def _compare(name: str, saved: Any, mask: Mask) -> str:
+    """Return what is wrong with a saved mask; "" if it equals the weight's."""
     try:
-        from_bytes("", saved, mask.shape)
-    except MaskError:
-        return "has a damaged bitmap"
-    return "was saved with another mask; pass samo.masks(model, state_dict) to remap_ first"
+        if mask == from_bytes(name, saved, mask.shape):
+            return ""
+    except MaskError as error:
+        return str(error)
+    return f"'{name}' was saved with another mask; pass samo.masks(model, state_dict) to remap_"
 
 
 def check_class(module: nn.Module, names: tuple[str, ...]) -> None:

@@ -88,7 +88,7 @@ def compare_masks(masks: Mapping[str, Mask], group: dist.ProcessGroup | None) ->
     own = {name: masks[name].fingerprint() for name in masks}
     dist.all_gather_object(everyones, own, group=group)
     for rank, other in enumerate(everyones):
-        for name in own.keys() | other.keys():
+        for name in sorted(own.keys() | other.keys()):
             if own.get(name) != other.get(name):
                 raise MaskError(
                     f"the mask of '{name}' is not the same on rank {dist.get_rank(group)} and on "
