@@ -46,7 +46,7 @@ def compress_(
     value_dtype: torch.dtype | None = None,
     kernels: _kernels.Path = "auto",
 ) -> nn.Module:
-    """Replace each pruned parameter of a model by its kept values, in place.
+    """Replace each pruned parameter of a model by its kept values, in place; return the model.
 
     ``model.parameters()`` and ``state_dict()`` keep their names; a pruned weight is 1-D there, its
     kept entries in row-major order. ``module.weight`` still returns the dense weight, in the
@@ -83,11 +83,7 @@ def compress_(
         value_dtype: Dtype of the values; by default float32, or float64 for float64 models.
             ``torch.bfloat16`` needs ``samo.AdamW(state="lean")``, which stores the rounding
             remainder.
-        kernels: ``"auto"`` picks the fastest kernels for the device, ``"reference"`` uses plain
-            torch.
-
-    Returns:
-        The same model.
+        kernels: ``"auto"`` picks the fastest for the device, ``"reference"`` uses plain torch.
 
     Raises:
         TypeError: ``model`` is no module, or ``masks`` are no `samo.Masks`.
@@ -145,9 +141,6 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     Args:
         model: A model that is compressed, at least in part.
         dtype: Dtype of the parameters; by default what each had before compression.
-
-    Returns:
-        The same model.
     """
     check_whole(
         model, "decompress_ would give each rank all of them", "call samo.dense_state_dict(model)"

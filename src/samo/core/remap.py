@@ -86,9 +86,6 @@ def remap_(
         masks: A mask for each pruned parameter; `samo.Mask.whole` keeps all of one.
         opt: The optimizers of the model: `samo.AdamW`, one of torch, or several.
 
-    Returns:
-        The same model.
-
     Raises:
         CompressionError: The model is not compressed, or an optimizer was left out or keeps state
             that cannot be moved.
