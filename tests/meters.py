@@ -32,7 +32,42 @@ def tokens(batch: int = 5, length: int = 19, vocab_size: int = 331) -> Tensor:
     return torch.randint(0, vocab_size, (batch, length))
 
 
-class DenseGradients(TorchDispatchMode):
+class Meter(TorchDispatchMode):
+    """Shows `see` each tensor that an operation returns, and tracks storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak_bytes = 0
+
+    def see(self, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                self.see(tensor)
+        return out
+
+    def track(self, storage: torch.UntypedStorage) -> bool:
+        """Add a storage until it is freed; return whether it is new."""
+        key = storage.data_ptr()
+        if key in self.live:
+            return False
+        self.live[key] = storage.nbytes()
+        weakref.finalize(storage, self.live.pop, key, None)
+        return True
+
+
+class DenseGradients(Meter):
     """Counts the bytes of new tensors in the shape of a weight that are alive at the same time.
 
     Not those that ``params`` hold by then: the gradient of an unpruned weight may be kept as it is.
@@ -45,77 +80,35 @@ class DenseGradients(TorchDispatchMode):
         shapes = {tuple(weight.shape) for weight in weights if weight.dim() > 1}
         self.shapes = shapes | {shape[::-1] for shape in shapes}
         self.known = {weight.untyped_storage().data_ptr() for weight in weights}
-        self.live: dict[int, int] = {}
-        self.peak_bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tuple(tensor.shape) in self.shapes:
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage.data_ptr()
-        if key in self.live or key in self.known:
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if tuple(tensor.shape) not in self.shapes or storage.data_ptr() in self.known:
             return
-        self.live[key] = storage.nbytes()
-        weakref.finalize(storage, self.live.pop, key, None)
-        held = {
-            param.grad.untyped_storage().data_ptr()
-            for param in self.params
-            if param.grad is not None
-        }
-        passing = sum(nbytes for address, nbytes in self.live.items() if address not in held)
-        self.peak_bytes = max(self.peak_bytes, passing)
+        if self.track(storage):
+            grads = [param.grad for param in self.params if param.grad is not None]
+            held = {grad.untyped_storage().data_ptr() for grad in grads}
+            passing = sum(nbytes for address, nbytes in self.live.items() if address not in held)
+            self.peak_bytes = max(self.peak_bytes, passing)
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(Meter):
     """Notes the entries of the largest tensor that is made, views of older ones left out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
+    numel = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, Tensor)
-        }
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                entries = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.numel = max(self.numel, entries)
-        return out
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.given:
+            self.numel = max(self.numel, storage.nbytes() // tensor.element_size())
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(Meter):
     """Counts the bytes of all storages that are made under it and alive at the same time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak_bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.numel():
-                storage = tensor.untyped_storage()
-                key = storage.data_ptr()
-                if key not in self.live:
-                    self.live[key] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, key, None)
-                    self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
-        return out
+    def see(self, tensor: Tensor) -> None:
+        if tensor.numel() and self.track(tensor.untyped_storage()):
+            self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
 
 
 def live_storages() -> dict[int, int]:
@@ -126,7 +119,10 @@ def live_storages() -> dict[int, int]:
         # Not isinstance(), which asks some lazy modules for their class, and those then warn.
         if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided:
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            try:
+                found[storage.data_ptr()] = storage.nbytes()
+            except RuntimeError:  # a wrapper without memory, which torch's tracers leave behind
+                continue
             if thing.is_leaf and thing.grad is not None:
                 storage = thing.grad.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()

@@ -1,4 +1,4 @@
-"""Compressed training against masked dense training, on ``model.parameters()``, over many steps."""
+"""Compressed training against masked dense training, over many steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    LambdaLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-)
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import samo
@@ -19,7 +14,7 @@ from samo.core.compress import masks as masks_of
 from tests.core.twins import Make, assert_equal, batches, loss_of, mlp, step, twins, worst
 from tests.meters import assert_ulps
 
-STEPS = 1000
+STEPS = 200
 
 # Equal on both sides but for samo.AdamW, which is compared with torch's.
 OPTIMIZERS: dict[str, tuple[Make, Make]] = {
@@ -38,7 +33,7 @@ OPTIMIZERS["samo.AdamW"] = (
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_thousand_fp32_steps_equal_masked_dense_training_bit_for_bit(name: str) -> None:
+def test_fp32_steps_equal_masked_dense_training_bit_for_bit(name: str) -> None:
     model, dense = twins(mlp(), kernels="reference")
     first = model[0].weight.detach().clone()
     make_ours, make_theirs = OPTIMIZERS[name]
@@ -123,68 +118,19 @@ def test_active_clipping_equals_that_of_the_masked_gradient() -> None:
     assert worst(model, dense) < 1e-9
 
 
-@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
-def test_lbfgs_goes_on_over_twenty_steps(line_search: str | None) -> None:
-    model, dense = twins(mlp().double())
-    x = torch.cat(list(batches(8, dtype=torch.float64)))
-    losses: dict[nn.Module, list[float]] = {model: [], dense: []}
-    opts = {
-        net: torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, line_search_fn=line_search)
-        for net in losses
-    }
-    # The curvature estimate amplifies rounding: dense runs whose first weights differ by one unit
-    # in the last place are up to 8e-11 apart after 10 steps, and 2.4e-8 after 20.
-    for steps, at_most in ((10, 1e-9), (10, 1e-7)):
-        for net, opt in opts.items():
-
-            def closure(net: nn.Module = net, opt: torch.optim.Optimizer = opt) -> Tensor:
-                opt.zero_grad()
-                loss = loss_of(net, x)
-                loss.backward()
-                losses[net].append(float(loss.detach()))
-                return loss
-
-            for _ in range(steps):
-                opt.step(closure)
-        assert worst(model, dense) < at_most
-    assert losses[model] == pytest.approx(losses[dense], rel=1e-9)
-    assert losses[model][-1] < 0.9 * losses[model][0]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda opt: OneCycleLR(opt, max_lr=0.02, total_steps=50),  # drives betas too
-        lambda opt: CosineAnnealingWarmRestarts(opt, T_0=7),
-        lambda opt: LambdaLR(opt, lambda step: float(step % 3 != 0)),
-    ],
-    ids=["one-cycle", "restarts", "lambda"],
-)
 @pytest.mark.parametrize("own", [False, True], ids=["torch", "samo"])
-def test_schedulers_drive_the_rate(make: Any, own: bool) -> None:
+def test_schedulers_drive_the_rate(own: bool) -> None:
     model, dense = twins(mlp().double())
     ours = samo.AdamW(model.parameters(), lr=0.01) if own else adamw(model.parameters())
     theirs = adamw(dense.parameters())
-    schedulers = [make(ours), make(theirs)]
+    # It drives betas too.
+    schedulers = [OneCycleLR(opt, max_lr=0.02, total_steps=50) for opt in (ours, theirs)]
     for x in batches(50, dtype=torch.float64):
         step(model, ours, x)
         step(dense, theirs, x)
         for scheduler in schedulers:
             scheduler.step()
     assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-    assert worst(model, dense) < 1e-9
-
-
-def test_a_scheduler_that_watches_the_loss_sees_the_same_plateau() -> None:
-    model, dense = twins(mlp().double())
-    rates = []
-    for net in (model, dense):
-        opt = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
-        scheduler = ReduceLROnPlateau(opt, patience=1)
-        for x in batches(40, dtype=torch.float64):
-            scheduler.step(step(net, opt, x))
-        rates.append(opt.param_groups[0]["lr"])
-    assert rates[0] == rates[1] < 0.5
     assert worst(model, dense) < 1e-9
 
 
@@ -275,12 +221,12 @@ def test_a_torch_optimizer_adds_up_steps_too_small_for_16_bits(dtype: torch.dtyp
     nn.init.ones_(model[0].weight)
     masks = samo.prune(model, sparsity=0.5, method="random")
     samo.compress_(model, masks, dtype=dtype)
-    opt = torch.optim.SGD(model.parameters(), lr=1e-5)
-    for _ in range(1000):
+    opt = torch.optim.SGD(model.parameters(), lr=2.5e-5)
+    for _ in range(400):
         model[0].weight.sum().backward()
         opt.step()
         opt.zero_grad()
     kept = model[0].weight[masks["0.weight"].to_bool()].float()
-    # 1 - 1000 * 1e-5, to the nearest number of the type; one step of 1e-5 would be lost in it.
+    # 1 - 400 * 2.5e-5, to the nearest number of the type; one step would be lost in it.
     torch.testing.assert_close(kept, torch.full((32,), 0.99), rtol=2**-8, atol=0)
     assert (kept < 1).all()

@@ -1,32 +1,25 @@
-"""Streamed weights beside resident ones: equal bit for bit, and no dense weight held for backward."""
+"""Streamed weights against resident ones: bit for bit, and no dense weight saved for backward."""
 
 import copy
 import gc
-import io
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
-from samo.core.streamed import StreamedWeight
 from samo.core.writes import LOCK
 from tests.core.twins import mlp
-from tests.meters import Experts, LiveBytes, SmallResNet, ignores_dynamo, small_gpt, tokens
+from tests.meters import Experts, Meter, SmallResNet, ignores_dynamo, small_gpt, tokens
 
 X = torch.linspace(-1, 1, 96).view(8, 12)
 Run = Callable[..., Any]
@@ -191,28 +184,6 @@ def test_a_convolution_with_a_turned_kernel_is_that_one() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "run", "message"),
-    [
-        (
-            lambda: nn.Conv2d(6, 8, 3),
-            lambda m: F.conv2d(IMAGE, m.weight, stride=2, padding="same"),
-            "not supported for strided convolutions",
-        ),
-        (lambda: nn.Conv2d(6, 8, 3), lambda m: F.conv2d(IMAGE, m.weight, padding="some"), "some"),
-        (lambda: nn.Linear(12, 32), lambda m: m.weight.transpose(0, 5), "Dimension out of range"),
-        (lambda: nn.Linear(12, 32), lambda m: m(X.double()), "dtype"),
-        (lambda: nn.Linear(12, 32), lambda m: m(X[:, :5]), "cannot be multiplied"),
-    ],
-)
-def test_what_torch_refuses_of_resident_weights_it_refuses_of_streamed_ones(
-    make: Any, run: Run, message: str
-) -> None:
-    for net in pair(make):
-        with pytest.raises((RuntimeError, IndexError), match=message):
-            run(net)
-
-
 TOKENS = torch.arange(28).view(4, 7) % 20
 SEQUENCE = torch.linspace(-1, 1, 4 * 5 * 16).view(4, 5, 16)
 
@@ -241,6 +212,16 @@ class Reader(nn.Module):
         return x * self.inner.weight.norm()
 
 
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([nn.Parameter(torch.randn(12, 12) * 0.4) for _ in range(2)])
+        self.named = nn.ParameterDict({"last": nn.Parameter(torch.randn(12, 3) * 0.4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.rows[0]) @ self.rows[1] @ self.named["last"]
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "embedding": (lambda: nn.Embedding(20, 16, padding_idx=3), lambda m: m(TOKENS)),
     "sparse embedding": (lambda: nn.Embedding(20, 16, sparse=True), lambda m: m(TOKENS)),
@@ -263,6 +244,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "bilinear": (lambda: nn.Bilinear(12, 4, 5), lambda m: m(X, X[:, :4])),
     "tied": (Tied, lambda m: m(TOKENS)),
     "read by the parent": (Reader, lambda m: m(X)),
+    "parameter lists": (Lists, lambda m: m(X)),
     "experts of whole blocks": (lambda: Experts(4, 32), lambda m: m(SEQUENCE.view(-1, 32))),
     "other experts": (lambda: Experts(4, 16), lambda m: m(SEQUENCE.view(-1, 16))),
     "resnet": (SmallResNet, lambda m: m(IMAGE[:, :3])),
@@ -322,22 +304,6 @@ def test_autocast_over_fp32_equals_resident_autocast(name: str, dtype: torch.dty
     assert_equal_passes(make, torch.autocast("cpu", dtype=dtype)(run))
 
 
-def test_a_backward_pass_inside_autocast_equals_the_resident_one() -> None:
-    found = []
-    for net in pair(mlp):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            net(X).float().square().sum().backward()
-        found.append(grads(net))
-    assert_same(*found)
-
-
-def test_gradients_of_several_uses_are_added_in_the_type_of_the_gradient() -> None:
-    """Of a resident weight they are added in its own type, before they are compressed."""
-    ours, theirs = (pass_of(net, lambda m: m(TOKENS)) for net in pair(Tied, dtype=torch.bfloat16))
-    for one, other in zip(ours, theirs):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-4)
-
-
 # Hugging Face -----------------------------------------------------------------------------------
 
 IDS = torch.arange(18).view(2, 9) * 7 % 64
@@ -360,15 +326,10 @@ def hugging_face(name: str, **changes: Any) -> nn.Module:
     if name == "Llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
     implementation = changes.pop("experts")
-    small |= {"num_experts_per_tok": 2, **changes}
-    if name == "Mixtral":
-        config = transformers.MixtralConfig(num_local_experts=4, **small)
-    else:
-        wide = small["intermediate_size"]
-        small |= {"moe_intermediate_size": wide, "shared_expert_intermediate_size": wide}
-        config = transformers.Qwen2MoeConfig(num_experts=4, **small)
+    small |= {"num_experts_per_tok": 2, "num_local_experts": 4, **changes}
+    config = transformers.MixtralConfig(**small)
     config._experts_implementation = implementation
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+    return transformers.MixtralForCausalLM(config)
 
 
 def causal(model: Any) -> Tensor:
@@ -399,18 +360,17 @@ def test_whole_models_compile_without_a_graph_break(name: str) -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe"])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("width", [32, 24], ids=["whole blocks", "parts of blocks"])
-def test_hugging_face_experts_equal_resident_ones(name: str, experts: str, width: int) -> None:
+def test_hugging_face_experts_equal_resident_ones(experts: str, width: int) -> None:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "experts": experts}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads add up what several tokens have of an expert in any order
     try:
-        assert_equal_passes(lambda: hugging_face(name, **sizes), causal)
+        assert_equal_passes(lambda: hugging_face("Mixtral", **sizes), causal)
         if experts != "batched_mm":
             run = torch.autocast("cpu", dtype=torch.bfloat16)(causal)
-            assert_equal_passes(lambda: hugging_face(name, **sizes), run)
+            assert_equal_passes(lambda: hugging_face("Mixtral", **sizes), run)
     finally:
         torch.set_num_threads(threads)
 
@@ -427,9 +387,9 @@ def test_micro_batches_add_up_as_resident_ones() -> None:
     assert_same(*found)
 
 
-def test_a_graph_that_is_kept_serves_again_until_a_step() -> None:
-    for make in (torch.optim.SGD, samo.AdamW):
-        model = streamed()
+@pytest.mark.parametrize("make", [torch.optim.SGD, samo.AdamW])
+def test_a_graph_that_is_kept_serves_again_until_a_step(make: Any) -> None:
+    for model in pair(mlp):
         opt = make(model.parameters(), lr=0.1)
         loss = model(X).square().sum()
         loss.backward(retain_graph=True)
@@ -463,40 +423,18 @@ def test_second_derivatives_of_convolutions_are_resident_ones(name: str) -> None
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-10)
 
 
-def test_a_third_derivative_and_gradcheck() -> None:
-    found = []
-    for net in pair(lambda: mlp().double()):
-        total: Any = net(X.double()).square().sum()
-        for _ in range(2):
-            grad = torch.autograd.grad(total, list(net.parameters()), create_graph=True)
-            total = sum(each.square().sum() for each in grad)
-        found.append(torch.autograd.grad(total, list(net.parameters())))
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+def test_gradcheck() -> None:
     model = streamed(lambda: mlp().double())
     assert torch.autograd.gradcheck(model, (X[:2].double().requires_grad_(),))
     assert torch.autograd.gradgradcheck(model, (X[:1].double().requires_grad_(),))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its formulas
-def test_transforms_of_torch_func_and_forward_mode() -> None:
+def test_transforms_of_the_input_and_forward_mode() -> None:
     ours, theirs = pair(lambda: mlp().double())
     x = X.double()
-    theirs(x).sum().backward()
-    ours(x).sum().backward()
     for transform in (torch.func.vmap, torch.func.jacrev):
         torch.testing.assert_close(transform(theirs)(x), transform(ours)(x))
-    values = {name: param.detach() for name, param in theirs.named_parameters()}
-
-    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(theirs, values, (x,)).sum()
-
-    found = torch.func.grad(loss)(values, x)
-    rows = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x[:, None])
-    for name, param in ours.named_parameters():
-        torch.testing.assert_close(found[name], param.grad)
-        torch.testing.assert_close(rows[name].sum(0), param.grad)
-    same = torch.func.functional_call(theirs, dict(theirs.named_parameters()), (x,))
-    assert torch.equal(same, theirs(x))
     tangents = []
     for net in (ours, theirs):
         with torch.autograd.forward_ad.dual_level():
@@ -523,72 +461,13 @@ def test_frozen_weights_pass_gradients_on() -> None:
     assert_same(*found)
 
 
-def test_an_input_without_gradient_needs_no_values() -> None:
-    found = []
-    for net in pair(mlp):
-        out = net[0](X)
-        with torch.no_grad():
-            net.get_parameter("0.weight").mul_(2)
-        out.sum().backward()
-        found.append(grads(net[0]))
-    assert_same(*found)
-
-
-def test_a_gradient_scaler_scales() -> None:
-    found = []
-    for net in pair(mlp, dtype=torch.float16):
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        opt = torch.optim.AdamW(net.parameters(), lr=0.01)
-        for _ in range(3):
-            opt.zero_grad()
-            scaler.scale(net(X.half()).float().square().mean()).backward()
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-            scaler.step(opt)
-            scaler.update()
-        found.append([param.detach() for param in net.parameters()])
-    assert_same(*found)
-
-
 # Hooks ------------------------------------------------------------------------------------------
-
-
-def test_hooks_of_modules_and_of_values_are_called() -> None:
-    model, seen = streamed(), []
-    model[0].register_forward_pre_hook(lambda *_: seen.append("before"))
-    model[0].register_forward_hook(lambda *_: seen.append("forward"))
-    model[0].register_full_backward_pre_hook(lambda *_: seen.append("backward before"))
-    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
-    values = model.get_parameter("0.weight")
-    values.register_hook(lambda grad: seen.append(tuple(grad.shape)))
-    values.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad is not None))
-    model(X.clone().requires_grad_()).sum().backward()
-    assert sorted(map(str, seen)) == sorted(
-        ["before", "forward", "backward before", "backward", f"({len(values)},)", "True"]
-    )
 
 
 def test_a_hook_on_the_weight_is_refused() -> None:
     model = streamed()
     with pytest.raises(samo.CompressionError, match=r"'0.weight' is streamed: its dense gradient"):
         model[0].weight.register_hook(print)
-
-
-def test_an_optimizer_may_step_in_the_hook_of_each_parameter() -> None:
-    found = []
-    for net in pair(mlp):
-        opts = {param: torch.optim.SGD([param], lr=0.1) for param in net.parameters()}
-
-        def apply(param: Tensor, opts: Any = opts) -> None:
-            opts[param].step()
-            opts[param].zero_grad()
-
-        for param in net.parameters():
-            param.register_post_accumulate_grad_hook(apply)
-        for _ in range(3):
-            net(X).square().sum().backward()
-        found.append([param.detach() for param in net.parameters()])
-    assert_same(*found)
 
 
 # Training ---------------------------------------------------------------------------------------
@@ -627,26 +506,11 @@ def test_masks_are_exchanged_as_of_resident_models(name: str) -> None:
         train(net, opt)
         loss = net(X.to(net[0].weight.dtype)).sum()
         samo.remap_(net, random_masks(net, 0.3, seed=5), opt)
-        with pytest.raises(RuntimeError, match=r"mask that it had|modified by an inplace"):
+        with pytest.raises(
+            RuntimeError, match=r"mask of .* changed between|modified by an inplace"
+        ):
             loss.backward()
         found.append(train(net, opt))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("method", [samo.DynamicSparse, samo.GradualPruning])
-def test_methods_that_move_masks_move_them_alike(method: Any) -> None:
-    found = []
-    for net in pair(mlp):
-        opt = samo.AdamW(net.parameters(), lr=0.01)
-        if method is samo.DynamicSparse:
-            moving = method(net, opt, grow="gradient", stop=12, every=2)
-        else:
-            moving = method(net, opt, 0.8, 2, 6, 2, 0.5)
-        for _ in range(8):
-            train(net, opt, 1)
-            moving.step()
-        masks = masks_of(net)
-        found.append([*train(net, opt), *(masks[name].to_bool() for name in masks)])
     assert_same(*found)
 
 
@@ -674,121 +538,10 @@ def test_growth_sees_the_sum_of_all_uses_of_a_weight(name: str) -> None:
     assert_same(*found)
 
 
-# Copies and states ------------------------------------------------------------------------------
-
-
-def test_copies_and_pickles_train_on_their_own() -> None:
-    model = streamed()
-    opt = samo.AdamW(model.parameters(), lr=0.01)
-    train(model, opt)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    twin, twin_opt = copy.deepcopy((model, opt))
-    copies = [pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
-    expected = train(model, opt)
-    assert_same(train(twin, twin_opt), expected)
-    for copied in copies:
-        assert all(not weight.is_resident for _, weight in named_weights(copied) if weight.mask)
-        assert type(copied[0].weight) is StreamedWeight
-        own = samo.AdamW(copied.parameters(), lr=0.01)
-        assert len(train(copied, own)) == len(expected)
-
-
-def test_states_of_all_kinds_load() -> None:
-    ours, theirs = pair(mlp)
-    with torch.no_grad():
-        for param in ours.parameters():
-            param.add_(1)
-    state, dense = ours.state_dict(), samo.dense_state_dict(ours)
-    for given, assign in ((state, False), (state, True), (dense, False), (dense, True)):
-        net = copy.deepcopy(theirs)
-        net.load_state_dict(copy.deepcopy(given), assign=assign)
-        assert_same(net(X).detach(), ours(X).detach())
-        assert_same(pass_of(net, lambda m: m(X)), pass_of(copy.deepcopy(ours), lambda m: m(X)))
-    assert list(theirs.state_dict()) == list(state)
-
-
-def test_a_model_is_cast_and_decompressed_as_a_resident_one() -> None:
-    for cast in ("half", "bfloat16", "double", "float"):
-        nets = [getattr(net, cast)() for net in pair(mlp)]
-        x = getattr(X, cast)()
-        assert_same(*(net(x).detach() for net in nets))
-        assert_same(*(train(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets))
-        plain = [samo.decompress_(net) for net in nets]
-        assert type(plain[1][0]) is nn.Linear
-        assert_same(*(list(net.state_dict().values()) for net in plain))
-
-
-def test_another_process_takes_a_streamed_model(tmp_path: Path) -> None:
-    """Started anew, as multiprocessing does by spawn, and with what pickle wrote."""
-    model = streamed()
-    (tmp_path / "model.pkl").write_bytes(pickle.dumps(model))
-    program = (
-        "import pickle, sys, torch; model = pickle.load(open(sys.argv[1], 'rb'));"
-        "loss = model(torch.linspace(-1, 1, 96).view(8, 12)).square().sum(); loss.backward();"
-        "print(loss.item(), type(model[0].weight).__name__)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "model.pkl")]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert out.split() == [str(model(X).square().sum().item()), "StreamedWeight"]
-
-
 # Writes -----------------------------------------------------------------------------------------
 
 
-def add_to_data(m: Any) -> None:
-    m.weight.data += 1
-
-
-def multiply(m: Any) -> None:
-    m.weight *= 0.5
-
-
-WRITES: dict[str, Callable[[Any], Any]] = {
-    "xavier": lambda m: nn.init.xavier_uniform_(m.weight),
-    "trunc_normal": lambda m: nn.init.trunc_normal_(m.weight),
-    "orthogonal": lambda m: nn.init.orthogonal_(m.weight),
-    "data.normal_": lambda m: m.weight.data.normal_(),
-    "data.copy_": lambda m: m.weight.data.copy_(torch.ones(32, 12)),
-    "data =": lambda m: setattr(m.weight, "data", torch.ones(32, 12)),
-    "data[0].fill_": lambda m: m.weight.data[0].fill_(2),
-    "data +=": add_to_data,
-    "detach().mul_": lambda m: m.weight.detach().mul_(2),
-    "[0] = 0": lambda m: m.weight.__setitem__(0, 0),
-    "view(-1)[3] = 1": lambda m: m.weight.view(-1).__setitem__(3, 1),
-    "t().mul_": lambda m: m.weight.t().mul_(3),
-    "T.copy_": lambda m: m.weight.T.copy_(torch.ones(12, 32)),
-    "chunk": lambda m: m.weight.chunk(2)[0].mul_(2),
-    "rows": lambda m: [row.mul_(2) for row in m.weight],
-    "*=": multiply,
-    "copy_": lambda m: m.weight.copy_(m.weight * 2),
-    "zero_": lambda m: m.weight.zero_(),
-    "out=": lambda m: torch.mul(m.weight, 3, out=m.weight),
-    "_foreach_mul_": lambda m: torch._foreach_mul_([m.weight.data], 3),
-    "another parameter": lambda m: setattr(m, "weight", nn.Parameter(torch.ones(32, 12))),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*were written to pruned entries")
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_writes_through_the_weight_reach_the_values(name: str, mode: Any) -> None:
-    found = []
-    for net in pair(mlp):
-        before = net(X).detach()
-        torch.manual_seed(2)
-        with mode():
-            WRITES[name](net[0])
-        after = net(X).detach()
-        assert not torch.equal(before, after)
-        found.append([after, *train(net, torch.optim.SGD(net.parameters(), lr=0.1))])
-        pruned = ~masks_of(net)["0.weight"].to_bool()
-        assert not net[0].weight.detach()[pruned].any()
-    assert_same(*found)
-
-
-@pytest.mark.filterwarnings("ignore:.*were written to pruned entries")
+@pytest.mark.filterwarnings("ignore:nonzero values were written")
 @pytest.mark.parametrize("width", [32, 16], ids=["whole blocks", "parts of blocks"])
 def test_writes_to_one_of_stacked_weights_reach_the_values(width: int) -> None:
     x = SEQUENCE.view(-1, width)
@@ -842,7 +595,7 @@ def test_an_expansion_from_before_a_step_cannot_be_written_to() -> None:
         model(X)
     assert torch.equal(model(X), expected)
     data.mul_(2)
-    with pytest.warns(UserWarning, match="what was written to the tensor is lost"):
+    with pytest.warns(UserWarning, match="the write to the tensor is lost"):
         del data
     assert torch.equal(model(X), expected)
 
@@ -854,61 +607,27 @@ def test_the_weight_looks_like_a_parameter() -> None:
     for net in pair(mlp):
         weight = net[0].weight
         assert isinstance(weight, nn.Parameter)
-        assert isinstance(weight, Tensor)
-        assert torch.is_tensor(weight)
         assert weight is net[0].weight
         assert weight in {weight: 1}
         assert (weight.shape, weight.dtype, len(weight)) == ((32, 12), torch.float32, 32)
-        assert (weight.stride(), weight.device.type, weight.is_contiguous()) == (
-            (12, 1),
-            "cpu",
-            True,
-        )
+        assert (weight.stride(), weight.device.type) == ((12, 1), "cpu")
         assert not isinstance(weight.t(), nn.Parameter)
-        assert not weight.is_leaf
         assert not hasattr(weight, "no_such_thing")
         with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
             torch.optim.SGD([weight], lr=0.1)
         with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor"):
             nn.Linear(12, 32).weight = weight
-        assert weight.requires_grad
-        assert not weight.requires_grad_(False).requires_grad
-        assert not net[0].weight.requires_grad
-        net[0].weight.requires_grad = True
-        assert net.get_parameter("0.weight").requires_grad
     ours, theirs = pair(mlp)
     for look in (
         lambda w: w.tolist(),
         lambda w: repr(w.detach()),
-        lambda w: float(w.detach().sum()),
         lambda w: w.detach().numpy().sum(),
         lambda w: torch.zeros_like(w),
-        lambda w: w.detach() == w,
-        lambda w: w.double().detach(),
         lambda w: copy.deepcopy(w).detach(),
         lambda w: pickle.loads(pickle.dumps(w)).detach(),
         lambda w: torch.cat([w, w]).detach(),
     ):
         assert_same(look(ours[0].weight), look(theirs[0].weight))
-    assert "0.1" in repr(theirs[0].weight)
-
-
-def test_a_missing_attribute_is_told_without_an_expansion() -> None:
-    model = streamed()
-    weight = model[0].weight
-    with LiveBytes() as meter:
-        assert getattr(weight, "no_such_thing", None) is None
-    assert meter.peak_bytes == 0
-
-
-def test_the_gradient_of_the_weight_is_dense() -> None:
-    ours, theirs = pair(mlp)
-    for net in (ours, theirs):
-        assert net[0].weight.grad is None
-        net(X).sum().backward()
-    assert_same(ours[0].weight.grad, theirs[0].weight.grad)
-    theirs[0].weight.grad = None
-    assert theirs.get_parameter("0.weight").grad is None
 
 
 def test_one_of_stacked_weights_knows_whether_it_is_trained() -> None:
@@ -992,26 +711,17 @@ def dense_sizes(net: nn.Module, *itemsizes: int) -> set[int]:
     return {size * numel for numel in large for size in (4, *itemsizes)}
 
 
-class Copies(TorchDispatchMode):
+class Copies(Meter):
     """Counts the storages of one size that are alive at the same time."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
         self.nbytes, self.peak = nbytes, 0
-        self.live: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() == self.nbytes:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.live:
-                    self.live.add(storage.data_ptr())
-                    weakref.finalize(storage, self.live.discard, storage.data_ptr())
-                    self.peak = max(self.peak, len(self.live))
-        return out
+    def see(self, tensor: Tensor) -> None:
+        if tensor.untyped_storage().nbytes() == self.nbytes:
+            self.track(tensor.untyped_storage())
+            self.peak = max(self.peak, len(self.live))
 
 
 @pytest.mark.parametrize("style", ["plain", "checkpointed", "reentrant", "autocast"])
@@ -1036,11 +746,13 @@ def test_one_dense_weight_and_one_dense_gradient_are_alive_at_most(style: str) -
     assert not meter.live
 
 
-def test_memory_is_freed_without_the_garbage_collector() -> None:
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_memory_is_freed_without_the_garbage_collector(weights: Any) -> None:
     gc.collect()
     gc.disable()
     try:
-        model = streamed(Tied)
+        model: Any = Tied()
+        samo.compress_(model, random_masks(model), weights=weights)
         opt = samo.AdamW(model.parameters())
         model(TOKENS).sum().backward()
         opt.step()
@@ -1078,34 +790,6 @@ def test_a_written_expansion_may_be_let_go_where_the_lock_is_held() -> None:
     assert torch.equal(model.get_parameter("0.weight"), expected)
 
 
-def test_threads_share_a_streamed_model() -> None:
-    model = streamed(lambda: Tied().double())
-    parts = TOKENS.split(1)
-    expected = [model(part).detach() for part in parts]
-    for part in parts:
-        model(part).sum().backward()
-    whole = grads(model)
-    model.zero_grad()
-    found: dict[int, Tensor] = {}
-    ready = threading.Barrier(len(parts))
-
-    def run(index: int) -> None:
-        ready.wait()
-        with torch.no_grad():
-            for _ in range(20):
-                found[index] = model(parts[index])
-        model(parts[index]).sum().backward()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_same([found[index] for index in range(len(parts))], expected)
-    for one, other in zip(grads(model), whole):
-        torch.testing.assert_close(one, other)
-
-
 # Budgets ----------------------------------------------------------------------------------------
 
 
@@ -1132,14 +816,6 @@ def test_a_budget_is_filled_and_kept() -> None:
     assert_same(*(pass_of(net, lambda m: m(batch, batch)) for net in (half, make("resident"))))
 
 
-@pytest.mark.parametrize("weights", [True, -1, "flowing", 1.5, None])
-def test_other_budgets_are_refused(weights: Any) -> None:
-    model = mlp()
-    with pytest.raises(ValueError, match="weights must be 'resident', 'streamed', or the bytes"):
-        samo.compress_(model, samo.prune(model, 0.5), weights=weights)
-    assert type(model[0]) is nn.Linear
-
-
 # Compiled code ----------------------------------------------------------------------------------
 
 
@@ -1157,13 +833,13 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-def compiled_grads(net: Any, backend: str, *batch: Tensor) -> tuple[set[int], list[Any]]:
+def compiled_grads(net: Any, backend: str, batch: Tensor) -> tuple[set[int], list[Any]]:
     """Return the sizes that a compiled model saves, and its gradients."""
     torch._dynamo.reset()
     run = torch.compile(net, backend=backend, fullgraph=True)
     saved = Saved()
     with saved.hooks:
-        loss = run(*batch)
+        loss = run(batch)
     loss.backward()
     return saved.sizes(net), [loss.detach(), *grads(net)]
 
@@ -1172,14 +848,13 @@ def compiled_grads(net: Any, backend: str, *batch: Tensor) -> tuple[set[int], li
 @pytest.mark.parametrize("backend", ["autocast", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_compiled_model_saves_no_dense_weight(backend: str) -> None:
     is_cast = backend == "autocast"
-    batch = (torch.randn(3, 48),) if backend == "inductor" else (tokens(1, 7), tokens(1, 7))
-    nets = pair(Blocks if backend == "inductor" else lambda: small_gpt(num_layers=2))
+    batch, nets = torch.randn(3, 48), pair(Blocks)
     if is_cast:
         for net in nets:
             net.forward = torch.autocast("cpu", dtype=torch.bfloat16)(net.forward)
     sizes = dense_sizes(nets[1], *([2] if is_cast else []))
-    of_resident, expected = compiled_grads(nets[0], "aot_eager", *batch)
-    found, ours = compiled_grads(nets[1], "aot_eager" if is_cast else backend, *batch)
+    of_resident, expected = compiled_grads(nets[0], "aot_eager", batch)
+    found, ours = compiled_grads(nets[1], "aot_eager" if is_cast else backend, batch)
     assert of_resident & sizes
     assert not found & sizes
     for one, other in zip(ours, expected):
@@ -1202,7 +877,7 @@ class Arithmetic(nn.Module):
 
 
 @ignores_dynamo
-@pytest.mark.parametrize("kind", ["arithmetic", "lstm", "tied", "frozen", "evaluated"])
+@pytest.mark.parametrize("kind", ["arithmetic", "lstm", "tied", "evaluated"])
 def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
     torch._dynamo.reset()
     make, x = {
@@ -1222,9 +897,6 @@ def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
         with torch.no_grad():
             assert torch.equal(result(run), result(eager))
         return
-    if kind == "frozen":
-        for net in (eager, model):
-            net[0].weight.requires_grad_(False)
     for net, call in ((eager, eager), (model, run)):
         result(call).square().mean().backward()
         torch.optim.SGD(net.parameters(), lr=0.1).step()
@@ -1240,8 +912,9 @@ def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
     "ignore:A model attribute .*_source` requires gradient",  # it is not used in the program
 )
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-def test_an_exported_program_computes_with_the_values_it_is_given(strict: bool) -> None:
-    model = streamed()
+@pytest.mark.parametrize("index", [0, 1], ids=["resident", "streamed"])
+def test_an_exported_program_computes_with_the_values_it_is_given(strict: bool, index: int) -> None:
+    model = pair(mlp)[index]
     program = torch.export.export(model, (X,), strict=strict)
     run = program.module()
     assert torch.equal(run(X), model(X))

@@ -23,7 +23,7 @@ from samo.checkpoint.manifest import damaged
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.saved import Checkpoint
 from samo.checkpoint.tensors import name_tensors, rows_of, with_rows
-from samo.core.optim import AdamW, _layout
+from samo.core.optim import AdamW, state_layout
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
 
@@ -134,7 +134,7 @@ class OptimizerState:
             if key in _SHAPED and spec
         }
         if isinstance(self.kind, AdamW):
-            layout = _layout(param, self.model.entries[name].weight, group)
+            layout = state_layout(param, self.model.entries[name].weight, group)
             for key, setting, values in (
                 ("exp_avg_scale", "state", ("exact", "lean")),
                 ("age", "entry_steps", (False, True)),

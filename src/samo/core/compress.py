@@ -10,19 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from samo import kernels as _kernels
-from samo.core.checks import (
-    check_arguments,
-    check_scripted,
-    plan_parameters,
-    resident_parameters,
-)
+from samo.core import step_hooks  # noqa: F401  (registers hooks)
+from samo.core.checks import check_arguments, plan_parameters, resident_parameters
 from samo.core.modules import (
     BITMAP,
+    WEIGHTS,
     CompressedModule,
     check_class,
-    clear_weights,
     from_bytes,
     named_weights,
+    original_class,
     set_weights,
     weights_in,
 )
@@ -49,13 +46,12 @@ def compress_(
     value_dtype: torch.dtype | None = None,
     kernels: _kernels.Path = "auto",
 ) -> nn.Module:
-    """Replace each pruned parameter of a model by its kept values, in place.
+    """Replace each pruned parameter of a model by its kept values, in place; return the model.
 
-    ``model.parameters()`` and ``state_dict()`` keep their names; a pruned weight is 1-D there and
-    holds its kept entries in row-major order. ``module.weight`` still returns the dense weight, in
-    the compute dtype, with exact zeros; its gradient is compressed. Everything that takes
-    ``model.parameters()`` works as with any model: optimizers, gradient clipping,
-    DistributedDataParallel.
+    ``model.parameters()`` and ``state_dict()`` keep their names; a pruned weight is 1-D there, its
+    kept entries in row-major order. ``module.weight`` still returns the dense weight, in the
+    compute dtype, with exact zeros; its gradient is compressed. Optimizers, gradient clipping and
+    DistributedDataParallel work as with any model.
 
     A model on the meta device stays there; load its values after ``model.to_empty(device=...)``.
 
@@ -87,22 +83,17 @@ def compress_(
         value_dtype: Dtype of the values; by default float32, or float64 for float64 models.
             ``torch.bfloat16`` needs ``samo.AdamW(state="lean")``, which stores the rounding
             remainder.
-        kernels: ``"auto"`` picks the fastest kernels for the device, ``"reference"`` uses plain
-            torch.
-
-    Returns:
-        The same model.
+        kernels: ``"auto"`` picks the fastest for the device, ``"reference"`` uses plain torch.
 
     Raises:
-        TypeError: ``model`` is not a module whose parameters can be replaced.
-        ValueError: A type or option is not supported, or weights are not finite.
+        TypeError: ``model`` is no module, or ``masks`` are no `samo.Masks`.
+        ValueError: A dtype or option is not supported, or weights are not finite.
         MaskError: The masks do not fit the model.
         CompressionError: The model is already compressed, or a module's class cannot be replaced.
     """
     check_arguments(model, weights, dtype, grad_dtype, value_dtype, kernels)
     with torch.inference_mode(False), torch.no_grad():
         plans = plan_parameters(model, masks, dtype, grad_dtype, value_dtype)
-        check_scripted(model, plans)
         owned = {
             module: {
                 name: id(param)
@@ -118,20 +109,13 @@ def compress_(
         # Nothing below raises.
         model.__dict__[_CAST] = cast = {}
         made = {}
-        for key, (name, param, mask, types) in plans.items():
-            if plans[key].is_compressed:
-                made[key] = Weight(
-                    name,
-                    param,
-                    mask if mask is None or param.is_meta else mask.to(param.device),
-                    types,
-                    kernels,
-                    is_resident=key in residents,
-                )
+        for key, plan in plans.items():
+            if plan.is_compressed:
+                made[key] = Weight(plan, kernels, is_resident=key in residents)
             else:
-                cast[name] = param.dtype
-                param.grad = None
-                param.data = param.data.to(types.dtype)
+                cast[plan.name] = plan.param.dtype
+                plan.param.grad = None
+                plan.param.data = plan.param.data.to(plan.dtype)
         mark_ragged(list(made.values()))
         for module, own in changed.items():
             set_weights(module, {name: made[key] for name, key in own.items()})
@@ -143,9 +127,8 @@ def compress_(
 def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Restore an ordinary model in place: original classes, shapes and dtypes.
 
-    For tools that need plain modules, such as quantization, fusion or scripting. Pruned entries are
-    exactly
-    0. Rebuild optimizers afterwards.
+    For tools that need plain modules, such as quantization, fusion or scripting. Pruned entries
+    are exactly 0. Rebuild optimizers afterwards.
 
     Example:
         >>> import torch, samo
@@ -158,9 +141,6 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     Args:
         model: A model that is compressed, at least in part.
         dtype: Dtype of the parameters; by default what each had before compression.
-
-    Returns:
-        The same model.
     """
     check_whole(
         model, "decompress_ would give each rank all of them", "call samo.dense_state_dict(model)"
@@ -173,16 +153,15 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     for module in model.modules():
         for name, weight in weights_in(module).items():
             if id(weight) not in made:
-                param = nn.Parameter(
-                    dense_of(weight, dtype), requires_grad=weight.values.requires_grad
-                )
+                made[id(weight)] = param = nn.Parameter(dense_of(weight, dtype))
+                param.requires_grad_(weight.values.requires_grad)
                 param.__dict__.update(weight.attributes)
-                made[id(weight)] = param
                 weight.retire()
             module._parameters[name] = made[id(weight)]
         if isinstance(module, CompressedModule):
-            clear_weights(module)
-        for key, hook in list(module._forward_pre_hooks.items()):
+            module.__class__ = original_class(module)  # type: ignore[assignment]
+            del module.__dict__[WEIGHTS]
+        for key, hook in [*module._forward_pre_hooks.items()]:
             if hook is check_masks_of_ranks:
                 del module._forward_pre_hooks[key]
         if isinstance(module, nn.RNNBase):
@@ -266,11 +245,7 @@ def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def check_whole(model: nn.Module, what: str, instead: str) -> None:
-    """Check that no weight is sharded.
-
-    Raises:
-        CompressionError: One is.
-    """
+    """Raise an error if a weight is sharded."""
     for name, weight in named_weights(model):
         if weight.mesh is not None:
             raise CompressionError(

@@ -99,7 +99,7 @@ class Traced(NamedTuple):
     bitmap: Tensor | None
     """The mask's `Mask.packed`; None where nothing is pruned."""
     sizes: str
-    """Shape and strides as text, one guard in place of many; "" while dense gradients are watched."""
+    """Shape and strides as text, for one guard instead of many; "" while there are watchers."""
     dtype: torch.dtype
 
 
@@ -154,9 +154,8 @@ class DenseWeight(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         with torch.no_grad():
-            if (
-                value.data_ptr() != self.data_ptr()
-            ):  # `weight.data += delta` assigns the same memory
+            # `weight.data += delta` assigns the same memory.
+            if value.data_ptr() != self.data_ptr():
                 self._weight.write(value)
 
     @property
@@ -193,7 +192,7 @@ class DenseWeight(Tensor):
 
 
 def as_dense_weight(tensor: Tensor, weight: Weight) -> DenseWeight:
-    """Turn a new tensor into the `DenseWeight` of ``weight``, with the parameter's custom attributes."""
+    """Turn a new tensor into the `DenseWeight` of ``weight``."""
     tensor.__class__ = DenseWeight
     tensor.__dict__.update(weight.attributes)
     tensor.__dict__["_samo_weight"] = weakref.ref(weight)

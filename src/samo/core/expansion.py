@@ -1,7 +1,7 @@
 """`Expansion`: a dense weight that is expanded lazily.
 
 torch passes every function called on it to ``__torch_function__``. Matrix products and convolutions
-expand and free the weight internally (`samo.core.functions`); any other function gets a fresh
+expand and free the weight internally (`samo.core.products`); any other function gets a fresh
 expansion, in the autograd graph of the values. `torch.compile` traces through this object; eager
 code uses its tensor subclass, `samo.core.streamed.StreamedWeight`.
 """
@@ -43,11 +43,7 @@ class Expansion:
     """Whether the last two dimensions are transposed."""
 
     def __init__(
-        self,
-        values: Tensor,
-        layout: Any,
-        dtype: torch.dtype,
-        is_flipped: bool,
+        self, values: Tensor, layout: Any, dtype: torch.dtype, is_flipped: bool = False
     ) -> None:
         self._param, self._layout = values, layout
         self._dtype, self._is_flipped = dtype, is_flipped
@@ -67,11 +63,10 @@ class Expansion:
     def _expand(self) -> Tensor:
         """Expand now."""
         values, layout, dtype = self._param, self._layout, self._dtype
-        if torch.compiler.is_compiling():
-            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
-        elif torch._C._functorch.peek_interpreter_stack() is not None:
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and torch._C._functorch.peek_interpreter_stack() is not None:
             dense = expand_by_index(values, layout, dtype)
-        elif values.requires_grad and torch.is_grad_enabled():
+        elif is_compiling or (values.requires_grad and torch.is_grad_enabled()):
             dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
         else:
             dense = layout.expand(values.detach(), dtype)
@@ -84,16 +79,16 @@ class Expansion:
         """Apply pending writes to earlier expansions."""
 
     def _part(self, index: Any) -> Any:
-        """Return one of stacked weights without expanding the others, or None if that is impossible."""
+        """Return one of stacked weights without expanding the others, or None if impossible."""
         return None
 
     def _transposed(self, dim0: Any, dim1: Any) -> Any:
         """Transpose the last two dimensions; return None for other dimensions."""
         dims = len(self._layout.shape)
-        last = ({-2, dims - 2}, {-1, dims - 1})
-        if dims < 2 or not (
-            (dim0 in last[0] and dim1 in last[1]) or (dim0 in last[1] and dim1 in last[0])
-        ):
+        if dims < 2 or {dim % dims for dim in (dim0, dim1) if -dims <= dim < dims} != {
+            dims - 2,
+            dims - 1,
+        }:
             return None
         return self._like(self._param, self._layout, not self._is_flipped)
 
@@ -115,8 +110,7 @@ class Expansion:
         return getattr(self._expand(), name)
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._part(index)
-        return self._expand()[index] if found is None else found
+        return self._expand()[index]
 
     def __matmul__(self, other: Any) -> Any:
         return self._expand() @ other
@@ -164,3 +158,23 @@ def _expanded_one(arg: Any) -> Any:
     if type(arg) in (list, tuple):
         return type(arg)(expanded(arg))
     return arg
+
+
+@implements(Tensor.__getitem__)
+def _getitem(weight: Any, index: Any) -> Any:
+    return weight._part(index)
+
+
+@implements(Tensor.transpose, torch.transpose)
+def _transpose(input: Any, dim0: Any, dim1: Any) -> Any:
+    return input._transposed(dim0, dim1)
+
+
+@implements(Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
+def _t(weight: Any) -> Any:
+    return weight._transposed(0, 1) if len(weight._layout.shape) == 2 else None
+
+
+@implements(Tensor.mT.__get__)  # type: ignore[attr-defined]
+def _mT(weight: Any) -> Any:  # noqa: N802
+    return weight._transposed(-2, -1)

@@ -21,8 +21,8 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return plain parameter groups: matrices with weight decay, norms and biases without.
 
-    Code that tells the two apart by ``p.dim() >= 2`` takes the 1-D values of pruned weights for
-    biases; this looks at the dense shape.
+    ``p.dim() >= 2`` would take the 1-D values of pruned weights for biases; this looks at the dense
+    shape.
 
     Example:
         >>> import torch, samo
@@ -37,28 +37,24 @@ def param_groups(
         model: A model, compressed or not.
         lr: Learning rate; by default the optimizer's own.
         weight_decay: Decay of the parameters with two dimensions or more.
-        density_power: A weight with a mask has its learning rate multiplied by its kept fraction to
-            this power, from -3 to 3, and its decay left as it was: -1 makes one pruned by 90 %
-            learn 10 times as fast. Models that are pruned before they have learnt much want that.
-        no_decay: Shell-style patterns of further names to leave undecayed, such as ``"wte.*"``.
+        density_power: Multiply the learning rate of a pruned weight by its density to this power,
+            from -3 to 3, and leave its decay as it is. With -1, a weight at 90 % sparsity learns 10
+            times as fast, which helps models that are pruned early.
+        no_decay: Shell-style patterns of further names without decay, such as ``"wte.*"``.
 
     Raises:
         ValueError: A pattern matches no parameter, or ``density_power`` is out of range or has no
             ``lr`` to act on.
     """
     if not isinstance(density_power, int | float) or not -3 <= density_power <= 3:
-        raise ValueError(
-            f"density_power must be a number from -3 to 3, got {density_power!r}; -1 makes weights that "
-            "are pruned by 90 % learn 10 times as fast, and 0 as fast as all others"
-        )
+        raise ValueError(f"density_power must be a number from -3 to 3, got {density_power!r}")
     if density_power and lr is None:
         raise ValueError(
-            f"density_power={density_power} multiplies a learning rate; give lr= here, not to the "
-            "optimizer"
+            f"density_power={density_power} scales a learning rate; pass lr= here as well"
         )
     parameters = dict(model.named_parameters())
     exempt = matching(no_decay, parameters, "no_decay")
-    # By name: what FSDP2 makes of a weight's values is another parameter.
+    # By name: FSDP2 replaces the values by another parameter.
     weights = dict(named_weights(model, remove_duplicate=False))
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, param in parameters.items():

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from samo.core.dense import DenseWeight
 from samo.core.shards import placed_as, whole
-from samo.core.weight import WRITTEN, Weight, warn_of_pruned
+from samo.core.weight import Weight
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 
 __all__ = []
 
-_WEIGHTS: Final = "_samo_weights"
+WEIGHTS: Final = "_samo_weights"
 """Attribute that maps parameter names to weights."""
 
 BITMAP: Final = "_bitmap"
@@ -47,13 +47,12 @@ class CompressedModule(nn.Module):
         weights_in(self).pop(name, None)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Assign as `__setattr__` does: a plain parameter here would be trained without the mask."""
+        """Assign as `__setattr__` does: a plain parameter would be trained without the mask."""
         if name in weights_in(self) and param is not None:
             if isinstance(param, DTensor):  # FSDP2 sets the attribute
                 raise CompressionError(
-                    f"'{weights_in(self)[name].name}' is compressed, and its values are in no rows or "
-                    "columns that tensor parallelism could share among ranks; leave the module out of its "
-                    "plan, or shard values with fully_shard"
+                    f"'{weights_in(self)[name].name}' is compressed and has no rows or columns for "
+                    "tensor parallelism to shard; leave it out of the plan, or use fully_shard"
                 )
             self._assign(name, param)
         else:
@@ -137,8 +136,8 @@ class CompressedModule(nn.Module):
             # One rank may read a file for all: torch sends the others their shards, and no bitmap.
             elif bitmap is None and strict and not isinstance(given, DTensor):
                 missing_keys.append(key + BITMAP)
-            elif bitmap is not None and (wrong := compare(bitmap, weight.mask)):
-                error_msgs.append(f"'{key}' {wrong}")
+            elif bitmap is not None and (wrong := _compare(key, bitmap, weight.mask)):
+                error_msgs.append(wrong)
                 state_dict[key] = weight.values.detach()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -150,29 +149,16 @@ class CompressedModule(nn.Module):
             else:
                 weight.refresh()  # compiled code does not check whether it is stale
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load, with a single warning for nonzero pruned entries of a dense state dict."""
-        written: dict[str, int] = {}
-        token = WRITTEN.set(written)
-        try:
-            result = super().load_state_dict(state_dict, strict, assign)
-        finally:
-            WRITTEN.reset(token)
-        if written:
-            first, *others = written
-            more = f" and {len(others):,} other weights" if others else ""
-            warn_of_pruned(f"'{first}'{more}", sum(written.values()), 2)
-        return result
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         for weight in weights_in(self).values():
             weight.sync_written()  # values are copied before their weight
-        return rebuild, (original_class(self), tuple(weights_in(self))), self.__getstate__()  # type: ignore[no-untyped-call]
+        arguments = (original_class(self), tuple(weights_in(self)))
+        return rebuild, arguments, self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def weights_in(module: nn.Module) -> dict[str, Weight]:
     """Return the weights of one module by the names of their parameters."""
-    return module.__dict__.get(_WEIGHTS, _NONE)
+    return module.__dict__.get(WEIGHTS, _NONE)
 
 
 _NONE: Final[dict[str, Weight]] = {}
@@ -181,10 +167,7 @@ _NONE: Final[dict[str, Weight]] = {}
 def named_weights(
     model: nn.Module, *, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, Weight]]:
-    """Return the compressed weights of a model with the names of their parameters.
-
-    In the order of ``named_parameters()``, and a tied one once, as there.
-    """
+    """Yield names and compressed weights of a model, in the order of ``named_parameters()``."""
     seen: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=remove_duplicate):
         for name, weight in weights_in(module).items():
@@ -196,16 +179,11 @@ def named_weights(
 
 def set_weights(module: nn.Module, weights: dict[str, Weight]) -> None:
     """Give a module its compressed parameters and its subclass."""
-    module.__dict__[_WEIGHTS] = weights
+    module.__dict__[WEIGHTS] = weights
     for name, weight in weights.items():
         module._parameters[name] = weight.values
-    module.__class__ = compressed_class(original_class(module), tuple(weights))  # type: ignore[arg-type]
-
-
-def clear_weights(module: nn.Module) -> None:
-    """Restore a module's original class."""
-    module.__class__ = original_class(module)
-    module.__dict__.pop(_WEIGHTS, None)
+    cls = original_class(module)
+    module.__class__ = compressed_class(cls, tuple(weights))  # type: ignore[arg-type]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -239,24 +217,25 @@ def rebuild(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         try:
-            return self.__dict__[_WEIGHTS][name].read(self._parameters[name])
-        except KeyError:
+            return self.__dict__[WEIGHTS][name].read(self._parameters[name])
+        except KeyError:  # it was deleted
             if name in self.__dict__:
                 return self.__dict__[name]
-            raise AttributeError(
-                f"'{type(self).__name__}' object has no attribute '{name}'"
-            ) from None
+            raise _missing(self, name) from None
 
     def set_(self: nn.Module, value: Any) -> None:
         if name in weights_in(self):  # weight_norm takes the parameter out of _parameters
             raise CompressionError(
-                f"'{weights_in(self)[name].name}' is compressed, and another tensor in its place would be "
-                "trained without its mask; put weight_norm or spectral_norm on before compress_, or call "
-                "samo.decompress_(model) first"
+                f"'{weights_in(self)[name].name}' is compressed, and a tensor in its place would "
+                "be trained without a mask; apply weight_norm or spectral_norm before compress_"
             )
         self.__dict__[name] = value  # its parameter was deleted
 
     return property(get, set_)
+
+
+def _missing(module: nn.Module, name: str) -> AttributeError:
+    return AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
 
 
 def _bitmap_property(name: str) -> property:
@@ -265,9 +244,7 @@ def _bitmap_property(name: str) -> property:
     def get(self: nn.Module) -> Tensor:
         weight = weights_in(self).get(name)
         if weight is None or weight.mask is None:
-            raise AttributeError(
-                f"'{type(self).__name__}' object has no attribute '{name}{BITMAP}'"
-            )
+            raise _missing(self, name + BITMAP)
         return to_bytes(weight.mask)
 
     return property(get)
@@ -277,8 +254,7 @@ def _flat_weights(self: Any) -> list[Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-# Masks in a state dict
-# -------------------------------------------------------------------------------
+# Masks in a state dict --------------------------------------------------------------------------
 
 
 def to_bytes(mask: Mask) -> Tensor:
@@ -288,11 +264,7 @@ def to_bytes(mask: Mask) -> Tensor:
 
 
 def from_bytes(name: str, saved: Any, shape: Iterable[int]) -> Mask:
-    """Return the mask that `to_bytes` wrote.
-
-    Raises:
-        MaskError: It is damaged, or of another shape.
-    """
+    """Return the mask that `to_bytes` wrote; raise MaskError if it is damaged or does not fit."""
     try:
         bits, digest = saved[:-_DIGEST_BYTES], saved[-_DIGEST_BYTES:].cpu()
         mask = Mask(shape, bits.clone().view(torch.int32))
@@ -305,36 +277,24 @@ def from_bytes(name: str, saved: Any, shape: Iterable[int]) -> Mask:
     return mask
 
 
-def compare(saved: Any, mask: Mask) -> str:
-    """Describe how a saved mask differs from the weight's; return "" if they are equal."""
-    own = to_bytes(mask)
-    if not isinstance(saved, Tensor) or saved.dtype != torch.uint8 or saved.shape != own.shape:
-        return "comes with a bitmap of another size or type: it belongs to another weight"
-    saved = saved.to(own.device)
-    if torch.equal(saved, own):
-        return ""
+def _compare(name: str, saved: Any, mask: Mask) -> str:
+    """Return what is wrong with a saved mask; "" if it equals the weight's."""
     try:
-        from_bytes("", saved, mask.shape)
-    except MaskError:
-        return "comes with a damaged bitmap: its bits do not match their fingerprint"
-    return (
-        "was saved with another mask, which samo.masks(model, state_dict) has; compress the model with "
-        "that one, or give it to samo.remap_ first"
-    )
+        if mask == from_bytes(name, saved, mask.shape):
+            return ""
+    except MaskError as error:
+        return str(error)
+    return f"'{name}' was saved with another mask; pass samo.masks(model, state_dict) to remap_"
 
 
 def check_class(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Check that a module's class can be replaced.
-
-    Raises:
-        CompressionError: The class cannot be subclassed or reassigned.
-    """
+    """Raise CompressionError if a module's class cannot be replaced."""
     cls = type(module)
     try:
         module.__class__ = compressed_class(cls, names)  # type: ignore[arg-type]
         module.__class__ = cls
     except Exception as error:
         raise CompressionError(
-            f"a {cls.__name__} has parameters but its class cannot be exchanged ({error}); compress the "
-            "model before it is scripted, traced or wrapped"
+            f"the class {cls.__name__} cannot be replaced ({error}); compress the model before it "
+            "is scripted, traced or wrapped"
         ) from error

@@ -8,14 +8,15 @@ bit-identical.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from samo.core.dense import Layout
+from samo.core.expansion import Expansion, implements
 
 __all__ = []
 
@@ -23,21 +24,22 @@ __all__ = []
 class Operation(Protocol):
     """A product of an input and a weight."""
 
-    needs_input: ClassVar[bool]
-    """Whether the input's gradient needs more of the input than its shape and strides."""
+    @property
+    def needs_input(self) -> bool:
+        """Whether the input's gradient needs more of the input than its shape and strides."""
 
     def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
         """Return the shape of the product."""
 
-    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product."""
 
     def grad_weight(
-        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
+        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias, where needed."""
 
-    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor) -> Tensor:
         """Return the gradient of the input."""
 
 
@@ -50,59 +52,41 @@ class Product(torch.autograd.Function):
         values: Tensor,
         x: Tensor,
         bias: Tensor | None,
-        ends: Tensor | None,
         layout: Layout,
         operation: Operation,
         is_deferred: bool,
     ) -> Tensor:
         ctx.layout, ctx.operation, ctx.kept = layout, operation, values.shape[0]
         if torch.compiler.is_compiling():
-            ctx.save_for_backward(values, x, ends)
-            return operation.forward(x, layout.expand(values, x.dtype), bias, ends)
+            ctx.save_for_backward(values, x)
+            return operation.forward(x, layout.expand(values, x.dtype), bias)
         # Save what torch's operations would: an input that is not needed may be freed or
         # overwritten.
         needs_values, needs_x = ctx.needs_input_grad[:2]
         saved = x
         if not needs_values and not operation.needs_input:
             saved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        ctx.save_for_backward(values if needs_x else None, saved, ends)
+        ctx.save_for_backward(values if needs_x else None, saved)
         if is_deferred:
             shape = operation.shape(x, layout.shape)
             return x.new_empty_strided(shape, [0] * len(shape))
-        return compute(values, x, bias, ends, layout, operation, needs_values)
+        return _compute(values, x, bias, layout, operation, needs_values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        values, x, ends = ctx.saved_tensors
+        values, x = ctx.saved_tensors
         layout, operation = ctx.layout, ctx.operation
         needs_values, needs_x, needs_bias = ctx.needs_input_grad[:3]
         grad_values = grad_x = grad_bias = None
         if needs_values or needs_bias:
             needs = [needs_values, needs_bias]
-            dense, grad_bias = operation.grad_weight(grad, x, ends, layout.shape, needs)
+            dense, grad_bias = operation.grad_weight(grad, x, layout.shape, needs)
             if needs_values:
                 grad_values = layout.compress_grad(dense, ctx.kept)
             del dense  # free it before expanding the weight
         if needs_x:
-            weight = layout.expand_again(values, x.dtype, grad)
-            grad_x = operation.grad_input(grad, x, weight, ends)
-        return grad_values, grad_x, grad_bias, None, None, None, None
-
-
-def compute(
-    values: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    ends: Tensor | None,
-    layout: Layout,
-    operation: Operation,
-    is_tracked: bool,
-) -> Tensor:
-    """Compute the product outside the graph."""
-    dense = layout.expand(values.detach(), x.dtype)
-    if is_tracked and isinstance(operation, Matmul):
-        dense.requires_grad_()  # torch.matmul folds dimensions differently if it does
-    return operation.forward(x, dense, bias, ends)
+            grad_x = operation.grad_input(grad, x, layout.expand_again(values, x.dtype, grad))
+        return grad_values, grad_x, grad_bias, None, None, None
 
 
 # Note [Products under checkpointing]
@@ -120,59 +104,87 @@ class Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, saved: Tensor, args: Any) -> Tensor:
-        return compute(*args)
+        return _compute(*args)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def product(
+def _compute(
     values: Tensor,
     x: Tensor,
     bias: Tensor | None,
-    ends: Tensor | None,
     layout: Layout,
     operation: Operation,
+    is_tracked: bool,
 ) -> Tensor:
-    """Return ``operation(x, expand(values), bias)``; backward expands again."""
-    args = (values, x, bias, ends, layout, operation)
+    """Compute a product outside the graph."""
+    dense = layout.expand(values.detach(), x.dtype)
+    if is_tracked and isinstance(operation, _Matmul):
+        dense.requires_grad_()  # torch.matmul folds dimensions differently if it does
+    return operation.forward(x, dense, bias)
+
+
+def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) -> Tensor | None:
+    """Return the product, or None if torch should compute it from an expansion."""
+    # Keep this cheap: it runs in every forward pass, and small models are host-bound.
+    values, layout, dtype = weight._param, weight._layout, weight._dtype
+    if isinstance(x, Expansion) or isinstance(bias, Expansion):
+        return None
+    if len(layout.shape) != dims or x.dim() < 2 or x.device != values.device:
+        return None
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling:
+        if type(x) not in (Tensor, nn.Parameter) or forward_ad._current_level >= 0:
+            return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        weight._sync()
+    device = x.device.type
+    is_cast = device != "meta" and not isinstance(operation, _GroupedMatmul)
+    if is_cast and dtype != torch.float64 and torch.is_autocast_enabled(device):
+        # Cast here, because autocast would cache a 16-bit copy of the weight until backward.
+        dtype = torch.get_autocast_dtype(device)
+        x = x if x.dtype == torch.float64 else x.to(dtype)
+        bias = bias if bias is None or bias.dtype == torch.float64 else bias.to(dtype)
+    if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        return None  # let torch raise its own error
+    args = (values, x, bias, layout, operation)
     if not torch.is_grad_enabled():
-        return compute(*args, is_tracked=False)
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return _compute(*args, is_tracked=False)
+    if is_compiling or torch._C._current_graph_task_id() == -1:
         return Product.apply(*args, False)  # type: ignore[no-untyped-call]
     saved = Product.apply(*args, True)  # type: ignore[no-untyped-call]
     return Deferred.apply(saved, (*args, values.requires_grad))  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True)
-class Matmul:
-    """``x @ weight``, or ``x @ weight.T`` as a linear layer has it; 2-D weights."""
+# Matrix products --------------------------------------------------------------------------------
 
-    needs_input: ClassVar = False
+
+class _Matmul(NamedTuple):
+    """``x @ weight``, or ``x @ weight.T`` as in a linear layer; 2-D weights."""
 
     is_transposed: bool
     is_linear: bool
     """Whether to use F.linear, or addmm and matmul."""
+    needs_input: bool = False
 
     def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
-        """Return the shape of the product."""
         return [*x.shape[:-1], weight[0] if self.is_transposed else weight[1]]
 
-    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-        """Return the product."""
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_linear:
             out = F.linear(x, dense if self.is_transposed else dense.t(), bias)
             # With more than two dimensions it is a view, and autograd forbids in-place writes to
-            # ours.
+            # views that a custom function returns.
             return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, out.shape)
         factor = dense.t() if self.is_transposed else dense
         return torch.matmul(x, factor) if bias is None else torch.addmm(bias, x, factor)
 
     def grad_weight(
-        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
+        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias."""
         grad = grad.reshape(-1, grad.shape[-1])
         dense = bias = None
         if needs[0]:
@@ -182,35 +194,95 @@ class Matmul:
             bias = grad.sum(0)
         return dense, bias
 
-    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
-        """Return the gradient of the input."""
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor) -> Tensor:
         factor = dense if self.is_transposed else dense.t()
         grad = grad.reshape(-1, grad.shape[-1])
-        if _is_column_major(x):  # match the strides of torch's gradient
+        matrix = x
+        if x.dim() > 2 and not x.is_contiguous():
+            matrix = torch.empty_strided(x.shape, x.stride(), device="meta")
+            matrix = matrix.reshape(-1, x.shape[-1])
+        if matrix.stride() == (1, matrix.shape[0]):  # match the strides of torch's gradient
             return factor.t().mm(grad.t()).t().view(x.shape)
         return grad.mm(factor).view(x.shape)
 
 
-def _is_column_major(x: Tensor) -> bool:
-    """Return whether ``x``, viewed as a matrix, is column-major."""
-    if x.dim() > 2 and not x.is_contiguous():
-        x = torch.empty_strided(x.shape, x.stride(), device="meta").reshape(-1, x.shape[-1])
-    return x.stride() == (1, x.shape[0])
+# Handlers have torch's parameter names, so that keyword arguments work.
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """A convolution over any number of dimensions."""
+@implements(F.linear)
+def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    if not isinstance(weight, Expansion) or (isinstance(bias, Tensor) and bias.dim() > 1):
+        return None
+    return _product(_Matmul(not weight._is_flipped, True), input, weight, bias, 2)
 
-    needs_input: ClassVar = True
 
+@implements(torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+def _matmul(input: Any, other: Any = None, *, mat2: Any = None, out: Any = None) -> Tensor | None:
+    weight = mat2 if other is None else other
+    if not isinstance(weight, Expansion) or out is not None:
+        return None
+    return _product(_Matmul(weight._is_flipped, False), input, weight, None, 2)
+
+
+@implements(torch.addmm)
+def _addmm(input: Any, mat1: Any, mat2: Any, **others: Any) -> Tensor | None:
+    if others or not isinstance(mat2, Expansion) or input.dim() != 1:
+        return None
+    return _product(_Matmul(mat2._is_flipped, False), mat1, mat2, input, 2)
+
+
+class _GroupedMatmul(NamedTuple):
+    """A mixture of experts: the rows of ``x`` up to each of ``ends`` times their own weight."""
+
+    is_transposed: bool
+    ends: Tensor
+    needs_input: bool = False
+
+    def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
+        return [x.shape[0], weight[1] if self.is_transposed else weight[2]]
+
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
+        factor = dense.transpose(-2, -1) if self.is_transposed else dense
+        return F.grouped_mm(x, factor, offs=self.ends)
+
+    def grad_weight(
+        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        left, right = (grad, x) if self.is_transposed else (x, grad)
+        return F.grouped_mm(left.t(), right, offs=self.ends), None
+
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor) -> Tensor:
+        factor = dense if self.is_transposed else dense.transpose(-2, -1)
+        return F.grouped_mm(grad, factor, offs=self.ends)
+
+
+@implements(F.grouped_mm, torch._grouped_mm)
+def _grouped_mm(
+    mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor | None:
+    if bias is not None or out_dtype is not None or offs is None:
+        return None
+    if not isinstance(mat_b, Expansion) or mat_a.dim() != 2:
+        return None
+    return _product(_GroupedMatmul(mat_b._is_flipped, offs), mat_a, mat_b, None, 3)
+
+
+# Convolutions -----------------------------------------------------------------------------------
+
+
+class _Convolution(NamedTuple):
     stride: list[int]
     padding: list[int]
     dilation: list[int]
     groups: int
+    needs_input: bool = True
+
+    @property
+    def _settings(self) -> tuple[Any, ...]:
+        zeros = [0] * len(self.stride)
+        return self.stride, self.padding, self.dilation, False, zeros, self.groups
 
     def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
-        """Return the shape of the product."""
         sizes = zip(x.shape[2:], weight[2:], self.stride, self.padding, self.dilation)
         places = [
             (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
@@ -218,66 +290,45 @@ class Convolution:
         ]
         return [x.shape[0], weight[0], *places]
 
-    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-        """Return the product."""
-        zeros = [0] * len(self.stride)
-        return torch.convolution(
-            x, dense, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups
-        )
+    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(x, dense, bias, *self._settings)
 
     def grad_weight(
-        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
+        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias."""
         nothing = grad.new_empty(1).expand(shape)  # only its shape is used
         found = self._backward(grad, x, nothing, [False, *needs])
         return found[1], found[2]
 
-    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
-        """Return the gradient of the input."""
-        return self._backward(grad, x, dense, [True, False, False])[0]
+    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor) -> Tensor:
+        found: Tensor = self._backward(grad, x, dense, [True, False, False])[0]
+        return found
 
     def _backward(self, grad: Tensor, x: Tensor, dense: Tensor, needs: list[bool]) -> Any:
-        return torch.ops.aten.convolution_backward(
-            grad,
-            x,
-            dense,
-            [dense.shape[0]],
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            [0] * len(self.stride),
-            self.groups,
-            needs,
-        )
+        sizes = [dense.shape[0]]
+        return torch.ops.aten.convolution_backward(grad, x, dense, sizes, *self._settings, needs)
 
 
-@dataclass(frozen=True)
-class GroupedMatmul:
-    """A mixture of experts: the rows of ``x`` up to each of ``ends`` times their own weight."""
+@implements(torch.conv1d, torch.conv2d, torch.conv3d)
+def _convolution(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor | None:
+    if not isinstance(weight, Expansion) or weight._is_flipped:
+        return None
+    padding = 0 if padding == "valid" else padding
+    shape = weight._layout.shape
+    if isinstance(padding, str) or input.dim() != len(shape):
+        return None
+    stride, padding, dilation = (_each(n, len(shape) - 2) for n in (stride, padding, dilation))
+    operation = _Convolution(stride, padding, dilation, groups)
+    return _product(operation, input, weight, bias, len(shape))
 
-    needs_input: ClassVar = False
 
-    is_transposed: bool
-
-    def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
-        """Return the shape of the product."""
-        return [x.shape[0], weight[1] if self.is_transposed else weight[2]]
-
-    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:
-        """Return the product."""
-        factor = dense.transpose(-2, -1) if self.is_transposed else dense
-        return F.grouped_mm(x, factor, offs=ends)
-
-    def grad_weight(
-        self, grad: Tensor, x: Tensor, ends: Tensor | None, shape: torch.Size, needs: list[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradient of the weight."""
-        left, right = (grad, x) if self.is_transposed else (x, grad)
-        return F.grouped_mm(left.t(), right, offs=ends), None
-
-    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor, ends: Tensor | None) -> Tensor:
-        """Return the gradient of the input."""
-        factor = dense if self.is_transposed else dense.transpose(-2, -1)
-        return F.grouped_mm(grad, factor, offs=ends)
+def _each(value: Any, dims: int) -> list[int]:
+    return [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))

@@ -1,8 +1,7 @@
 """Checks that replicas and shards have the same masks on every rank."""
 
-import hashlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -10,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from samo.core.modules import named_weights
 from samo.errors import CompressionError, MaskError
+from samo.mask.mask import Mask
 
 __all__ = []
 
@@ -23,7 +24,7 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
 
     Raises:
         MaskError: They differ; on every rank.
-        CompressionError: Parameters were resized after the wrapper allocated its buffers.
+        CompressionError: Parameters were resized after DDP allocated its buckets.
     """
     if torch.compiler.is_compiling():
         return
@@ -34,33 +35,29 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
     if _SEEN.get(replicas):
         return
     nbytes = sum(param.nbytes for param in replicas._module_parameters)
-    if (
-        replicas in _SEEN
-        or replicas._get_ddp_logging_data()["total_parameter_size_bytes"] != nbytes
-    ):
+    known = replicas._get_ddp_logging_data()["total_parameter_size_bytes"]
+    if replicas in _SEEN or known != nbytes:
         raise CompressionError(
-            "new masks changed the lengths of parameters after this DistributedDataParallel was built, and "
-            "it would no longer reduce their gradients; rebuild it: "
-            "ddp = DistributedDataParallel(ddp.module)"
+            "masks changed the length of parameters after this DistributedDataParallel was built; "
+            "rebuild it: ddp = DistributedDataParallel(ddp.module)"
         )
-    from samo.core.compress import masks
-
-    compare_masks(masks(module), replicas.process_group)
+    compare_masks(_masks(module), replicas.process_group)
     _SEEN[replicas] = True
 
 
 def _check_masks_of_shards(module: nn.Module) -> None:
     """Compare masks in the first forward pass of an FSDP2 model."""
-    from samo.core.compress import masks
-    from samo.core.modules import named_weights
-
     if module in _COMPARED:
         return
     mesh = next((weight.mesh for _, weight in named_weights(module)), None)
     if mesh is not None:
         for dim in range(mesh.ndim):
-            compare_masks(masks(module), mesh.get_group(dim))
+            compare_masks(_masks(module), mesh.get_group(dim))
         _COMPARED.add(module)
+
+
+def _masks(module: nn.Module) -> dict[str, Mask]:
+    return {name: w.mask for name, w in named_weights(module) if w.mask is not None}
 
 
 _COMPARED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
@@ -85,33 +82,15 @@ def outdate_replicas(params: Iterable[Tensor]) -> None:
         _SEEN[replicas] = False
 
 
-def compare_masks(masks: Any, group: dist.ProcessGroup | None) -> None:
-    """Check that masks are equal on all ranks of a group. Collective.
-
-    Raises:
-        MaskError: They differ.
-    """
-    names = sorted(masks)
-    digests = [hashlib.sha256(masks[name].fingerprint().encode()).digest()[:8] for name in names]
-    has_gloo = "gloo" in dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl" by default
-    device = "cpu" if has_gloo else torch.cuda.current_device()
-    own = torch.frombuffer(bytearray(b"".join(digests) or b"\0" * 8), dtype=torch.int64).to(device)
-    lengths = _gather(torch.tensor([own.numel()], device=device), group)
-    if len({int(length) for length in lengths}) > 1:
-        raise MaskError(
-            f"ranks have masks for {sorted({int(length) for length in lengths})} weights; compress the "
-            "model with the same masks on all of them"
-        )
-    for rank, other in enumerate(_gather(own, group)):
-        if not torch.equal(own, other):
-            name = names[int((own != other).nonzero()[0])]
-            raise MaskError(
-                f"the mask of '{name}' is not the same on rank {dist.get_rank(group)} and on rank {rank} "
-                "of the replicas; draw masks on one rank and broadcast them, or prune with one seed"
-            )
-
-
-def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, tensor, group=group)
-    return found
+def compare_masks(masks: Mapping[str, Mask], group: dist.ProcessGroup | None) -> None:
+    """Raise MaskError on every rank of a group if their masks differ. Collective."""
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    own = {name: masks[name].fingerprint() for name in masks}
+    dist.all_gather_object(everyones, own, group=group)
+    for rank, other in enumerate(everyones):
+        for name in sorted(own.keys() | other.keys()):
+            if own.get(name) != other.get(name):
+                raise MaskError(
+                    f"the mask of '{name}' is not the same on rank {dist.get_rank(group)} and on "
+                    f"rank {rank}; prune on one rank and broadcast the masks, or use the same seed"
+                )

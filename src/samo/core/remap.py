@@ -1,31 +1,31 @@
-"""`remap_`: give a compressed model other masks, in place, without ever building a dense state.
+"""`remap_`: give a compressed model other masks, in place and without dense copies of its state.
 
-Everything that belongs to a pruned weight is a vector with an entry for each kept one: values,
-gradient, moments, ages. All of them move alike:
+Values, gradient, moments and ages of a pruned weight are vectors with an entry for each kept one.
+All of them move alike:
 
     old mask   1 1 0 1 0      old vector  a b d
     new mask   1 0 1 1 0      new vector  a 0 d        dropped: b
 
-Weights are taken one after the other, and a weight in pieces of 2**20 entries. What is dropped is
-held until the last weight is done: if one fails (memory runs out), the same exchange with the masks
-the other way round puts back those that came before it.
+Dropped entries are kept until the last weight is done. If one fails (out of memory), they undo the
+weights before it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from samo.core.checks import masks_by_parameter
 from samo.core.compress import check_whole
 from samo.core.modules import named_weights
 from samo.core.rank_checks import outdate_replicas
+from samo.core.step_hooks import STEPPED
 from samo.core.transfer import move
-from samo.core.weight import STEPPED, Weight, mark_ragged
-from samo.errors import CompressionError, MaskError, nearest
-from samo.kernels.rounding import convert_remainder, master_dtype, split
+from samo.core.weight import Weight, mark_ragged
+from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.utils.validation import optimizers_of
@@ -36,16 +36,13 @@ _INITIAL: Final = (
     (torch.optim.Rprop, "step_size", "lr"),
     (torch.optim.Adagrad, "sum", "initial_accumulator_value"),
 )
-"""State of torch's optimizers that does not begin at 0, and the setting that it begins at."""
+"""State of torch's optimizers that does not start at 0, and the setting it starts at."""
 
 _Vectors = dict[str, Tensor]
-"""What belongs to the kept entries of a weight, by name."""
-
-_RESTS: Final = {"remainder": torch.int16, "correction": torch.int8}
-"""What samo.AdamW keeps of the digits that a bfloat16 value has no room for."""
+"""Vectors of a weight's kept entries, by name."""
 
 _SCALES: Final = ("exp_avg_scale", "exp_avg_sq_scale")
-"""Lean state of samo.AdamW that belongs to places in the dense tensor, and stays."""
+"""Lean state of samo.AdamW that belongs to blocks of the dense tensor, and stays."""
 
 
 @torch.inference_mode(False)
@@ -54,29 +51,23 @@ def remap_(
     model: nn.Module,
     masks: Masks,
     opt: Optimizer | Iterable[Optimizer] | None = None,
-    *,
-    fill: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """Give a compressed model new masks in place, and keep training.
 
     Entries kept by both masks keep their values, gradients and optimizer state bit for bit. Newly
-    kept entries start at 0, with initial optimizer state (0, except for Rprop's step sizes and
-    Adagrad's sums). Dropped entries become exactly 0. Parameters stay the same objects, with new
-    lengths.
+    kept entries start at 0, with initial optimizer state. Dropped entries become exactly 0.
+    Parameters stay the same objects, with new lengths.
 
     All checks run first, and a failure midway is rolled back: the model has either all of the new
     masks or all of the old ones.
 
-    Pass every optimizer of the model: state that does not follow belongs to other entries from then
-    on. One that has made a step is missed here, and one that only loaded its state at its first
-    step, unless the weights keep as many entries as before. Copies of the values elsewhere, such as
-    the average of ``torch.optim.swa_utils.AveragedModel``, are not known, and need a remap of their
-    own.
+    Pass every optimizer of the model, since its state must follow. remap_ raises an error if one
+    that has made a step is missing. Other copies of the values, such as those of
+    ``torch.optim.swa_utils.AveragedModel``, need a remap of their own.
 
-    On several ranks all need the same masks. DistributedDataParallel is built for the lengths of
-    the
-    parameters: if these change, rebuild it as ``DistributedDataParallel(ddp.module)``; otherwise
-    its next forward pass raises an error. If the counts stay the same, it keeps working.
+    All ranks need the same masks. If the length of a parameter changes, rebuild
+    DistributedDataParallel as ``DistributedDataParallel(ddp.module)``; its next forward pass raises
+    an error otherwise.
 
     Example:
         >>> import torch, samo
@@ -92,41 +83,32 @@ def remap_(
 
     Args:
         model: A compressed model.
-        masks: A mask for each pruned parameter; to keep all of one, give a mask that keeps
-            everything.
-        opt: The optimizer of the model, `samo.AdamW` or one of torch, or several of them.
-        fill: Values for newly kept entries, by name: a vector in row-major order.
-
-    Returns:
-        The same model.
+        masks: A mask for each pruned parameter; `samo.Mask.whole` keeps all of one.
+        opt: The optimizers of the model: `samo.AdamW`, one of torch, or several.
 
     Raises:
         CompressionError: The model is not compressed, or an optimizer was left out or keeps state
             that cannot be moved.
         MaskError: The masks do not fit the model.
-        TypeError: An argument is of another kind.
-        ValueError: ``fill`` does not fit the newly kept entries.
+        TypeError: ``masks`` or ``opt`` are of another type.
     """
-    check_whole(
-        model,
-        "other masks would change the lengths of what each rank holds",
-        "give it its masks before fully_shard: samo.compress_(model, masks) or samo.remap_",
-    )
+    check_whole(model, "its masks can no longer change", "change them before fully_shard")
     passed = [] if opt is None else optimizers_of(opt)
     for one in [*passed]:
         if getattr(one, "parameters_as_bucket_view", False):
             raise CompressionError(
-                f"{type(one).__name__} holds the parameters in buffers of its own, which new values would "
-                "leave; build it with parameters_as_bucket_view=False"
+                f"{type(one).__name__} keeps the parameters in its own buffers; build it with "
+                "parameters_as_bucket_view=False"
             )
-        inner = getattr(one, "optim", None)  # where ZeroRedundancyOptimizer keeps the state
+        inner = getattr(one, "optim", None)  # of ZeroRedundancyOptimizer, which has the state
         if isinstance(inner, Optimizer):
             passed.append(inner)
-    plans = _plan(model, masks, passed, fill)
+    plans = _plan(model, masks, passed)
     done: list[tuple[_Plan, Mask, _Vectors]] = []
     try:
-        for plan in plans:
-            _exchange(plan, plan.mask, plan.added, done)
+        with record_function("samo.remap_"):
+            for plan in plans:
+                _exchange(plan, plan.mask, plan.added, done)
     except BaseException as error:
         for plan, mask, dropped in reversed(done):
             _put_back(plan, mask, dropped, error)
@@ -152,7 +134,7 @@ class _Plan(NamedTuple):
 def _exchange(
     plan: _Plan, mask: Mask, added: _Vectors, done: list[tuple[_Plan, Mask, _Vectors]]
 ) -> None:
-    """Give a weight another mask, and add how to undo that to what is done."""
+    """Give a weight another mask, and record in ``done`` how to undo it."""
     weight, old = plan.weight, plan.weight.mask
     assert old is not None
     values, grad = weight.values.data, weight.values.grad
@@ -180,8 +162,8 @@ def _put_back(plan: _Plan, mask: Mask, dropped: _Vectors, error: BaseException) 
         _exchange(plan, mask, dropped, [])
     except (MemoryError, RuntimeError):  # torch has both
         error.add_note(
-            f"'{plan.weight.name}' could not be put back for want of memory and has its new mask; load "
-            "a checkpoint before you continue"
+            f"'{plan.weight.name}' could not be rolled back, out of memory, and has its new mask; "
+            "load a checkpoint before you continue"
         )
 
 
@@ -194,41 +176,23 @@ def _vectors_of(state: dict[str, Any]) -> _Vectors:
     }
 
 
-# What can be refused
-# ---------------------------------------------------------------------------------
+# Checks -----------------------------------------------------------------------------------------
 
 
-def _plan(
-    model: nn.Module,
-    masks: Masks,
-    optimizers: list[Optimizer],
-    fill: Mapping[str, Tensor] | None,
-) -> list[_Plan]:
-    """Find everything that could be wrong, before anything is changed."""
-    found = _masks_by_weight(model, masks)
-    fill = {} if fill is None else fill
-    _check_fill(fill, found)
+def _plan(model: nn.Module, masks: Masks, optimizers: list[Optimizer]) -> list[_Plan]:
+    """Check everything before anything changes."""
     plans = []
-    for name, (weight, mask) in found.items():
+    for name, (weight, mask) in _masks_by_weight(model, masks).items():
         weight.sync_written()
-        mask, values = mask.to(weight.device), fill.get(name)
-        if weight.mask == mask:
-            if values is not None and values.numel():
-                raise ValueError(
-                    f"fill has {values.numel():,} values for '{name}', but its mask stays as it is and "
-                    "adds no entries; leave its name out of fill"
-                )
+        mask = mask.to(weight.device)
+        if weight.mask is None or weight.mask == mask:
             continue
         _check_passed(name, weight, optimizers)
         holding = [opt for opt in optimizers if opt.state.get(weight.values)]
         for opt in holding:
             _check_state(name, weight, opt)
-        states = [opt.state[weight.values] for opt in holding]
-        assert weight.mask is not None
-        count = mask.kept - mask.common(weight.mask)
-        added = {} if values is None else _added(name, weight, count, values, states)
-        added.update(_initial_state(weight, count, holding))
-        plans.append(_Plan(weight, mask, added, states))
+        added = _initial_state(weight, mask.kept - mask.common(weight.mask), holding)
+        plans.append(_Plan(weight, mask, added, [opt.state[weight.values] for opt in holding]))
     return plans
 
 
@@ -238,28 +202,19 @@ def _masks_by_weight(model: nn.Module, masks: Masks) -> dict[str, tuple[Weight, 
         raise CompressionError(
             "the model is not compressed; call samo.compress_(model, masks) first"
         )
-    held = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, tuple[Weight, Mask]] = {}
     for name, mask in masks_by_parameter(model, masks).values():
         weight = weights.get(name)
         if weight is None or weight.mask is None:
             raise MaskError(
-                f"'{name}' has no mask so far, and remap_ exchanges masks; leave its name out, or give it "
-                f"one that keeps everything in compress_: samo.Mask.ones({mask.shape})"
-            )
-        if held[name] is not weight.values:
-            raise CompressionError(
-                f"'{name}' is sharded over ranks by its old mask, and a rank cannot move what others "
-                "hold; change masks before the model is sharded"
+                f"'{name}' has no mask to change; leave it out, or pass "
+                f"samo.Mask.ones({mask.shape}) for it to compress_"
             )
         found[name] = (weight, mask)
     given = [weight for weight, _ in found.values()]
     for name, weight in weights.items():
         if weight.mask is not None and weight not in given:
-            raise MaskError(
-                f"the masks leave out '{name}', which is pruned; give its mask too, the old one or, to "
-                "keep all of its weights, one that keeps everything"
-            )
+            raise MaskError(f"the masks leave out '{name}', which is pruned; pass its mask too")
     return found
 
 
@@ -267,14 +222,13 @@ def _check_passed(name: str, weight: Weight, optimizers: list[Optimizer]) -> Non
     for opt in STEPPED:
         if opt.state.get(weight.values) and not any(opt.state is one.state for one in optimizers):
             raise CompressionError(
-                f"an optimizer ({type(opt).__name__}) that was not passed keeps state for '{name}', which "
-                "belongs to the old mask; pass it as well, samo.remap_(model, masks, opt), or, if it is "
-                "not used any more, call its state.clear()"
+                f"an optimizer ({type(opt).__name__}) that was not passed has state for '{name}'; "
+                "pass it to samo.remap_(model, masks, opt), or call its state.clear()"
             )
 
 
 def _check_state(name: str, weight: Weight, opt: Optimizer) -> None:
-    """Refuse state that has no entry for each kept one, nor one for all."""
+    """Check that state has an entry for each kept one, or one for all."""
     for key, value in opt.state[weight.values].items():
         is_known = value is None or isinstance(value, int | float | str)
         if isinstance(value, Tensor):
@@ -282,53 +236,9 @@ def _check_state(name: str, weight: Weight, opt: Optimizer) -> None:
         if not is_known:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"
             raise CompressionError(
-                f"{type(opt).__name__} keeps '{key}' of {what} for '{name}', which has no entry for each "
-                f"of its {weight.kept:,} kept weights and cannot be moved; build a new optimizer, and call "
-                "state.clear() of this one"
+                f"{type(opt).__name__} keeps '{key}' of {what} for '{name}', which cannot be moved "
+                "to another mask; build a new optimizer, and call state.clear() of this one"
             )
-
-
-def _check_fill(fill: object, found: Collection[str]) -> None:
-    if not isinstance(fill, Mapping):
-        raise TypeError(
-            f"fill must map names to vectors of values, got {type(fill).__name__}; give "
-            "fill={name: tensor}"
-        )
-    for name, values in fill.items():
-        if not isinstance(values, Tensor):
-            raise TypeError(
-                f"fill has a {type(values).__name__} for '{name}'; give a 1-D tensor, as "
-                "torch.tensor(values)"
-            )
-        if name not in found:
-            raise ValueError(
-                f"fill has values for '{name}'{nearest(name, found)}, which has no new mask; fill takes "
-                "the names of the masks"
-            )
-
-
-def _added(
-    name: str, weight: Weight, count: int, values: Tensor, states: list[dict[str, Any]]
-) -> _Vectors:
-    """Return the vectors of newly kept entries, in the dtypes they are stored in."""
-    if values.shape != (count,) or not values.is_floating_point():
-        raise ValueError(
-            f"fill has {values.dtype} of shape {tuple(values.shape)} for '{name}', whose new mask keeps "
-            f"{count:,} new entries; give one floating-point number for each, in row-major order"
-        )
-    dtype = weight.values.dtype
-    rounded, remainder = split(values.detach().to(weight.device, master_dtype(dtype)), dtype)
-    if not bool(rounded.isfinite().all() and rounded.to(weight.dtype).isfinite().all()):
-        raise ValueError(
-            f"fill has values for '{name}' that are NaN, infinite or too large for {weight.dtype}; give "
-            "finite ones"
-        )
-    added = {"values": rounded}
-    for index, state in enumerate(states):
-        for key in _RESTS.keys() & state.keys():
-            assert remainder is not None  # only values that are rounded leave one
-            added[f"{index}/{key}"] = convert_remainder(remainder, _RESTS[key])
-    return added
 
 
 def _initial_state(weight: Weight, count: int, holding: list[Optimizer]) -> _Vectors:

@@ -12,7 +12,7 @@ __all__ = []
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, which may be empty; a plain tensor as it is."""
+    """Return this rank's shard, which may be empty, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -30,11 +30,12 @@ def placed_as(values: Tensor, like: Tensor) -> Tensor:
 
 
 def local_update(update: AdamWUpdate) -> AdamWUpdate:
-    """Return the part of an update that is this rank's; its tensors may be empty."""
+    """Return this rank's part of an update; its tensors may be empty."""
     param, remainder, grad, exp_avg, exp_avg_sq, *_ = update
-    if isinstance(grad, DTensor) and grad.placements != param.placements:  # type: ignore[attr-defined]
-        # Tensor parallelism may leave a sum over ranks to be done.
-        grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+    placements = param.placements  # type: ignore[attr-defined]
+    if isinstance(grad, DTensor) and grad.placements != placements:
+        # Tensor parallelism may leave partial sums.
+        grad = grad.redistribute(placements=placements)
     return update._replace(
         param=local_of(param),
         remainder=None if remainder is None else local_of(remainder),
@@ -45,9 +46,9 @@ def local_update(update: AdamWUpdate) -> AdamWUpdate:
 
 
 def shard_groups(params: Iterable[DTensor]) -> dict[dist.ProcessGroup, str]:
-    """Return the ranks that have other shards of any of these parameters, and the type of their device.
+    """Return the process groups that shard these parameters, and the type of their devices.
 
-    Replicas, such as hybrid sharding has, are left out: they hold the same gradients.
+    Without groups of replicas, as in hybrid sharding: they have the same gradients.
     """
     return {
         mesh.get_group(dim): mesh.device_type

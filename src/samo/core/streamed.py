@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from samo.core import functions  # noqa: F401  (registers what it handles)
+from samo.core import products  # noqa: F401  (registers handlers)
 from samo.core.dense import DenseWeight, Layout
-from samo.core.expansion import HANDLERS, OPERATORS, Expansion, expanded
+from samo.core.expansion import HANDLERS, OPERATORS, Expansion, expanded, implements
 from samo.core.writes import Handed
 from samo.errors import CompressionError
 
@@ -32,47 +32,13 @@ class StreamedWeight(Expansion, DenseWeight):
     _index: tuple[int, ...]
     """Index into stacked weights; () for the whole weight."""
 
-    @staticmethod
-    def __new__(
-        cls,
-        values: Tensor,
-        layout: Layout,
-        dtype: torch.dtype,
-        is_flipped: bool,
-        weight: weakref.ref[Weight],
-        index: tuple[int, ...] = (),
-    ) -> StreamedWeight:
-        shape, strides = [*layout.shape], [*layout.strides]
-        if is_flipped:
-            shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
-        return Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            strides,
-            dtype=dtype,
-            device=values.device,
-            requires_grad=values.requires_grad,
-        )
-
-    def __init__(
-        self,
-        values: Tensor,
-        layout: Layout,
-        dtype: torch.dtype,
-        is_flipped: bool,
-        weight: weakref.ref[Weight],
-        index: tuple[int, ...] = (),
-    ) -> None:
-        Expansion.__init__(self, values, layout, dtype, is_flipped)
-        self._samo_weight, self._index = weight, index
-
     @classmethod
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch._C._is_tracing():
             raise CompressionError(
-                "torch.jit.trace would keep the weights that it sees as they are; use torch.export, or call "
+                "torch.jit.trace would bake in the weights; use torch.export, or call "
                 "samo.decompress_(model) first"
             )
         kwargs = kwargs or {}
@@ -96,8 +62,8 @@ class StreamedWeight(Expansion, DenseWeight):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise CompressionError(
-            f"{func} was given a streamed weight where torch does not ask how to treat one; pass it "
-            "module.weight.clone(), or compress the model with weights='resident'"
+            f"{func} does not take a streamed weight; pass it module.weight.clone(), or compress "
+            "the model with weights='resident'"
         )
 
     def _expand(self) -> Tensor:
@@ -127,7 +93,8 @@ class StreamedWeight(Expansion, DenseWeight):
         """Return a live expansion or a new one, so that all readers see each other's writes."""
         for handed in tuple(weight.handed):
             base = handed.base()
-            if base is not None and handed.fits(weight, self._index) and not base.requires_grad:
+            is_same = handed.index == self._index and handed.is_current(weight)
+            if base is not None and is_same and not base.requires_grad:
                 return base
         with torch.inference_mode(False):  # tensors of inference mode have no version
             base = self._layout.expand(self._param.detach(), self._dtype)
@@ -138,7 +105,7 @@ class StreamedWeight(Expansion, DenseWeight):
         self, values: Tensor, layout: Layout, is_flipped: bool, index: tuple[int, ...] = ()
     ) -> StreamedWeight:
         weight, index = self._samo_weight, self._index + index
-        found = StreamedWeight(values, layout, self._dtype, is_flipped, weight, index)
+        found = streamed_weight(values, layout, self._dtype, weight, is_flipped, index)
         found._is_param = False
         return found
 
@@ -189,70 +156,60 @@ class StreamedWeight(Expansion, DenseWeight):
         else:
             self.detach().copy_(value)
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the values require a gradient."""
-        return self._param.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self._weight.values.requires_grad = value
-
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Raise an error: the dense gradient is never materialized outside the product."""
         raise CompressionError(
-            f"'{self._weight.name}' is streamed: its dense gradient exists only inside the product's "
-            "backward pass; register the hook on the values in model.parameters(), or compress the "
-            "model with weights='resident'"
+            f"'{self._weight.name}' is streamed: its dense gradient exists only inside backward; "
+            "register the hook on its values in model.parameters(), or use weights='resident'"
         )
+
+
+def streamed_weight(
+    values: Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    weight: weakref.ref[Weight],
+    is_flipped: bool = False,
+    index: tuple[int, ...] = (),
+) -> StreamedWeight:
+    """Return a `StreamedWeight`."""
+    shape, strides = [*layout.shape], [*layout.strides]
+    if is_flipped:
+        shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
+    device, requires_grad = values.device, values.requires_grad
+    made = Tensor._make_wrapper_subclass(
+        StreamedWeight, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+    Expansion.__init__(made, values, layout, dtype, is_flipped)
+    made._samo_weight, made._index = weight, index
+    return made
+
+
+@implements(Tensor.detach, torch.detach)
+def _detach(weight: Any) -> Any:
+    """Return a view whose writes are tracked; torch's own would not keep the expansion alive."""
+    owner = weight._samo_weight()
+    if owner is None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None
+    weight._sync()
+    return weight._expand_detached(owner)
 
 
 for _name in OPERATORS:
     setattr(StreamedWeight, f"__{_name}__", getattr(Tensor, f"__{_name}__"))
 
 
+_PROPERTIES: Final = (
+    "shape dtype device layout ndim _base _version "
+    "is_cpu is_cuda is_meta is_mps is_xpu is_sparse is_quantized is_nested"
+)
+_METHODS: Final = (
+    "size dim numel nelement stride element_size is_contiguous is_floating_point is_complex "
+    "get_device data_ptr untyped_storage is_inference __len__ __hash__"
+)
 _FACTS: Final = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            *(
-                "shape",
-                "dtype",
-                "device",
-                "layout",
-                "ndim",
-                "_base",
-                "_version",
-            ),
-            *(
-                "is_cpu",
-                "is_cuda",
-                "is_meta",
-                "is_mps",
-                "is_xpu",
-                "is_sparse",
-                "is_quantized",
-                "is_nested",
-            ),
-        )
-    ),
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.stride,
-    Tensor.element_size,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.get_device,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.is_inference,
-    Tensor.__len__,
-    Tensor.__hash__,
-    torch.numel,
-    torch.is_floating_point,
-    torch.is_complex,
+    *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
+    *(getattr(Tensor, name) for name in _METHODS.split()),
+    *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
 """Functions that need no expansion."""

@@ -61,7 +61,7 @@ def read(weight: Any, traced: Any) -> Any:
     shape, strides = [tuple([int(n) for n in part.split()]) for part in sizes.split("/")]
     layout = TracedLayout(torch.Size(shape), strides, bitmap, values.dtype)
     if torch.compiler._is_exporting_flag or dense is None:
-        return Expansion(values, layout, dtype, False)
+        return Expansion(values, layout, dtype)
     if not values.requires_grad or not torch.is_grad_enabled():
         return dense
     return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""From one mask to another: move vectors of kept entries, narrow a mask to some of what it keeps.
+"""Move vectors of kept entries from one mask to another; narrow a mask.
 
-Tensors are walked in pieces of 2**20 entries. Where the entries of a piece lie is on the host
-before the first of them (the masks' running counts), so that nothing waits for a device in between.
+Works in pieces of 2**20 entries. The host knows where each piece starts from the masks' running
+counts, so nothing waits for a device.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ __all__ = []
 def move(
     vectors: Mapping[str, Tensor], old: Mask, new: Mask, added: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return vectors of ``old``'s kept entries as those of ``new``'s, and what of them is dropped.
+    """Return vectors of ``old``'s kept entries as those of ``new``'s, and the dropped entries.
 
     Example:
         >>> old = Mask.from_bool(torch.tensor([True, True, False, True, False]))
@@ -28,11 +28,10 @@ def move(
         ({'x': tensor([1, 3, 4])}, {'x': tensor([2])})
 
     Args:
-        vectors: Some vectors with an entry for each one that ``old`` keeps.
-        old: Which entries they have.
-        new: Which entries they are to have.
-        added: Values for the entries that only ``new`` keeps, in flat order; 0 where there are
-            none.
+        vectors: Vectors with an entry for each one that ``old`` keeps.
+        old: The mask before.
+        new: The mask afterwards.
+        added: Values for entries that only ``new`` keeps, in flat order; by default 0.
     """
     common = old & new
     moved = {name: vector.new_zeros(new.kept) for name, vector in vectors.items()}
@@ -60,16 +59,12 @@ def move(
 
 
 def narrow(mask: Mask, words: Tensor) -> Mask:
-    """Return a mask that keeps some of what ``mask`` keeps: those whose bits are set in ``words``.
+    """Return a mask with those kept entries of ``mask`` whose bits are set in ``words``.
 
     Example:
         >>> mask = Mask.from_bool(torch.tensor([True, False, True, True]))
         >>> narrow(mask, torch.tensor([0b101, 0], dtype=torch.int32)).to_bool()
         tensor([ True, False, False,  True])
-
-    Args:
-        mask: The kept entries.
-        words: Packed bits, one for each kept entry.
     """
     made = torch.empty_like(mask.words)
     for piece, bits, kept in kept_pieces(mask):
@@ -85,5 +80,5 @@ def _length(span: slice) -> int:
 
 
 def _places(bits: Tensor, count: int) -> Tensor:
-    """Return where the ``count`` set bits are; a device is not asked for their number."""
+    """Return where the ``count`` set bits are, without asking a device for their number."""
     return torch.nonzero_static(bits, size=count).view(-1)

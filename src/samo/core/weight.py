@@ -1,7 +1,7 @@
 """`Weight`: the state of one compressed parameter.
 
 The parameter is the values. A *streamed* dense weight is expanded where it is used
-(`samo.core.streamed`); a *resident* one is a copy of the values in the compute dtype, kept between
+(`samo.core.streamed`). A *resident* one is a copy of the values in the compute dtype, kept between
 uses:
 
     values   1-D, fp32      in module._parameters, the optimizer and state_dict()
@@ -10,36 +10,24 @@ uses:
 Both can be written: the values by optimizers or ``load_state_dict``, the dense weight through
 ``module.weight``. The next read syncs them by torch's version counters. Writes through ``.data`` of
 the values do not bump a counter, so every optimizer step refreshes the dense weights of its
-parameters.
+parameters (`samo.core.step_hooks`).
 """
 
 import warnings
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samo import kernels as _kernels
-from samo.core.dense import (
-    DenseWeight,
-    Expand,
-    Layout,
-    Traced,
-    as_dense_weight,
-    expand_by_index,
-)
-from samo.core.streamed import StreamedWeight
+from samo.core.dense import DenseWeight, Expand, Layout, Traced, as_dense_weight, expand_by_index
+from samo.core.streamed import StreamedWeight, streamed_weight
 from samo.core.writes import LOCK as _LOCK, Handed
 from samo.errors import CompressionError
 from samo.mask.mask import Mask
@@ -50,93 +38,79 @@ __all__ = []
 # masks keep different counts. This pattern marks those lengths dynamic. The rest stay static, which
 # is faster.
 torch.compiler.config.dynamic_sources = ",".join(
-    filter(
-        None,
-        [
-            torch.compiler.config.dynamic_sources,
-            r".*'_samo_weights'.*\.ragged\.values",
-        ],
-    )
+    filter(None, [torch.compiler.config.dynamic_sources, r".*'_samo_weights'.*\.ragged\.values"])
 )
 
 _FIRST: Final = 2**63 - 1
 """Sequence number of a node that runs as soon as its gradient is ready, like AccumulateGrad."""
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-class Types(NamedTuple):
-    """The types of one compressed parameter."""
 
+def _untracked(function: _F) -> _F:
+    """Run a function without autograd; tensors that it creates have version counters."""
+    return torch.inference_mode(False)(torch.no_grad()(function))
+
+
+class Plan(NamedTuple):
+    """What `samo.compress_` will do to one parameter."""
+
+    name: str
+    param: nn.Parameter
+    mask: Mask | None
     dtype: torch.dtype
-    """That of the dense weight."""
+    """Of the dense weight."""
     value_dtype: torch.dtype
     grad_dtype: torch.dtype
 
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it gets values of its own, or is only cast."""
+        is_narrow = self.dtype != self.value_dtype
+        return self.mask is not None or (is_narrow and self.param.requires_grad)
+
 
 class Weight:
-    """The values of one parameter, their mask, and the dense weight used in computation.
-
-    Args:
-        name: Name of the parameter, for messages.
-        param: The dense parameter that it was.
-        mask: Kept entries; None for an unpruned parameter that computes in a narrower dtype.
-        types: Dtypes of the dense weight, the values and the gradient.
-        path: Which kernels to use.
-        is_resident: Whether to keep the dense weight between uses.
-    """
+    """The values of one parameter, their mask, and the dense weight used in computation."""
 
     values: nn.Parameter
-    dense: Tensor | None
-    """The copy of a resident weight."""
-    traced: Traced | None
-    """Everything compiled code reads; None if the weight is ragged."""
-    ragged: Traced | None
-    """The same for a ragged weight, whose length must stay dynamic in compiled code."""
-    _streamed: StreamedWeight | None
-    """What `read` returns for a streamed weight."""
-    handed: list[Handed]
-    """Live expansions returned to callers, who may write to them."""
-    _plain: DenseWeight | None
-    """The resident copy, as returned without and with gradients."""
-    _tracked: DenseWeight | None
+    dense: Tensor | None  # the copy of a resident weight
+    traced: Traced | None  # everything compiled code reads; None if the weight is ragged
+    ragged: Traced | None  # the same for a ragged weight, whose length stays dynamic
+    handed: list[Handed]  # live expansions returned to callers, who may write to them
+    mesh: DeviceMesh | None = None  # over which the values are sharded, if they ever were
+    _plain: DenseWeight | None  # the resident copy, as returned without gradients
+    _tracked: DenseWeight | None  # and with gradients
+    _streamed: StreamedWeight | None  # what `read` returns for a streamed weight
     _version: int
     _dense_version: int
     _address: int
-    _taken: nn.Parameter | None = None
-    """The last parameter passed to `take_over`; FSDP2 swaps it in and out in every pass."""
-    mesh: DeviceMesh | None = None
-    """Mesh over which the values are sharded, if they ever were."""
+    _taken: nn.Parameter | None = None  # by `take_over`: FSDP2 swaps it in and out in every pass
 
-    def __init__(
-        self,
-        name: str,
-        param: nn.Parameter,
-        mask: Mask | None,
-        types: Types,
-        path: _kernels.Path,
-        *,
-        is_resident: bool = True,
-    ) -> None:
+    def __init__(self, plan: Plan, path: _kernels.Path, *, is_resident: bool) -> None:
+        name, param, mask, dtype, value_dtype, grad_dtype = plan
         self.name: Final = name
         self.path: Final = path
         self.is_resident = is_resident
         self.is_ragged = False
-        self.dtype = types.dtype
-        self.dense_dtype = param.dtype  # what decompress_ gives back
-        self.attributes: Final = dict(param.__dict__)  # what people hung on the parameter
+        self.dtype = dtype
+        self.dense_dtype = param.dtype  # what decompress_ restores
+        self.attributes: Final = dict(param.__dict__)  # custom attributes of the parameter
         strides = torch.empty_like(param, device="meta").stride()
         device = torch.device("cpu") if param.is_meta else param.device
+        mask = mask if mask is None or param.is_meta else mask.to(device)
         kernels = _kernels.choose(device, path)
-        self.layout = Layout(param.shape, strides, mask, types.grad_dtype, kernels, [])
+        self.layout = Layout(param.shape, strides, mask, grad_dtype, kernels, [])
         self.is_vector = mask is None and param.dim() < 2
         if mask is None:
-            values = param.detach().to(types.value_dtype, copy=True)
+            values = param.detach().to(value_dtype, copy=True)
         elif param.is_meta:
-            values = torch.empty(mask.kept, dtype=types.value_dtype, device="meta")
+            values = torch.empty(mask.kept, dtype=value_dtype, device="meta")
         else:
-            values = self.layout.compress(param.detach(), types.value_dtype)
+            values = self.layout.compress(param.detach(), value_dtype)
         self.bind(nn.Parameter(values, requires_grad=param.requires_grad))
         self.values.__dict__.update(self.attributes)
-        _ORIGINS[param] = weakref.ref(self)
+        ORIGINS[param] = weakref.ref(self)
 
     @property
     def mask(self) -> Mask | None:
@@ -158,7 +132,7 @@ class Weight:
         """Device of the values and the dense weight."""
         return self.values.device
 
-    # What module.weight gives -------------------------------------------------------------------
+    # What module.weight returns -----------------------------------------------------------------
 
     def read(self, values: Any) -> Any:
         """Return the dense weight for the tensor in ``module._parameters``: usually the values."""
@@ -169,7 +143,8 @@ class Weight:
 
             traced = self.ragged if self.traced is None else self.traced
             # Read `traced` first: the compiler names a tensor by where it first sees it.
-            return read(self, traced) if traced.values is values else self._read_others(values)  # type: ignore[union-attr]
+            is_own = traced.values is values  # type: ignore[union-attr]
+            return read(self, traced) if is_own else self._read_others(values)
         if values is not self.values:
             return self._read_others(values)
         if not self.is_resident:
@@ -184,8 +159,10 @@ class Weight:
         if not values.requires_grad or not torch.is_grad_enabled():
             return self._plain
         if self._tracked is None:
-            assert self.dense is not None
-            tracked = Expand.apply(values, self.dense, self.layout, self.dtype)  # type: ignore[no-untyped-call]
+            if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, jacrev, ...
+                return expand_by_index(values, self.layout, self.dtype)
+            args = (values, self.dense, self.layout, self.dtype)
+            tracked = Expand.apply(*args)  # type: ignore[no-untyped-call]
             # Autograd runs the most recent nodes first. This node is older than the pass it serves
             # and would run last, keeping every dense gradient alive until then.
             tracked.grad_fn._set_sequence_nr(_FIRST)
@@ -193,20 +170,29 @@ class Weight:
         return self._tracked
 
     def _read_streamed(self) -> Tensor:
-        """Return the weight as a tensor without storage.
-
-        Sharded values are returned as they are, for wrappers such as FSDP2 that read the attribute.
-        """
+        """Return a tensor without storage; sharded values as they are, for wrappers like FSDP2."""
         if isinstance(self.values, DTensor) or (
             self.mask is None and self.values.dtype == self.dtype
         ):
             return self.values
         if self._streamed is None or self._streamed._param is not self.values:
-            self._streamed = StreamedWeight(
-                self.values, self.layout, self.dtype, False, weakref.ref(self)
-            )
+            own = weakref.ref(self)
+            self._streamed = streamed_weight(self.values, self.layout, self.dtype, own)
             self._streamed.__dict__.update(self.attributes)
         return self._streamed
+
+    def _read_others(self, values: Any) -> Any:
+        """Expand other values than the weight's own, as `torch.func.functional_call` passes."""
+        if not isinstance(values, Tensor) or hasattr(values, "__tensor_flatten__"):
+            return values  # None, or shards read by a wrapper
+        if values.shape == self.shape and self.mask is not None:
+            return values  # a dense weight
+        if values.shape[-1:] != self.values.shape[-1:]:
+            raise CompressionError(
+                f"'{self.name}' takes {self.kept:,} values or a dense weight of "
+                f"{tuple(self.shape)}, got {tuple(values.shape)}"
+            )
+        return expand_by_index(values, self.layout, self.dtype)
 
     def prepare_traced(self) -> None:
         """Collect what compiled code reads. Every object costs guard time in every call."""
@@ -216,23 +202,9 @@ class Weight:
         traced = Traced(self.values, self.dense, bitmap, sizes, self.dtype)
         self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
 
-    def _read_others(self, values: Any) -> Any:
-        """Expand other values in place of the weight's own, as `torch.func.functional_call` passes."""
-        if not isinstance(values, Tensor) or hasattr(values, "__tensor_flatten__"):
-            return values  # None, or shards read by a wrapper
-        if values.shape == self.shape and self.mask is not None:
-            return values  # a dense weight
-        if values.shape[-1:] != self.values.shape[-1:]:
-            raise CompressionError(
-                f"'{self.name}' keeps {self.kept:,} values, or {tuple(self.shape)} as a dense weight, and "
-                f"was given {tuple(values.shape)}; take its shape from dict(model.named_parameters())"
-            )
-        return expand_by_index(values, self.layout, self.dtype)
-
     def watch(self, watcher: Callable[[Tensor], None]) -> Callable[[], None]:
         """Call ``watcher`` with every dense gradient; return a function that removes it."""
-        watchers = self.layout.watchers
-        watchers.append(watcher)
+        self.layout.watchers.append(watcher)
         self.prepare_traced()
 
         def end() -> None:
@@ -243,8 +215,7 @@ class Weight:
 
     # Keeping values and dense weight in sync ----------------------------------------------------
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_untracked
     def sync(self) -> None:
         """Update whichever of values and dense weight is stale.
 
@@ -255,23 +226,17 @@ class Weight:
             is_moved = (
                 self.values._version != self._version or self.values.data_ptr() != self._address
             )
-            if self._is_written():
+            if self.dense is None or (is_moved and not self._is_written()):
+                self._refresh()
+            elif self._is_written():
                 if is_moved:
                     raise CompressionError(
                         f"'{self.name}' was written in two ways since it was last used: through "
-                        "module.weight and through its values in model.parameters(); read "
-                        "module.weight between the two, or keep to one of them"
+                        "module.weight and model.parameters(); read module.weight in between"
                     )
-                self._adopt()
-            elif is_moved or self.dense is None:
+                self.take_dense(self.dense)
+                self._tracked = None  # the in-place write changed its history
                 self._refresh()
-
-    def may_be_written(self) -> bool:
-        """Return whether `sync_written` has anything to do, at little cost."""
-        dense = self.dense  # `_is_written` inlined: optimizers ask for every weight in every step
-        if dense is None:
-            return bool(self.handed)
-        return dense._version != self._dense_version or bool(self.handed)
 
     def sync_written(self) -> None:
         """Apply writes to ``module.weight`` to the values, before the values are used."""
@@ -283,16 +248,14 @@ class Weight:
     def _is_written(self) -> bool:
         return self.dense is not None and self.dense._version != self._dense_version
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_untracked
     def refresh(self) -> None:
         """Recompute a resident dense weight, regardless of version counters."""
         if self.dense is not None:
             with _LOCK:
                 self._refresh()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_untracked
     def write(self, dense: Tensor) -> None:
         """Take the kept entries of a dense tensor as the new values.
 
@@ -301,8 +264,8 @@ class Weight:
         """
         if dense.shape != self.shape:
             raise CompressionError(
-                f"'{self.name}' is {tuple(self.shape)} and cannot be given {tuple(dense.shape)}; to "
-                "change a shape, call samo.decompress_(model) first and compress_ afterwards"
+                f"'{self.name}' is {tuple(self.shape)} and cannot be assigned "
+                f"{tuple(dense.shape)}; call samo.decompress_(model) before you change shapes"
             )
         with _LOCK:
             dense = dense.to(self.device)
@@ -313,9 +276,8 @@ class Weight:
 
     def note(self) -> None:
         """Record that values and dense weight agree."""
-        assert self.dense is not None
         self._version, self._address = self.values._version, self.values.data_ptr()
-        self._dense_version = self.dense._version
+        self._dense_version = self.dense._version  # type: ignore[union-attr]
 
     def _refresh(self) -> None:
         if self.dense is None:
@@ -327,37 +289,24 @@ class Weight:
         torch.autograd.graph.increment_version(self.dense)
         self.note()
 
-    def _adopt(self) -> None:
-        """Apply a write to the dense weight; entries it did not change keep their full precision."""
-        assert self.dense is not None
-        self._take(self.dense)
-        self._tracked = None  # the in-place write changed its history
-        self._refresh()
-
-    def _take(self, dense: Tensor) -> None:
+    def take_dense(self, dense: Tensor) -> None:
+        """Apply a write to the dense weight; entries it did not change keep their precision."""
         self.check_pruned(dense)
         new = self.layout.compress(dense, self.values.dtype)
         old = self.values.to(dense.dtype).to(self.values.dtype)
         self.values.copy_(torch.where(new == old, self.values, new))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def take_written(self, dense: Tensor) -> None:
-        """Apply a write to an expansion of a streamed weight."""
-        with _LOCK:
-            self._take(dense)
-
     def check_pruned(self, dense: Tensor) -> None:
         """Warn if a dense tensor has nonzero entries where the weight is pruned."""
-        if self.mask is None:
-            return
-        kept = self.layout.compress(dense, dense.dtype)
-        written = int(dense.count_nonzero()) - int(kept.count_nonzero())
-        gathered = WRITTEN.get()
-        if written and gathered is not None:
-            gathered[self.name] = written
-        elif written:
-            warn_of_pruned(f"'{self.name}'", written, 5)
+        if self.mask is not None:
+            kept = self.layout.compress(dense, dense.dtype)
+            if dense.count_nonzero() != kept.count_nonzero():
+                # One text for all weights, so that Python shows it once for a state dict.
+                warnings.warn(
+                    "nonzero values were written to pruned entries, which stay 0; to train them, "
+                    "give the model other masks with samo.remap_",
+                    stacklevel=2,
+                )
 
     # Identity -----------------------------------------------------------------------------------
 
@@ -366,6 +315,7 @@ class Weight:
 
         Eagerly, because compiled code cannot build it and would expand in every pass.
         """
+        global generation
         if isinstance(values, DTensor):
             if self.mesh is None:
                 self.retire()
@@ -382,6 +332,7 @@ class Weight:
         self._version = self._dense_version = -1
         self._address = 0
         _WEIGHTS[values] = weakref.ref(self)
+        generation += 1
         if self.is_resident:
             self.sync()
         if not isinstance(values, DTensor):
@@ -411,8 +362,7 @@ class Weight:
             kernels = _kernels.choose(device, self.path)
             self.layout = self.layout._replace(mask=mask, kernels=kernels)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @_untracked
     def take_mask(self, mask: Mask, values: Tensor, grad: Tensor | None) -> None:
         """Switch to another mask, with matching values and gradient.
 
@@ -428,7 +378,7 @@ class Weight:
                 param.data = values.new_empty(0, dtype=other)
             param.data = values
             watchers = [*self.layout.watchers]
-            self.layout.watchers[:] = [_OldMask(self.name)]
+            self.layout.watchers[:] = [partial(_reject_gradient, self.name)]
             self.layout = self.layout._replace(mask=mask, watchers=watchers)
             param.grad_dtype = self.layout.grad_dtype
             param.grad = grad
@@ -439,7 +389,7 @@ class Weight:
 
     def retire(self) -> None:
         """Mark the values as unused, so that optimizers over them raise an error."""
-        _RETIRED[self.values] = self.name
+        RETIRED[self.values] = self.name
 
     def release(self) -> None:
         """Drop references until `follow`: torch only swaps tensors without other references."""
@@ -457,19 +407,9 @@ class Weight:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy; the rest is rebuilt."""
         self.sync_written()
-        kept = (
-            "name",
-            "path",
-            "is_resident",
-            "is_ragged",
-            "is_vector",
-            "dtype",
-            "dense_dtype",
-            "attributes",
-            "values",
-        )
-        state = {key: vars(self)[key] for key in kept}
         shape, strides, mask, grad_dtype, *_ = self.layout
+        kept = ("name", "path", "is_resident", "is_ragged", "is_vector", "dtype", "dense_dtype")
+        state = {key: vars(self)[key] for key in (*kept, "attributes", "values")}
         return {**state, "layout": (tuple(shape), strides, mask, grad_dtype)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -479,6 +419,13 @@ class Weight:
         self.layout = Layout(torch.Size(shape), strides, mask, grad_dtype, kernels, [])
         self.values.__dict__.update(self.attributes)  # deepcopy drops them
         self.bind(self.values)
+
+
+def _reject_gradient(name: str, grad: Tensor) -> None:
+    raise CompressionError(
+        f"the mask of '{name}' changed between a forward pass and its backward pass; change masks "
+        "after backward() and before the next forward pass"
+    )
 
 
 def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
@@ -494,48 +441,23 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
                 weight.prepare_traced()
 
 
-class _OldMask:
-    """Raises an error for gradients of a replaced mask."""
-
-    def __init__(self, name: str) -> None:
-        self.name: Final = name
-
-    def __call__(self, grad: Tensor) -> None:
-        raise CompressionError(
-            f"a backward pass brings '{self.name}' a gradient for the mask that it had in the forward "
-            "pass, and its mask has changed since; call samo.remap_, or step() of what moves masks, after "
-            "backward() and before the next forward pass"
-        )
-
-
-WRITTEN: Final[ContextVar[dict[str, int] | None]] = ContextVar("written", default=None)
-"""Counts of nonzero pruned entries by name, collected while a state dict is loaded."""
-
-
-def warn_of_pruned(name: str, written: int, stacklevel: int) -> None:
-    """Say that entries other than 0 were written where nothing is kept."""
-    warnings.warn(
-        f"{written:,} values other than 0 were written to pruned entries of {name} and are set back to "
-        "0: the mask stays as it is. To train them, give it another one with samo.remap_",
-        stacklevel=stacklevel + 1,
-    )
-
-
-# From a tensor to its weight
-# -------------------------------------------------------------------------
+# From a tensor to its weight --------------------------------------------------------------------
 
 _WEIGHTS: Final = WeakTensorKeyDictionary()
 """From values to their weight."""
 
-_ORIGINS: Final = WeakTensorKeyDictionary()
+generation = 0
+"""Number of changes to `_WEIGHTS`, for those who keep what they looked up."""
+
+ORIGINS: Final = WeakTensorKeyDictionary()
 """From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
 
-_RETIRED: Final = WeakTensorKeyDictionary()
+RETIRED: Final = WeakTensorKeyDictionary()
 """From values that `decompress_` or FSDP2 has replaced to the name of their weight."""
 
 
 def weight_of(param: Tensor) -> Weight | None:
-    """Return the weight whose values ``param`` is, if it is such a parameter."""
+    """Return the weight whose values ``param`` is, if any."""
     found = _WEIGHTS.get(param)
     weight = None if found is None else found()
     return weight if weight is not None and weight.values is param else None
@@ -543,71 +465,5 @@ def weight_of(param: Tensor) -> Weight | None:
 
 def weight_from(param: Tensor) -> Weight | None:
     """Return the weight that a dense parameter became."""
-    found = _ORIGINS.get(param)
+    found = ORIGINS.get(param)
     return None if found is None else found()
-
-
-def weights_among(opt: Optimizer) -> list[Weight]:
-    """Return the weights whose values an optimizer has."""
-    if not _WEIGHTS:
-        return []
-    found = (weight_of(param) for group in opt.param_groups for param in group["params"])
-    return [weight for weight in found if weight is not None]
-
-
-STEPPED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
-"""Optimizers that have made a step: their state has to follow when masks change."""
-
-
-@torch.compiler.disable
-def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
-    """Refuse an optimizer whose parameters or state are not those of its weights any more."""
-    if _ORIGINS or _RETIRED:
-        for group in opt.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    continue
-                if param in _RETIRED:
-                    raise CompressionError(
-                        f"this {type(opt).__name__} was built before decompress_ or fully_shard and "
-                        f"holds the values that '{_RETIRED[param]}' had, which nothing computes with any "
-                        "more; rebuild it on model.parameters()"
-                    )
-                weight = weight_from(param)
-                if weight is not None:
-                    raise CompressionError(
-                        f"this {type(opt).__name__} was built before compress_ and holds the dense "
-                        f"parameter that '{weight.name}' was, which nothing computes with any more; "
-                        "rebuild it on model.parameters()"
-                    )
-    if opt not in STEPPED:
-        _check_lengths(opt)
-        STEPPED.add(opt)
-    if not hasattr(opt, "refreshes_dense_weights"):
-        for weight in weights_among(opt):
-            weight.sync_written()
-
-
-def _check_lengths(opt: Optimizer) -> None:
-    """Refuse state that was loaded before `samo.remap_` and did not follow: torch writes past its end."""
-    for weight in weights_among(opt):
-        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum"):
-            found = (opt.state.get(weight.values) or {}).get(key)
-            if isinstance(found, Tensor) and found.shape != weight.values.shape:
-                raise CompressionError(
-                    f"{type(opt).__name__} keeps '{key}' of {tuple(found.shape)} for '{weight.name}', which "
-                    f"has {tuple(weight.values.shape)} values: it belongs to another mask; pass the optimizer "
-                    "to samo.remap_(model, masks, opt), or load a state of this mask"
-                )
-
-
-@torch.compiler.disable
-def _after_step(opt: Optimizer, args: object, kwargs: object) -> None:
-    """Refresh dense weights: not every optimizer bumps versions (ZeroRedundancyOptimizer does not)."""
-    if not hasattr(opt, "refreshes_dense_weights"):
-        for weight in weights_among(opt):
-            weight.refresh()
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

@@ -32,36 +32,28 @@ class Handed:
         self.base: Final = weakref.ref(base)
         self._dense: Final = base.detach()  # outlives `base`, for the final check
         self._weight: Final = weakref.ref(weight)
-        self._index: Final = index
+        self.index: Final = index
         self._mask: Final = weight.mask
         self._version: int = base._version
         self._values_version: int = weight.values._version
         weight.handed.append(self)
         weakref.finalize(base, self._let_go).atexit = False
 
-    def fits(self, weight: Weight, index: tuple[int, ...]) -> bool:
-        """Return whether the expansion is current for this part of the weight."""
-        return self._index == index and self._is_current(weight)
-
-    def _is_current(self, weight: Weight) -> bool:
+    def is_current(self, weight: Weight) -> bool:
+        """Return whether mask and values are still the same."""
         return weight.mask is self._mask and weight.values._version == self._values_version
 
     def follow(self) -> None:
-        """Apply writes to the values.
-
-        Raises:
-            CompressionError: The values changed too.
-        """
+        """Apply writes to the values; raise CompressionError if the values changed too."""
         with LOCK:
             weight = self._weight()
             if weight is None or self._dense._version == self._version:
                 return
             self._version = self._dense._version
-            if not self._is_current(weight):
+            if not self.is_current(weight):
                 raise CompressionError(
-                    f"'{weight.name}' was written in two ways since it was last used: through a tensor that "
-                    "module.weight gave, and through its values in model.parameters(); read module.weight "
-                    "again after a step, or write through one of the two only"
+                    f"'{weight.name}' was written in two ways since it was last used: through "
+                    "module.weight and model.parameters(); read module.weight in between"
                 )
             self._take(weight)
 
@@ -69,11 +61,11 @@ class Handed:
     @torch.no_grad()
     def _take(self, weight: Weight) -> None:
         dense = self._dense.detach()
-        if self._index:
+        if self.index:
             dense = weight.layout.expand(weight.values, weight.dtype)
-            dense[self._index] = self._dense
-        weight.take_written(dense)
-        self._dense.copy_(weight.layout.expand(weight.values, weight.dtype)[self._index])
+            dense[self.index] = self._dense
+        weight.take_dense(dense)
+        self._dense.copy_(weight.layout.expand(weight.values, weight.dtype)[self.index])
         self._version, self._values_version = self._dense._version, weight.values._version
 
     def _let_go(self) -> None:
@@ -81,6 +73,6 @@ class Handed:
         try:
             self.follow()
         except CompressionError as error:
-            warnings.warn(f"{error}; what was written to the tensor is lost", stacklevel=2)
+            warnings.warn(f"{error}; the write to the tensor is lost", stacklevel=2)
         if weight is not None and self in weight.handed:
             weight.handed.remove(self)
