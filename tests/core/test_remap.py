@@ -337,7 +337,7 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     old, masks = random_masks(0, (0.5, 0.5)), random_masks(1, (0.5, 0.5))
     part = copy.deepcopy(model)
     samo.compress_(part, samo.Masks({"0.weight": old["0.weight"]}))
-    with pytest.raises(samo.MaskError, match=r"'2.weight' has no mask .*Mask.whole\(\(50, 60\)\)"):
+    with pytest.raises(samo.MaskError, match=r"'2.weight' has no mask .*Mask.ones\(\(50, 60\)\)"):
         samo.remap_(part, masks)
     samo.compress_(model, old)
     with pytest.raises(TypeError, match=r"masks must be samo\.Masks, got dict"):
@@ -468,7 +468,7 @@ def test_state_that_does_not_begin_at_zero_begins_where_it_does(
     old = masks_in(model)["0.weight"].to_bool().view(-1)
     param = model.get_parameter("0.weight")
     before = opt.state[param][key].clone()
-    samo.remap_(model, samo.Masks.whole(model), opt)
+    samo.remap_(model, samo.Masks.ones(model), opt)
     after = opt.state[param][key]
     assert torch.equal(after[old], before)
     assert (after[~old] == value).all()
@@ -493,7 +493,7 @@ def test_loaded_state_of_another_length_is_noticed_at_the_next_step(make: Any) -
     other.state.clear()
     opt = make(model.parameters())
     opt.load_state_dict(saved)  # has made no step, so that remap_ does not know of it
-    samo.remap_(model, samo.Masks.whole(model), other)
+    samo.remap_(model, samo.Masks.ones(model), other)
     with pytest.raises(samo.CompressionError, match=r"of \(2048,\) for '0.weight' of \(4096,\)"):
         step(model, opt)
 
@@ -563,7 +563,7 @@ def wrapped_too_early() -> None:
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True
     )
     with pytest.raises(samo.CompressionError, match="parameters_as_bucket_view=False"):
-        samo.remap_(model, samo.Masks.whole(model), opt)
+        samo.remap_(model, samo.Masks.ones(model), opt)
     model = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 50))
     samo.compress_(model, random_masks(0, (0.5, 0.5)))
     ddp = DistributedDataParallel(model)

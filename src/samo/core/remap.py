@@ -83,7 +83,7 @@ def remap_(
 
     Args:
         model: A compressed model.
-        masks: A mask for each pruned parameter; `samo.Mask.whole` keeps all of one.
+        masks: A mask for each pruned parameter; `samo.Mask.ones` keeps all of one.
         opt: The optimizers of the model: `samo.AdamW`, one of torch, or several.
 
     Raises:
