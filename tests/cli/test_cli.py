@@ -146,17 +146,17 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
     [
         (["train"], 2, "no text to train on; name a file: samo train notes.txt"),
         (["train", "notes.txt", "--steps", "0"], 2, "samo: --steps must be 1 or more"),
-        (["train", "notes.txt", "--sparsity", "90"], 2, "0.9 prunes 90 %"),
+        (["train", "notes.txt", "--sparsity", "90"], 2, "--sparsity must be 0 or more and less than 1, got 90"),
         (["train", "notes.txt", "--weights", "4G"], 2, "samo: --weights must be resident, streamed, or"),
         (["train", "notes.txt", "--device", "cuda"], 2, "--device cuda needs a GPU"),
         (["train", "notes.txt", "--config", "none.toml"], 2, "cannot read the config 'none.toml'"),
         (["train", "notes.txt", "--config", "bad.toml"], 2, "unknown key 'run.stepz'"),
         (["train", "notes.txt", "--config", "old.toml"], 2, "has version 0, and this samo reads"),
         (["train", "--resume", "nothing"], 1, "'nothing' is not a run folder: it does not exist"),
-        (["train", "--resume", "notes.txt"], 1, "'notes.txt' is not a run folder: it is a file"),
+        (["train", "--resume", "notes.txt"], 1, "'notes.txt' is not a run folder: it has no run.json"),
         (["train", "missing.txt"], 1, "has no file of a similar name"),
         (["train", "notes.txt", "--batch-size", "0"], 2, "samo: --batch-size must be 1 or more"),
-        (["train", "notes.txt", "--drop", "0.1", "--mask-every", "3"], 2, "--mask-every would have no effect with --method magnitude"),
+        (["train", "notes.txt", "--drop", "0.1", "--mask-every", "3"], 2, "--mask-every, --drop has no effect with --method magnitude"),
         (["train", "--resume", "r", "--config", "c"], 2, "leave out --config"),
         (["train", "--resume", "r", "--out", "c"], 2, "leave out --out"),
         (["train", "note.txt"], 1, "notes.txt"),
@@ -172,10 +172,10 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         (["train", "notes.txt", "--out", "notes.txt"], 1, "notes.txt"),
         (["train", "notes.txt", "--out", "full"], 1, "'full' is not empty"),
         (["train", "notes.txt", "--out", "x" * 300], 1, "File name too long"),
-        (["train", "notes.txt", "--threshold", "0.2"], 2, "it is a setting of method early-bird"),
-        (["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu"], 2, "choose a smaller --shape, no dense phase (--dense-steps 0), or a larger machine"),
-        (["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu", "--method", "gradual"], 2, "a method that needs no dense state (--method rigl), or a larger machine"),
-        (["demo", "--out", "notes.txt"], 1, "'notes.txt' is a file; --out takes a folder"),
+        (["train", "notes.txt", "--threshold", "0.2"], 2, "--threshold has no effect with --method magnitude"),
+        (["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu"], 2, "Choose a smaller --shape or --dense-steps 0"),
+        (["train", "notes.txt", "--shape", "gpt3-175b", "--context", "32", "--device", "cpu", "--method", "gradual"], 2, "Choose a smaller --shape or --method rigl"),
+        (["demo", "--out", "notes.txt"], 1, "cannot write to 'notes.txt': Not a directory"),
         (["report"], 2, "no run to report on"),
         (["report", "nothing"], 1, "nothing"),
         (["inspect", "nothing"], 1, "'nothing' does not exist"),
@@ -237,7 +237,7 @@ def test_train_resume_report_inspect_and_prune(
     assert "state" in next(line for line in shown.splitlines() if "step 7/8" in line)
     assert main(["train", "--resume", "runs/notes-2", "--width", "64"]) == 2
     complaint = capsys.readouterr().err
-    assert "model.width was 32, not 64" in complaint
+    assert "--width was 32, not 64" in complaint
     assert "These may change: --compile, --data, --eval-batches" in complaint
 
     assert main(["train", "--resume", "runs/notes-2"]) == 0
@@ -513,15 +513,9 @@ def test_a_run_of_a_grid_goes_on_in_another(here: Path, capsys: pytest.CaptureFi
     assert command.mesh.data == 3
     assert main(["train", "--resume", "runs/notes", "--steps", "7"]) == 2
     assert "pipe=2 does not make up 1 rank" in capsys.readouterr().err
-    assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--micro-batches", "3"]) == 2
-    assert "--micro-batches would have no effect with --pipe 1" in capsys.readouterr().err
     assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--steps", "7"]) == 0
     mesh = json.loads(Path("runs/notes/run.json").read_text())["config"]["mesh"]
-    assert (mesh["pipe"], mesh["micro_batches"], mesh["pipe_schedule"]) == (
-        1,
-        "auto",
-        "message-driven",
-    )
+    assert mesh["pipe"] == 1
 
 
 # Many ranks ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from samo.train.events import Event
 from samo.train.launch_env import command_line, restarted_dir, resume_command
 from samo.train.trainer import train
 from tests.ranks import run_ranks
-from tests.train.test_ranks import small, text
+from tests.train.test_many_ranks import small, text
 
 __all__ = ["text"]  # the fixture
 

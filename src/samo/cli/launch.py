@@ -80,7 +80,7 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
-    from samo.train.ranks import rank_name
+    from samo.train.rank_group import rank_name
 
     logging.disable(logging.ERROR)  # torch's launcher says in many lines what is said here in one
     rendezvous_handler_registry.register(_BACKEND, _local_rendezvous)

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, without state to save or restore. Imports no torch."""
+"""The learning rate as a function of the step: no state to save. Imports no torch."""
 
 import math
 

@@ -8,7 +8,8 @@ All decisions follow from the settings, the model and `state_dict`, which goes i
 """
 
 import fnmatch
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from samo.checkpoint.load import load_masks
@@ -39,43 +40,33 @@ class Masking:
         self._bird: EarlyBird | None = None
         self._changing: GradualPruning | DynamicSparse | None = None
         settings = config.prune
-        if settings.method != "early-bird" or config.run.mode == "dense":
-            return
-        try:
-            self._bird = EarlyBird(
-                learner.model,
-                **self._choice(),
-                seed=config.run.seed,
-                queue=settings.queue,
-                threshold=settings.threshold,
-                distance=settings.distance,
-                history=settings.history,
-            )
-        except ValueError as error:
-            raise ConfigError(f"cannot prune: {error}") from error
+        if settings.method == "early-bird" and config.run.mode != "dense":
+            with _pruning():
+                self._bird = EarlyBird(
+                    learner.model,
+                    **self._choice(),
+                    seed=config.run.seed,
+                    queue=settings.queue,
+                    threshold=settings.threshold,
+                    distance=settings.distance,
+                    history=settings.history,
+                )
 
     def check(self) -> None:
         """Refuse at the start of a run what would fail after the dense phase."""
         if self._config.prune.masks is not None:
             self._given = self._load()
         elif self._config.run.mode != "dense":
-            choice = self._own_choice()
-            try:
-                model = self._learner.model
+            model = self._learner.model
+            with _pruning():
+                choice = self._own_choice()
                 groups = [] if choice is None else decide(model, dense_parameters(model), **choice)
-            except ValueError as error:
-                raise ConfigError(f"cannot prune: {error}") from error
             for group in groups:
                 if group.kept == 0:
                     raise ConfigError(
-                        f"sparsity {group.sparsity} would keep none of the weights of '{group.names[0]}'; "
-                        "prune it less with --rules, or not at all with --skip"
+                        f"sparsity {group.sparsity} would keep none of the weights of "
+                        f"'{group.names[0]}'; lower it with --rules, or --skip the weights"
                     )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no masks are to be drawn any more: they are, or the run is dense."""
-        return self._config.run.mode == "dense" or self._learner.phase != "dense"
 
     def observe(self, step: int) -> events.Observed | None:
         """Compare the masks that pruning would give now, if early-bird is due to."""
@@ -96,8 +87,10 @@ class Masking:
 
     def is_due(self, step: int) -> bool:
         """Return whether masks are to be drawn before the next step."""
+        if self._config.run.mode == "dense" or self._learner.phase != "dense":
+            return False
         is_stable = self._bird is not None and self._bird.masks is not None
-        return not self.is_over and (is_stable or step >= self._config.prune.dense_steps)
+        return is_stable or step >= self._config.prune.dense_steps
 
     def draw(self, step: int) -> tuple[Masks, events.Pruned]:
         """Return the masks for the model as it is after this step, and the event to report."""
@@ -112,7 +105,9 @@ class Masking:
             masks = Masks.whole(self._learner.model, skip=settings.skip)
         else:
             masks = self._prune()
-        kept, numel = self._of_all_stages(masks)
+        ranks = self._learner.ranks
+        sizes = ranks.all_gather("the size of the masks", (masks.kept, masks.numel))
+        kept, numel = map(sum, zip(*sizes[:: ranks.num_replicas]))  # of all stages
         return masks, events.Pruned(
             step=step,
             kept=kept,
@@ -190,8 +185,8 @@ class Masking:
                 self._bird.load_state_dict(extra)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint does not hold the state of method {self._config.prune.method}: {error}; use "
-                "another checkpoint of this run"
+                f"the checkpoint does not hold the state of method {self._config.prune.method}: "
+                f"{error}; use another checkpoint of this run"
             ) from error
 
     def _load(self) -> Masks:
@@ -208,18 +203,16 @@ class Masking:
         is_trained = settings.dense_steps != 0 or self._config.model.init is not None
         # Before training, magnitudes carry no information.
         is_random = settings.method == "random" or (settings.method in MOVING and not is_trained)
-        choice = self._own_choice()
-        if choice is None:
-            return Masks({})
-        try:
+        with _pruning():
+            choice = self._own_choice()
+            if choice is None:
+                return Masks({})
             return prune(
                 self._learner.model,
                 method="random" if is_random else "magnitude",
                 **choice,
                 seed=self._config.run.seed,
             )
-        except ValueError as error:
-            raise ConfigError(f"cannot prune: {error}") from error
 
     def _choice(self) -> dict[str, Any]:
         """Return the weights to prune as arguments of `prune` and `EarlyBird`."""
@@ -240,24 +233,23 @@ class Masking:
         def matches_here(pattern: str) -> bool:
             return any(fnmatch.fnmatchcase(name, pattern) for name in here)
 
-        try:
-            for argument in ("skip", "rules"):
-                matching(choice[argument], dict.fromkeys(stages.names), argument)
-            choice["skip"] = tuple(filter(matches_here, choice["skip"]))
-            choice["rules"] = {k: v for k, v in choice["rules"].items() if matches_here(k)}
-            skipped = matching(choice["skip"], here, "skip")
-        except ValueError as error:
-            raise ConfigError(f"cannot prune: {error}") from error
+        for argument in ("skip", "rules"):
+            matching(choice[argument], dict.fromkeys(stages.names), argument)
+        choice["skip"] = tuple(filter(matches_here, choice["skip"]))
+        choice["rules"] = {k: v for k, v in choice["rules"].items() if matches_here(k)}
+        skipped = matching(choice["skip"], here, "skip")
         return choice if {*prunable(model)} - {*skipped} or choice["rules"] else None
-
-    def _of_all_stages(self, masks: Masks) -> tuple[int, int]:
-        """Return the kept weights and all weights in the masks of all stages."""
-        ranks = self._learner.ranks
-        texts = ranks.all_gather_str("the size of the masks", json.dumps([masks.kept, masks.numel]))
-        counts = [json.loads(text) for text in texts[:: ranks.num_replicas]]
-        return sum(kept for kept, _ in counts), sum(numel for _, numel in counts)
 
     def _queue_distances(self) -> list[float]:
         """Return the distances of the newest masks to the others in the queue."""
         rows = [] if self._bird is None else self._bird.distances
         return rows[-1][-(self._config.prune.queue - 1) :] if rows else []
+
+
+@contextmanager
+def _pruning() -> Iterator[None]:
+    """Turn an argument that pruning refuses into an error about the settings."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"cannot prune: {error}") from error
