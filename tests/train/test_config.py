@@ -13,8 +13,13 @@ from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES
 from samo.train import config as kinds
 from samo.train.config import MeshConfig, TrainConfig
-from samo.train.config_rules import check_batch, micro_batches
-from samo.train.resolve import gpt_config, resolve, resolve_resumed
+from samo.train.resolve import (
+    check_batch,
+    gpt_config,
+    micro_batches,
+    resolve,
+    resolve_resumed,
+)
 
 SHARDED = {"shard": "weights"}
 DENSE = {"mode": "dense"}
@@ -58,8 +63,7 @@ MASKS = {"masks": Path("/m")}
         ({"run": {"weights": "1.5 gb"}}, {"weights": 1_500_000_000}),
         ({"run": {"weights": "7B"}}, {"weights": 7}),
         ({"run": {"weights": 0}}, {"weights": 0}),
-        ({"prune": BIRD}, {"dense_steps": 500, "mask_every": 5, "mask_stop": 0, "history": True}),
-        ({"prune": BIRD, "model": {"shape": "gpt3-125m"}}, {"history": False}),
+        ({"prune": BIRD}, {"dense_steps": 500, "mask_every": 5, "mask_stop": 0}),
         ({"prune": BIRD, "run": {"steps": 40}}, {"mask_every": 3}),
         ({"prune": BIRD, "run": {"steps": 20_000}}, {"mask_every": 100}),
         ({"prune": {"method": "gradual"}}, {"dense_steps": 200, "mask_stop": 800}),
@@ -191,8 +195,18 @@ def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:
     [
         (8, 7, {}, "a batch of 7 sequences cannot be divided among 8 replicas; raise"),
         (2, 7, {"pipe": 2, "micro_batches": 4}, "3 sequences of a replica cannot be split into 4"),
-        (2, 7, {"pipe": 2, "pipe_schedule": "gpipe"}, "7 sequences are not 2 replicas x 3 micro"),
-        (2, 6, {"pipe": 4, "pipe_schedule": "1f1b"}, "3 are fewer than 4; raise --micro-batches"),
+        (
+            2,
+            7,
+            {"pipe": 2, "pipe_schedule": "gpipe"},
+            "cannot split 7 sequences into 2 replicas x 3 m",
+        ),
+        (
+            2,
+            6,
+            {"pipe": 4, "pipe_schedule": "1f1b"},
+            "cannot split 6 sequences into 2 replicas x 3",
+        ),
     ],
 )
 def test_a_batch_that_cannot_be_divided_is_refused(

@@ -45,7 +45,6 @@ def test_a_file_holds_only_what_differs_and_its_paths_start_at_its_folder(tmp_pa
     path = toml(
         tmp_path,
         """
-        version = 1
         data = { train = "notes.txt", valid = ["a.txt", "/b.txt"], tokenizer = "gpt2" }
         [prune]
         sparsity = 0.8
@@ -87,7 +86,6 @@ def test_a_file_holds_only_what_differs_and_its_paths_start_at_its_folder(tmp_pa
         ("[prune]\nrules = 3", r"'prune.rules' takes dict\[str, float\], got 3"),
         ("[model]\ntied = 1", "'model.tied' takes bool, got 1"),
         ("[model]\ninit = 1", r"'model.init' takes Path \| None, got 1"),
-        ("version = 2", "has version 2, and this samo reads version 1; write it again"),
         ("a b", "is not valid TOML"),
         (b"\xff\xfe\x00", "is not valid TOML"),
         ("a = " + "[" * 5000, "is not valid TOML"),

@@ -9,7 +9,6 @@ import signal
 import sys
 import weakref
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 import samo
 from samo.data.batches import Batch
 from samo.errors import ConfigError, MaskError, PeerError, RunError
-from samo.models.gpt import GPT, GPTConfig, draw_weights
+from samo.models.gpt import GPT, GPTConfig
 from samo.train import compile as compiling
 from samo.train.config import (
     DataConfig,
@@ -370,25 +369,11 @@ def test_what_one_rank_refuses_ends_all(tmp_path: Path, text: Path) -> None:
     assert "is not the same on rank" in second[2]
 
 
-def test_stages_draw_the_weights_that_one_process_draws_and_know_their_names() -> None:
-    config = GPTConfig(num_layers=3, width=16, num_heads=2, context=8, is_tied=True)
-    torch.manual_seed(5)
-    model = GPT(config)
-    whole = dict(model.named_parameters())
-    for start in ("embed", "blocks.0.", "blocks.2.", "norm", ""):
-        torch.manual_seed(5)
-        drawn = draw_weights(config, partial(_begins, start))
-        assert drawn.keys() == {name for name in whole if name.startswith(start)}
-        for name, values in drawn.items():
-            assert torch.equal(values, whole[name]), name
-    learner = new_learner(model)
+def test_masks_of_weights_that_no_stage_has_are_refused() -> None:
+    learner = new_learner(GPT(SHAPE))
     learner.stages = SimpleNamespace(names=["blocks.0.mlp.0.weight"])  # type: ignore[assignment]
     with pytest.raises(MaskError, match=r"have 'blocks.0.attention.*not a weight of the model"):
-        learner.check_names(samo.prune(model, 0.5))
-
-
-def _begins(start: str, name: str) -> bool:
-    return name.startswith(start)
+        learner.own_masks(samo.prune(learner.model, 0.5))
 
 
 def meet_nobody(rank: int, num_ranks: int) -> tuple[tuple[int, ...], str]:

@@ -86,7 +86,7 @@ def test_a_run_that_crashed_resumes_from_its_last_checkpoint(
 
 
 KILLED = {
-    "magnitude": (PruneConfig(dense_steps=3), 24, 6),
+    "magnitude": (PruneConfig(dense_steps=3), 16, 5),
     "early-bird": (
         PruneConfig(method="early-bird", queue=3, mask_every=1, threshold=0.3, dense_steps=7),
         12,

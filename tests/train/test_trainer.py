@@ -239,8 +239,8 @@ def test_a_display_or_a_board_that_cannot_write_is_left_out(
     monkeypatch.setattr(Board, "on", full)
     assert train(small(text), tmp_path / "run", listeners=[Broken()]).step == 8
     assert len(heard) == 1
-    assert "broken is left out: [Errno 5] Input/output error" in caplog.text
-    assert "board is left out: [Errno 28] No space left on device" in caplog.text
+    assert "Broken gets no more events: [Errno 5] Input/output error" in caplog.text
+    assert "Board gets no more events: [Errno 28] No space left on device" in caplog.text
     assert lines(tmp_path / "run", "end")[-1]["reason"] == "done"
 
 

@@ -15,8 +15,7 @@ from samo.cli.commands import Launch, Train
 from samo.cli.main import LAUNCH_FLAGS, parse
 from samo.distributed.mesh import check_sizes
 from samo.errors import ConfigError
-from samo.train.config_rules import check_batch
-from samo.train.resolve import resolve
+from samo.train.resolve import check_batch, resolve
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -11,7 +11,7 @@ help, and its type may carry its `Range`. "auto" stands for a value that follows
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from tyro.conf import DisallowNone, Positional, arg
 
@@ -28,15 +28,16 @@ __all__ = [
     "TrainConfig",
 ]
 
-VERSION: Final = 1
-"""Version of the format, ``version = 1`` in a file."""
-
 
 class Range(NamedTuple):
     """The range of a setting: ``least <= value < below``."""
 
     least: float
     below: float = math.inf
+
+    def __str__(self) -> str:
+        limit = "" if self.below == math.inf else f" and less than {self.below:,}"
+        return f"{self.least:g} or more{limit}"
 
 
 Count = Annotated[int, Range(1, 2**31)]
@@ -124,9 +125,6 @@ class PruneConfig:
     """Largest distance at which masks agree (early-bird)."""
     distance: Literal["kept", "hamming"] = "kept"
     """Distance of two masks: the fraction of kept or of all weights that differ (early-bird)."""
-    history: bool | Auto = "auto"
-    """Compare each mask with all earlier ones, for the report (early-bird). auto: in models of up
-    to 30 million weights."""
     drop: Annotated[float, Range(1e-9, 1)] = 0.3
     """Fraction of the kept weights that the first update replaces (set, rigl)."""
 
@@ -254,7 +252,6 @@ class ResolvedPrune(PruneConfig):
     dense_steps: int
     mask_every: int
     mask_stop: int
-    history: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,14 +3,15 @@
 A file may leave out settings, but an unknown key is an error that names the nearest one.
 """
 
+import dataclasses
+import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from samo.errors import ConfigError, nearest
-from samo.train.config import VERSION, TrainConfig
+from samo.train.config import TrainConfig
 from samo.train.typed import typed
 
 __all__ = []
@@ -31,7 +32,8 @@ def read_toml(path: Path) -> TrainConfig:
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Return the settings as nested dictionaries of JSON's types."""
-    return {"version": VERSION, **_plain(config)}
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    return plain
 
 
 def from_dict(
@@ -41,22 +43,14 @@ def from_dict(
 
     Args:
         kind: `TrainConfig` or `ResolvedConfig`.
-        content: Section name to settings, and ``version``.
+        content: Section name to settings.
         source: Name of the source in errors.
         folder: Where relative paths start; None leaves them as they are.
     """
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source} holds {type(content).__name__}, not sections of settings")
-    version = content.get("version", VERSION)
-    if version != VERSION:
-        raise ConfigError(
-            f"{source} has version {version!r}, and this samo reads version {VERSION}; write it "
-            "again (samo train --help lists all settings), or use another samo"
-        )
     kinds, sections = get_type_hints(kind), {}
     for name, values in content.items():
-        if name == "version":
-            continue
         if name not in kinds:
             homes = [key for key, hint in kinds.items() if name in get_type_hints(hint)]
             home = f"; it belongs under [{homes[0]}]" if homes else ""
@@ -80,14 +74,6 @@ def from_dict(
         return kind(**{name: kinds[name](**values) for name, values in sections.items()})
     except TypeError as error:  # a record without all of its settings
         raise ConfigError(f"{source} is incomplete: {error}") from None
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return {entry.name: _plain(getattr(value, entry.name)) for entry in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _name(hint: Any) -> str:

@@ -7,7 +7,6 @@ after it          `change` after every step
 All decisions follow from the settings, the model and `state_dict`, which goes into the checkpoint.
 """
 
-import fnmatch
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -22,12 +21,14 @@ from samo.pruning.gradual import GradualPruning
 from samo.pruning.prune import decide, prune
 from samo.train import events
 from samo.train.config import ResolvedConfig
-from samo.train.config_rules import MOVING, first_observation
+from samo.train.resolve import MOVING, first_observation
 from samo.train.step import Learner
 
 __all__ = []
 
 _CHANGES: Final = "mask_changes"
+_HISTORY_PARAMS: Final = 30_000_000
+"""Largest model whose masks are all kept, for the report, which takes about 200 MB."""
 
 
 class Masking:
@@ -40,27 +41,27 @@ class Masking:
         self._bird: EarlyBird | None = None
         self._changing: GradualPruning | DynamicSparse | None = None
         settings = config.prune
-        if settings.method == "early-bird" and config.run.mode != "dense":
-            with _pruning():
+        with _pruning():
+            self._choice: Final = self._choose()
+            if settings.method == "early-bird" and config.run.mode != "dense":
                 self._bird = EarlyBird(
                     learner.model,
-                    **self._choice(),
+                    **self._choice,
                     seed=config.run.seed,
                     queue=settings.queue,
                     threshold=settings.threshold,
                     distance=settings.distance,
-                    history=settings.history,
+                    history=learner.num_params <= _HISTORY_PARAMS,
                 )
 
     def check(self) -> None:
         """Refuse at the start of a run what would fail after the dense phase."""
+        model = self._learner.model
         if self._config.prune.masks is not None:
             self._given = self._load()
-        elif self._config.run.mode != "dense":
-            model = self._learner.model
+        elif self._config.run.mode != "dense" and self._choice:
             with _pruning():
-                choice = self._own_choice()
-                groups = [] if choice is None else decide(model, dense_parameters(model), **choice)
+                groups = decide(model, dense_parameters(model), **self._choice)
             for group in groups:
                 if group.kept == 0:
                     raise ConfigError(
@@ -121,28 +122,18 @@ class Masking:
     def start_changing(self) -> None:
         """Begin to change the masks of the model, which is pruned now, if the method does."""
         self._bird = None
-        settings, learner, seed = self._config.prune, self._learner, self._config.run.seed
-        every, stop = settings.mask_every, settings.mask_stop - settings.dense_steps
+        settings, model, opt = self._config.prune, self._learner.model, self._learner.opt
+        stop = settings.mask_stop - settings.dense_steps
+        when: dict[str, Any] = {
+            "every": settings.mask_every,
+            "stop": stop,
+            "seed": self._config.run.seed,
+        }
         if settings.method == "gradual":
-            self._changing = GradualPruning(
-                learner.model,
-                learner.opt,
-                settings.sparsity,
-                start=0,
-                stop=stop,
-                every=every,
-                seed=seed,
-            )
+            self._changing = GradualPruning(model, opt, settings.sparsity, start=0, **when)
         elif settings.method in MOVING:
-            self._changing = DynamicSparse(
-                learner.model,
-                learner.opt,
-                grow="gradient" if settings.method == "rigl" else "random",
-                drop=settings.drop,
-                every=every,
-                stop=stop,
-                seed=seed,
-            )
+            grow: Final = "gradient" if settings.method == "rigl" else "random"
+            self._changing = DynamicSparse(model, opt, grow=grow, drop=settings.drop, **when)
 
     def change(self, step: int) -> events.Remapped | None:
         """Change the masks after a step, if that is due."""
@@ -192,9 +183,7 @@ class Masking:
     def _load(self) -> Masks:
         path, learner = self._config.prune.masks, self._learner
         assert path is not None
-        masks = load_masks(path).to(self._config.run.device)
-        learner.check_names(masks)
-        masks = learner.own_masks(masks)
+        masks = learner.own_masks(load_masks(path)).to(learner.device)
         masks.parameters_of(learner.model)  # which refuses masks that do not fit
         return masks
 
@@ -203,42 +192,33 @@ class Masking:
         is_trained = settings.dense_steps != 0 or self._config.model.init is not None
         # Before training, magnitudes carry no information.
         is_random = settings.method == "random" or (settings.method in MOVING and not is_trained)
+        method: Final = "random" if is_random else "magnitude"
+        if not self._choice:
+            return Masks({})
         with _pruning():
-            choice = self._own_choice()
-            if choice is None:
-                return Masks({})
             return prune(
-                self._learner.model,
-                method="random" if is_random else "magnitude",
-                **choice,
-                seed=self._config.run.seed,
+                self._learner.model, method=method, **self._choice, seed=self._config.run.seed
             )
 
-    def _choice(self) -> dict[str, Any]:
-        """Return the weights to prune as arguments of `prune` and `EarlyBird`."""
-        names = ("sparsity", "scope", "pattern", "skip", "rules")
-        return {name: getattr(self._config.prune, name) for name in names}
+    def _choose(self) -> dict[str, Any]:
+        """Return the weights to prune as arguments of `prune`; {} if this rank's stage has none.
 
-    def _own_choice(self) -> dict[str, Any] | None:
-        """Return the choice for this rank's stage; None if nothing of the stage is to be pruned.
-
-        Patterns that match other stages only are left out, once each is known to match some stage.
+        A pattern must match some stage, not every one.
         """
-        choice, stages = self._choice(), self._learner.stages
+        names = ("sparsity", "scope", "pattern", "skip", "rules")
+        choice: dict[str, Any] = {name: getattr(self._config.prune, name) for name in names}
+        stages = self._learner.stages
         if stages is None:
             return choice
-        model = self._learner.model
-        here = dict(model.named_parameters())
-
-        def matches_here(pattern: str) -> bool:
-            return any(fnmatch.fnmatchcase(name, pattern) for name in here)
-
-        for argument in ("skip", "rules"):
-            matching(choice[argument], dict.fromkeys(stages.names), argument)
-        choice["skip"] = tuple(filter(matches_here, choice["skip"]))
-        choice["rules"] = {k: v for k, v in choice["rules"].items() if matches_here(k)}
-        skipped = matching(choice["skip"], here, "skip")
-        return choice if {*prunable(model)} - {*skipped} or choice["rules"] else None
+        model, whole = self._learner.model, dict.fromkeys(stages.names)
+        here = {name for name, _ in model.named_parameters()}
+        choice["skip"] = sorted(here & matching(choice["skip"], whole, "skip"))
+        choice["rules"] = {
+            pattern: sparsity
+            for pattern, sparsity in choice["rules"].items()
+            if here & matching([pattern], whole, "rules")
+        }
+        return choice if {*prunable(model)} - {*choice["skip"]} or choice["rules"] else {}
 
     def _queue_distances(self) -> list[float]:
         """Return the distances of the newest masks to the others in the queue."""

@@ -12,8 +12,8 @@ from samo.models.shapes import GPTConfig
 from samo.pipeline.pipeline import Pipeline
 from samo.pipeline.split import parameter_costs, partition, take_apart
 from samo.train.config import ResolvedConfig
-from samo.train.config_rules import micro_batches
 from samo.train.rank_group import RankGroup
+from samo.train.resolve import micro_batches
 
 __all__ = []
 

@@ -63,8 +63,8 @@ class RunDir:
         if not run.run_file.is_file():
             what = "has no run.json" if path.exists() else "does not exist"
             raise RunError(
-                f"'{path}' is not a run folder: it {what}; --resume takes the folder that samo train "
-                "made (--out)"
+                f"'{path}' is not a run folder: it {what}; --resume takes the folder that samo "
+                "train made (--out)"
             )
         return run
 

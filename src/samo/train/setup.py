@@ -15,10 +15,10 @@ from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.train.config import ResolvedConfig
 from samo.train.config_io import to_dict
-from samo.train.config_rules import micro_batches
 from samo.train.launch_env import command_line, launcher
 from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.rank_group import RankGroup
+from samo.train.resolve import micro_batches
 from samo.train.run_dir import RunDir
 from samo.train.step import Learner
 from samo.utils.environment import hardware, versions
@@ -82,22 +82,19 @@ def check_memory(config: ResolvedConfig, shape: GPTConfig) -> None:
     """Refuse a model whose state alone exceeds the memory of the device."""
     with torch.device("meta"):
         count = sum(param.numel() for param in GPT(shape).parameters())
-    is_samo = config.run.mode == "samo"
-    starts_dense = config.prune.method in ("early-bird", "gradual")
-    is_dense = not is_samo or config.prune.dense_steps != 0 or starts_dense
+    prune, device = config.prune, config.run.device
+    starts_pruned = prune.dense_steps == 0 and prune.method != "gradual"
+    is_dense = config.run.mode == "dense" or not starts_pruned
     # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
     needed = (16 if is_dense else 4) * count // config.mesh.pipe
-    available = hardware(torch.device(config.run.device))["memory_bytes"]
-    if not available or needed <= available:
-        return
-    hint = ""
-    if is_samo and is_dense:
-        hint = " or --method rigl" if starts_dense else " or --dense-steps 0"
-    raise ConfigError(
-        f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
-        f"{'for its dense phase' if is_dense else 'at the start'}, without activations; this "
-        f"{config.run.device} has {available / 1e9:,.1f} GB. Choose a smaller --shape{hint}"
-    )
+    available = hardware(torch.device(device))["memory_bytes"]
+    if available and needed > available:
+        raise ConfigError(
+            f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
+            f"{'for its dense phase' if is_dense else 'at the start'}, without activations; this "
+            f"{device} has {available / 1e9:,.1f} GB. Choose a smaller --shape, or --method rigl, "
+            "which has no dense phase"
+        )
 
 
 def new_learner(

@@ -21,7 +21,7 @@ def accounted(step: int, learner: Learner, *, is_known: bool = False) -> Account
     return (AccountedAgain if is_known else Accounted)(
         step=step,
         **added_up(all_ranks[:: ranks.num_replicas]),
-        weights=learner.weights,
+        weights=learner.weights if learner.phase == "samo" else None,
         rank_bytes=[rank["measured_bytes"] for rank in all_ranks],
     )
 

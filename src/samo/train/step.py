@@ -25,16 +25,16 @@ from samo.core.modules import named_weights
 from samo.core.optim import AdamW
 from samo.core.rank_checks import compare_masks
 from samo.data.batches import IGNORE, Batch
-from samo.errors import MaskError, nearest
+from samo.errors import MaskError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
 from samo.train.compile import blocks_of, compile_blocks
-from samo.train.config import ResolvedConfig, Weights
-from samo.train.config_rules import MOVING
+from samo.train.config import ResolvedConfig
 from samo.train.events import Phase
 from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.rank_group import RankGroup
+from samo.train.resolve import MOVING
 
 __all__ = []
 
@@ -71,7 +71,7 @@ class Learner:
         if stages is not None:
             self.num_params = stages.num_params  # of the whole model
         self.dtype: torch.dtype = getattr(torch, config.run.dtype)
-        self._optim, self._weights = config.optim, config.run.weights
+        self._optim, self.weights = config.optim, config.run.weights
         is_bf16 = self.dtype == torch.bfloat16 and not config.run.fp32_gradients
         # Between ranks torch needs gradients of the dtype of the values.
         self._grad_dtype = torch.bfloat16 if is_bf16 and self.ranks.size == 1 else None
@@ -99,28 +99,20 @@ class Learner:
         return self.model if self.stages is None else self.stages.pipeline
 
     @property
-    def weights(self) -> Weights | None:
-        """How dense weights are held; None before pruning."""
-        return self._weights if self.phase == "samo" else None
-
-    @property
     def skipped_steps(self) -> int:
         """Steps skipped because a gradient was not finite; synchronizes with the device."""
         return self.skipped_before + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
 
-    def check_names(self, masks: Masks) -> None:
-        """Refuse masks of weights that no stage has."""
-        names = masks if self.stages is None else self.stages.names
-        for name in masks:
-            if name not in names:
-                raise MaskError(
-                    f"the masks have '{name}'{nearest(name, names)}, which is not a weight of the "
-                    "model; use masks of the same model"
-                )
-
     def own_masks(self, masks: Masks) -> Masks:
         """Return the masks of this rank's stage."""
-        return masks if self.stages is None else self.stages.pipeline.masks(masks)
+        if self.stages is None:
+            return masks
+        if unknown := {*masks} - {*self.stages.names}:
+            raise MaskError(
+                f"the masks have '{min(unknown)}', which is not a weight of the model; use masks "
+                "of the same model"
+            )
+        return self.stages.pipeline.masks(masks)
 
     def prune(self, masks: Masks) -> None:
         """End the dense phase: compress the model, and carry over the moments."""
@@ -136,7 +128,7 @@ class Learner:
             self.model,
             masks,
             dtype=self.dtype,
-            weights=self._weights,
+            weights=self.weights,
             grad_dtype=self._grad_dtype,
             value_dtype=torch.bfloat16 if is_lean else None,
         )

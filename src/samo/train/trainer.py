@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,13 +33,12 @@ from samo.train.checkpointing import Progress, load_run, save_run
 from samo.train.compile import CompileClock
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
-from samo.train.config_rules import check_batch
 from samo.train.events import Event, Listener
 from samo.train.lr_schedule import learning_rate
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, boards
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import gpt_config, resolve, resolve_resumed
+from samo.train.resolve import check_batch, gpt_config, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, check_free
 from samo.train.setup import Text
 from samo.train.signals import Interrupt
@@ -91,9 +90,7 @@ def train(
         ranks: The ranks, if they have joined already.
 
     Raises:
-        ConfigError: A setting is out of range, or two contradict each other.
-        DataError: The text cannot be used.
-        MaskError: The given masks do not fit the model.
+        ConfigError, DataError, MaskError: The settings, the text or the given masks cannot be used.
         CheckpointError: ``model.init`` cannot be read, or a checkpoint cannot be written.
         RunError: The folder cannot be used, or the run has diverged.
         PeerError: Another rank failed.
@@ -116,8 +113,8 @@ def train(
         record = setup.run_record(resolved, out, text, learner)
         ranks.run_on_rank0("run.json", lambda: folder.write_run(record))
         batches = setup.new_batches(resolved, text, ranks)
-        trainer = Trainer(resolved, folder, text, learner, masking, batches, Progress(), listeners)
-        return trainer.run()
+        parts = (resolved, folder, text, learner, masking, batches)
+        return Trainer(*parts, Progress(), list(listeners)).run()
 
 
 def resume(
@@ -179,33 +176,31 @@ def resume(
             folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
-        trainer = Trainer(resolved, folder, text, learner, masking, batches, progress, listeners)
-        return trainer.run()
+        parts = (resolved, folder, text, learner, masking, batches)
+        return Trainer(*parts, progress, list(listeners)).run()
 
 
+@dataclass(eq=False)
 class Trainer:
     """A run from its current step to its end: steps, pruning, validation, checkpoints, metrics."""
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        folder: RunDir,
-        text: Text,
-        learner: Learner,
-        masking: Masking,
-        batches: Batches,
-        progress: Progress,
-        listeners: Iterable[Listener],
-    ) -> None:
-        self.config, self.folder, self.text = config, folder, text
-        self.learner, self.masking, self.batches = learner, masking, batches
-        self.ranks, self.progress = learner.ranks, progress
-        self.listeners: list[Listener] = list(listeners)
+    config: ResolvedConfig
+    folder: RunDir
+    text: Text
+    learner: Learner
+    masking: Masking
+    batches: Batches
+    progress: Progress
+    listeners: list[Listener]
+
+    def __post_init__(self) -> None:
+        run, folder, progress = self.config.run, self.folder, self.progress
+        self.ranks = self.learner.ranks
         self.metrics: MetricsFile | None = None
         if self.ranks.is_first:
-            is_complete = progress.step >= config.run.steps  # then all lines are valid
+            is_complete = progress.step >= run.steps  # then all lines are valid
             size = None if is_complete else progress.metrics_bytes
-            self.metrics = MetricsFile(folder.metrics, size=size, on_error=config.run.save_errors)
+            self.metrics = MetricsFile(folder.metrics, size=size, on_error=run.save_errors)
             self.listeners += [self.metrics, *boards(folder.path / "tensorboard", progress.step)]
         self.nonfinite_lines = 0
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
@@ -478,7 +473,7 @@ class Trainer:
                 listener.on(event)
             except OSError as error:  # a closed pipe or a full disk must not end the run
                 self.listeners.remove(listener)
-                _logger.warning("%s is left out: %s", type(listener).__name__.lower(), error)
+                _logger.warning("%s gets no more events: %s", type(listener).__name__, error)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -16,11 +16,6 @@ def typed(value: Any, hint: Any, folder: Path | None = None) -> Any:
     Relative paths start at ``folder``. A single value is taken for a tuple of one. Floats that are
     not finite become NaN.
 
-    Example:
-        >>> from samo.train.typed import typed
-        >>> typed([1, 2], tuple[float, ...])
-        (1.0, 2.0)
-
     Raises:
         TypeError, ValueError, OverflowError: It is of another type.
     """
