@@ -458,7 +458,7 @@ def test_an_error_is_attributed_to_the_rank_that_failed() -> None:
 
     found = attributed(error)
     assert found.ranks == (3,)
-    assert str(found).endswith("The backend said: Connection closed")
+    assert str(found).endswith("The backend said: Connection closed (rank 3 is stage 1 of 2)")
     neighbour = PeerError("rank 1 (stage 0 of 2) has been silent for 8.0 s", (1,), stage=0)
     found = attributed(neighbour)  # which itself waits for rank 3
     assert str(found).startswith("rank 3 failed, and because of it: rank 1 ")

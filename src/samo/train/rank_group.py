@@ -140,29 +140,37 @@ class RankGroup:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Attribute a failure to its root cause, and stop watching at the end.
+        """Attribute a failure to its root cause, and stop watching at the end."""
+        try:
+            yield
+        except PeerError as error:
+            raise self._attribute(error) from error.__cause__
+        finally:
+            if self.watchdog is not None:
+                self.watchdog.close()
+
+    def _attribute(self, error: PeerError) -> PeerError:
+        """Return the error with its root cause, which is recorded, and its stage.
 
         A stage reports the neighbour that sends nothing, which may itself wait for another rank;
         and to its peers a rank that gave up has stopped.
         """
-        try:
-            yield
-        except PeerError as error:
-            if self.watchdog is None:
-                raise
+        message, ranks = str(error), error.ranks
+        if self.watchdog is not None:
             cause = self.watchdog.root_cause()
             if not cause and not error.is_diagnosed:
                 cause = self.watchdog.stopped()
-            if not cause or self.rank in cause or cause == error.ranks:
-                if error.ranks:
-                    self.watchdog.record_root_cause(error.ranks)
-                raise
-            self.watchdog.record_root_cause(cause)
-            message = f"{listed(cause)} failed, and because of it: {error}"
-            raise PeerError(message, cause, is_diagnosed=True) from error.__cause__
-        finally:
-            if self.watchdog is not None:
-                self.watchdog.close()
+            if cause and self.rank not in cause and cause != ranks:
+                message, ranks = f"{listed(cause)} failed, and because of it: {error}", cause
+            if ranks:
+                self.watchdog.record_root_cause(ranks)
+        is_same, is_split = ranks == error.ranks, self.num_stages > 1
+        if not ranks or (is_same and (error.stage is not None or not is_split)):
+            return error
+        if is_split:
+            stages = [f"rank {rank} is stage {rank // self.num_replicas}" for rank in ranks]
+            message += f" ({', '.join(stages)} of {self.num_stages})"
+        return PeerError(message, ranks, is_diagnosed=True)
 
     def leave(self) -> None:
         """Destroy the process group that `join` has made."""
