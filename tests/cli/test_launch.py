@@ -152,7 +152,7 @@ def test_a_stopped_rank_ends_all_in_time_and_ctrl_c_saves(tmp_path: Path, text: 
         # The watchdog, its patience, and 30 s that torch waits before it kills.
         assert time.monotonic() - began < TIMEOUT_S + 5 + 30 + 15
         assert process.returncode == 1, said
-        assert "from rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
+        assert "rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
         assert "Traceback" not in said
         assert all(map(is_gone, ranks.values()))
     ended = time.time()
