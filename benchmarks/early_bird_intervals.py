@@ -57,7 +57,6 @@ def observe(
             threshold=0.0,
             queue=QUEUE,
             mask_every=every,
-            history=True,
             dense_steps=steps - 1,
         ),
         run=RunConfig(steps=steps, batch_size=batch_size, eval_every=steps, sample_tokens=0),

@@ -138,7 +138,7 @@ def test_the_example_of_a_config_file_is_read(tmp_path: Path) -> None:
 def test_the_page_lists_what_may_change_when_a_run_goes_on() -> None:
     text = section_of("training.md", "What may change with --resume")
     named = re.findall(r"`(?:--)?([\w-]+)`", text)
-    names = {key.partition(".")[2].replace("_", "-") for key in CHANGEABLE}
+    names = {name.replace("_", "-") for name in CHANGEABLE}
     assert sorted(named) == sorted("TEXT" if name == "train" else name for name in names)
 
 

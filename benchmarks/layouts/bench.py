@@ -80,24 +80,19 @@ def _train(
 def _row(out: Path, dtype: str, layout: tuple[int, int]) -> Row:
     """Return what a run wrote: losses of rank 0, and what every rank held and sent."""
     pipe, data = layout
-    files = [out / "metrics.jsonl", *sorted(out.glob("metrics.rank*.jsonl"))]
-    events: list[list[dict[str, Any]]] = [
-        [json.loads(line) for line in file.read_text().splitlines()] for file in files
-    ]
-    steps = [event for event in events[0] if event["event"] == "step"]
-    traffic = [[event for event in own if event["event"] == "traffic"] for own in events]
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    steps = [event for event in events if event["event"] == "step"]
+    last = {event["rank"]: event for event in events if event["event"] == "traffic"}
     return {
         "dtype": dtype,
         "layout": f"{pipe}x{data}",
         "losses": [event["loss"] for event in steps],
         "last_loss": steps[-1]["loss"],
-        "valid_loss": [e["valid_loss"] for e in events[0] if e["event"] == "eval"][-1],
+        "valid_loss": [e["valid_loss"] for e in events if e["event"] == "eval"][-1],
         "tokens_per_s": steps[-1]["tokens_per_s"],
-        "sent_bytes": [sum(own[-1]["sent"].values()) for own in traffic if own],
-        "memory_bytes": [
-            steps[-1]["memory_bytes"],
-            *(own[-1]["memory_bytes"] for own in traffic[1:]),
-        ],
+        "sent_bytes": [e["gradient_bytes"] + e["activation_bytes"] for e in last.values()],
+        "memory_bytes": [e["memory_bytes"] for e in last.values() or steps[-1:]],
     }
 
 

@@ -25,7 +25,7 @@ from samo.train.launch_env import command_line, restarted_dir, resume_command
 from samo.train.trainer import train
 from tests.ranks import run_ranks
 from tests.train.helpers import Watcher
-from tests.train.test_ranks import small, text
+from tests.train.test_many_ranks import small, text
 
 __all__ = ["text"]  # the fixture
 
@@ -156,7 +156,7 @@ def test_a_stopped_rank_ends_all_in_time_and_ctrl_c_saves(tmp_path: Path, text: 
         # The watchdog, its patience, and 30 s that torch waits before it kills.
         assert time.monotonic() - began < TIMEOUT_S + 5 + 30 + 15
         assert process.returncode == 1, said
-        assert "samo: rank 0: rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
+        assert "rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
         assert "Traceback" not in said
         assert all(map(is_gone, ranks.values()))
     ended = time.time()

@@ -8,7 +8,7 @@ import pytest
 
 from samo.train.trainer import train
 from tests.ranks import run_ranks
-from tests.train.test_ranks import lines, small, tensors, text, train_here
+from tests.train.test_many_ranks import lines, small, tensors, text, train_here
 
 __all__ = ["text"]
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,12 +12,15 @@ from typing import Any, Final
 import pytest
 import torch
 
+import samo
 from samo.checkpoint import read_manifest
 from samo.checkpoint.tensors import SavedTensors
 from samo.train import events
 from samo.train.config import (
     DataConfig,
+    MeshConfig,
     ModelConfig,
+    OptimConfig,
     PruneConfig,
     ResolvedConfig,
     ResolvedOptim,
@@ -24,7 +28,11 @@ from samo.train.config import (
     TrainConfig,
 )
 from samo.train.events import Event
+from samo.train.rank_group import RankGroup
+from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir
+from samo.train.step import Learner
+from samo.train.trainer import train
 
 WORDS: Final = "the quick brown fox jumps over a lazy dog while it rains"
 CLOCKED: Final = {"tokens_per_s", "step_ms", "memory_bytes", "elapsed_s"}
@@ -33,6 +41,19 @@ CLOCKED: Final = {"tokens_per_s", "step_ms", "memory_bytes", "elapsed_s"}
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     return write_text(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps, pruned after 3."""
+    home = tmp_path_factory.mktemp("finished")
+    return train(small(write_text(home)), home / "run").folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, finished: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def write_text(folder: Path) -> Path:
@@ -52,6 +73,32 @@ def small(text: Path, **run: Any) -> TrainConfig:
     )
 
 
+METHODS: Final[dict[str, PruneConfig]] = {
+    "dense": PruneConfig(dense_steps=0),
+    "magnitude": PruneConfig(dense_steps=3),
+    "settled": PruneConfig(
+        method="early-bird", queue=3, mask_every=1, threshold=0.3, dense_steps=7
+    ),
+    "limit": PruneConfig(method="early-bird", queue=2, mask_every=2, threshold=0.0, dense_steps=5),
+    "gradual": PruneConfig(method="gradual", dense_steps=2, mask_every=2, mask_stop=7),
+    "set": PruneConfig(method="set", mask_every=2, mask_stop=7),
+    "rigl": PruneConfig(method="rigl", dense_steps=2, mask_every=2, mask_stop=8),
+}
+
+
+def method_config(text: Path, name: str, **run: Any) -> TrainConfig:
+    return replace(small(text, **run), prune=METHODS[name], optim=OptimConfig(lr=1e-3))
+
+
+def masks_file(run: Path) -> samo.Masks:
+    return samo.Masks.load(run / "masks.safetensors")
+
+
+def read_progress(run: Path, checkpoint: str = "last") -> dict[str, Any]:
+    progress: dict[str, Any] = read_manifest(run / "checkpoints" / checkpoint).extra["progress"]
+    return progress
+
+
 def recorded(run: Path, **changes: Any) -> ResolvedConfig:
     """Return the settings that a run has recorded, with changes in its section run."""
     config = RunDir(run).config()
@@ -60,6 +107,21 @@ def recorded(run: Path, **changes: Any) -> ResolvedConfig:
 
 def optim(**settings: Any) -> ResolvedOptim:
     return ResolvedOptim(**{"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, **settings})
+
+
+def new_learner(
+    model: torch.nn.Module,
+    *,
+    ranks: RankGroup | None = None,
+    mesh: MeshConfig | None = None,
+    run: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Learner:
+    """Return a learner with settings of its optimizer, and others of the run and the mesh."""
+    config = resolve(small(Path("notes.txt")))
+    changed = replace(config.run, **{"dtype": "float32", **(run or {})})
+    config = replace(config, optim=optim(**settings), run=changed, mesh=mesh or config.mesh)
+    return Learner(model, config, ranks=ranks)
 
 
 def lines(run: Path, *kinds: str) -> list[dict[str, Any]]:

@@ -27,10 +27,9 @@ from samo.cli.commands import Launch, Train
 from samo.cli.main import parse
 from samo.distributed.mesh import check_sizes
 from samo.errors import ConfigError
-from samo.train.config_rules import check_batch
 from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
-from samo.train.ranks import rank_name
-from samo.train.resolve import resolve
+from samo.train.rank_group import rank_name
+from samo.train.resolve import check_batch, resolve
 
 __all__ = []
 

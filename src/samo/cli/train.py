@@ -1,6 +1,5 @@
 """``samo train``: a run from the settings to the report."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from samo.train.launch_env import (
     restarted_dir,
     resume_command,
 )
-from samo.train.ranks import Ranks, is_out_of_memory
+from samo.train.rank_group import RankGroup, is_out_of_memory
 from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
@@ -70,12 +69,11 @@ def _train(command: Train, console: Console, display: Display) -> Result:
             path = folder.path
         return resume(path, config=config, listeners=listeners)
     resolved = resolve(config)  # before anything is created
-    ranks = Ranks.join(resolved.mesh, resolved.run.device)
+    ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.data.train[0].stem, Path("runs")
     before = restarted_dir(command.out, runs, name) if is_restarted() else None
     out = command.out or before or free_dir(runs, name)
-    text = ranks.all_gather_str("the run folder", json.dumps([str(out), before is not None]))[0]
-    chosen, resumes = json.loads(text)
+    chosen, resumes = ranks.all_gather("the run folder", (str(out), before is not None))[0]
     display.folder = Path(chosen)
     if resumes:
         recorded = RunDir.find(display.folder).config()

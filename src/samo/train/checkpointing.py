@@ -1,4 +1,4 @@
-"""Checkpoints of a run: model, optimizer and scaler, and the progress of the run."""
+"""Checkpoints of a run: all that its next steps depend on, from weights to the data position."""
 
 import dataclasses
 import typing
@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from samo.checkpoint import verify
 from samo.checkpoint.load import load, load_masks
 from samo.checkpoint.save import save
+from samo.data.batches import Batches
 from samo.errors import CheckpointError
 from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
 from samo.train.events import Phase
 from samo.train.masking import Masking
 from samo.train.step import Learner
+from samo.train.typed import typed
 
 __all__ = []
 
@@ -42,21 +43,25 @@ def save_run(
     path: Path,
     learner: Learner,
     masking: Masking,
+    batches: Batches,
     progress: Progress,
     *,
     shape: GPTConfig,
     tokenizer: str,
 ) -> None:
-    """Save a run."""
+    """Save a run: everything that its next steps depend on."""
     progress.phase = learner.phase
+    progress.position = batches.position
     progress.skipped_steps = learner.skipped_steps
     extra: dict[str, Any] = {
         "progress": dataclasses.asdict(progress),
         "model": dataclasses.asdict(shape),
         "tokenizer": tokenizer,
-        **_random_states(learner.device),
+        "random_cpu": torch.get_rng_state(),
         **masking.state_dict(),
     }
+    if learner.device.type == "cuda":
+        extra["random_cuda"] = torch.cuda.get_rng_state(learner.device)
     save(
         path,
         learner.whole,
@@ -68,8 +73,8 @@ def save_run(
     )
 
 
-def load_run(path: Path, learner: Learner, masking: Masking) -> Progress:
-    """Load a checkpoint into a new learner and its masks, and return the progress of the run."""
+def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -> Progress:
+    """Restore what `save_run` saved into new objects, and return the progress of the run."""
     progress, masks = learner.ranks.run_all("the checkpoint", lambda: _read(path))
     if masks is not None:
         learner.prune(learner.own_masks(masks).to(learner.device))
@@ -82,48 +87,30 @@ def load_run(path: Path, learner: Learner, masking: Masking) -> Progress:
         timeout_s=learner.ranks.timeout_s,
     )
     masking.load_state_dict(extra)
+    batches.position = progress.position
     learner.skipped_before += progress.skipped_steps - learner.skipped_steps
-    _set_random_states(extra)
+    torch.set_rng_state(extra["random_cpu"])
+    if "random_cuda" in extra and torch.cuda.is_available():
+        torch.cuda.set_rng_state(extra["random_cuda"])
     return progress
 
 
 def _read(path: Path) -> tuple[Progress, Masks | None]:
     """Return the progress of a run, and its masks if the model was compressed."""
-    progress = _progress(path, verify(path).extra.get("progress"))
-    return progress, load_masks(path) if progress.phase == "samo" else None
-
-
-def _progress(path: Path, found: Any) -> Progress:
-    """Check the progress that a checkpoint holds; unknown fields of a newer samo are ignored."""
+    found = verify(path).extra.get("progress")
+    if not isinstance(found, dict) or "step" not in found:
+        raise CheckpointError(f"'{path}' was not saved by samo train; load it with samo.load")
     hints = typing.get_type_hints(Progress)
-    known = {} if not isinstance(found, dict) else {k: v for k, v in found.items() if k in hints}
-    if "step" not in known:
-        raise CheckpointError(
-            f"'{path}' was not saved by samo train: it does not hold the progress of a run; load it with "
-            "samo.load"
-        )
-    for name, value in known.items():
-        if not _fits(hints[name], value) or (isinstance(value, int) and not 0 <= value < 2**63):
+    progress = Progress()
+    for name in hints.keys() & found.keys():  # a newer samo may have added others
+        try:
+            value = typed(found[name], hints[name])
+            if type(value) is int and not 0 <= value < 2**63:
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            got = str(found[name])[:40]
             raise CheckpointError(
-                f"'{path}' is damaged: its {name} is {str(value)[:40]!r}; use another checkpoint"
-            )
-    return Progress(**known)
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    if typing.get_origin(hint) is typing.Literal:
-        return value in typing.get_args(hint)
-    return any(_fits(kind, value) for kind in typing.get_args(hint)) or type(value) is hint
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"random_cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["random_cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random_states(extra: dict[str, Any]) -> None:
-    torch.set_rng_state(extra["random_cpu"])
-    if "random_cuda" in extra and torch.cuda.is_available():
-        torch.cuda.set_rng_state(extra["random_cuda"])
+                f"'{path}' is damaged: its {name} is {got!r}; use another checkpoint"
+            ) from None
+        setattr(progress, name, value)
+    return progress, load_masks(path) if progress.phase == "samo" else None

@@ -17,15 +17,7 @@ _BLOCK: Final = re.compile(r"blocks\.\d+")
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a GPT, or of a stage of one.
-
-    Example:
-        >>> from samo.models.gpt import GPT, GPTConfig
-        >>> from samo.train.compile import blocks_of
-        >>> model = GPT(GPTConfig(num_layers=3, width=16, num_heads=2))
-        >>> blocks_of(model) == list(model.blocks)
-        True
-    """
+    """Return the blocks of a GPT, or of a stage of one."""
     return [module for path, module in model.named_modules() if _BLOCK.fullmatch(path)]
 
 
@@ -39,11 +31,10 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend=BACKEND)
 
 
-class Clock:
+class CompileClock:
     """Measures the time that torch compiles, also in backward passes.
 
-    Args:
-        on_start: Called when compiling starts.
+    ``on_start`` is called when compiling starts for the first time since `take`.
     """
 
     def __init__(self, on_start: Callable[[], None]) -> None:
@@ -70,8 +61,9 @@ class Clock:
         return seconds
 
     def _start(self, args: Any) -> None:
+        if not self._seconds:
+            self._on_start()
         self._began = time.perf_counter()
-        self._on_start()
 
     def _end(self, args: Any) -> None:
         self._seconds += time.perf_counter() - self._began

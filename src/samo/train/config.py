@@ -1,16 +1,17 @@
 """The settings of a training run, shared by the command line, TOML files and the Python API.
 
 One dataclass is one section of the file and one group of flags; the string below a field is its
-help. "auto" stands for a value that follows from others: `samo.train.resolve` makes a
-`ResolvedConfig` of a `TrainConfig`. Imports no torch.
+help, and its type may carry its `Range`. "auto" stands for a value that follows from others:
+`samo.train.resolve` makes a `ResolvedConfig` of a `TrainConfig`. Imports no torch.
 
     [run]                       samo train notes.txt --steps 2000
     steps = 2000                TrainConfig(run=RunConfig(steps=2000), ...)
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from tyro.conf import DisallowNone, Positional, arg
 
@@ -27,9 +28,23 @@ __all__ = [
     "TrainConfig",
 ]
 
-VERSION: Final = 1
-"""Version of the format, ``version = 1`` in a file."""
 
+class Range(NamedTuple):
+    """The range of a setting: ``least <= value < below``."""
+
+    least: float
+    below: float = math.inf
+    hint: str = ""
+
+    def __str__(self) -> str:
+        limit = "" if self.below == math.inf else f" and less than {self.below:,}"
+        return f"{self.least:g} or more{limit}{self.hint and f' ({self.hint})'}"
+
+
+Count = Annotated[int, Range(1, 2**31)]
+Steps = Annotated[int, Range(0, 2**31)]
+Amount = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
 Auto = Literal["auto"]
 OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
 Method = Literal["magnitude", "random", "early-bird", "gradual", "set", "rigl"]
@@ -46,11 +61,11 @@ class DataConfig:
     """Text files, or token files: .npy (integers) or .bin (16-bit, as nanoGPT writes them)."""
     valid: tuple[Path, ...] = ()
     """Files to validate on. By default the end of the training text is held out."""
-    valid_fraction: float = 0.05
+    valid_fraction: Annotated[float, Range(1e-9, 1)] = 0.05
     """Fraction of the text to hold out if no validation files are given."""
     tokenizer: Literal["bytes"] | Path = "bytes"
     """The word bytes, or a folder with a Hugging Face tokenizer (tokenizer.json)."""
-    vocab_size: int | Auto = "auto"
+    vocab_size: Count | Auto = "auto"
     """Vocabulary size. auto: that of the tokenizer or of the token files."""
 
 
@@ -60,18 +75,18 @@ class ModelConfig:
 
     shape: ShapeName = "tiny"
     """A named shape. The next four settings override parts of it."""
-    num_layers: int | Auto = "auto"
+    num_layers: Count | Auto = "auto"
     """Transformer blocks."""
-    width: int | Auto = "auto"
+    width: Count | Auto = "auto"
     """Model width."""
-    num_heads: int | Auto = "auto"
+    num_heads: Count | Auto = "auto"
     """Attention heads."""
-    context: int | Auto = "auto"
+    context: Count | Auto = "auto"
     """Sequence length, in tokens."""
     tied: bool = False
     """Tie the weights of the embedding and the output head."""
     checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them: less memory, more time."""
+    """Recompute activations in the backward pass instead of storing them: saves memory."""
     init: OptionalPath = None
     """Start from the weights of this checkpoint."""
 
@@ -80,14 +95,15 @@ class ModelConfig:
 class PruneConfig:
     """What to prune, and when."""
 
-    sparsity: float | Auto = "auto"
+    sparsity: Annotated[float, Range(0, 1, "0.9 prunes 90 %")] | Auto = "auto"
     """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
-    dense_steps: int | Auto = "auto"
-    """Dense steps before pruning. auto: a fifth of all steps; none with --init or --masks, or with set and
+    dense_steps: Steps | Auto = "auto"
+    """Dense steps before pruning. auto: a fifth of all steps; none with --init, --masks, set or
     rigl. With early-bird, the latest step to prune at; auto: half of all steps."""
     method: Method = "magnitude"
-    """magnitude or random: prune once. early-bird: prune once the masks are stable. gradual: increase the
-    sparsity over time. set, rigl: periodically drop and regrow weights, at random or by gradient."""
+    """magnitude or random: prune once. early-bird: prune once the masks are stable. gradual:
+    increase the sparsity over time. set, rigl: periodically drop and regrow weights, at random or
+    by gradient."""
     scope: Literal["tensor", "global", "erk"] = "tensor"
     """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
     pattern: str | None = None
@@ -98,22 +114,19 @@ class PruneConfig:
     """Sparsities of individual weights: pairs of pattern and value."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
-    mask_every: int | Auto = "auto"
-    """Steps between two mask observations (early-bird; auto: a 200th of all steps, at least 5) or mask
-    updates (gradual, set, rigl; auto: a fortieth of all steps, at most 100)."""
-    mask_stop: int | Auto = "auto"
-    """Step at which the masks stop changing (gradual, set, rigl). auto: after three quarters of the steps
-    that follow the dense phase."""
-    queue: int = 5
+    mask_every: Count | Auto = "auto"
+    """Steps between two mask observations (early-bird; auto: a 200th of all steps, at least 5) or
+    mask updates (gradual, set, rigl; auto: a fortieth of all steps, at most 100)."""
+    mask_stop: Steps | Auto = "auto"
+    """Step at which the masks stop changing (gradual, set, rigl). auto: after three quarters of the
+    steps that follow the dense phase."""
+    queue: Annotated[int, Range(2, 2**31)] = 5
     """Consecutive masks that must agree (early-bird)."""
-    threshold: float = 0.1
+    threshold: Fraction = 0.1
     """Largest distance at which masks agree (early-bird)."""
     distance: Literal["kept", "hamming"] = "kept"
-    """Distance of two masks: the fraction of kept weights, or of all weights, that differ (early-bird)."""
-    history: bool | Auto = "auto"
-    """Compare each mask with all earlier ones, for the report (early-bird). auto: in models of up to 30
-    million weights."""
-    drop: float = 0.3
+    """Distance of two masks: the fraction of kept or of all weights that differ (early-bird)."""
+    drop: Annotated[float, Range(1e-9, 1)] = 0.3
     """Fraction of the kept weights that the first update replaces (set, rigl)."""
 
 
@@ -121,26 +134,26 @@ class PruneConfig:
 class OptimConfig:
     """AdamW and its learning rate."""
 
-    lr: float | Auto = "auto"
+    lr: Amount | Auto = "auto"
     """Peak learning rate. auto: the usual one for the shape."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning rate after warmup. wsd: constant, then linear decay over the last fifth."""
-    warmup_steps: int | Auto = "auto"
+    warmup_steps: Steps | Auto = "auto"
     """Linear warmup. auto: a twentieth of all steps, at most 1,000."""
-    final_lr: float = 0.1
+    final_lr: Amount = 0.1
     """Final learning rate, as a fraction of the peak."""
-    density_power: float | Auto = "auto"
-    """Scale the learning rate of a pruned tensor by density to this power: -1 trains it 10 times as fast at
-    90 % sparsity. auto: -1, or 0 with --init."""
-    weight_decay: float = 0.1
+    density_power: Annotated[float, Range(-3, 3)] | Auto = "auto"
+    """Scale the learning rate of a pruned tensor by density to this power: -1 trains it 10 times as
+    fast at 90 % sparsity. auto: -1, or 0 with --init."""
+    weight_decay: Amount = 0.1
     """Decoupled weight decay of matrices and embeddings."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the two moments."""
-    eps: float = 1e-8
+    eps: Amount = 1e-8
     """Added to the denominator."""
     state: Literal["exact", "lean"] = "exact"
     """Optimizer state of pruned training: fp32, or 8 bits."""
-    clip: float = 1.0
+    clip: Amount = 1.0
     """Maximum gradient norm. 0: no clipping."""
 
 
@@ -149,63 +162,57 @@ class RunConfig:
     """The run itself."""
 
     mode: Mode = "samo"
-    """samo: prune, and train with compressed state. dense: train without pruning, for comparison."""
-    steps: int = 1000
+    """samo: prune, and train with compressed state. dense: do not prune, for comparison."""
+    steps: Count = 1000
     """Optimizer steps."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Sequences per forward and backward pass."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Passes per optimizer step, whose gradients are accumulated."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**63)] = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
     dtype: DType | Auto = "auto"
     """Compute dtype. auto: bfloat16 on a GPU that supports it, float32 on a CPU."""
     fp32_gradients: bool = False
-    """Keep the gradients of a bfloat16 model in float32, also between ranks; for many passes per step."""
+    """Keep the gradients of a bfloat16 model in float32, also between ranks."""
     weights: Annotated[str | int, arg(metavar="{resident,streamed}|BYTES")] = "resident"
-    """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an amount such
-    as 4GB keeps that much on each rank. Streaming takes less memory and more time."""
+    """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an
+    amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time."""
     compile: DisallowNone[bool | None] = None
     """Compile the model's blocks with torch.compile: the first steps take longer, and results round
     differently. Off by default."""
-    eval_every: int = 100
+    eval_every: Count = 100
     """Steps between validations."""
-    eval_batches: int = 20
+    eval_batches: Count = 20
     """Batches per validation."""
-    save_every: int = 200
+    save_every: Count = 200
     """Steps between checkpoints. A better validation loss saves one too."""
     save_errors: Literal["stop", "continue"] = "stop"
-    """What to do if a checkpoint cannot be written, for example on a full disk; the last good one stays."""
-    log_every: int = 10
+    """What to do if a checkpoint cannot be written, for example on a full disk."""
+    log_every: Count = 10
     """Steps between lines of metrics."""
-    sample_tokens: int = 200
+    sample_tokens: Steps = 200
     """Length of the sample that the model generates at the end. 0: no sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
-    """The mesh of ranks, for runs under torchrun or samo launch.
+    """The mesh of ranks, for runs under torchrun or samo launch."""
 
-    Example:
-        >>> from samo.train.config import MeshConfig
-        >>> MeshConfig(pipe=2).data
-        'auto'
-    """
-
-    pipe: int = 1
+    pipe: Count = 1
     """Pipeline stages to split the model into."""
-    data: int | Auto = "auto"
+    data: Count | Auto = "auto"
     """Replicas of each stage, which share every batch. auto: as many as there are ranks for."""
-    micro_batches: int | Auto = "auto"
+    micro_batches: Count | Auto = "auto"
     """Micro-batches per pass through the pipeline. auto: two for each stage."""
-    stages_per_rank: int = 1
-    """Stages on each rank of the pipeline, in turns; 2 leave ranks idle for less time, and send more."""
+    stages_per_rank: Count = 1
+    """Stages on each rank of the pipeline. With 2, ranks idle less and send more."""
     shard: Literal["none", "weights"] = "none"
-    """weights: shard the pruned model and its state over the replicas with FSDP2, and stream the weights.
-    The dense phase is not sharded."""
-    timeout_s: float = 600.0
+    """weights: shard the pruned model and its state over the replicas with FSDP2, and stream the
+    weights. The dense phase is not sharded."""
+    timeout_s: Annotated[float, Range(0.1)] = 600.0
     """Seconds that a rank waits for another one before the run fails."""
 
 
@@ -246,7 +253,6 @@ class ResolvedPrune(PruneConfig):
     dense_steps: int
     mask_every: int
     mask_stop: int
-    history: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""The launcher as a rank sees it: torchrun and samo launch describe themselves in the environment."""
+"""The launcher, as torchrun and samo launch describe it in the environment of a rank."""
 
 import ctypes
 import os
@@ -45,10 +45,7 @@ def launcher() -> str:
 def restarted_dir(out: Path | None, parent: Path, name: str) -> Path | None:
     """Return the run directory of this launch before it was restarted, or None if there is none.
 
-    Args:
-        out: The requested directory, or None if ``free_dir(parent, name)`` chose it.
-        parent: Where it was chosen.
-        name: Its name, to which a number may have been added.
+    It is ``out``; if that is None, `samo.train.run_dir.free_dir` has chosen it in ``parent``.
     """
     for path in [out] if out is not None else sorted(parent.glob(f"{name}*")):
         with suppress(RunError):
@@ -58,37 +55,21 @@ def restarted_dir(out: Path | None, parent: Path, name: str) -> Path | None:
 
 
 def end_with_launcher() -> None:
-    """Ask Linux for a SIGTERM when the launcher dies, even of a SIGKILL, which it cannot pass on."""
+    """Ask Linux for a SIGTERM when the launcher dies, even of a SIGKILL."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def command_line() -> str:
-    """Return the command that the user typed, with its launcher.
-
-    Example:
-        >>> import sys
-        >>> from samo.train.launch_env import command_line
-        >>> before, sys.argv = sys.argv, ["/usr/lib/samo/__main__.py", "train", "my notes.txt"]
-        >>> command_line()
-        "samo train 'my notes.txt'"
-        >>> sys.argv = before
-    """
+    """Return the command that the user typed, with its launcher."""
     name = Path(sys.argv[0]).name
     command = _launched("samo" if name == "__main__.py" else name)
     return f"{command} {shlex.join(sys.argv[1:])}".strip()
 
 
 def resume_command(run: Path) -> str:
-    """Return the command that resumes a run, on the same number of ranks.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from samo.train.launch_env import resume_command
-        >>> resume_command(Path("runs/notes"))
-        'samo train --resume runs/notes'
-    """
+    """Return the command that resumes a run, on the same number of ranks."""
     start = _launched("samo")
     # The environment does not tell torchrun's arguments.
     note = f"   # on {num_ranks()} ranks" if start.startswith("torchrun") else ""

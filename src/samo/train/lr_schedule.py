@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step, without state to save or restore. Imports no torch."""
+"""The learning rate as a function of the step: no state to save. Imports no torch."""
 
 import math
 
@@ -8,17 +8,7 @@ __all__ = ["learning_rate"]
 
 
 def learning_rate(step: int, steps: int, optim: ResolvedOptim) -> float:
-    """Return the learning rate of a step, counted from 1 to ``steps``.
-
-    Example:
-        >>> from samo.train.lr_schedule import learning_rate
-        >>> from samo.train.config import ResolvedOptim
-        >>> optim = ResolvedOptim(
-        ...     lr=1.0, warmup_steps=2, density_power=0.0, schedule="linear", final_lr=0.0
-        ... )
-        >>> [learning_rate(step, 6, optim) for step in range(1, 7)]
-        [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
-    """
+    """Return the learning rate of a step, counted from 1 to ``steps``."""
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
     # 0 at the end of the warmup, 1 at the last step; longer runs than planned stay at 1

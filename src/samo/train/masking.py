@@ -7,8 +7,8 @@ after it          `change` after every step
 All decisions follow from the settings, the model and `state_dict`, which goes into the checkpoint.
 """
 
-import fnmatch
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from samo.checkpoint.load import load_masks
@@ -20,12 +20,14 @@ from samo.pruning.prune import decide, prune
 from samo.pruning.schedules import DynamicSparse, GradualPruning
 from samo.train import events
 from samo.train.config import ResolvedConfig
-from samo.train.config_rules import MOVING, first_observation
+from samo.train.resolve import MOVING, first_observation
 from samo.train.step import Learner
 
 __all__ = []
 
 _CHANGES: Final = "mask_changes"
+_HISTORY_PARAMS: Final = 30_000_000
+"""Largest model whose masks are all kept, for the report, which takes about 200 MB."""
 
 
 class Masking:
@@ -38,43 +40,33 @@ class Masking:
         self._bird: EarlyBird | None = None
         self._changing: GradualPruning | DynamicSparse | None = None
         settings = config.prune
-        if settings.method != "early-bird" or config.run.mode == "dense":
-            return
-        try:
-            self._bird = EarlyBird(
-                learner.model,
-                **self._choice(),
-                seed=config.run.seed,
-                queue=settings.queue,
-                threshold=settings.threshold,
-                distance=settings.distance,
-                history=settings.history,
-            )
-        except ValueError as error:
-            raise ConfigError(f"cannot prune: {error}") from error
+        with _pruning():
+            self._choice: Final = self._choose()
+            if settings.method == "early-bird" and config.run.mode != "dense":
+                self._bird = EarlyBird(
+                    learner.model,
+                    **self._choice,
+                    seed=config.run.seed,
+                    queue=settings.queue,
+                    threshold=settings.threshold,
+                    distance=settings.distance,
+                    history=learner.num_params <= _HISTORY_PARAMS,
+                )
 
     def check(self) -> None:
         """Refuse at the start of a run what would fail after the dense phase."""
+        model = self._learner.model
         if self._config.prune.masks is not None:
             self._given = self._load()
-        elif self._config.run.mode != "dense":
-            choice = self._own_choice()
-            try:
-                model = self._learner.model
-                groups = [] if choice is None else decide(model, dense_parameters(model), **choice)
-            except ValueError as error:
-                raise ConfigError(f"cannot prune: {error}") from error
+        elif self._config.run.mode != "dense" and self._choice:
+            with _pruning():
+                groups = decide(model, dense_parameters(model), **self._choice)
             for group in groups:
                 if group.kept == 0:
                     raise ConfigError(
-                        f"sparsity {group.sparsity} would keep none of the weights of '{group.names[0]}'; "
-                        "prune it less with --rules, or not at all with --skip"
+                        f"sparsity {group.sparsity} would keep none of the weights of "
+                        f"'{group.names[0]}'; lower it with --rules, or --skip the weights"
                     )
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no masks are to be drawn any more: they are, or the run is dense."""
-        return self._config.run.mode == "dense" or self._learner.phase != "dense"
 
     def observe(self, step: int) -> events.Observed | None:
         """Compare the masks that pruning would give now, if early-bird is due to."""
@@ -95,8 +87,10 @@ class Masking:
 
     def is_due(self, step: int) -> bool:
         """Return whether masks are to be drawn before the next step."""
+        if self._config.run.mode == "dense" or self._learner.phase != "dense":
+            return False
         is_stable = self._bird is not None and self._bird.masks is not None
-        return not self.is_over and (is_stable or step >= self._config.prune.dense_steps)
+        return is_stable or step >= self._config.prune.dense_steps
 
     def draw(self, step: int) -> tuple[Masks, events.Pruned]:
         """Return the masks for the model as it is after this step, and the event to report."""
@@ -111,7 +105,9 @@ class Masking:
             masks = Masks.ones(self._learner.model, skip=settings.skip)
         else:
             masks = self._prune()
-        kept, numel = self._of_all_stages(masks)
+        ranks = self._learner.ranks
+        sizes = ranks.all_gather("the size of the masks", (masks.kept, masks.numel))
+        kept, numel = map(sum, zip(*sizes[:: ranks.num_replicas]))  # of all stages
         return masks, events.Pruned(
             step=step,
             kept=kept,
@@ -125,28 +121,18 @@ class Masking:
     def start_changing(self) -> None:
         """Begin to change the masks of the model, which is pruned now, if the method does."""
         self._bird = None
-        settings, learner, seed = self._config.prune, self._learner, self._config.run.seed
-        every, stop = settings.mask_every, settings.mask_stop - settings.dense_steps
+        settings, model, opt = self._config.prune, self._learner.model, self._learner.opt
+        stop = settings.mask_stop - settings.dense_steps
+        when: dict[str, Any] = {
+            "every": settings.mask_every,
+            "stop": stop,
+            "seed": self._config.run.seed,
+        }
         if settings.method == "gradual":
-            self._changing = GradualPruning(
-                learner.model,
-                learner.opt,
-                settings.sparsity,
-                start=0,
-                stop=stop,
-                every=every,
-                seed=seed,
-            )
+            self._changing = GradualPruning(model, opt, settings.sparsity, start=0, **when)
         elif settings.method in MOVING:
-            self._changing = DynamicSparse(
-                learner.model,
-                learner.opt,
-                grow="gradient" if settings.method == "rigl" else "random",
-                drop=settings.drop,
-                every=every,
-                stop=stop,
-                seed=seed,
-            )
+            grow: Final = "gradient" if settings.method == "rigl" else "random"
+            self._changing = DynamicSparse(model, opt, grow=grow, drop=settings.drop, **when)
 
     def change(self, step: int) -> events.Remapped | None:
         """Change the masks after a step, if that is due."""
@@ -189,16 +175,14 @@ class Masking:
                 self._bird.load_state_dict(extra)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint does not hold the state of method {self._config.prune.method}: {error}; use "
-                "another checkpoint of this run"
+                f"the checkpoint does not hold the state of method {self._config.prune.method}: "
+                f"{error}; use another checkpoint of this run"
             ) from error
 
     def _load(self) -> Masks:
         path, learner = self._config.prune.masks, self._learner
         assert path is not None
-        masks = load_masks(path).to(self._config.run.device)
-        learner.check_names(masks)
-        masks = learner.own_masks(masks)
+        masks = learner.own_masks(load_masks(path)).to(learner.device)
         masks.parameters_of(learner.model)  # which refuses masks that do not fit
         return masks
 
@@ -207,56 +191,44 @@ class Masking:
         is_trained = settings.dense_steps != 0 or self._config.model.init is not None
         # Before training, magnitudes carry no information.
         is_random = settings.method == "random" or (settings.method in MOVING and not is_trained)
-        choice = self._own_choice()
-        if choice is None:
+        method: Final = "random" if is_random else "magnitude"
+        if not self._choice:
             return Masks({})
-        try:
+        with _pruning():
             return prune(
-                self._learner.model,
-                method="random" if is_random else "magnitude",
-                **choice,
-                seed=self._config.run.seed,
+                self._learner.model, method=method, **self._choice, seed=self._config.run.seed
             )
-        except ValueError as error:
-            raise ConfigError(f"cannot prune: {error}") from error
 
-    def _choice(self) -> dict[str, Any]:
-        """Return the weights to prune as arguments of `prune` and `EarlyBird`."""
-        names = ("sparsity", "scope", "pattern", "skip", "rules")
-        return {name: getattr(self._config.prune, name) for name in names}
+    def _choose(self) -> dict[str, Any]:
+        """Return the weights to prune as arguments of `prune`; {} if this rank's stage has none.
 
-    def _own_choice(self) -> dict[str, Any] | None:
-        """Return the choice for this rank's stage; None if nothing of the stage is to be pruned.
-
-        Patterns that match other stages only are left out, once each is known to match some stage.
+        A pattern must match some stage, not every one.
         """
-        choice, stages = self._choice(), self._learner.stages
+        names = ("sparsity", "scope", "pattern", "skip", "rules")
+        choice: dict[str, Any] = {name: getattr(self._config.prune, name) for name in names}
+        stages = self._learner.stages
         if stages is None:
             return choice
-        model = self._learner.model
-        here = dict(model.named_parameters())
-
-        def matches_here(pattern: str) -> bool:
-            return any(fnmatch.fnmatchcase(name, pattern) for name in here)
-
-        try:
-            for argument in ("skip", "rules"):
-                matching(choice[argument], dict.fromkeys(stages.names), argument)
-            choice["skip"] = tuple(filter(matches_here, choice["skip"]))
-            choice["rules"] = {k: v for k, v in choice["rules"].items() if matches_here(k)}
-            skipped = matching(choice["skip"], here, "skip")
-        except ValueError as error:
-            raise ConfigError(f"cannot prune: {error}") from error
-        return choice if {*prunable(model)} - {*skipped} or choice["rules"] else None
-
-    def _of_all_stages(self, masks: Masks) -> tuple[int, int]:
-        """Return the kept weights and all weights in the masks of all stages."""
-        ranks = self._learner.ranks
-        texts = ranks.all_gather_str("the size of the masks", json.dumps([masks.kept, masks.numel]))
-        counts = [json.loads(text) for text in texts[:: ranks.num_replicas]]
-        return sum(kept for kept, _ in counts), sum(numel for _, numel in counts)
+        model, whole = self._learner.model, dict.fromkeys(stages.names)
+        here = {name for name, _ in model.named_parameters()}
+        choice["skip"] = sorted(here & matching(choice["skip"], whole, "skip"))
+        choice["rules"] = {
+            pattern: sparsity
+            for pattern, sparsity in choice["rules"].items()
+            if here & matching([pattern], whole, "rules")
+        }
+        return choice if {*prunable(model)} - {*choice["skip"]} or choice["rules"] else {}
 
     def _queue_distances(self) -> list[float]:
         """Return the distances of the newest masks to the others in the queue."""
         rows = [] if self._bird is None else self._bird.distances
         return rows[-1][-(self._config.prune.queue - 1) :] if rows else []
+
+
+@contextmanager
+def _pruning() -> Iterator[None]:
+    """Turn an argument that pruning refuses into an error about the settings."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"cannot prune: {error}") from error

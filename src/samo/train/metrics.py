@@ -1,8 +1,7 @@
-"""Where the events of a run go: ``metrics.jsonl``, and TensorBoard if it is installed."""
+"""Where the events of a run are written: ``metrics.jsonl``, and TensorBoard if it is installed."""
 
 import importlib.util
 import logging
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,11 +38,7 @@ class MetricsFile:
             raise RunError(f"cannot write metrics to '{path}': {error.strerror}") from error
 
     def on(self, event: Event) -> None:
-        """Write an event.
-
-        Raises:
-            RunError: The line could not be written, and ``on_error`` is "stop".
-        """
+        """Write an event; a line that cannot be written is an error if ``on_error`` is "stop"."""
         if type(event) not in events.NAMES:
             return
         line = event.to_json().encode() + b"\n"
@@ -67,35 +62,6 @@ class MetricsFile:
         self._file.close()
 
 
-class RankFile(MetricsFile):
-    """Writes the events of a rank other than the first: its traffic, memory and state.
-
-    Args:
-        path: The file.
-        step: Where the run stands; lines of later steps are dropped.
-        on_error: Whether a line that cannot be written stops the run.
-    """
-
-    def __init__(self, path: Path, *, step: int, on_error: Literal["stop", "continue"]) -> None:
-        size = 0
-        with suppress(OSError, ValueError), open(path, "rb") as file:
-            for line in file:
-                event = events.from_json(line)
-                if event is not None and event.step > step:
-                    break
-                size += len(line)
-        super().__init__(path, size=size, on_error=on_error)
-
-    def on(self, event: Event) -> None:
-        """Write an event of this rank; ignore the others.
-
-        Raises:
-            RunError: The line could not be written, and ``on_error`` is "stop".
-        """
-        if isinstance(event, events.Started | events.Exchanged | events.Accounted | events.Ended):
-            super().on(event)
-
-
 class Board:
     """Writes losses, learning rate, speed and masks as TensorBoard's event files."""
 
@@ -107,30 +73,29 @@ class Board:
 
     def on(self, event: Event) -> None:
         """Write an event."""
+        values: dict[str, float | None] = {}
         match event:
             case events.Stepped():
-                for name in ("loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes"):
-                    self._writer.add_scalar(f"train/{name}", getattr(event, name), event.step)
+                names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes")
+                values = {f"train/{name}": getattr(event, name) for name in names}
             case events.Evaluated():
-                self._writer.add_scalar("valid/loss", event.valid_loss, event.step)
-                self._writer.add_scalar("valid/perplexity", event.perplexity, event.step)
-            case events.Observed() if event.largest is not None:
-                self._writer.add_scalar("masks/distance", event.largest, event.step)
+                values = {"valid/loss": event.valid_loss, "valid/perplexity": event.perplexity}
+            case events.Observed():
+                values = {"masks/distance": event.largest}
             case events.Remapped():
-                self._writer.add_scalar("masks/sparsity", event.sparsity, event.step)
-                self._writer.add_scalar("masks/dropped", event.dropped, event.step)
+                values = {"masks/sparsity": event.sparsity, "masks/dropped": event.dropped}
             case events.Accounted():
-                self._writer.add_scalar("state/bytes", event.measured_bytes, event.step)
+                values = {"state/bytes": event.measured_bytes}
             case events.Sampled():
                 self._writer.add_text("sample", f"<pre>{event.text}</pre>", event.step)
             case events.Ended():
-                self._writer.flush()
+                self._writer.close()
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, event.step)
 
-    def close(self) -> None:
-        """Close the files."""
-        self._writer.close()
 
-
-def has_tensorboard() -> bool:
-    """Return whether TensorBoard is installed."""
-    return importlib.util.find_spec("tensorboard") is not None
+def boards(folder: Path, step: int) -> list[Board]:
+    """Return a board if TensorBoard is installed."""
+    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+    return [Board(folder, step=step)] if has_tensorboard else []

@@ -1,17 +1,26 @@
-"""From `TrainConfig` to `ResolvedConfig`: fill in "auto", for a new run or a resumed one."""
+"""From `TrainConfig` to `ResolvedConfig`: fill in "auto", and refuse what cannot work.
+
+magnitude, random   masks are drawn once, after the dense phase
+early-bird          the same, as soon as the masks are stable; the dense phase is the limit
+gradual             masks keep everything at first, and lose weights step by step
+set, rigl           masks keep their sparsity, and move
+"""
 
 import re
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, get_args, get_type_hints
 
 from samo.errors import ConfigError
 from samo.models.shapes import SHAPES, GPTConfig
 from samo.pruning.densities import parse_pattern, pattern_sparsity
 from samo.train.config import (
     Auto,
-    DType,
+    DataConfig,
     MeshConfig,
+    PruneConfig,
+    Range,
     ResolvedConfig,
     ResolvedModel,
     ResolvedOptim,
@@ -21,28 +30,33 @@ from samo.train.config import (
     TrainConfig,
     Weights,
 )
-from samo.train.config_rules import CHANGING, DEFAULT_SPARSITY, MOVING, check
 
 __all__ = ["resolve"]
 
-Section = TypeVar("Section")
-Config = TypeVar("Config", bound=TrainConfig)
-Number = TypeVar("Number", int, float)
+DEFAULT_SPARSITY: Final = 0.9
 
-_HISTORY_WEIGHTS: Final = 30_000_000
-"""Largest model whose masks are all held by default, which takes about 200 MB."""
+MOVING: Final = ("set", "rigl")
+"""Methods whose masks keep their sparsity and move."""
+CHANGING: Final = ("gradual", *MOVING)
+"""Methods whose masks change after they were drawn."""
 
+_METHODS: Final = {
+    "mask_every": ("early-bird", *CHANGING),
+    "mask_stop": CHANGING,
+    "queue": ("early-bird",),
+    "threshold": ("early-bird",),
+    "distance": ("early-bird",),
+    "drop": MOVING,
+}
+"""Settings that belong to some methods."""
+_UNUSED: Final = PruneConfig(sparsity=DEFAULT_SPARSITY, dense_steps=0, mask_every=1, mask_stop=0)
+"""What "auto" becomes where a setting has no effect."""
 CHANGEABLE: Final = frozenset(
-    [
-        *(f"run.{name}" for name in ("steps", "eval_every", "eval_batches", "save_every")),
-        *(f"run.{name}" for name in ("save_errors", "log_every", "sample_tokens")),
-        *(f"run.{name}" for name in ("weights", "compile")),
-        *("data.train", "data.valid"),
-        *(f"mesh.{entry.name}" for entry in fields(MeshConfig)),
-    ]
+    {"steps", "eval_every", "eval_batches", "save_every", "save_errors", "log_every"}
+    | {"sample_tokens", "weights", "compile", "train", "valid"}
+    | {entry.name for entry in fields(MeshConfig)}
 )
-"""Settings that a resumed run may change: how long, how often, on which ranks, how weights are held and
-computed with, and where the text is."""
+"""Settings that a resumed run may change. ``train`` and ``valid`` are where the text is."""
 
 
 def resolve(config: TrainConfig) -> ResolvedConfig:
@@ -56,110 +70,90 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
         200
 
     Raises:
-        ConfigError: A setting is out of range, contradicts another, or needs a GPU that is not
-            there.
+        ConfigError: A setting is out of range, conflicts with another, or needs a GPU.
     """
-    model, prune, optim, run = config.model, config.prune, config.optim, config.run
-    shape, is_dense = SHAPES[model.shape], run.mode == "dense"
-    num_layers, width = _or(model.num_layers, shape.num_layers), _or(model.width, shape.width)
-    warmup_steps = _or(optim.warmup_steps, min(run.steps // 20, 1000))
-    dense_steps, mask_every, mask_stop = _mask_steps(config, warmup_steps)
-    with_history = prune.method == "early-bird" and 12 * num_layers * width**2 <= _HISTORY_WEIGHTS
-    device, dtype = _device_and_dtype(run)
-    resolved = ResolvedConfig(
-        data=config.data,
-        mesh=config.mesh,
-        model=_with(
-            ResolvedModel,
-            model,
-            num_layers=num_layers,
-            width=width,
-            num_heads=_or(model.num_heads, shape.num_heads),
-            context=_or(model.context, shape.context),
-        ),
-        prune=_with(
-            ResolvedPrune,
-            prune,
-            sparsity=resolve_sparsity(prune.sparsity, prune.pattern),
-            dense_steps=dense_steps,
-            mask_every=mask_every,
-            mask_stop=mask_stop,
-            history=prune.history if isinstance(prune.history, bool) else with_history,
-        ),
-        optim=_with(
-            ResolvedOptim,
-            optim,
-            lr=_or(optim.lr, shape.lr),
-            warmup_steps=warmup_steps,
-            density_power=_or(
-                optim.density_power, 0.0 if is_dense or model.init is not None else -1.0
-            ),
-        ),
-        run=_with(
-            ResolvedRun,
-            run,
-            device=device,
-            dtype=dtype,
-            weights=_weights(run.weights, is_sharded=config.mesh.shard == "weights"),
-            # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager
-            # ones took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
-            compile=bool(run.compile),
-        ),
+    _check_ranges(config)
+    prune, steps = config.prune, config.run.steps
+    shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
+    is_trained = config.model.init is not None
+    model = ResolvedModel(
+        **_filled(
+            config.model,
+            num_layers=shape.num_layers,
+            width=shape.width,
+            num_heads=shape.num_heads,
+            context=shape.context,
+        )
     )
-    check(resolved)
-    return _with_absolute_paths(resolved)
+    optim = ResolvedOptim(
+        **_filled(
+            config.optim,
+            lr=shape.lr,
+            warmup_steps=min(steps // 20, 1000),
+            density_power=0.0 if is_dense or is_trained else -1.0,
+        )
+    )
+    method = "none" if is_dense else prune.method
+    starts_pruned = method in ("none", *MOVING) or is_trained or prune.masks is not None
+    dense_steps = 0 if starts_pruned else steps // 5
+    if isinstance(prune.dense_steps, int):
+        dense_steps = prune.dense_steps
+    elif method == "early-bird":
+        dense_steps = steps // 2
+    mask_every, mask_stop = 1, 0
+    if method == "early-bird":
+        # Masks one step apart are always close: at least 5 steps, if the dense phase has room.
+        room = (dense_steps - optim.warmup_steps) // prune.queue
+        mask_every = max(1, min(max(steps // 200, 5), room))
+    elif method in CHANGING:
+        mask_every = max(1, min(steps // 40, 100))
+        mask_stop = dense_steps + max(1, 3 * (steps - dense_steps) // 4)
+    resolved = ResolvedConfig(
+        data=DataConfig(**_filled(config.data)),
+        model=model,
+        prune=ResolvedPrune(
+            **_filled(prune, dense_steps=dense_steps, mask_every=mask_every, mask_stop=mask_stop)
+            | {"sparsity": resolve_sparsity(prune.sparsity, prune.pattern)}
+        ),
+        optim=optim,
+        # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager ones
+        # took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
+        run=ResolvedRun(
+            **_filled(config.run, compile=False)
+            | _device_and_dtype(config.run)
+            | {"weights": _weights(config.run.weights, config.mesh.shard == "weights")}
+        ),
+        mesh=config.mesh,
+    )
+    _check(resolved)
+    return resolved
 
 
 def resolve_resumed(recorded: ResolvedConfig, wanted: TrainConfig) -> ResolvedConfig:
-    """Return the settings of a resumed run: "auto" means as recorded."""
+    """Return the settings of a resumed run: "auto" means as recorded, but for the mesh."""
     sections = {}
     for section in fields(TrainConfig):
         before, after = getattr(recorded, section.name), getattr(wanted, section.name)
-        values = {entry.name: getattr(after, entry.name) for entry in fields(after)}
-        if section.name != "mesh":
-            autos = [name for name, value in values.items() if value in ("auto", None)]
-            values |= {name: getattr(before, name) for name in autos}
-        elif values["pipe"] == 1:  # recorded settings of stages are without use now
-            for name in ("micro_batches", "stages_per_rank"):
-                if values[name] == getattr(before, name):
-                    values[name] = getattr(MeshConfig(), name)
+        known = {} if section.name == "mesh" else _filled(before)
+        values = _filled(after, **known)
+        for name, value in values.items():
+            if value != getattr(before, name) and name not in CHANGEABLE:
+                flags = ", ".join(map(flag, sorted(CHANGEABLE - {"train"})))
+                raise ConfigError(
+                    f"a resumed run keeps its settings, and {flag(name)} was "
+                    f"{getattr(before, name)}, not {value}; leave it out, or start a new run. "
+                    f"These may change: {flags}, and the path of the text"
+                )
         sections[section.name] = type(after)(**values)
-    config = _with_absolute_paths(TrainConfig(**sections))
-    for key, (old, new) in changes(recorded, config).items():
-        if key not in CHANGEABLE:
-            names = sorted(key.partition(".")[2] for key in CHANGEABLE - {"data.train"})
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-            raise ConfigError(
-                f"a resumed run keeps its settings, and {key} was {old!r}, not {new!r}; leave it out, or "
-                f"start a new run. These may change: {flags}, and the location of the text"
-            )
-    return resolve(config)
-
-
-def changes(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ: section.key to (old, new).
-
-    Example:
-        >>> from samo.train.config import RunConfig, TrainConfig
-        >>> from samo.train.resolve import changes
-        >>> changes(TrainConfig(), TrainConfig(run=RunConfig(steps=5)))
-        {'run.steps': (1000, 5)}
-    """
-    return {
-        f"{section.name}.{entry.name}": (before, after)
-        for section in fields(TrainConfig)
-        for entry in fields(getattr(new, section.name))
-        if (before := getattr(getattr(old, section.name), entry.name))
-        != (after := getattr(getattr(new, section.name), entry.name))
-    }
+    return resolve(TrainConfig(**sections))
 
 
 def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
     """Return the sparsity; "auto" is that of the pattern, or the default."""
+    given = None if isinstance(sparsity, str) else sparsity
     if pattern is None:
-        return _or(sparsity, DEFAULT_SPARSITY)
+        return DEFAULT_SPARSITY if given is None else given
     try:
-        given = None if isinstance(sparsity, str) else sparsity
         return pattern_sparsity(parse_pattern(pattern), given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -178,86 +172,220 @@ def gpt_config(model: ResolvedModel, vocab_size: int) -> GPTConfig:
     )
 
 
-def _mask_steps(config: TrainConfig, warmup_steps: int) -> tuple[int, int, int]:
-    """Return dense_steps, mask_every and mask_stop."""
-    prune, steps = config.prune, config.run.steps
-    method = "none" if config.run.mode == "dense" else prune.method
-    is_trained = config.model.init is not None or prune.masks is not None
-    dense = 0 if method in ("none", *MOVING) or is_trained else steps // 5
-    dense = _or(prune.dense_steps, steps // 2 if method == "early-bird" else dense)
-    every = stop = 0
-    if method == "early-bird":
-        # Masks one step apart are always close: at least 5 steps, if the dense phase has room for
-        # them.
-        room = (dense - warmup_steps) // max(prune.queue, 1)
-        every = max(1, min(max(steps // 200, 5), room))
-    elif method in CHANGING:
-        every = max(1, min(steps // 40, 100))
-        stop = dense + max(1, 3 * (steps - dense) // 4)
-    return dense, _or(prune.mask_every, every), _or(prune.mask_stop, stop)
-
-
-def _device_and_dtype(run: RunConfig) -> tuple[Literal["cpu", "cuda"], DType]:
+def _device_and_dtype(run: RunConfig) -> dict[str, str]:
     import torch  # here, so that help does not load it
 
     has_cuda = torch.cuda.is_available()
     if run.device == "cuda" and not has_cuda:
-        raise ConfigError(
-            "--device cuda needs a GPU that torch can use, and this machine has none; leave it out to "
-            "train on the CPU"
-        )
-    device: Literal["cpu", "cuda"] = "cuda" if has_cuda and run.device != "cpu" else "cpu"
-    if run.dtype != "auto":
-        return device, run.dtype
-    if device == "cpu":
-        return device, "float32"
-    return device, "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        raise ConfigError("--device cuda needs a GPU that torch can use; this machine has none")
+    device = "cuda" if has_cuda and run.device != "cpu" else "cpu"
+    dtype: str = run.dtype
+    if dtype == "auto" and device == "cpu":
+        dtype = "float32"
+    elif dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    return {"device": device, "dtype": dtype}
 
 
-_AMOUNT: Final = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
-
-
-def _weights(value: str | int, *, is_sharded: bool) -> Weights:
+def _weights(value: str | int, is_sharded: bool) -> Weights:
     """Return "resident", "streamed", or a number of bytes; sharded weights are always streamed."""
-    if value == "resident":
-        return "streamed" if is_sharded else "resident"
-    if value == "streamed":
+    if value == "streamed" or (value == "resident" and is_sharded):
         return "streamed"
-    found = _AMOUNT.fullmatch(str(value).strip())
-    size = -1.0 if found is None else float(found[1].replace("_", ""))
-    if found is not None and found[2]:
-        power = "kmgt".index(found[2].lower()) + 1
-        size *= (1024 if found[3] else 1000) ** power
-    if not 0 <= size < 2**63:
+    if value == "resident":
+        return "resident"
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([kmgt]?)b)?", str(value).lower())
+    if found is None:
         raise ConfigError(
-            f"--weights must be resident, streamed, or an amount of memory for dense weights, got "
-            f"{str(value)[:40]!r}; write it as 4GB or 500MB, where GB is 10^9 bytes"
+            f"--weights must be resident, streamed, or an amount of memory such as 4GB or 500MB, "
+            f"got {str(value)[:40]!r}"
         )
-    return round(size)
+    return round(float(found[1]) * 1000 ** (" kmgt".index(found[2] or " ")))
 
 
-def _or(value: Number | Auto, default: Number) -> Number:
-    return default if isinstance(value, str) else value
+def _filled(section: Any, **defaults: Any) -> dict[str, Any]:
+    """Return the settings of a section, with defaults for "auto" and None, and absolute paths."""
 
-
-def _with(kind: type[Section], section: Any, **values: Any) -> Section:
-    return kind(**{entry.name: getattr(section, entry.name) for entry in fields(section)} | values)
-
-
-def _with_absolute_paths(config: Config) -> Config:
     def absolute(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(absolute, value))
         return value.absolute() if isinstance(value, Path) else value
 
-    sections = {entry.name: getattr(config, entry.name) for entry in fields(config)}
-    return replace(
-        config,
-        **{
-            name: replace(
-                section,
-                **{entry.name: absolute(getattr(section, entry.name)) for entry in fields(section)},
-            )
-            for name, section in sections.items()
-        },
+    values = {entry.name: absolute(getattr(section, entry.name)) for entry in fields(section)}
+    return values | {k: v for k, v in defaults.items() if values[k] in ("auto", None)}
+
+
+# What cannot work
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    """Refuse settings that are out of range; "auto" never is."""
+    if not config.data.train:
+        raise ConfigError("no text to train on; name a file: samo train notes.txt")
+    for section in fields(TrainConfig):
+        hints = get_type_hints(section.type, include_extras=True)
+        for name, hint in hints.items():
+            value = getattr(getattr(config, section.name), name)
+            for number in value if isinstance(value, tuple) else (value,):
+                for limits in _ranges(hint):
+                    if (
+                        isinstance(number, int | float)
+                        and not limits.least <= number < limits.below
+                    ):
+                        got = str(number)[:40]
+                        raise ConfigError(f"{flag(name)} must be {limits}, got {got}")
+
+
+def _ranges(hint: Any) -> Iterator[Range]:
+    """Yield the ranges in a type, such as ``Annotated[int, Range(1)] | Literal["auto"]``."""
+    for inner in get_args(hint):
+        if isinstance(inner, Range):
+            yield inner
+        yield from _ranges(inner)
+
+
+def _check(config: ResolvedConfig) -> None:
+    """Refuse settings that do not work together, whatever the number of ranks."""
+    for one, other, why in _conflicts(config):
+        if one:
+            how = f"does not work with {other}: {why}" if why else f"has no effect with {other}"
+            raise ConfigError(f"{one} {how}; leave one of them out")
+    for is_wrong, message in _step_rules(config):
+        if is_wrong:
+            raise ConfigError(message)
+    model, mesh = config.model, config.mesh
+    if model.width % model.num_heads:
+        raise ConfigError(
+            f"--num-heads must divide --width, got {model.num_heads} heads and width {model.width}"
+        )
+    num_stages = mesh.pipe * mesh.stages_per_rank
+    if num_stages > model.num_layers + 2:
+        raise ConfigError(
+            f"a model of {model.num_layers} blocks has {model.num_layers + 2} layers with "
+            f"embeddings and head, too few for {num_stages} stages; lower --pipe"
+        )
+
+
+def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield a setting ("" if it is not given), what it conflicts with, why ("": no effect)."""
+    prune, optim, run, mesh = config.prune, config.optim, config.run, config.mesh
+    dense, method, pattern = (
+        "--mode dense",
+        f"--method {prune.method}",
+        f"--pattern {prune.pattern}",
     )
+    shard = "--shard weights" if mesh.shard == "weights" else ""
+    lean = "--state lean" if optim.state == "lean" else ""
+    weights = "" if run.weights == "resident" else f"--weights {run.weights}"
+    wide = "--fp32-gradients" if run.fp32_gradients else ""
+    yield wide if run.dtype != "bfloat16" else "", f"--dtype {run.dtype}", ""
+    yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
+    if run.mode == "dense":
+        others = (name for name in PruneConfig.__slots__ if name != "sparsity")
+        yield _changed(prune, others), dense, ""
+        yield f"--density-power {optim.density_power}" if optim.density_power else "", dense, ""
+        yield shard or weights or lean, dense, ""
+        return
+    if prune.masks is not None:
+        names = ["sparsity", "scope", "pattern", "skip", "rules"]
+        names += [] if prune.method in MOVING else ["method"]  # those start from given masks
+        yield _changed(prune, names), f"--masks {prune.masks}", ""
+    others = (name for name, methods in _METHODS.items() if prune.method not in methods)
+    yield _changed(prune, others), method, ""
+    if prune.method in CHANGING:
+        yield pattern if prune.pattern else "", method, "masks would not keep to it"
+        yield shard, method, "it changes masks; use magnitude, random or early-bird"
+    if prune.method == "gradual":
+        yield _changed(prune, ("scope", "rules")), method, ""
+    if prune.method in MOVING:
+        yield lean, method, "it counts the updates of each weight"
+    if shard:
+        yield lean, shard, "shards may split values at any place"
+        yield weights if run.weights != "streamed" else "", shard, ""
+    if mesh.pipe > 1:
+        pipe, scope = f"--pipe {mesh.pipe}", f"--scope {prune.scope}"
+        yield shard, pipe, "each stage holds a part of the model already"
+        needs_all = prune.method in ("early-bird", *CHANGING)
+        yield method if needs_all else "", pipe, "it needs the masks of all stages"
+        needs_all = prune.scope != "tensor" and prune.masks is None
+        yield scope if needs_all else "", pipe, "it compares the weights of all stages"
+
+
+def _changed(prune: PruneConfig, names: Iterable[str]) -> str:
+    """Return the flags of settings that the user has given."""
+    return ", ".join(flag(n) for n in names if getattr(prune, n) != getattr(_UNUSED, n))
+
+
+def _step_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
+    """Yield whether something is wrong, and the message."""
+    prune, warmup, steps = config.prune, config.optim.warmup_steps, config.run.steps
+    method, every, dense, stop = prune.method, prune.mask_every, prune.dense_steps, prune.mask_stop
+    if config.run.mode == "dense":
+        return
+    is_nothing = prune.sparsity == 0 and not prune.rules and prune.masks is None
+    yield is_nothing, "--sparsity 0 prunes nothing; use one such as 0.9, or train with --mode dense"
+    yield (
+        dense >= steps,
+        f"--dense-steps {dense:,} leaves none of the {steps:,} steps to train pruned; lower it, or "
+        "train without pruning with --mode dense",
+    )
+    if method == "early-bird":
+        full = first_observation(every, warmup) + (prune.queue - 1) * every
+        yield (
+            full > dense,
+            f"{prune.queue} masks {every:,} steps apart, after a warmup of {warmup:,}, cannot be "
+            f"stable before step {full:,}, and the dense phase ends at step {dense:,}; raise "
+            "--dense-steps or --steps, or lower --mask-every, --queue or --warmup-steps",
+        )
+    if method in CHANGING:
+        first = dense + (every if method in MOVING else 0)
+        yield (
+            stop <= first,
+            f"--mask-stop {stop:,} leaves --method {method} no step to change masks at, which "
+            f"begins after step {first:,}; lower --mask-every, or train for more steps",
+        )
+    yield (
+        method == "gradual" and stop > steps,
+        f"--method gradual reaches its sparsity at --mask-stop {stop:,}, and the run ends at step "
+        f"{steps:,}; lower it, or train for more steps",
+    )
+
+
+def check_batch(config: ResolvedConfig, num_replicas: int) -> None:
+    """Refuse a batch that cannot be divided among replicas and micro-batches."""
+    mesh, size = config.mesh, config.run.batch_size
+    least, count = size // num_replicas, micro_batches(config, num_replicas)
+    message = ""
+    if least < 1:
+        message = (
+            f"a batch of {size} sequences cannot be divided among {num_replicas} replicas; raise "
+            f"--batch-size to {num_replicas} or more, or use fewer ranks"
+        )
+    elif mesh.pipe > 1 and count > least:
+        message = (
+            f"the {least} sequences of a replica cannot be split into {count} micro-batches; raise "
+            f"--batch-size to {num_replicas * count} or more, or lower --micro-batches"
+        )
+    if message:
+        raise ConfigError(message)
+
+
+def micro_batches(config: ResolvedConfig, num_replicas: int) -> int:
+    """Return the number of micro-batches of a pass: by default two per stage, if sequences suffice.
+
+    With two, a pipeline idles for less than a third of a batch.
+    """
+    mesh = config.mesh
+    if not isinstance(mesh.micro_batches, str):
+        return mesh.micro_batches
+    least = max(config.run.batch_size // num_replicas, 1)
+    return min(2 * mesh.pipe, least)
+
+
+def first_observation(every: int, warmup_steps: int) -> int:
+    """Return the step of early-bird's first observation: during warmup masks barely move."""
+    return max(1, -(-warmup_steps // every)) * every
+
+
+def flag(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")

@@ -2,7 +2,6 @@
 
 run.json            settings, versions, hardware: what was run, where
 metrics.jsonl       what happened, a line each
-metrics.rankN.jsonl  on many ranks: traffic, memory and state of rank N
 masks.safetensors   the masks, from pruning on, as they are now
 checkpoints/last    the newest checkpoint, to resume from
 checkpoints/best    the one with the lowest validation loss since pruning
@@ -12,7 +11,8 @@ report.html         the report, as ``samo report`` makes it
 """
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,10 +40,6 @@ class RunDir:
         self.best = path / "checkpoints" / "best"
         self._lock = ExitStack()
 
-    def rank_metrics(self, rank: int) -> Path:
-        """Return the metrics file of a rank other than the first."""
-        return self.path / f"metrics.rank{rank}.jsonl"
-
     @property
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint is complete: the manifest is the last file to be written."""
@@ -53,10 +49,8 @@ class RunDir:
     def create(cls, path: Path) -> "RunDir":
         """Make a new run folder, or take an empty one, and lock it."""
         check_free(path)
-        try:
+        with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _cannot_write(path, error) from None
         run = cls(path)
         run.lock()
         return run
@@ -67,23 +61,22 @@ class RunDir:
         is_checkpoint = path.parent.name == "checkpoints" and not (path / "run.json").exists()
         run = cls(path.parent.parent if is_checkpoint else path)
         if not run.run_file.is_file():
-            what = "has no run.json" if path.is_dir() else "does not exist"
+            what = "has no run.json" if path.exists() else "does not exist"
             raise RunError(
-                f"'{path}' is not a run folder: it {'is a file' if path.is_file() else what}; --resume takes "
-                "the folder that samo train made (--out)"
+                f"'{path}' is not a run folder: it {what}; --resume takes the folder that samo "
+                "train made (--out)"
             )
         return run
 
     def lock(self) -> None:
         """Keep other processes out until this one closes the folder or ends."""
         try:
-            self._lock.enter_context(atomic_io.locked(self.path))
+            with _writing(self.path):
+                self._lock.enter_context(atomic_io.locked(self.path))
         except BlockingIOError:
             raise RunError(
-                f"another process is training in '{self.path}'; wait for it, or choose another folder"
+                f"another process is training in '{self.path}'; wait for it, or use another folder"
             ) from None
-        except OSError as error:
-            raise _cannot_write(self.path, error) from None
 
     def close(self) -> None:
         """Release the lock."""
@@ -92,10 +85,8 @@ class RunDir:
     def write_run(self, record: dict[str, Any]) -> None:
         """Write run.json."""
         content = {"format": FORMAT, "version": VERSION, **record}
-        try:
+        with _writing(self.path):
             atomic_io.write_bytes(self.run_file, json.dumps(content, indent=2).encode())
-        except OSError as error:
-            raise _cannot_write(self.path, error) from None
 
     def read_run(self) -> dict[str, Any]:
         """Read run.json."""
@@ -103,13 +94,12 @@ class RunDir:
             record = json.loads(self.run_file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise RunError(
-                f"'{self.run_file}' cannot be read: {error}; it is the JSON that 'samo train' writes at "
-                "its start, take another copy of the run"
+                f"'{self.run_file}' cannot be read: {error}; take another copy of the run"
             ) from None
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise RunError(
-                f"'{self.run_file}' is not the record of a run (format {FORMAT!r}); pass a folder that "
-                "'samo train' wrote"
+                f"'{self.run_file}' is not the record of a run (format {FORMAT!r}); pass a folder "
+                "that samo train wrote"
             )
         if record.get("version") != VERSION:
             raise RunError(
@@ -127,31 +117,18 @@ def check_free(path: Path) -> None:
     """Refuse a folder that a new run cannot use."""
     if (path / "run.json").exists():
         raise RunError(
-            f"'{path}' already holds a run; resume it (samo train --resume {path}), or choose another "
-            "folder with --out"
+            f"'{path}' already holds a run; resume it (samo train --resume {path}), or choose "
+            "another folder with --out"
         )
-    if path.is_file():
-        raise RunError(f"'{path}' is a file; --out takes a folder for the run, new or empty")
-    try:
+    with _writing(path):
         found = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    except OSError as error:
-        raise _cannot_write(path, error) from None
     others = found - {"data", "run.lock"}  # left by a start that was killed
     if others:
-        raise RunError(
-            f"'{path}' is not empty (it holds '{min(others)}'); choose a new folder with --out"
-        )
+        raise RunError(f"'{path}' is not empty (it holds '{min(others)}'); choose another --out")
 
 
 def free_dir(parent: Path, name: str) -> Path:
-    """Return the first of ``name``, ``name-2``, ``name-3``, ... that does not exist.
-
-    Example:
-        >>> import pathlib
-        >>> from samo.train.run_dir import free_dir
-        >>> free_dir(pathlib.Path("no-such-folder"), "notes").as_posix()
-        'no-such-folder/notes'
-    """
+    """Return the first of ``name``, ``name-2``, ``name-3``, ... that does not exist."""
     path, number = parent / name, 1
     while path.exists():
         number += 1
@@ -159,5 +136,14 @@ def free_dir(parent: Path, name: str) -> Path:
     return path
 
 
-def _cannot_write(path: Path, error: OSError) -> RunError:
-    return RunError(f"cannot write to '{path}': {error.strerror}; choose another folder with --out")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an error of the system into one that names the folder."""
+    try:
+        yield
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise RunError(
+            f"cannot write to '{path}': {error.strerror}; choose another --out"
+        ) from None

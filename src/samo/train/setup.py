@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samo.checkpoint.load import load
-from samo.data.batches import validation_batches
+from samo.data.batches import Batches, validation_batches
 from samo.data.tokenizers import Tokenizer, open_tokenizer
 from samo.data.tokens import Tokens, open_tokens
 from samo.errors import ConfigError, DataError, RunError
@@ -15,11 +15,11 @@ from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.train.config import ResolvedConfig
 from samo.train.config_io import to_dict
-from samo.train.config_rules import MOVING, micro_batches
 from samo.train.launch_env import command_line, launcher
-from samo.train.ranks import Ranks
+from samo.train.pipelined_gpt import PipelinedGPT
+from samo.train.rank_group import RankGroup
+from samo.train.resolve import micro_batches
 from samo.train.run_dir import RunDir
-from samo.train.stages import Stages
 from samo.train.step import Learner
 from samo.utils.environment import hardware, versions
 
@@ -45,10 +45,8 @@ def open_text(config: ResolvedConfig, out: Path) -> Text:
     tokenizer = open_tokenizer(str(data.tokenizer))
     size = None if data.vocab_size == "auto" else data.vocab_size
     train = open_tokens(data.train, tokenizer=tokenizer, cache=out / "data", vocab_size=size)
-    vocab_size = train.vocab_size
     if data.valid:
         valid = open_tokens(data.valid, tokenizer=tokenizer, cache=out / "data", vocab_size=size)
-        vocab_size = max(vocab_size, valid.vocab_size)
     else:
         train, valid = train.split(data.valid_fraction, min_tokens=context + 1)
     for name, part, paths in (
@@ -56,14 +54,11 @@ def open_text(config: ResolvedConfig, out: Path) -> Text:
         ("to validate on", valid, data.valid or data.train),
     ):
         try:
-            batches = validation_batches(
-                part, context=context, batch_size=config.run.batch_size, max_batches=1
-            )
-            next(batches)
+            validation_batches(part, context=context, batch_size=1, max_batches=1)
         except DataError as error:
             files = ", ".join(f"'{path.name}'" for path in paths)
             raise DataError(f"the text {name} ({files}): {error}") from None
-    return Text(tokenizer, train, valid, vocab_size)
+    return Text(tokenizer, train, valid, max(train.vocab_size, valid.vocab_size))
 
 
 def open_same_text(config: ResolvedConfig, run: RunDir) -> Text:
@@ -71,15 +66,14 @@ def open_same_text(config: ResolvedConfig, run: RunDir) -> Text:
     try:
         text = open_text(config, run.path)
     except DataError as error:
-        raise DataError(
-            f"{error}; if the text has moved, name it again: samo train NEW-PLACE --resume {run.path}"
-        ) from None
+        again = f"samo train NEW-PLACE --resume {run.path}"
+        raise DataError(f"{error}; if the text has moved, name it again: {again}") from None
     recorded = run.read_run().get("data")
     if not isinstance(recorded, dict) or recorded.get("fingerprint") != text.fingerprint():
         raise RunError(
-            f"the text of '{run.path}' has changed since it was trained on, and a run resumes with the same "
-            "text only; restore the old files, give their new location, or start a new run. (Tokens that a "
-            "tokenizer made are in its folder 'data'; if those are damaged, remove it)"
+            f"the text of '{run.path}' has changed, and a run resumes with the same text only; "
+            "restore the old files, or start a new run. (If the tokens in its folder 'data' are "
+            "damaged, remove it)"
         )
     return text
 
@@ -88,42 +82,31 @@ def check_memory(config: ResolvedConfig, shape: GPTConfig) -> None:
     """Refuse a model whose state alone exceeds the memory of the device."""
     with torch.device("meta"):
         count = sum(param.numel() for param in GPT(shape).parameters())
-    is_samo = config.run.mode == "samo"
-    starts_dense = config.prune.method in ("early-bird", "gradual")
-    is_dense = not is_samo or config.prune.dense_steps != 0 or starts_dense
+    prune, device = config.prune, config.run.device
+    starts_pruned = prune.dense_steps == 0 and prune.method != "gradual"
+    is_dense = config.run.mode == "dense" or not starts_pruned
     # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
     needed = (16 if is_dense else 4) * count // config.mesh.pipe
-    available = hardware(torch.device(config.run.device))["memory_bytes"]
-    if not available or needed <= available:
-        return
-    hint = ""
-    if is_samo and starts_dense:
-        hint = ", a method that needs no dense state (--method rigl)"
-    elif is_samo and is_dense:
-        hint = ", no dense phase (--dense-steps 0)"
-    raise ConfigError(
-        f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
-        f"{'for its dense phase' if is_dense else 'at the start'}, not counting activations, and this "
-        f"{config.run.device} has {available / 1e9:,.1f} GB; choose a smaller --shape{hint}, or a larger "
-        "machine"
-    )
+    available = hardware(torch.device(device))["memory_bytes"]
+    if available and needed > available:
+        raise ConfigError(
+            f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
+            f"{'for its dense phase' if is_dense else 'at the start'}, without activations; this "
+            f"{device} has {available / 1e9:,.1f} GB. Choose a smaller --shape, or --method rigl, "
+            "which has no dense phase"
+        )
 
 
 def new_learner(
-    config: ResolvedConfig, shape: GPTConfig, ranks: Ranks, *, loads_later: bool = False
+    config: ResolvedConfig, shape: GPTConfig, ranks: RankGroup, *, loads_later: bool = False
 ) -> Learner:
     """Return a learner with initial weights: those of ``model.init``, or drawn from the seed.
 
-    Args:
-        config: The settings.
-        shape: The shape of the model.
-        ranks: The ranks that train together.
-        loads_later: Whether a checkpoint will be loaded; then ``model.init`` need not exist any
-            more.
+    If a checkpoint ``loads_later``, ``model.init`` need not exist any more.
     """
-    stages: Stages | None = None
+    stages: PipelinedGPT | None = None
     if ranks.num_stages > 1:
-        stages = Stages(config, shape, ranks)
+        stages = PipelinedGPT(config, shape, ranks)
         model: torch.nn.Module = stages.pipeline.module
     else:
         torch.manual_seed(config.run.seed)
@@ -132,17 +115,17 @@ def new_learner(
     if config.model.init is not None and not loads_later:
         whole = model if stages is None else stages.pipeline
         load(config.model.init, whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
-    return Learner(
-        model,
-        config.optim,
-        dtype=getattr(torch, config.run.dtype),
-        fp32_gradients=config.run.fp32_gradients,
-        entry_steps=config.prune.method in MOVING,
-        weights=config.run.weights,
-        is_compiled=config.run.compile,
-        is_sharded=config.mesh.shard == "weights",
-        ranks=ranks,
-        stages=stages,
+    return Learner(model, config, ranks=ranks, stages=stages)
+
+
+def new_batches(config: ResolvedConfig, text: Text, ranks: RankGroup) -> Batches:
+    """Return this rank's part of the shuffled batches to train on, from the first one."""
+    return Batches(
+        text.train,
+        context=config.model.context,
+        batch_size=config.run.batch_size,
+        seed=config.run.seed,
+        part=ranks.part,
     )
 
 
@@ -166,7 +149,7 @@ def run_record(config: ResolvedConfig, out: Path, text: Text, learner: Learner) 
     }
 
 
-def launch_record(config: ResolvedConfig, ranks: Ranks) -> dict[str, Any]:
+def launch_record(config: ResolvedConfig, ranks: RankGroup) -> dict[str, Any]:
     """Return the part of run.json that may change when a run resumes."""
     sizes = {"pipe": ranks.num_stages, "data": ranks.num_replicas}
     if ranks.num_stages > 1:

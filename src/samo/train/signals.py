@@ -13,16 +13,7 @@ _SIGNALS: Final = tuple(
 
 
 class Interrupt:
-    """Records the first signal; the second one has the effect that it had before.
-
-    Example:
-        >>> import signal
-        >>> from samo.train.signals import Interrupt
-        >>> with Interrupt() as interrupt:
-        ...     signal.raise_signal(signal.SIGTERM)
-        ...     print(interrupt.signal)
-        15
-    """
+    """Records the first signal; the second one has the effect that it had before."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -35,13 +26,10 @@ class Interrupt:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._restore()
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self.__exit__()

@@ -1,6 +1,5 @@
 """The bytes of model state: of this rank, and of all pipeline stages together."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,24 +12,16 @@ __all__ = []
 
 
 def accounted(step: int, learner: Learner, *, is_known: bool = False) -> Accounted:
-    """Return the state that a rank holds after a step; on rank 0, that of all stages of a replica.
+    """Return the state of a replica, with all its stages, after a step: a collective of all ranks.
 
-    A collective of all ranks.
-
-    Args:
-        step: The step.
-        learner: The holder of the state.
-        is_known: Whether the metrics of the run have it already.
+    ``is_known`` says that the metrics of the run have it already.
     """
-    ranks, own = learner.ranks, state_bytes(learner)
-    texts = ranks.all_gather_str("the size of the model state", json.dumps(own))
-    all_ranks = [json.loads(text) for text in texts]
-    held = added_up(all_ranks[:: ranks.num_replicas]) if ranks.is_first else own
-    kind = AccountedAgain if is_known else Accounted
-    return kind(
+    ranks = learner.ranks
+    all_ranks = ranks.all_gather("the size of the model state", state_bytes(learner))
+    return (AccountedAgain if is_known else Accounted)(
         step=step,
-        **held,
-        weights=learner.weights,
+        **added_up(all_ranks[:: ranks.num_replicas]),
+        weights=learner.weights if learner.phase == "samo" else None,
         rank_bytes=[rank["measured_bytes"] for rank in all_ranks],
     )
 
@@ -40,26 +31,19 @@ def state_bytes(learner: Learner) -> dict[str, Any]:
     held = learner.ledger()
     if held is not None:
         shares = (held.pruned, held.unpruned)
+        totals = ("num_params", "measured_bytes", "predicted_bytes", "dense_bytes", "paper_bytes")
         return {
-            "num_params": held.num_params,
-            "measured_bytes": held.measured_bytes,
-            "predicted_bytes": held.predicted_bytes,
-            "dense_bytes": held.dense_bytes,
-            "paper_bytes": held.paper_bytes,
+            **{name: getattr(held, name) for name in totals},
             "measured": added_up([share.measured for share in shares]),
             "predicted": added_up([share.predicted for share in shares]),
         }
     params = list(learner.model.parameters())
     count = sum(param.numel() for param in params)
+    states = [value for state in learner.opt.state.values() for value in state.values()]
     measured = {
         "dense": sum(param.nbytes for param in params),
         "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
-        "moments": sum(
-            value.nbytes
-            for state in learner.opt.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0
-        ),
+        "moments": sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0),
     }
     predicted = {"dense": 4 * count, "gradients": 4 * count, "moments": 8 * count}
     return {
@@ -74,7 +58,7 @@ def state_bytes(learner: Learner) -> dict[str, Any]:
 
 
 def added_up(parts: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
-    """Add up the numbers of several mappings by name, nested ones too; None if one of them is unknown.
+    """Add up the numbers of several mappings by name, nested ones too; None if one is unknown.
 
     Example:
         >>> from samo.train.state_bytes import added_up

@@ -2,7 +2,7 @@
 
 dense   fp32 weights, torch's AdamW, autocast for 16-bit dtypes
 samo    compressed state, weights in the compute dtype; on several ranks replicas (DDP) or shards
-(FSDP2)
+        (FSDP2)
 """
 
 import contextlib
@@ -25,15 +25,16 @@ from samo.core.modules import named_weights
 from samo.core.optim import AdamW
 from samo.core.rank_checks import compare_masks
 from samo.data.batches import IGNORE, Batch
-from samo.errors import MaskError, nearest
+from samo.errors import MaskError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
 from samo.train.compile import blocks_of, compile_blocks
-from samo.train.config import ResolvedOptim, Weights
+from samo.train.config import ResolvedConfig
 from samo.train.events import Phase
-from samo.train.ranks import Ranks
-from samo.train.stages import Stages
+from samo.train.pipelined_gpt import PipelinedGPT
+from samo.train.rank_group import RankGroup
+from samo.train.resolve import MOVING
 
 __all__ = []
 
@@ -46,58 +47,46 @@ class Learner:
     FSDP2.
 
     Args:
-        model: The model.
-        optim: Settings of the optimizer.
-        dtype: Compute dtype.
-        fp32_gradients: Whether gradients of a bfloat16 model are kept, and sent, in float32.
-        entry_steps: Whether weights may be regrown: then the updates of each are counted.
-        weights: How the dense weights of a pruned model are held.
-        is_compiled: Whether steps run compiled blocks, in both phases.
-        is_sharded: Whether replicas of a pruned model hold a shard each. Weights are streamed then.
+        model: The model, or this rank's stage of it.
+        config: The settings.
         ranks: The ranks that train together; by default this process alone.
-        stages: All stages, if ``model`` is one of them.
+        stages: The whole model, if it is split into stages.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optim: ResolvedOptim,
+        config: ResolvedConfig,
         *,
-        dtype: torch.dtype,
-        fp32_gradients: bool = False,
-        entry_steps: bool = False,
-        weights: Weights = "resident",
-        is_compiled: bool = False,
-        is_sharded: bool = False,
-        ranks: Ranks | None = None,
-        stages: Stages | None = None,
+        ranks: RankGroup | None = None,
+        stages: PipelinedGPT | None = None,
     ) -> None:
         self.model = model
         self.stages = stages
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or RankGroup()
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
         self.device = next(model.parameters()).device
         self.num_params = sum(param.numel() for param in model.parameters())
         if stages is not None:
             self.num_params = stages.num_params  # of the whole model
-        self.dtype, self._optim = dtype, optim
-        is_bf16 = dtype == torch.bfloat16 and not fp32_gradients
+        self.dtype: torch.dtype = getattr(torch, config.run.dtype)
+        self._optim, self.weights = config.optim, config.run.weights
+        is_bf16 = self.dtype == torch.bfloat16 and not config.run.fp32_gradients
         # Between ranks torch needs gradients of the dtype of the values.
         self._grad_dtype = torch.bfloat16 if is_bf16 and self.ranks.size == 1 else None
-        self._entry_steps = entry_steps
-        self._weights = weights
-        self._is_sharded = is_sharded and self.ranks.data is not None
-        self.is_compiled = is_compiled
-        if is_compiled:
+        self._entry_steps = config.prune.method in MOVING  # counts updates of each regrown weight
+        self._is_sharded = config.mesh.shard == "weights" and self.ranks.data is not None
+        self.is_compiled = config.run.compile
+        if self.is_compiled:
             compile_blocks(model)
         self.skipped_before = 0  # steps that this optimizer has not counted
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
-            self._groups(), betas=optim.betas, eps=optim.eps, fused=True
+            self._groups(), betas=self._optim.betas, eps=self._optim.eps, fused=True
         )
         self._rates = [group["lr"] for group in self.opt.param_groups]
         self.scaler: torch.amp.GradScaler | None = None
-        if dtype == torch.float16:
+        if self.dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
         self._ddp: DistributedDataParallel | None = None
         self._reduces_bf16 = is_bf16 and stages is None
@@ -110,28 +99,20 @@ class Learner:
         return self.model if self.stages is None else self.stages.pipeline
 
     @property
-    def weights(self) -> Weights | None:
-        """How dense weights are held; None before pruning."""
-        return self._weights if self.phase == "samo" else None
-
-    @property
     def skipped_steps(self) -> int:
-        """Steps without an update because a gradient was not finite; synchronizes with the device."""
+        """Steps skipped because a gradient was not finite; synchronizes with the device."""
         return self.skipped_before + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
-
-    def check_names(self, masks: Masks) -> None:
-        """Refuse masks of weights that no stage has."""
-        names = masks if self.stages is None else self.stages.names
-        for name in masks:
-            if name not in names:
-                raise MaskError(
-                    f"the masks have '{name}'{nearest(name, names)}, which is not a weight of the model; "
-                    "use masks of the same model"
-                )
 
     def own_masks(self, masks: Masks) -> Masks:
         """Return the masks of this rank's stage."""
-        return masks if self.stages is None else self.stages.pipeline.masks(masks)
+        if self.stages is None:
+            return masks
+        if unknown := {*masks} - {*self.stages.names}:
+            raise MaskError(
+                f"the masks have '{min(unknown)}', which is not a weight of the model; use masks "
+                "of the same model"
+            )
+        return self.stages.pipeline.masks(masks)
 
     def prune(self, masks: Masks) -> None:
         """End the dense phase: compress the model, and carry over the moments."""
@@ -147,7 +128,7 @@ class Learner:
             self.model,
             masks,
             dtype=self.dtype,
-            weights=self._weights,
+            weights=self.weights,
             grad_dtype=self._grad_dtype,
             value_dtype=torch.bfloat16 if is_lean else None,
         )
@@ -167,7 +148,7 @@ class Learner:
         )
 
     def _shard(self, whole: AdamW) -> AdamW:
-        """Shard the model with FSDP2, and return an optimizer with this rank's shard of the state."""
+        """Shard the model with FSDP2; return an optimizer with this rank's shard of the state."""
         assert self.ranks.data is not None
         states = {name: whole.state[param] for name, param in self.model.named_parameters()}
         mesh = DeviceMesh.from_group(self.ranks.data, self.device.type, mesh_dim_names=("data",))
@@ -245,7 +226,7 @@ class Learner:
         return norm
 
     def _update(self, norm: Tensor) -> None:
-        """Step the optimizer unless a gradient is not finite; `samo.AdamW` checks that by itself."""
+        """Step the optimizer unless a gradient is not finite, which `samo.AdamW` checks itself."""
         if self.scaler is not None:
             before = self.scaler.get_scale()
             self.scaler.step(self.opt)
@@ -295,10 +276,8 @@ class Learner:
         self._rates = [group["lr"] for group in groups]
         self._wrap()
 
-    def traffic(self) -> dict[str, int] | None:
+    def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, as fields of `samo.train.events.Exchanged`."""
-        if self.ranks.size == 1:
-            return None
         sent = 0 if self.stages is None else self.stages.pipeline.sent_bytes
         return {"gradient_bytes": self._reduced_bytes, "activation_bytes": sent}
 

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,19 +28,17 @@ from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.models.generate import generate
-from samo.models.shapes import GPTConfig
 from samo.train import events, setup
 from samo.train.checkpointing import Progress, load_run, save_run
-from samo.train.compile import Clock
+from samo.train.compile import CompileClock
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
-from samo.train.config_rules import check_batch
 from samo.train.events import Event, Listener
 from samo.train.lr_schedule import learning_rate
 from samo.train.masking import Masking
-from samo.train.metrics import Board, MetricsFile, RankFile, has_tensorboard
-from samo.train.ranks import Ranks
-from samo.train.resolve import gpt_config, resolve, resolve_resumed
+from samo.train.metrics import MetricsFile, boards
+from samo.train.rank_group import RankGroup
+from samo.train.resolve import check_batch, gpt_config, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, check_free
 from samo.train.setup import Text
 from samo.train.signals import Interrupt
@@ -60,7 +58,6 @@ class Result(NamedTuple):
     """How a run ended."""
 
     folder: Path
-    """Its folder."""
     step: int
     """Steps taken."""
     valid_loss: float | None
@@ -80,7 +77,7 @@ def train(
     out: Path,
     *,
     listeners: Iterable[Listener] = (),
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> Result:
     """Train a model from its first step.
 
@@ -93,15 +90,13 @@ def train(
         ranks: The ranks, if they have joined already.
 
     Raises:
-        ConfigError: A setting is out of range, or two contradict each other.
-        DataError: The text cannot be used.
-        MaskError: The given masks do not fit the model.
+        ConfigError, DataError, MaskError: The settings, the text or the given masks cannot be used.
         CheckpointError: ``model.init`` cannot be read, or a checkpoint cannot be written.
         RunError: The folder cannot be used, or the run has diverged.
         PeerError: Another rank failed.
     """
     resolved = config if isinstance(config, ResolvedConfig) else resolve(config)
-    ranks = ranks or Ranks.join(resolved.mesh, resolved.run.device)
+    ranks = ranks or RankGroup.join(resolved.mesh, resolved.run.device)
     with ranks.watched(), ExitStack() as stack:
         check_batch(resolved, ranks.num_replicas)
         ranks.check_same("settings", to_dict(resolved))
@@ -117,8 +112,9 @@ def train(
         stack.callback(folder.close)
         record = setup.run_record(resolved, out, text, learner)
         ranks.run_on_rank0("run.json", lambda: folder.write_run(record))
-        trainer = Trainer(resolved, shape, folder, text, learner, masking, Progress(), listeners)
-        return trainer.run()
+        batches = setup.new_batches(resolved, text, ranks)
+        parts = (resolved, folder, text, learner, masking, batches)
+        return Trainer(*parts, Progress(), list(listeners)).run()
 
 
 def resume(
@@ -126,7 +122,7 @@ def resume(
     *,
     config: TrainConfig | None = None,
     listeners: Iterable[Listener] = (),
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> Result:
     """Resume a run that was interrupted or killed, exactly at its last checkpoint.
 
@@ -147,7 +143,7 @@ def resume(
     wanted = config or replace(recorded, mesh=replace(recorded.mesh, data="auto"))
     resolved = resolve_resumed(recorded, wanted)
     run = resolved.run
-    ranks = ranks or Ranks.join(resolved.mesh, run.device)
+    ranks = ranks or RankGroup.join(resolved.mesh, run.device)
     with ranks.watched(), ExitStack() as stack:
         check_batch(resolved, ranks.num_replicas)
         ranks.check_same("settings", to_dict(resolved))
@@ -159,11 +155,14 @@ def resume(
         shape = gpt_config(resolved.model, text.vocab_size)
         learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
         masking = Masking(resolved, learner)
-        progress = load_run(checkpoint, learner, masking) if has_checkpoint else Progress()
+        batches = setup.new_batches(resolved, text, ranks)
+        progress = Progress()
+        if has_checkpoint:
+            progress = load_run(checkpoint, learner, masking, batches)
         if run.steps < progress.step:
             raise ConfigError(
-                f"the run has taken {progress.step:,} steps already, more than the {run.steps:,} asked for; "
-                "leave --steps out, or raise it"
+                f"the run has taken {progress.step:,} steps already, more than the {run.steps:,} "
+                "asked for; leave --steps out, or raise it"
             )
         if run.eval_batches != recorded.run.eval_batches:
             progress.best_loss = None  # losses on other batches cannot be compared
@@ -174,81 +173,58 @@ def resume(
         def write_changes() -> None:
             if checkpoint != folder.last:
                 copy_checkpoint(checkpoint, folder.last)  # later steps are given up
-            # Of all ranks, some of which may not exist any more.
-            for file in folder.path.glob("metrics.rank*.jsonl"):
-                RankFile(file, step=progress.step, on_error=run.save_errors).close()
-            old = folder.read_run()
-            new = old | setup.launch_record(resolved, ranks)
-            if new != old:
-                folder.write_run(new)
+            folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
-        trainer = Trainer(resolved, shape, folder, text, learner, masking, progress, listeners)
-        return trainer.run()
+        parts = (resolved, folder, text, learner, masking, batches)
+        return Trainer(*parts, progress, list(listeners)).run()
 
 
+@dataclass(eq=False)
 class Trainer:
     """A run from its current step to its end: steps, pruning, validation, checkpoints, metrics."""
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        shape: GPTConfig,
-        folder: RunDir,
-        text: Text,
-        learner: Learner,
-        masking: Masking,
-        progress: Progress,
-        listeners: Iterable[Listener],
-    ) -> None:
-        self.config, self.shape, self.folder = config, shape, folder
-        self.text, self.learner, self.masking = text, learner, masking
-        self.ranks, self.progress = learner.ranks, progress
-        self.batches = Batches(
-            text.train,
-            context=config.model.context,
-            batch_size=config.run.batch_size,
-            seed=config.run.seed,
-            part=self.ranks.part,
-        )
-        self.batches.position = progress.position
-        self.metrics: MetricsFile | RankFile
-        self.board: Board | None = None
-        on_error = config.run.save_errors
+    config: ResolvedConfig
+    folder: RunDir
+    text: Text
+    learner: Learner
+    masking: Masking
+    batches: Batches
+    progress: Progress
+    listeners: list[Listener]
+
+    def __post_init__(self) -> None:
+        run, folder, progress = self.config.run, self.folder, self.progress
+        self.ranks = self.learner.ranks
+        self.metrics: MetricsFile | None = None
         if self.ranks.is_first:
-            is_complete = progress.step >= config.run.steps  # then all lines are valid
+            is_complete = progress.step >= run.steps  # then all lines are valid
             size = None if is_complete else progress.metrics_bytes
-            self.metrics = MetricsFile(folder.metrics, size=size, on_error=on_error)
-            if has_tensorboard():
-                self.board = Board(folder.path / "tensorboard", step=progress.step)
-        else:
-            path = folder.rank_metrics(self.ranks.rank)
-            self.metrics = RankFile(path, step=progress.step, on_error=on_error)
-        board = [] if self.board is None else [self.board]
-        self.listeners: list[Listener] = [*listeners, self.metrics, *board]
-        self.lines_without_loss = 0
+            self.metrics = MetricsFile(folder.metrics, size=size, on_error=run.save_errors)
+            self.listeners += [self.metrics, *boards(folder.path / "tensorboard", progress.step)]
+        self.nonfinite_lines = 0
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
         self.has_stepped = False
         self.saved_step: int | None = None
         self.sample: str | None = None
-        self.clock = Clock(self.report_compiling)
-        self.has_reported_compiling = False
+        self.clock = CompileClock(
+            on_start=lambda: self.report(events.Compiling(step=progress.step))
+        )
 
     def run(self) -> Result:
         """Train to the end, or until a signal arrives."""
-        run, progress = self.config.run, self.progress
+        steps, progress = self.config.run.steps, self.progress
         start = events.Resumed if progress.step else events.Started
         try:
-            self.report(start(step=progress.step, steps=run.steps, time=time.time()))
+            self.report(start(step=progress.step, steps=steps, time=time.time()))
             if self.masking.changes and self.learner.masks is not None:
                 self.save_masks(self.learner.masks)  # the file may hold those of a later step
             signal = self.loop()
-            is_done = progress.step >= run.steps
+            is_done = progress.step >= steps
             if is_done:
                 self.finish()
-            self.report(
-                events.Ended(step=progress.step, reason="done" if is_done else "interrupted")
-            )
+            reason: Final = "done" if is_done else "interrupted"
+            self.report(events.Ended(step=progress.step, reason=reason))
         except (RuntimeError, SamoError) as error:  # not every SamoError is a RuntimeError
             cause = self.ranks.cause(error)
             if cause is not None:
@@ -258,10 +234,8 @@ class Trainer:
                 raise
             raise cause from error
         finally:
-            self.metrics.close()
-            if self.board is not None:
-                with suppress(OSError):
-                    self.board.close()
+            if self.metrics is not None:
+                self.metrics.close()
         result = Result(
             folder=self.folder.path,
             step=progress.step,
@@ -285,8 +259,7 @@ class Trainer:
             while progress.step < run.steps and signal is None:
                 self.prune_if_due()
                 self.take_step()
-                is_last = progress.step >= run.steps
-                is_best = False
+                is_last, is_best = progress.step >= run.steps, False
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
                 signal = ranks.any_signal(interrupt.signal)
@@ -325,7 +298,6 @@ class Trainer:
             line = self.learner.whole_loss(loss), float(norm)
         progress.step = step
         progress.tokens += sum(batch.num_tokens for batch in batches)
-        progress.position = self.batches.position
         compiling_s = self.clock.take()
         progress.elapsed_s += time.perf_counter() - started - compiling_s
         is_known = progress.accounted == self.learner.phase
@@ -333,7 +305,6 @@ class Trainer:
             progress.accounted = self.learner.phase
             self.report(accounted(step, self.learner, is_known=is_known))
         if compiling_s:
-            self.has_reported_compiling = False
             self.report(events.Compiled(step=step, seconds=compiling_s))
         if line is not None:
             self.log(*line, lr)
@@ -349,19 +320,19 @@ class Trainer:
             change = self.masking.change(progress.step)
         if seen is not None:
             self.report(seen)
-        if change is not None:
-            assert self.learner.masks is not None
+        if change is not None and self.learner.masks is not None:
             self.save_masks(self.learner.masks)
             self.report(change)
             if change.dropped != change.grown:  # losses of a sparser model cannot be compared
                 progress.best_loss = progress.accounted = None
 
     def log(self, loss: float, norm: float, lr: float) -> None:
-        """Write a line of metrics."""
+        """Write a line of metrics, and what each rank has sent."""
         progress = self.progress
         line = (progress.step, progress.tokens, progress.elapsed_s)
         steps, tokens, seconds = (now - then for now, then in zip(line, self.last_line))
         self.last_line = line
+        memory_bytes = memory_in_use(self.learner.device)
         self.report(
             events.Stepped(
                 step=progress.step,
@@ -373,29 +344,23 @@ class Trainer:
                 epoch=self.batches.epoch,
                 tokens_per_s=tokens / seconds,
                 step_ms=1000 * seconds / steps,
-                memory_bytes=memory_in_use(self.learner.device),
+                memory_bytes=memory_bytes,
                 skipped_steps=self.learner.skipped_steps,
                 elapsed_s=progress.elapsed_s,
             )
         )
-        traffic = self.learner.traffic()
-        if traffic is not None:
-            self.report(
-                events.Exchanged(
-                    step=progress.step,
-                    rank=self.ranks.rank,
-                    stage=self.ranks.stage,
-                    replica=self.ranks.replica,
-                    memory_bytes=memory_in_use(self.learner.device),
-                    **traffic,
-                )
-            )
-        self.lines_without_loss = 0 if math.isfinite(loss) else self.lines_without_loss + 1
-        if self.lines_without_loss >= _LINES_UNTIL_DIVERGED:
+        if self.ranks.size > 1:
+            own = {**self.learner.traffic(), "memory_bytes": memory_bytes}
+            for rank, sent in enumerate(self.ranks.all_gather("the traffic", own)):
+                stage, replica = divmod(rank, self.ranks.num_replicas)
+                place = {"rank": rank, "stage": stage, "replica": replica}
+                self.report(events.Exchanged(step=progress.step, **place, **sent))
+        self.nonfinite_lines = 0 if math.isfinite(loss) else self.nonfinite_lines + 1
+        if self.nonfinite_lines >= _LINES_UNTIL_DIVERGED:
             raise RunError(
-                f"the loss has not been finite for {self.lines_without_loss} lines of metrics, up to step "
-                f"{progress.step:,}; the run has diverged: start a new one with a lower --lr, a longer "
-                "--warmup-steps, or pruned weights that train no faster than others (--density-power 0)"
+                f"the run has diverged: no finite loss in {self.nonfinite_lines} lines of metrics, "
+                f"up to step {progress.step:,}; start a new one with a lower --lr, a longer "
+                "--warmup-steps, or --density-power 0"
             )
 
     def evaluate(self) -> bool:
@@ -413,12 +378,11 @@ class Trainer:
                 elapsed_s=progress.elapsed_s,
             )
         )
-        if not math.isfinite(loss) or (
-            progress.best_loss is not None and loss >= progress.best_loss
-        ):
-            return False
-        progress.best_loss = loss
-        return True
+        is_best = progress.best_loss is None or loss < progress.best_loss
+        if is_best and math.isfinite(loss):
+            progress.best_loss = loss
+            return True
+        return False
 
     def validation_batches(self, part: tuple[int, int]) -> Iterator[Batch]:
         """Return a part of the batches to validate on, the same ones every time."""
@@ -444,17 +408,18 @@ class Trainer:
 
     def save(self, *, is_best: bool) -> None:
         """Write a checkpoint."""
-        folder, progress = self.folder, self.progress
-        started = time.perf_counter()
-        progress.metrics_bytes = self.metrics.size
+        folder, progress, started = self.folder, self.progress, time.perf_counter()
+        if self.metrics is not None:
+            progress.metrics_bytes = self.metrics.size
         try:
             with self.paused():
                 save_run(
                     folder.last,
                     self.learner,
                     self.masking,
+                    self.batches,
                     progress,
-                    shape=self.shape,
+                    shape=gpt_config(self.config.model, self.text.vocab_size),
                     tokenizer=self.text.tokenizer.name,
                 )
                 if is_best and self.ranks.is_first:
@@ -480,11 +445,10 @@ class Trainer:
         """Report the state, and generate a sample."""
         if self.has_stepped:
             self.report(accounted(self.progress.step, self.learner))
-        run = self.config.run
-        if not run.sample_tokens or self.ranks.num_stages > 1:
-            return
+        run, ranks = self.config.run, self.ranks
         # With shards all ranks run the model; otherwise rank 0 alone.
-        if not self.ranks.is_first and self.config.mesh.shard != "weights":
+        runs_model = ranks.is_first or self.config.mesh.shard == "weights"
+        if not run.sample_tokens or ranks.num_stages > 1 or not runs_model:
             return
         prompt_T = next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
         try:
@@ -498,15 +462,9 @@ class Trainer:
                 )
         except KeyboardInterrupt:  # everything is saved; the sample is left out
             return
-        if self.ranks.is_first:
+        if ranks.is_first:
             self.sample = self.text.tokenizer.decode(tokens_T.numpy())
             self.report(events.Sampled(step=self.progress.step, text=self.sample))
-
-    def report_compiling(self) -> None:
-        """Report once per step that it takes longer because blocks are compiled."""
-        if not self.has_reported_compiling:
-            self.has_reported_compiling = True
-            self.report(events.Compiling(step=self.progress.step))
 
     def report(self, event: Event) -> None:
         """Pass an event to all listeners; one that cannot write is removed."""
@@ -515,7 +473,7 @@ class Trainer:
                 listener.on(event)
             except OSError as error:  # a closed pipe or a full disk must not end the run
                 self.listeners.remove(listener)
-                _logger.warning("%s is left out: %s", type(listener).__name__.lower(), error)
+                _logger.warning("%s gets no more events: %s", type(listener).__name__, error)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

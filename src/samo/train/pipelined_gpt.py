@@ -1,4 +1,4 @@
-"""A model that is split into pipeline stages: its initial weights, and its forward and backward passes."""
+"""A GPT that is split into pipeline stages: initial weights, forward and backward passes."""
 
 from typing import Final
 
@@ -12,24 +12,16 @@ from samo.models.shapes import GPTConfig
 from samo.pipeline.pipeline import Pipeline
 from samo.pipeline.split import parameter_costs, partition, take_apart
 from samo.train.config import ResolvedConfig
-from samo.train.config_rules import micro_batches
-from samo.train.ranks import Ranks
+from samo.train.rank_group import RankGroup
+from samo.train.resolve import micro_batches
 
 __all__ = []
 
 
-class Stages:
-    """The stages of a GPT, of which this rank has one.
+class PipelinedGPT:
+    """A GPT of which this rank has one stage; initial weights are those of one process."""
 
-    Initial weights do not depend on the number of stages.
-
-    Args:
-        config: The settings.
-        shape: The shape of the model.
-        ranks: The mesh.
-    """
-
-    def __init__(self, config: ResolvedConfig, shape: GPTConfig, ranks: Ranks) -> None:
+    def __init__(self, config: ResolvedConfig, shape: GPTConfig, ranks: RankGroup) -> None:
         with torch.device("meta"):
             whole = GPT(shape)
         layers = take_apart(whole)

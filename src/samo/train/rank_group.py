@@ -1,22 +1,18 @@
-"""The ranks of a run: which one this is, and what all of them do together.
+"""The ranks of a run, as one of them sees them: join, collectives, and who caused a failure.
 
-A run on one process has `Ranks` too, whose collectives are no-ops. Strings, errors and signals go
+A single process has a `RankGroup` too, whose collectives are no-ops. Objects, errors and signals go
 over a gloo group of all ranks, on any device; sums of losses go over the axis `data`, as gradients
 do.
 """
 
-import json
 import os
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,14 +31,8 @@ __all__ = []
 Result = TypeVar("Result")
 
 
-class Ranks:
-    """The mesh as one rank sees it; without a mesh, a single process.
-
-    Args:
-        mesh: The mesh, with axes ``pipe`` and ``data``.
-        timeout_s: Seconds that a rank waits for another one.
-        watchdog: The watchdog of this process, if it has one already.
-    """
+class RankGroup:
+    """The mesh, with axes ``pipe`` and ``data``, as one rank sees it; None: a single process."""
 
     def __init__(
         self,
@@ -81,8 +71,8 @@ class Ranks:
             )
 
     @classmethod
-    def join(cls, settings: MeshConfig, device: str) -> "Ranks":
-        """Join the ranks that torchrun or samo launch has started; without them, a single process."""
+    def join(cls, settings: MeshConfig, device: str) -> "RankGroup":
+        """Join the ranks that torchrun or samo launch has started."""
         is_initialized = dist.is_available() and dist.is_initialized()
         size = dist.get_world_size() if is_initialized else num_ranks()
         data = None if isinstance(settings.data, str) else settings.data
@@ -91,44 +81,33 @@ class Ranks:
         except ValueError as error:
             hint = "; start ranks with samo launch -n or torchrun" if size == 1 else ""
             raise ConfigError(f"{error}{hint}") from None
+        timeout_s = settings.timeout_s
         if size == 1:
-            return cls(timeout_s=settings.timeout_s)
+            return cls(timeout_s=timeout_s)
         kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
         watchdog: Watchdog | None = None
         try:
             if not is_initialized:
                 end_with_launcher()
-                store = meshes.rendezvous(timedelta(seconds=settings.timeout_s))
-                watchdog = Watchdog(
-                    store,
-                    int(os.environ["RANK"]),
-                    size,
-                    timeout_s=settings.timeout_s,
-                    on_lost=partial(_end_process, settings, size),
-                )
-                meshes.join(kind, timedelta(seconds=settings.timeout_s), store)
-            mesh = meshes.mesh(settings.pipe, data, device=kind, timeout_s=settings.timeout_s)
-            return cls(mesh, timeout_s=settings.timeout_s, watchdog=watchdog)
+                store = meshes.rendezvous(timedelta(seconds=timeout_s))
+                rank, end = int(os.environ["RANK"]), partial(_end_process, settings, size)
+                watchdog = Watchdog(store, rank, size, timeout_s=timeout_s, on_lost=end)
+                meshes.join(kind, timedelta(seconds=timeout_s), store)
+            mesh = meshes.mesh(settings.pipe, data, device=kind, timeout_s=timeout_s)
+            return cls(mesh, timeout_s=timeout_s, watchdog=watchdog)
         except (RuntimeError, OSError) as error:
-            missing: tuple[int, ...] = ()
+            missing = () if watchdog is None else watchdog.stopped()
             if watchdog is not None:
-                missing = watchdog.stopped()
                 watchdog.close()
             if isinstance(error, SamoError):
                 raise
-            said = first_words(error)
-            if not missing:
-                raise PeerError(
-                    f"the {size} ranks did not meet: {said}; start them all, on machines that reach each "
-                    "other"
-                ) from error
             names = ", ".join(rank_name(settings, size, rank) for rank in missing)
+            who = f"{names} did not join; see its log" if missing else "start them all"
             raise PeerError(
-                f"the {size} ranks did not meet within {settings.timeout_s:g} s: {names} did not join, or "
-                f"stopped. Look at the log of that rank, and start again. The backend said: {said}",
+                f"the {size} ranks did not meet within {timeout_s:g} s: {who}. The backend said: "
+                f"{first_words(error)}",
                 missing,
-                stage=missing[0] // (size // settings.pipe),
-                is_diagnosed=True,
+                is_diagnosed=bool(missing),
             ) from error
 
     @property
@@ -141,8 +120,10 @@ class Ranks:
         """Index of this rank's part of every batch, and the number of parts."""
         return self.replica, self.num_replicas
 
+    # Failures
+
     def cause(self, error: Exception) -> SamoError | None:
-        """Return the error to report for one that ended a run; None if it is this rank's own failure.
+        """Return the error to report for one that ended a run; None for a failure of this rank.
 
         An error of a backend becomes a `PeerError` if another rank has stopped.
         """
@@ -153,12 +134,9 @@ class Ranks:
         stopped = self.watchdog.stopped()
         if not stopped:
             return None
-        return PeerError(
-            f"{listed(stopped)} stopped. Start again from the last checkpoint. The backend said: "
-            f"{first_words(error)}",
-            stopped,
-            is_diagnosed=True,
-        )
+        said = f"The backend said: {first_words(error)}"
+        message = f"{listed(stopped)} stopped. Start again from the last checkpoint. {said}"
+        return PeerError(message, stopped, is_diagnosed=True)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -166,46 +144,42 @@ class Ranks:
         try:
             yield
         except PeerError as error:
-            attributed = self._attribute(error)
-            if self.watchdog is not None and attributed.ranks:
-                self.watchdog.record_root_cause(attributed.ranks)
-            raise attributed from error.__cause__
+            raise self._attribute(error) from error.__cause__
         finally:
             if self.watchdog is not None:
                 self.watchdog.close()
 
     def _attribute(self, error: PeerError) -> PeerError:
-        """Return the error with its root cause, rank and stage.
+        """Return the error with its root cause, which is recorded, and its stage.
 
         A stage reports the neighbour that sends nothing, which may itself wait for another rank;
-        and a rank that gave up has stopped for those who wait for it.
+        and to its peers a rank that gave up has stopped.
         """
+        message, ranks = str(error), error.ranks
         if self.watchdog is not None:
             cause = self.watchdog.root_cause()
             if not cause and not error.is_diagnosed:
                 cause = self.watchdog.stopped()
-            if cause and self.rank not in cause and cause != error.ranks:
-                message = f"{listed(cause)} failed, and because of it: {error}"
-                error = PeerError(message, cause, is_diagnosed=True)
-        if self.num_stages == 1 or error.stage is not None or not error.ranks:
+            if cause and self.rank not in cause and cause != ranks:
+                message, ranks = f"{listed(cause)} failed, and because of it: {error}", cause
+            if ranks:
+                self.watchdog.record_root_cause(ranks)
+        is_same, is_split = ranks == error.ranks, self.num_stages > 1
+        if not ranks or (is_same and (error.stage is not None or not is_split)):
             return error
-        stages = {rank: rank // self.num_replicas for rank in error.ranks}
-        where = ", ".join(f"rank {rank} is stage {stage}" for rank, stage in stages.items())
-        return PeerError(
-            f"{error} ({where} of {self.num_stages})",
-            error.ranks,
-            stage=stages[error.ranks[0]],
-            is_diagnosed=error.is_diagnosed,
-        )
+        if is_split:
+            stages = [f"rank {rank} is stage {rank // self.num_replicas}" for rank in ranks]
+            message += f" ({', '.join(stages)} of {self.num_stages})"
+        return PeerError(message, ranks, is_diagnosed=True)
 
     def leave(self) -> None:
-        """Destroy the process group that `join` has made; all ranks have come this far."""
+        """Destroy the process group that `join` has made."""
         if self._owns_process_group:
             with suppress(RuntimeError):
                 dist.destroy_process_group()
             self._owns_process_group = False
 
-    # Collectives ----------------------------------------------------------------------------------
+    # Collectives: errors name what a rank waited for
 
     def run_all(self, what: str, function: Callable[[], Result]) -> Result:
         """Call a function on all ranks; if it fails on one rank, it fails on all."""
@@ -215,12 +189,12 @@ class Ranks:
             result = function()
         except SamoError as error:
             failure = error
-        messages = self.all_gather_str(what, "" if failure is None else f"!{failure}")
+        messages = self.all_gather(what, None if failure is None else str(failure))
         if failure is not None:
             raise failure
         for rank, message in enumerate(messages):
-            if message:
-                raise PeerError(f"rank {rank} stopped: {message[1:]}", (rank,), is_diagnosed=True)
+            if message is not None:
+                raise PeerError(f"rank {rank} stopped: {message}", (rank,), is_diagnosed=True)
         return result  # type: ignore[return-value]
 
     def run_on_rank0(self, what: str, function: Callable[[], Result]) -> Result | None:
@@ -232,21 +206,21 @@ class Ranks:
         result = self.run_on_rank0(what, function)
         return self.run_all(what, lambda: function() if result is None else result)
 
-    def all_gather_str(self, what: str, text: str) -> list[str]:
-        """Return the strings of all ranks, in their order."""
-        texts = [text] * self.size
+    def all_gather(self, what: str, value: Any) -> list[Any]:
+        """Return the objects of all ranks, in their order."""
+        values = [value] * self.size
         if self._host is not None:
             with self._waiting(what):
-                dist.all_gather_object(texts, text, group=self._host)
-        return texts
+                dist.all_gather_object(values, value, group=self._host)
+        return values
 
-    def check_same(self, what: str, values: object) -> None:
+    def check_same(self, what: str, value: object) -> None:
         """Refuse ranks that were started differently."""
-        texts = self.all_gather_str(what, json.dumps(values, sort_keys=True, default=str))
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
+        for rank, other in enumerate(self.all_gather(what, value)):
+            if other != value:
                 raise ConfigError(
-                    f"rank {rank} and rank 0 do not have the same {what}; start all ranks with one command"
+                    f"rank {rank} and rank {self.rank} do not have the same {what}; start all "
+                    "ranks with one command"
                 )
 
     def any_signal(self, number: int | None) -> int | None:
@@ -278,26 +252,13 @@ class Ranks:
 
 
 def rank_name(mesh: MeshConfig, size: int, rank: int) -> str:
-    """Return a rank with its pipeline stage, if there are several.
-
-    Example:
-        >>> from samo.train.config import MeshConfig
-        >>> from samo.train.ranks import rank_name
-        >>> rank_name(MeshConfig(pipe=2), 4, 3)
-        'rank 3 (stage 1 of 2)'
-    """
+    """Return a rank with its stage, as "rank 3 (stage 1 of 2)", if there are several."""
     stage = rank // max(size // mesh.pipe, 1)
     return f"rank {rank}" + (f" (stage {stage} of {mesh.pipe})" if mesh.pipe > 1 else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, of a GPU or of the host.
-
-    Example:
-        >>> from samo.train.ranks import is_out_of_memory
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes do not match"))
-        (True, False)
-    """
+    """Return whether memory ran out, of a GPU or of the host."""
     # torch's CPU allocator raises a plain RuntimeError; only its name tells it from others.
     is_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     return is_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -305,13 +266,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _end_process(settings: MeshConfig, size: int, lost: tuple[int, ...], silent_s: float) -> None:
     names = ", ".join(rank_name(settings, size, rank) for rank in lost)
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    calls = [call for call in traceback.extract_stack(frame) if "samo" in call.filename]
-    where = " > ".join(f"{Path(call.filename).stem}.{call.name}" for call in calls[-3:])
     sys.stderr.write(
-        f"samo: rank {os.environ['RANK']}: {names or 'the store of the launcher'} has given no sign of life "
-        f"for {silent_s:.1f} s, and --timeout-s is {settings.timeout_s:g}; this rank ends, which was waiting "
-        f"in {where or 'another library'}. Resume with --resume\n"
+        f"samo: rank {os.environ['RANK']}: no sign of life from {names or 'the launcher'} for "
+        f"{silent_s:.1f} s (--timeout-s {settings.timeout_s:g}); this rank exits. Resume with "
+        "--resume\n"
     )
     sys.stderr.flush()
     os._exit(1)  # an exception would not reach a thread that waits inside of a backend

@@ -1,0 +1,316 @@
+"""Runs that are stopped, crash or are killed (SIGKILL) and resumed equal runs that were not."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import samo
+from samo.errors import CheckpointError, ConfigError, DataError, RunError
+from samo.train import compile as compiling, events
+from samo.train.config import PruneConfig
+from samo.train.masking import Masking
+from samo.train.trainer import resume, train
+from tests.meters import ignores_dynamo
+from tests.train.helpers import (
+    CrashError,
+    assert_same_run,
+    crash_at,
+    finished,
+    interrupt_at,
+    lines,
+    losses,
+    masks_file,
+    method_config,
+    read_progress,
+    recorded,
+    run,
+    small,
+    tensors,
+    text,
+)
+
+__all__ = ["finished", "run", "text"]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("magnitude", {"accumulate": 2}),
+        ("magnitude", {"dtype": "bfloat16"}),
+        ("magnitude", {"dtype": "float16"}),
+        ("dense", {"dtype": "bfloat16", "mode": "dense"}),
+        ("settled", {"dtype": "bfloat16", "accumulate": 2}),
+        ("limit", {}),
+        ("gradual", {}),
+        ("set", {}),
+        ("rigl", {"dtype": "float16"}),
+    ],
+    ids=str,
+)
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(
+    tmp_path: Path, text: Path, method: str, settings: dict[str, Any]
+) -> None:
+    config = method_config(text, method, **settings)
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(config, whole)
+    result = train(config, stopped, listeners=[interrupt_at(2, signal.SIGINT)])
+    assert (result.step, result.signal) == (2, signal.SIGINT)
+    for step in (3, 5):
+        result = resume(stopped, listeners=[interrupt_at(step)])
+        assert (result.step, result.signal) == (step, signal.SIGTERM)
+        assert lines(stopped, "end")[-1]["reason"] == "interrupted"
+    resume(stopped)
+    assert_same_run(whole, stopped)
+    if method != "dense":
+        assert masks_file(whole) == masks_file(stopped)
+
+
+def test_a_run_that_crashed_resumes_from_its_last_checkpoint(
+    tmp_path: Path, finished: Path
+) -> None:
+    for step in (1, 7):  # before the first checkpoint, too
+        run = tmp_path / f"crashed-{step}"
+        with pytest.raises(CrashError):
+            train(recorded(finished), run, listeners=[crash_at(step)])
+        resume(run)
+        assert_same_run(finished, run)
+
+
+KILLED = {
+    "magnitude": (PruneConfig(dense_steps=3), 16, 5),
+    "early-bird": (
+        PruneConfig(method="early-bird", queue=3, mask_every=1, threshold=0.3, dense_steps=7),
+        12,
+        3,
+    ),
+    "rigl": (PruneConfig(method="rigl", mask_every=2, mask_stop=7), 12, 3),
+}
+"""Settings, steps and kills."""
+
+
+def train_or_resume(text: Path, run: Path, name: str) -> None:
+    """Do what a user does who types the same command after every crash; runs in a process."""
+    torch.set_num_threads(1)
+    prune, steps, _ = KILLED[name]
+    if (run / "run.json").exists():
+        resume(run)
+    else:
+        config = small(text, steps=steps, save_every=2, eval_every=5)
+        train(replace(config, prune=prune), run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", KILLED)
+def test_a_run_killed_at_random_moments_and_resumed_equals_the_undisturbed_one(
+    tmp_path: Path, text: Path, name: str
+) -> None:
+    num_kills = KILLED[name][2]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["samo.train.trainer", "samo.kernels.cpu", "torch.utils.tensorboard"]
+    )
+
+    def start(run: Path) -> "multiprocessing.context.ForkServerProcess":
+        process = context.Process(target=train_or_resume, args=(text, run, name))
+        process.start()
+        return process
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    undisturbed = start(whole)
+    metrics = killed / "metrics.jsonl"
+
+    def grown(before: int) -> int:
+        """Bytes of metrics since; a resume may drop some first."""
+        return abs(metrics.stat().st_size - before) if metrics.exists() else 0
+
+    draw = random.Random(5)
+    kills, moments = 0, set()
+    while True:
+        process = start(killed)
+        # Wait for a few lines, so that it gets somewhere at any speed; then a little, to hit any
+        # moment.
+        wanted = draw.randint(0, 6)
+        before = metrics.stat().st_size if metrics.exists() else 0
+        while process.is_alive() and grown(before) < 250 * wanted:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0.0, 0.02))
+        if kills < num_kills:
+            process.kill()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        kills += 1
+        moments.add(metrics.read_bytes().count(b"\n") if metrics.exists() else 0)
+    assert kills >= num_kills // 2  # fewer would mean that it ended before it was killed
+    assert len(moments) > num_kills // 4
+    undisturbed.join()
+    assert undisturbed.exitcode == 0
+    assert_same_run(whole, killed)
+    masks = [(run / "masks.safetensors").read_bytes() for run in (whole, killed)]
+    assert masks[0] == masks[1]
+
+
+def test_a_run_is_the_same_however_its_weights_are_held(tmp_path: Path, text: Path) -> None:
+    config = small(text, dtype="bfloat16")
+    one = tmp_path / "resident"
+    train(config, one)
+    copies = 35_776  # of unpruned parameters, in 16 bits; they stay
+    half = copies + 6 * 32**2 * 2  # and half of the 12 * 32^2 weights that are pruned
+    dense = []
+    for held in ("streamed", half):
+        run = tmp_path / str(held)
+        wanted = replace(config, run=replace(config.run, weights=held))
+        train(wanted, run, listeners=[interrupt_at(6)])
+        assert recorded(run).run.weights == held
+        dense.append(lines(run, "state")[-1]["measured"]["dense"])
+        resume(run, config=recorded(run, weights="resident"))
+        found = [line["weights"] for line in lines(run, "state")]
+        assert found == [None, held, "resident", "resident"]
+        ours, theirs = ([e for e in losses(r) if e["event"] != "state"] for r in (one, run))
+        assert ours == theirs
+        assert all(torch.equal(t, tensors(run)[key]) for key, t in tensors(one).items())
+    dense.append(lines(one, "state")[-1]["measured"]["dense"])
+    assert copies == dense[0] < dense[1] <= half < dense[2]
+
+
+@pytest.mark.slow
+@ignores_dynamo
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # nor does samo: dynamo does
+def test_a_compiled_run_can_be_stopped_and_says_what_it_compiled(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Traced and taken apart as for Inductor, but computed as eager mode does, so that all is equal.
+    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    torch.compiler.reset()  # or code of the test before is taken
+    config = method_config(text, "rigl")
+    train(config, tmp_path / "eager")
+    fast = replace(config, run=replace(config.run, compile=True))
+    stop = interrupt_at(5)
+    train(fast, tmp_path / "compiled", listeners=[stop])
+    assert any(isinstance(event, events.Compiling) and event.step == 0 for event in stop.seen)
+    first, second = lines(tmp_path / "compiled", "compile")[:2]
+    drawn = lines(tmp_path / "eager", "prune")[0]["step"]
+    assert (first["step"], second["step"]) == (1, drawn + 1)
+    assert 0 < first["seconds"] < 60
+    resume(tmp_path / "compiled")
+    assert recorded(tmp_path / "compiled").run.compile is True
+    assert_same_run(tmp_path / "eager", tmp_path / "compiled")
+
+
+def test_a_finished_run_only_ends_again_or_is_extended(run: Path) -> None:
+    before, weights = lines(run), tensors(run)
+    assert resume(run).step == 8
+    assert lines(run)[: len(before)] == before
+    assert all(torch.equal(tensor, tensors(run)[name]) for name, tensor in weights.items())
+    with pytest.raises(ConfigError, match=r"has taken 8 steps already, more than the 5 asked for"):
+        resume(run, config=recorded(run, steps=5))
+    # Losses on other batches cannot be compared: the search for the best starts again.
+    assert resume(run, config=recorded(run, steps=12, eval_batches=1)).step == 12
+    assert [line["step"] for line in lines(run, "step")] == list(range(1, 13))
+    assert read_progress(run, "best")["step"] > 8
+    assert recorded(run).run.steps == 12
+
+
+def test_a_run_that_returns_to_its_best_keeps_whole_lines(run: Path) -> None:
+    """Back at the best, then killed before its first save: the next resume starts there too."""
+    best = read_progress(run, "best")["step"]
+    longer = recorded(run, steps=best + 5, save_every=50, eval_every=50)
+    with pytest.raises(CrashError):
+        resume(run / "checkpoints" / "best", config=longer, listeners=[crash_at(best + 2)])
+    resume(run, config=longer)
+    assert [line["step"] for line in lines(run, "step")] == list(range(1, best + 6))
+
+
+def test_the_file_of_masks_goes_back_with_the_run(tmp_path: Path, text: Path) -> None:
+    """Killed after a change that no checkpoint has, a run has the masks of its checkpoint again."""
+    run = tmp_path / "run"
+    with pytest.raises(CrashError):  # saved at 3, changed at 4
+        train(method_config(text, "set", eval_every=100), run, listeners=[crash_at(5)])
+    checkpoint = samo.load_masks(run / "checkpoints" / "last")
+    assert masks_file(run) != checkpoint
+    found = []
+
+    class Look:
+        def on(self, event: events.Event) -> None:
+            if isinstance(event, events.Stepped):
+                found.append(masks_file(run))
+
+    resume(run, listeners=[Look()])
+    assert found[0] == checkpoint
+    assert found[-1] != checkpoint
+
+
+def test_a_run_killed_within_its_first_checkpoint_starts_again(run: Path, finished: Path) -> None:
+    (run / "checkpoints" / "last" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="is not a checkpoint: there is no"):
+        resume(run)  # a damaged one is not taken for none
+    (run / "checkpoints" / "best" / "manifest.json").unlink()
+    assert resume(run).step == 8
+    assert_same_run(finished, run)
+
+
+# Refused
+
+
+def test_another_text_or_checkpoint_is_refused(tmp_path: Path, text: Path) -> None:
+    run = tmp_path / "run"
+    train(small(text), run)
+    moved = text.rename(tmp_path / "moved.txt")
+    with pytest.raises(DataError, match=r"notes.txt.*samo train NEW-PLACE --resume"):
+        resume(run)
+    config = recorded(run)
+    assert resume(run, config=replace(config, data=replace(config.data, train=(moved,)))).step == 8
+    moved.write_text(moved.read_text().replace("fox", "cat"))
+    with pytest.raises(RunError, match=r"the text of .* has changed, and a run resumes with"):
+        resume(run)
+    moved.write_text(moved.read_text().replace("cat", "fox"))
+    samo.save(run / "checkpoints" / "other", torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match=r"was not saved by samo train"):
+        resume(run / "checkpoints" / "other")
+    wide = small(moved, steps=4)
+    train(replace(wide, model=replace(wide.model, width=64)), tmp_path / "wide")
+    shutil.rmtree(run / "checkpoints")
+    os.rename(tmp_path / "wide" / "checkpoints", run / "checkpoints")
+    with pytest.raises(
+        (CheckpointError, samo.MaskError),
+        match=r"'blocks.0.attention.out.weight' has shape .64, 64. but",
+    ):
+        resume(run)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", "abc"), ("position", -1), ("best_loss", "x"), ("phase", "foo"), ("step", 10**400)],
+)
+def test_a_checkpoint_with_impossible_progress_is_refused(
+    run: Path, field: str, value: Any
+) -> None:
+    last = run / "checkpoints" / "last"
+    extra = samo.checkpoint.read_manifest(last).extra
+    progress = {**extra["progress"], field: value, "mood": "of a newer samo"}
+    samo.save(last, torch.nn.Linear(2, 2), extra={**extra, "progress": progress})
+    with pytest.raises(CheckpointError, match=f"is damaged: its {field} is"):
+        resume(run)
+
+
+@pytest.mark.parametrize("name", ["set", "limit"])
+def test_a_checkpoint_without_the_state_of_its_method_is_refused(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(Masking, "state_dict", lambda self: {})
+    train(method_config(text, name), run, listeners=[interrupt_at(3)])
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"does not hold the state of method .*: .*; use"):
+        resume(run)
