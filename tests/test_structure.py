@@ -149,6 +149,13 @@ def test_special_packages_are_imported_in_one_place() -> None:
     assert not wrong
 
 
+def test_nothing_from_files_or_peers_is_unpickled() -> None:
+    unpickles = re.compile(r"(torch\.load|pickle\.loads?|\w+_object|eval|exec)")
+    for module, tree in TREES.items():
+        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        assert not [call for call in calls if unpickles.fullmatch(call)], module
+
+
 def test_modules_have_a_docstring_and_name_what_is_public() -> None:
     for module, tree in TREES.items():
         assert ast.get_docstring(tree), f"{module} has no docstring"

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samo.core.modules import named_weights
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
+from samo.utils.collectives import all_gather_json
 
 __all__ = []
 
@@ -84,10 +85,8 @@ def outdate_replicas(params: Iterable[Tensor]) -> None:
 
 def compare_masks(masks: Mapping[str, Mask], group: dist.ProcessGroup | None) -> None:
     """Raise MaskError on every rank of a group if their masks differ. Collective."""
-    everyones: list[Any] = [None] * dist.get_world_size(group)
     own = {name: masks[name].fingerprint() for name in masks}
-    dist.all_gather_object(everyones, own, group=group)
-    for rank, other in enumerate(everyones):
+    for rank, other in enumerate(all_gather_json(own, group)):
         for name in sorted(own.keys() | other.keys()):
             if own.get(name) != other.get(name):
                 raise MaskError(

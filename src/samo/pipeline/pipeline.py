@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any, Final, Self
 
@@ -23,10 +24,11 @@ from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.split import LayersLike, check_cuts, take_apart
 from samo.pipeline.stage import Source, build_stage
 from samo.pipeline.tied import check_tied_masks, find_tied
-from samo.pipeline.timeline import Timeline
+from samo.pipeline.timeline import Event, Timeline
 from samo.pipeline.transport.base import Transport
 from samo.pipeline.transport.gloo import GlooTransport, new_group
 from samo.pipeline.transport.nccl import NcclTransport
+from samo.utils.collectives import all_gather_json
 
 __all__ = ["Pipeline"]
 
@@ -265,11 +267,11 @@ class Pipeline:
             >>> pipeline.timeline().peak_in_flight(0)
             1
         """
-        gathered: list[Any] = [self._runner.events]
+        events = self._runner.events
         if self._links is not None:
-            gathered = [None] * self._links.num_stages
-            dist.all_gather_object(gathered, self._runner.events, group=self._links.host_group)
-        events = [event for events in gathered for event in events]
+            own = [astuple(event) for event in events]
+            gathered = all_gather_json(own, self._links.host_group)
+            events = [Event(*event) for events in gathered for event in events]
         return Timeline(self.num_stages, self.micro_batches, events)
 
     def masks(self, masks: Masks) -> Masks:

@@ -1,7 +1,7 @@
 """Weights on several ranks, such as an embedding that is also the head: one gradient for all."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from samo.core.weight import weight_of
 from samo.errors import MaskError
 from samo.pipeline.split import Layers
 from samo.pipeline.transport.gloo import new_group
+from samo.utils.collectives import all_gather_json
 
 __all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
 
@@ -117,8 +118,7 @@ def check_tied_masks(
     tied: Iterable[TiedWeight], module: nn.Module, group: dist.ProcessGroup
 ) -> None:
     """Raise a MaskError on all ranks of ``group`` if masks of a tied weight differ."""
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, [tie.fingerprint(module) for tie in tied], group=group)
+    gathered = all_gather_json([tie.fingerprint(module) for tie in tied], group)
     for tie, found in zip(tied, zip(*gathered)):
         if len({*found} - {None}) > 1:
             raise MaskError(

@@ -25,6 +25,7 @@ from samo.distributed.watchdog import Watchdog, listed
 from samo.errors import ConfigError, PeerError, SamoError, first_words
 from samo.train.config import MeshConfig
 from samo.train.launch_env import end_with_launcher, num_ranks
+from samo.utils.collectives import all_gather_json
 
 __all__ = []
 
@@ -207,17 +208,17 @@ class RankGroup:
         return self.run_all(what, lambda: function() if result is None else result)
 
     def all_gather(self, what: str, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in their order."""
-        values = [value] * self.size
-        if self._host is not None:
-            with self._waiting(what):
-                dist.all_gather_object(values, value, group=self._host)
-        return values
+        """Return the JSON values of all ranks, in their order."""
+        if self._host is None:
+            return [value]
+        with self._waiting(what):
+            return all_gather_json(value, self._host)
 
     def check_same(self, what: str, value: object) -> None:
         """Refuse ranks that were started differently."""
-        for rank, other in enumerate(self.all_gather(what, value)):
-            if other != value:
+        values = self.all_gather(what, value)
+        for rank, other in enumerate(values):
+            if other != values[self.rank]:
                 raise ConfigError(
                     f"rank {rank} and rank {self.rank} do not have the same {what}; start all "
                     "ranks with one command"
