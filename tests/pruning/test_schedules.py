@@ -200,13 +200,13 @@ def test_a_state_of_other_settings_is_refused() -> None:
 
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("dynamic", {"grow": "magic"}, r"grow must be one of random, gradient, got 'magic'"),
-    ("dynamic", {"drop": "0.3"}, r"drop must be a number, got '0.3'"),
+    ("dynamic", {"drop": "0.3"}, r"drop must be a finite number, got '0.3'"),
     ("dynamic", {"drop": 0}, r"fraction of kept entries to replace, got 0"),
     ("dynamic", {"every": 2.5}, r"every must be a whole number of 1 or more, got 2.5"),
     ("dynamic", {"every": 9}, r"stop must be a whole number of 10 or more, got 9"),
     ("dynamic", {"seed": "x"}, r"seed must be a whole number, got 'x'"),
     ("dynamic", {"candidates": 0}, r"candidates must be a whole number of 1 or more, got 0"),
-    ("gradual", {"sparsity": "0.9"}, r"sparsity must be a number, got '0.9'"),
+    ("gradual", {"sparsity": "0.9"}, r"sparsity must be a finite number, got '0.9'"),
     ("gradual", {"initial": 0.95}, r"0 <= initial <= sparsity < 1, got initial=0.95 and"),
     ("gradual", {"start": 0.5}, r"start must be a whole number of 0 or more, got 0.5"),
     ("gradual", {"start": 9}, "stop must be a whole number of 10 or more, got 9"),

@@ -284,7 +284,7 @@ def test_another_text_or_checkpoint_is_refused(tmp_path: Path, text: Path) -> No
     os.rename(tmp_path / "wide" / "checkpoints", run / "checkpoints")
     with pytest.raises(
         (CheckpointError, samo.MaskError),
-        match=r"'blocks.0.attention.out.weight' has shape .64, 64. but",
+        match=r"'blocks.0.attention.out.weight' has shape .64, 64., the parameter",
     ):
         resume(run)
 
