@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import samo
-from samo.core import remap, transfer
+from samo.core import remap
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
 from samo.core.weight import Weight
@@ -283,14 +283,14 @@ def test_a_large_weight_moves_over_several_pieces() -> None:
     values = torch.randn(old.kept, dtype=torch.float64)
     count = new.kept - (old & new).kept
     added = torch.randn(count, dtype=torch.float64)
-    moved, dropped = transfer.move({"x": values}, old, new, {"x": added})
+    moved, dropped = remap.move({"x": values}, old, new, {"x": added})
     dense = torch.zeros(numel, dtype=torch.float64)
     dense[old.to_bool()] = values
     assert torch.equal(dropped["x"], dense[old.to_bool() & ~new.to_bool()])
     dense[new.to_bool() & ~old.to_bool()] = added
     assert torch.equal(moved["x"], dense[new.to_bool()])
     stay = torch.rand(old.kept) < 0.5
-    narrowed = transfer.narrow(old, samo.Mask.from_bool(stay).words)
+    narrowed = remap.narrow(old, samo.Mask.from_bool(stay).words)
     expected = torch.zeros(numel, dtype=torch.bool)
     expected[old.to_bool()] = stay
     assert torch.equal(narrowed.to_bool(), expected)
@@ -426,12 +426,12 @@ def test_a_failure_while_values_are_written_is_undone(
 
 def test_what_cannot_be_put_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = trained("bf16", random_masks(0, (0.3, 0.5)))
-    calls = iter(range(100))
+    calls, move = iter(range(100)), remap.move
 
     def fail_from_second_on(*args: Any) -> Any:
         if next(calls):
             raise MemoryError
-        return transfer.move(*args)
+        return move(*args)
 
     monkeypatch.setattr(remap, "move", fail_from_second_on)
     with pytest.raises(MemoryError) as caught:

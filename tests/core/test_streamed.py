@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
-from samo.core.writes import LOCK
+from samo.core.streamed import LOCK
 from tests.core.twins import mlp
 from tests.meters import Experts, Meter, SmallResNet, ignores_dynamo, small_gpt, tokens
 
