@@ -672,7 +672,9 @@ def wide_mlp() -> nn.Sequential:
 
 
 def convolutions() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(6, 64, 3), nn.Tanh(), nn.Conv2d(64, 96, 3), nn.Conv2d(96, 2, 3))
+    """One with padding on both sides, and one that is padded more on the right."""
+    same = nn.Conv2d(64, 96, 3, padding="same"), nn.Conv2d(96, 64, (2, 4), padding="same")
+    return nn.Sequential(nn.Conv2d(6, 64, 3), nn.Tanh(), *same, nn.Conv2d(64, 2, 3))
 
 
 PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Run]] = {

@@ -299,11 +299,18 @@ def _convolution(
 ) -> Tensor | None:
     if not isinstance(weight, Expansion) or weight._is_flipped:
         return None
-    padding = 0 if padding == "valid" else padding
     shape = weight._layout.shape
-    if isinstance(padding, str) or input.dim() != len(shape):
+    if input.dim() != len(shape):
         return None
-    stride, padding, dilation = (_each(n, len(shape) - 2) for n in (stride, padding, dilation))
+    stride, dilation = (_each(n, len(shape) - 2) for n in (stride, dilation))
+    if padding == "same":
+        if set(stride) != {1}:
+            return None  # torch raises its own error
+        total = [wide * (kernel - 1) for wide, kernel in zip(dilation, shape[2:])]
+        padding = [n // 2 for n in total]
+        if any(n % 2 for n in total):  # one more on the right, as torch pads
+            input = F.pad(input, [side for n in reversed(total) for side in (0, n % 2)])
+    padding = _each(0 if padding == "valid" else padding, len(shape) - 2)
     operation = _Convolution(stride, padding, dilation, groups)
     return _product(operation, input, weight, bias, len(shape))
 
