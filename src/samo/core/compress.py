@@ -34,6 +34,14 @@ __all__ = ["compress_", "decompress_", "dense_state_dict", "masks"]
 
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
+_OPTIONS: Final[dict[str, tuple[Any, ...]]] = {
+    "dtype": (None, *_DTYPES),
+    "grad_dtype": (None, torch.bfloat16, torch.float32, torch.float64),
+    "value_dtype": (None, torch.bfloat16, torch.float32),
+    "kernels": _kernels.PATHS,
+}
+"""What options of `compress_` may be."""
+
 _CAST: Final = "_samo_cast"
 """Attribute with the original dtypes of parameters that were only cast."""
 
@@ -93,7 +101,8 @@ def compress_(
         MaskError: The masks do not fit the model.
         CompressionError: The model is already compressed, or a module's class cannot be replaced.
     """
-    _check_arguments(model, weights, dtype, grad_dtype, value_dtype, kernels)
+    options = {"dtype": dtype, "grad_dtype": grad_dtype, "value_dtype": value_dtype}
+    _check_arguments(model, weights, {**options, "kernels": kernels})
     with torch.inference_mode(False), torch.no_grad():
         plans = _plan_parameters(model, masks, dtype, grad_dtype, value_dtype)
         owned = {
@@ -258,14 +267,7 @@ def check_whole(model: nn.Module, what: str, instead: str) -> None:
 # What will happen to each parameter ---------------------------------------------------------------
 
 
-def _check_arguments(
-    model: nn.Module,
-    weights: str | int,
-    dtype: torch.dtype | None,
-    grad_dtype: torch.dtype | None,
-    value_dtype: torch.dtype | None,
-    kernels: str,
-) -> None:
+def _check_arguments(model: nn.Module, weights: str | int, options: dict[str, Any]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for name, _ in named_weights(model):
@@ -280,16 +282,10 @@ def _check_arguments(
             "weights must be 'resident', 'streamed', or the number of bytes that resident dense "
             f"weights may take, got {weights!r}"
         )
-    for option, value, allowed in (
-        ("kernels", kernels, _kernels.PATHS),
-        ("dtype", dtype, (None, *_DTYPES)),
-        ("grad_dtype", grad_dtype, (None, torch.bfloat16, torch.float32, torch.float64)),
-        ("value_dtype", value_dtype, (None, torch.bfloat16, torch.float32)),
-    ):
-        if value not in allowed:
-            raise ValueError(
-                f"{option} must be one of {', '.join(map(str, allowed))}, got {value!r}"
-            )
+    for option, value in options.items():
+        if value not in _OPTIONS[option]:
+            allowed = ", ".join(map(str, _OPTIONS[option]))
+            raise ValueError(f"{option} must be one of {allowed}, got {value!r}")
 
 
 def _resident_parameters(

@@ -24,9 +24,6 @@ from samo.kernels.rounding import master_dtype, remainder_dtype
 
 __all__ = ["AdamW"]
 
-_REMAINDER_KEYS: Final = {torch.int16: "remainder", torch.int8: "correction"}
-"""State key of the rounding remainder of a bfloat16 parameter, by its dtype."""
-
 _update: Final[Callable[..., AdamWUpdate]] = partial(tuple.__new__, AdamWUpdate)
 """`AdamWUpdate` without the cost of its constructor, a third of the time spent on a parameter."""
 
@@ -440,7 +437,7 @@ def state_layout(
             layout["age"] = (torch.int16, param.shape)
     remainder = remainder_dtype(param.dtype, is_lean=group["lean"])
     if remainder is not None:
-        layout[_REMAINDER_KEYS[remainder]] = (remainder, param.shape)
+        layout["correction" if group["lean"] else "remainder"] = (remainder, param.shape)
     return layout
 
 

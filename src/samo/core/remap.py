@@ -266,17 +266,7 @@ def move(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return vectors of ``old``'s kept entries as those of ``new``'s, and the dropped entries.
 
-    Example:
-        >>> old = Mask.from_bool(torch.tensor([True, True, False, True, False]))
-        >>> new = Mask.from_bool(torch.tensor([True, False, True, True, False]))
-        >>> move({"x": torch.tensor([1, 2, 4])}, old, new, {"x": torch.tensor([3])})
-        ({'x': tensor([1, 3, 4])}, {'x': tensor([2])})
-
-    Args:
-        vectors: Vectors with an entry for each one that ``old`` keeps.
-        old: The mask before.
-        new: The mask afterwards.
-        added: Values for entries that only ``new`` keeps, in flat order; by default 0.
+    ``added`` has values for entries that only ``new`` keeps, in flat order; by default 0.
     """
     common = old & new
     moved = {name: vector.new_zeros(new.kept) for name, vector in vectors.items()}
@@ -304,13 +294,7 @@ def move(
 
 
 def narrow(mask: Mask, words: Tensor) -> Mask:
-    """Return a mask with those kept entries of ``mask`` whose bits are set in ``words``.
-
-    Example:
-        >>> mask = Mask.from_bool(torch.tensor([True, False, True, True]))
-        >>> narrow(mask, torch.tensor([0b101, 0], dtype=torch.int32)).to_bool()
-        tensor([ True, False, False,  True])
-    """
+    """Return a mask with those kept entries of ``mask`` whose bits are set in ``words``."""
     made = torch.empty_like(mask.words)
     for piece, bits, kept in kept_pieces(mask):
         first = kept.start // bitmap.WORD_BITS * bitmap.WORD_BITS
