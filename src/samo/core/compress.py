@@ -322,12 +322,7 @@ def _resident_parameters(
 
 
 def masks_by_parameter(model: nn.Module, masks: Masks) -> dict[int, tuple[str, Mask]]:
-    """Return names and masks by the ids of their parameters.
-
-    Raises:
-        TypeError: ``masks`` is something else.
-        MaskError: They do not fit the model, or one keeps nothing.
-    """
+    """Return names and masks by the ids of their parameters, if they fit the model."""
     if not isinstance(masks, Masks):
         raise TypeError(
             f"masks must be samo.Masks, got {type(masks).__name__}; create them with "

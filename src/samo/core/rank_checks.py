@@ -21,12 +21,7 @@ _COMPARED: Final[weakref.WeakKeyDictionary[nn.Module, bool]] = weakref.WeakKeyDi
 
 
 def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
-    """Compare masks in the first forward pass under DistributedDataParallel or FSDP2.
-
-    Raises:
-        MaskError: They differ; on every rank.
-        CompressionError: Parameters were resized after DDP allocated its buckets.
-    """
+    """Compare masks in the first forward pass under DistributedDataParallel or FSDP2."""
     if torch.compiler.is_compiling():
         return
     replicas = DistributedDataParallel._active_ddp_module

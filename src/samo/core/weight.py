@@ -223,11 +223,7 @@ class Weight:
 
     @_untracked
     def sync(self) -> None:
-        """Update whichever of values and dense weight is stale.
-
-        Raises:
-            CompressionError: Both were written.
-        """
+        """Update whichever of values and dense weight is stale; raise an error if both are."""
         with _LOCK:
             is_moved = (
                 self.values._version != self._version or self.values.data_ptr() != self._address
@@ -260,11 +256,7 @@ class Weight:
 
     @_untracked
     def write(self, dense: Tensor) -> None:
-        """Take the kept entries of a dense tensor as the new values.
-
-        Raises:
-            CompressionError: It has another shape.
-        """
+        """Take the kept entries of a dense tensor as the new values."""
         if dense.shape != self.shape:
             raise CompressionError(
                 f"'{self.name}' is {tuple(self.shape)} and cannot be assigned "
