@@ -303,14 +303,16 @@ def _convolution(
     if input.dim() != len(shape):
         return None
     stride, dilation = (_each(n, len(shape) - 2) for n in (stride, dilation))
-    if padding == "same":
-        if set(stride) != {1}:
-            return None  # torch raises its own error
+    if padding == "valid":
+        padding = 0
+    elif padding == "same" and set(stride) == {1}:
         total = [wide * (kernel - 1) for wide, kernel in zip(dilation, shape[2:])]
         padding = [n // 2 for n in total]
         if any(n % 2 for n in total):  # one more on the right, as torch pads
             input = F.pad(input, [side for n in reversed(total) for side in (0, n % 2)])
-    padding = _each(0 if padding == "valid" else padding, len(shape) - 2)
+    if isinstance(padding, str):
+        return None  # torch raises its own error
+    padding = _each(padding, len(shape) - 2)
     operation = _Convolution(stride, padding, dilation, groups)
     return _product(operation, input, weight, bias, len(shape))
 
