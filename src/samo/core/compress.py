@@ -264,7 +264,7 @@ def check_whole(model: nn.Module, what: str, instead: str) -> None:
             )
 
 
-# What will happen to each parameter ---------------------------------------------------------------
+# What will happen to each parameter -------------------------------------------------------------
 
 
 def _check_arguments(model: nn.Module, weights: str | int, options: dict[str, Any]) -> None:

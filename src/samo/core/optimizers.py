@@ -82,7 +82,7 @@ def param_groups(
     return list(groups.values())
 
 
-# Before and after a step --------------------------------------------------------------------------
+# Before and after a step ------------------------------------------------------------------------
 
 STEPPED: Final[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
 """Optimizers that have made a step: their state must follow when masks change."""

@@ -255,7 +255,7 @@ def _initial_state(weight: Weight, count: int, holding: list[Optimizer]) -> _Vec
     return found
 
 
-# Vectors of kept entries --------------------------------------------------------------------------
+# Vectors of kept entries ------------------------------------------------------------------------
 #
 # In pieces of 2**20 entries. The host knows where each piece starts from the masks' running counts,
 # so nothing waits for a device.

@@ -125,7 +125,7 @@ def _mT(weight: Any) -> Any:  # noqa: N802
     return weight._transposed(-2, -1)
 
 
-# In eager code ------------------------------------------------------------------------------------
+# In eager code ----------------------------------------------------------------------------------
 
 
 class StreamedWeight(Expansion, DenseWeight):
@@ -305,7 +305,7 @@ _FACTS: Final = {
 """Functions that need no expansion."""
 
 
-# Writes to expansions -----------------------------------------------------------------------------
+# Writes to expansions ---------------------------------------------------------------------------
 
 LOCK: Final = threading.RLock()
 """Held while values or a dense copy change. Reentrant, because the garbage collector may finalize a

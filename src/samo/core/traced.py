@@ -81,12 +81,6 @@ class TracedExpansion(Expansion):
             return self._dtype
         return getattr(self._expand(), name)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._expand()[index]
-
-    def __matmul__(self, other: Any) -> Any:
-        return self._expand() @ other
-
     def __rmatmul__(self, other: Any) -> Any:
         return torch.matmul(other, self)  # type: ignore[arg-type]
 
@@ -103,9 +97,8 @@ class TracedExpansion(Expansion):
 
 
 _OPERATORS: Final = (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "radd", "rsub", "rmul", "rtruediv"),
-    *("rfloordiv", "rmod", "rpow", "neg", "pos", "abs", "eq", "ne", "lt", "le", "gt", "ge", "len"),
-    "iter",
+    "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloordiv rmod rpow neg pos abs "
+    "matmul eq ne lt le gt ge getitem len iter"
 )
 
 
@@ -116,7 +109,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in _OPERATORS:  # Python looks operators up on the class
+for _name in _OPERATORS.split():  # Python looks operators up on the class
     setattr(TracedExpansion, f"__{_name}__", _operator(f"__{_name}__"))
 
 

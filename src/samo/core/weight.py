@@ -464,7 +464,7 @@ def weight_from(param: Tensor) -> Weight | None:
     return None if found is None else found()
 
 
-# DTensors, as FSDP2 creates them ------------------------------------------------------------------
+# DTensors, as FSDP2 creates them ----------------------------------------------------------------
 
 
 def local_of(tensor: Tensor) -> Tensor:
