@@ -182,16 +182,6 @@ def test_a_graph_that_replays_something_else_is_refused(monkeypatch: pytest.Monk
         opt.step()
 
 
-def test_torch_optimizers_refuse_bf16_gradients_and_ours_takes_them() -> None:
-    model, opt, _ = build("bf16")
-    loss_of(model, X.bfloat16()).backward()
-    assert model[0].get_parameter("weight").grad.dtype == torch.bfloat16
-    assert model[0].get_parameter("bias").grad.dtype == torch.float32
-    with pytest.raises(RuntimeError, match=r"dtype|type"):
-        torch.optim.AdamW(model.parameters()).step()
-    opt.step()
-
-
 # Moments of a dense phase -----------------------------------------------------------------------
 
 

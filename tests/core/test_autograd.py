@@ -44,21 +44,6 @@ def test_a_hook_on_the_weight_sees_the_whole_dense_gradient_once() -> None:
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_the_parameter_sees_the_values_gradient_once(kind: str, weights: Any) -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False))
-    samo.compress_(model, samo.prune(model, 0.5), weights=weights)
-    seen: list[Tensor] = []
-    values = model.get_parameter("0.weight")
-    getattr(values, kind)(lambda tensor: seen.append(tensor.detach().clone()))
-    x = torch.randn(4, 8)
-    (model(model(x)) if weights == "resident" else model(x)).sum().backward()
-    assert [tuple(tensor.shape) for tensor in seen] == [(32,)]
-    if kind == "register_hook":
-        assert torch.equal(seen[0], values.grad)
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> None:
     """Gradients are freed as they appear, as in torch's tutorial."""
     model, dense = twins(mlp(), kernels="reference", weights=weights)

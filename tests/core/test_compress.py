@@ -189,10 +189,10 @@ def test_integers_are_left_alone_or_refused_and_narrow_floats_need_a_dtype() -> 
         samo.compress_(model, masks)
     samo.compress_(model, samo.prune(model, 0.5))
     assert "codes" not in dict(named_weights(model))
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+    narrow = nn.Module()
+    narrow.weight = nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match=r"parameter 'weight' is torch.float8_e4m3fn; pass dtype"):
-        samo.compress_(model, samo.Masks({}))
+        samo.compress_(narrow, samo.Masks({}))
 
 
 @pytest.mark.parametrize("view", ["chunks", "expanded"])

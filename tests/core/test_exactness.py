@@ -36,9 +36,9 @@ for has_ages in (False, True):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fp32_steps_and_prunings_equal_masked_dense_training_bit_for_bit(name: str) -> None:
-    model = mlp()
-    masks = samo.prune(model, 0.5)
-    model, dense = twins(model, masks, kernels="reference")
+    start = mlp()
+    masks = samo.prune(start, 0.5)
+    model, dense = twins(start, masks, kernels="reference")
     first = model[0].weight.detach().clone()
     make_ours, make_theirs = OPTIMIZERS[name]
     ours, theirs = make_ours(model.parameters()), make_theirs(dense.parameters())
