@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         dense_state_dict as dense_state_dict,
         masks as masks,
     )
-    from samo.core.groups import param_groups as param_groups
     from samo.core.optim import AdamW as AdamW
+    from samo.core.optimizers import param_groups as param_groups
     from samo.core.remap import remap_ as remap_
     from samo.distributed.mesh import mesh as mesh
     from samo.errors import (
@@ -79,7 +79,7 @@ _MODULES: Final = {
     "ledger": "samo.memory.ledger",
     "load": "samo.checkpoint.load",
     "load_masks": "samo.checkpoint.load",
-    "param_groups": "samo.core.groups",
+    "param_groups": "samo.core.optimizers",
     "prunable": "samo.mask.prunable",
     "prune": "samo.pruning.prune",
     "remap_": "samo.core.remap",

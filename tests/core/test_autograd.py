@@ -3,7 +3,6 @@
 import copy
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,21 +44,6 @@ def test_a_hook_on_the_weight_sees_the_whole_dense_gradient_once() -> None:
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_the_parameter_sees_the_values_gradient_once(kind: str, weights: Any) -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False))
-    samo.compress_(model, samo.prune(model, 0.5), weights=weights)
-    seen: list[Tensor] = []
-    values = model.get_parameter("0.weight")
-    getattr(values, kind)(lambda tensor: seen.append(tensor.detach().clone()))
-    x = torch.randn(4, 8)
-    (model(model(x)) if weights == "resident" else model(x)).sum().backward()
-    assert [tuple(tensor.shape) for tensor in seen] == [(32,)]
-    if kind == "register_hook":
-        assert torch.equal(seen[0], values.grad)
-
-
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> None:
     """Gradients are freed as they appear, as in torch's tutorial."""
     model, dense = twins(mlp(), kernels="reference", weights=weights)
@@ -78,16 +62,6 @@ def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> No
     assert_equal(model, dense)
 
 
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
-def test_hooks_of_modules_see_inputs_and_gradients(weights: Any) -> None:
-    model = compressed(weights=weights)
-    seen: list[str] = []
-    model[0].register_forward_hook(lambda *_: seen.append("forward"))
-    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
-    model(X.clone().requires_grad_()).sum().backward()
-    assert seen == ["forward", "backward"]
-
-
 # Gradients --------------------------------------------------------------------------------------
 
 
@@ -99,33 +73,17 @@ def test_autograd_grad_and_inputs_give_compressed_gradients() -> None:
     assert all(torch.equal(grad, param.grad) for grad, param in zip(grads, params))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_gradient_penalty_on_weights_is_that_of_masked_dense(dtype: torch.dtype) -> None:
-    model, dense = twins(mlp().to(dtype), samo.prune(mlp(), 0.5))
-    for net in (model, dense):
-        params = list(net.parameters())
-        grads = torch.autograd.grad(loss_of(net, X.to(dtype)), params, create_graph=True)
-        penalty = sum(grad.square().sum() for grad in grads)
-        penalty.backward()
-    tolerance = (
-        {"rtol": 1e-9, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
-    )
-    for index in (0, 2):
-        torch.testing.assert_close(model[index].weight.grad, dense[index].weight.grad, **tolerance)
-        torch.testing.assert_close(model[index].bias.grad, dense[index].bias.grad, **tolerance)
-
-
-def test_gradcheck_of_the_values() -> None:
-    model = compressed(torch.float64)
-    values = model.get_parameter("0.weight")
-    x = X.double()
-
-    def run(values: Tensor) -> Tensor:
-        return torch.func.functional_call(model, {"0.weight": values}, (x,))
-
-    leaf = values.detach().clone().requires_grad_()
-    assert torch.autograd.gradcheck(run, (leaf,))
-    assert torch.autograd.gradgradcheck(run, (leaf,))
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_gradient_penalty_is_that_of_masked_dense(weights: Any) -> None:
+    model, dense = twins(mlp().double(), samo.prune(mlp(), 0.5), weights=weights)
+    inputs = [X.double().requires_grad_() for _ in "ab"]
+    for net, x in zip((model, dense), inputs):
+        grads = torch.autograd.grad(loss_of(net, x), [*net.parameters(), x], create_graph=True)
+        sum(grad.square().sum() for grad in grads).backward()
+    pairs = [(getattr(model[i], n).grad, getattr(dense[i], n).grad)
+             for i in (0, 2) for n in ("weight", "bias")]  # fmt: skip
+    for ours, theirs in [*pairs, [x.grad for x in inputs]]:
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 # torch.func -------------------------------------------------------------------------------------
@@ -171,23 +129,16 @@ def test_transforms_of_torch_func_give_the_gradients_of_backward(weights: Any) -
         forward = torch.func.jacfwd(loss)(values, x)
     torch.testing.assert_close(forward["0.weight"], grads["0.weight"])
     torch.testing.assert_close(torch.func.vmap(model)(x), model(x))
+    with torch.autograd.forward_ad.dual_level(), warnings.catch_warnings(action="ignore"):
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        tangent = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.clone()
+    expected = torch.func.jvp(samo.decompress_(model, dtype=x.dtype), (x,), (torch.ones_like(x),))[
+        1
+    ]
+    torch.testing.assert_close(tangent, expected)
 
 
 # Inference and threads --------------------------------------------------------------------------
-
-
-def test_a_forward_pass_in_inference_mode_leaves_a_model_that_trains() -> None:
-    model, dense = twins(mlp(), kernels="reference")
-    with torch.inference_mode():
-        expected = dense(X)
-        assert torch.equal(model(X), expected)
-    opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, dense)]
-    for x in batches(3):
-        for net, opt in zip((model, dense), opts):
-            step(net, opt, x)
-        with torch.inference_mode():
-            assert torch.equal(model(x), dense(x))
-    assert_equal(model, dense)
 
 
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
@@ -238,46 +189,18 @@ def test_threads_train_on_their_own_batches_together(weights: Any) -> None:
 # Memory -----------------------------------------------------------------------------------------
 
 
-def bytes_of(net: nn.Module, run: Callable[[nn.Module], None]) -> int:
-    with LiveBytes() as meter:
-        run(net)
-    return meter.peak_bytes
-
-
-def micro_batches(net: nn.Module) -> None:
-    x = torch.randn(2, 256)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for _ in range(20):
-            net(x).float().square().mean().backward()
-
-
-def forty_uses(net: nn.Module) -> None:
-    x = torch.randn(2, 256)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for _ in range(40):
-            x = net(x)
-        x.float().square().mean().backward()
-
-
-def autocast_copies(run: Callable[[nn.Module], None], **options: Any) -> float:
-    """Return how many 16-bit copies of the weight more than dense training are alive at once."""
+def test_micro_batches_under_autocast_leave_no_copies_behind() -> None:
     dense = nn.Sequential(nn.Linear(256, 256, bias=False))
     model = copy.deepcopy(dense)
-    samo.compress_(model, samo.prune(model, 0.9), **options)
+    samo.compress_(model, samo.prune(model, 0.9))
+    peaks, x = [], torch.randn(2, 256)
     for net in (model, dense):
-        dtype = net[0].weight.dtype
-        net(torch.randn(2, 256, dtype=dtype)).sum().backward()  # makes dense weights and gradients
-    return (bytes_of(model, run) - bytes_of(dense, run)) / (256 * 256 * 2)
-
-
-def test_micro_batches_under_autocast_leave_no_copies_behind() -> None:
-    assert autocast_copies(micro_batches) <= 2
-
-
-def test_autocast_casts_a_weight_anew_at_each_of_its_uses_in_one_pass() -> None:
-    """It keeps copies of leaves alone. With ``dtype=`` there is nothing to cast: docs/limits.md."""
-    assert 35 <= autocast_copies(forty_uses) <= 40
-    assert autocast_copies(forty_uses, dtype=torch.bfloat16) <= 0
+        net(x).sum().backward()  # makes dense weights and gradients
+        with LiveBytes() as meter, torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(20):
+                net(x).float().square().mean().backward()
+        peaks.append(meter.peak_bytes)
+    assert peaks[0] - peaks[1] <= 2 * 256 * 256 * 2
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -308,9 +231,8 @@ def test_dense_gradients_die_as_they_are_compressed(is_tied: bool, style: str) -
 # Checkpoints and compiled code ------------------------------------------------------------------
 
 
-@ignores_dynamo
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("style", ["plain", "checkpointed", "reentrant", "compiled"])
+@pytest.mark.parametrize("style", ["plain", "checkpointed", "reentrant"])
 def test_gradients_are_the_dense_ones_at_the_kept_places(is_tied: bool, style: str) -> None:
     model = small_gpt(is_tied=is_tied, is_checkpointed=style == "checkpointed")
     masks = samo.prune(model, sparsity=0.9)
@@ -324,27 +246,22 @@ def test_gradients_are_the_dense_ones_at_the_kept_places(is_tied: bool, style: s
             forward = block.forward
             block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=True)
     samo.compress_(model, masks)
-    if style == "compiled":
-        for block in model.blocks:
-            block.compile(backend="aot_eager", fullgraph=True)
     model(batch, batch).backward()
     for name, param in model.named_parameters():
         dense = expected[name]
         kept = dense[masks[name].to_bool()] if name in masks else dense
-        if style == "compiled" or (is_tied and name == "embed.weight"):
+        if is_tied and name == "embed.weight":
             torch.testing.assert_close(param.grad, kept)  # sums in another order
         else:
             assert torch.equal(param.grad, kept), name
 
 
 @ignores_dynamo
-@pytest.mark.parametrize(
-    ("scope", "weights"), [("tensor", "resident"), ("global", "resident"), ("global", "streamed")]
-)
+@pytest.mark.parametrize(("scope", "weights"), [("tensor", "resident"), ("global", "streamed")])
 def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: Any) -> None:
     """And once more when masks change, which may give blocks with equal masks unequal ones."""
     torch._dynamo.reset()
-    model = small_gpt(num_layers=4)
+    model = small_gpt(num_layers=3)
     samo.compress_(model, samo.prune(model, sparsity=0.5, scope=scope), weights=weights)
     batch = tokens()
     model(batch, batch).backward()
@@ -361,26 +278,15 @@ def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: 
 
 
 @ignores_dynamo
-def test_a_compiled_model_trains_as_masked_dense() -> None:
+def test_a_compiled_model_and_optimizer_train_as_masked_dense() -> None:
+    """The steps of both are compiled: torch's compiled and eager AdamW are 4e-7 apart."""
     torch._dynamo.reset()
     model, dense = twins(mlp().double())
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    opts = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, dense)]
-    for x in batches(20, dtype=torch.float64):
-        for net, opt in zip((run, dense), opts):
-            step(net, opt, x)
-    assert worst(model, dense) < 1e-9
-
-
-@ignores_dynamo
-def test_a_compiled_optimizer_step_is_that_of_the_masked_dense_model() -> None:
-    """Compiled on both sides: torch's own compiled and eager AdamW are 4e-7 apart after 5 steps."""
-    torch._dynamo.reset()
-    model, dense = twins(mlp().double())
+    nets = (torch.compile(model, backend="aot_eager", fullgraph=True), dense)
     opts = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, dense)]
     steps = [torch.compile(opt.step, backend="aot_eager") for opt in opts]
-    for x in batches(5, dtype=torch.float64):
-        for net, opt, run in zip((model, dense), opts, steps):
+    for x in batches(10, dtype=torch.float64):
+        for net, opt, run in zip(nets, opts, steps):
             opt.zero_grad()
             loss_of(net, x).backward()
             run()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import samo
-from samo.core import remap, transfer
+from samo.core import remap
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
 from samo.core.weight import Weight
@@ -157,68 +157,6 @@ def test_what_both_masks_keep_moves_bit_for_bit_and_all_else_is_zero(
         )
 
 
-def build() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 9)
-    )
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def torch_adamw(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1, foreach=False)
-
-
-TWINS: dict[str, tuple[Make, Make]] = {
-    "AdamW": (
-        lambda params: samo.AdamW(params, lr=3e-3, weight_decay=0.1, kernels="reference"),
-        torch_adamw,
-    ),
-    "ages": (
-        lambda params: samo.AdamW(
-            params, lr=3e-3, weight_decay=0.1, kernels="reference", entry_steps=True
-        ),
-        torch_adamw,
-    ),
-    "torch's AdamW": (torch_adamw, torch_adamw),
-    "SGD": (
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_training_over_prunings_equals_masked_dense_training_bit_for_bit(name: str) -> None:
-    make_ours, make_theirs = TWINS[name]
-    model = build()
-    dense = copy.deepcopy(model)
-    masks = samo.prune(model, sparsity=0.5)
-    masks.apply_(dense)
-    samo.compress_(model, masks, kernels="reference")
-    ours, theirs = make_ours(model.parameters()), make_theirs(dense.parameters())
-    for step in range(60):
-        if step in (20, 40):
-            masks = samo.prune(model, sparsity=0.7 if step == 20 else 0.9) & masks
-            samo.remap_(model, masks, ours)
-            masks.apply_(dense)
-        x = torch.randn(16, 40)
-        ours.zero_grad()
-        loss = loss_of(model, x)  # held over the next remap, with the graph it came from
-        loss.backward()
-        ours.step()
-        theirs.zero_grad()
-        loss_of(dense, x).backward()
-        for tensor_name, mask in masks.items():
-            mask.zero_(dense.get_parameter(tensor_name).grad)
-        theirs.step()
-        masks.apply_(dense)
-        for tensor_name, value in samo.dense_state_dict(model).items():
-            assert torch.equal(value, dense.state_dict()[tensor_name]), (step, tensor_name)
-
-
 def test_the_same_masks_change_nothing() -> None:
     masks = random_masks(0, (0.5, 0.5))
     model, opt = trained("bf16", masks)
@@ -283,14 +221,14 @@ def test_a_large_weight_moves_over_several_pieces() -> None:
     values = torch.randn(old.kept, dtype=torch.float64)
     count = new.kept - (old & new).kept
     added = torch.randn(count, dtype=torch.float64)
-    moved, dropped = transfer.move({"x": values}, old, new, {"x": added})
+    moved, dropped = remap.move({"x": values}, old, new, {"x": added})
     dense = torch.zeros(numel, dtype=torch.float64)
     dense[old.to_bool()] = values
     assert torch.equal(dropped["x"], dense[old.to_bool() & ~new.to_bool()])
     dense[new.to_bool() & ~old.to_bool()] = added
     assert torch.equal(moved["x"], dense[new.to_bool()])
     stay = torch.rand(old.kept) < 0.5
-    narrowed = transfer.narrow(old, samo.Mask.from_bool(stay).words)
+    narrowed = remap.narrow(old, samo.Mask.from_bool(stay).words)
     expected = torch.zeros(numel, dtype=torch.bool)
     expected[old.to_bool()] = stay
     assert torch.equal(narrowed.to_bool(), expected)
@@ -426,12 +364,12 @@ def test_a_failure_while_values_are_written_is_undone(
 
 def test_what_cannot_be_put_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = trained("bf16", random_masks(0, (0.3, 0.5)))
-    calls = iter(range(100))
+    calls, move = iter(range(100)), remap.move
 
     def fail_from_second_on(*args: Any) -> Any:
         if next(calls):
             raise MemoryError
-        return transfer.move(*args)
+        return move(*args)
 
     monkeypatch.setattr(remap, "move", fail_from_second_on)
     with pytest.raises(MemoryError) as caught:

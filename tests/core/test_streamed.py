@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
-from samo.core.writes import LOCK
-from tests.core.twins import mlp
+from samo.core.streamed import LOCK
+from tests.core.twins import masked_twin, mlp, worst
 from tests.meters import Experts, Meter, SmallResNet, ignores_dynamo, small_gpt, tokens
 
 X = torch.linspace(-1, 1, 96).view(8, 12)
@@ -96,9 +96,7 @@ def assert_equal_passes(
         for opt in opts:
             opt.step()
             opt.zero_grad()
-    are_streamed = not isinstance(nets[1], nn.RNNBase)
-    for _, weight in named_weights(nets[1]):
-        assert weight.mask is None or (weight.dense is None) == are_streamed
+    assert all(weight.mask is None or weight.dense is None for _, weight in named_weights(nets[1]))
 
 
 # Module kinds -----------------------------------------------------------------------------------
@@ -166,22 +164,6 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "3-D": (lambda: nn.Conv3d(2, 8, (1, 2, 3), padding=(0, 1, 1)), IMAGE.view(2, 2, 3, 9, 9)),
     "transposed": (lambda: nn.ConvTranspose2d(6, 8, 3, stride=2, output_padding=1), IMAGE),
 }
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions_equal_resident_ones(name: str) -> None:
-    make, x = CONVOLUTIONS[name]
-    assert_equal_passes(make, lambda m, x: m(x), x)
-
-
-def test_a_convolution_with_a_turned_kernel_is_that_one() -> None:
-    assert_equal_passes(lambda: nn.Conv2d(6, 8, 3), lambda m, x: F.conv2d(x, m.weight.mT), IMAGE)
-    assert_equal_passes(
-        lambda: nn.Conv1d(3, 8, 3),
-        lambda m, x: F.conv1d(x, weight=m.weight.transpose(1, 2)),
-        IMAGE[:, :3, 0],
-    )
 
 
 TOKENS = torch.arange(28).view(4, 7) % 20
@@ -257,27 +239,46 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_modules_and_both_kinds_of_checkpointing_equal_resident_ones(name: str) -> None:
-    assert_equal_passes(*OTHERS[name])
+Layer = tuple[Callable[[], nn.Module], Run, Tensor | None]
+LAYERS: dict[str, Layer] = {
+    **{name: (make, run, None) for name, (make, run) in OTHERS.items()},
+    **{name: (make, lambda m, x: m(x), x) for name, (make, x) in CONVOLUTIONS.items()},
+    "turned": (lambda: nn.Conv2d(6, 8, 3), lambda m, x: F.conv2d(x, m.weight.mT), IMAGE),
+    "turned 1-D": (
+        lambda: nn.Conv1d(3, 8, 3),
+        lambda m, x: F.conv1d(x, weight=m.weight.transpose(1, 2)),
+        IMAGE[:, :3, 0],
+    ),
+}
 
 
-@pytest.mark.parametrize("name", ["attention", "lstm", "gru", "tied", "experts of whole blocks"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_equals_resident_evaluation(name: str, mode: Any) -> None:
-    make, run = OTHERS[name]
-    ours, theirs = pair(make)
-    with mode():
-        assert_same(run(ours.eval()), run(theirs.eval()))
-    assert_same(pass_of(ours.train(), run), pass_of(theirs.train(), run))
-
-
-def test_an_encoder_layer_evaluates_without_torchs_fast_path() -> None:
-    """Which is off for tensors of this kind: equal up to rounding."""
-    make, run = OTHERS["encoder layer"]
-    with torch.no_grad():
-        torch.testing.assert_close(*(run(net.eval()) for net in pair(make)))
+@pytest.mark.filterwarnings("ignore:.*padding='same' with even|.*not supported with oneDNN")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_the_resident_one_bit_for_bit_and_trains_as_masked_dense(name: str) -> None:
+    make, run, x = LAYERS[name]
+    torch.manual_seed(0)
+    start = make()
+    nets = [*pair(make), masked_twin(start, random_masks(start))]
+    for module in nets[2].modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = False  # a compressed weight's gradient is never sparse
+    opts = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    inputs = () if x is None else (x,)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():  # where attention and encoders take another path
+            resident, ours, dense = (run(net.eval(), *inputs) for net in nets)
+        torch.testing.assert_close(resident, dense)
+        torch.testing.assert_close(ours, dense)
+        passes = [pass_of(net.train(), run, x) for net in nets]
+        assert_same(passes[0], passes[1])
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    # Gradients of a weight with several uses add up in another order.
+    assert worst(nets[0], nets[2]) <= 1e-6
+    are_streamed = not isinstance(nets[1], nn.RNNBase)
+    for _, weight in named_weights(nets[1]):
+        assert weight.mask is None or (weight.dense is None) == are_streamed
 
 
 @pytest.mark.parametrize(
@@ -378,15 +379,6 @@ def test_hugging_face_experts_equal_resident_ones(experts: str, width: int) -> N
 # Gradients --------------------------------------------------------------------------------------
 
 
-def test_micro_batches_add_up_as_resident_ones() -> None:
-    found = []
-    for net in pair(mlp, grad_dtype=torch.bfloat16):
-        for part in X.split(2):
-            net(part).square().mean().backward()
-        found.append(grads(net))
-    assert_same(*found)
-
-
 @pytest.mark.parametrize("make", [torch.optim.SGD, samo.AdamW])
 def test_a_graph_that_is_kept_serves_again_until_a_step(make: Any) -> None:
     for model in pair(mlp):
@@ -410,10 +402,6 @@ def penalty(net: Any, x: Tensor) -> list[Any]:
     return [*grads(net), x.grad]
 
 
-def test_second_derivatives_of_linear_layers_equal_resident_ones() -> None:
-    assert_same(*(penalty(net, X) for net in pair(mlp)))
-
-
 @pytest.mark.parametrize("name", ["1-D", "groups", "channels last", "3-D"])
 def test_second_derivatives_of_convolutions_are_resident_ones(name: str) -> None:
     """In another order of the sums: the two gradients of a convolution are computed apart."""
@@ -427,20 +415,6 @@ def test_gradcheck() -> None:
     model = streamed(lambda: mlp().double())
     assert torch.autograd.gradcheck(model, (X[:2].double().requires_grad_(),))
     assert torch.autograd.gradgradcheck(model, (X[:1].double().requires_grad_(),))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, of its formulas
-def test_transforms_of_the_input_and_forward_mode() -> None:
-    ours, theirs = pair(lambda: mlp().double())
-    x = X.double()
-    for transform in (torch.func.vmap, torch.func.jacrev):
-        torch.testing.assert_close(transform(theirs)(x), transform(ours)(x))
-    tangents = []
-    for net in (ours, theirs):
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-            tangents.append(torch.autograd.forward_ad.unpack_dual(net(dual)).tangent.clone())
-    assert_same(*tangents)
 
 
 def test_frozen_weights_pass_gradients_on() -> None:
@@ -461,22 +435,11 @@ def test_frozen_weights_pass_gradients_on() -> None:
     assert_same(*found)
 
 
-# Hooks ------------------------------------------------------------------------------------------
-
-
-def test_a_hook_on_the_weight_is_refused() -> None:
-    model = streamed()
-    with pytest.raises(samo.CompressionError, match=r"'0.weight' is streamed: its dense gradient"):
-        model[0].weight.register_hook(print)
-
-
 # Training ---------------------------------------------------------------------------------------
 
 LEAN = {"dtype": torch.bfloat16, "value_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}),
-    "adamw": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
-    "foreach": (lambda p: torch.optim.Adam(p, lr=0.01, foreach=True), {}),
+    "torch": (lambda p: torch.optim.AdamW(p, lr=0.01), {}),
     "exact": (lambda p: samo.AdamW(p, lr=0.01), {"dtype": torch.bfloat16}),
     "lean": (lambda p: samo.AdamW(p, lr=0.01, state="lean"), LEAN),
 }
@@ -492,13 +455,7 @@ def train(net: Any, opt: Any, steps: int = 3) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_train_as_resident_models(name: str) -> None:
-    make, options = OPTIMIZERS[name]
-    assert_same(*(train(net, make(net.parameters())) for net in pair(mlp, **options)))
-
-
-@pytest.mark.parametrize("name", ["adamw", "exact", "lean"])
-def test_masks_are_exchanged_as_of_resident_models(name: str) -> None:
+def test_models_train_over_a_remap_as_resident_ones(name: str) -> None:
     make, options = OPTIMIZERS[name]
     found = []
     for net in pair(mlp, **options):
@@ -553,6 +510,9 @@ def test_writes_to_one_of_stacked_weights_reach_the_values(width: int) -> None:
                 nn.init.normal_(net.experts.up[expert])
             net.experts.down[-1].t().mul_(2)
         found.append(net(x).detach())
+        assert net.experts.up[0].requires_grad
+        net.experts.up.requires_grad_(False)
+        assert not net.experts.up[0].requires_grad
     assert_same(*found)
 
 
@@ -608,11 +568,9 @@ def test_the_weight_looks_like_a_parameter() -> None:
         weight = net[0].weight
         assert isinstance(weight, nn.Parameter)
         assert weight is net[0].weight
-        assert weight in {weight: 1}
         assert (weight.shape, weight.dtype, len(weight)) == ((32, 12), torch.float32, 32)
         assert (weight.stride(), weight.device.type) == ((12, 1), "cpu")
         assert not isinstance(weight.t(), nn.Parameter)
-        assert not hasattr(weight, "no_such_thing")
         with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
             torch.optim.SGD([weight], lr=0.1)
         with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor"):
@@ -620,8 +578,6 @@ def test_the_weight_looks_like_a_parameter() -> None:
     ours, theirs = pair(mlp)
     for look in (
         lambda w: w.tolist(),
-        lambda w: repr(w.detach()),
-        lambda w: w.detach().numpy().sum(),
         lambda w: torch.zeros_like(w),
         lambda w: copy.deepcopy(w).detach(),
         lambda w: pickle.loads(pickle.dumps(w)).detach(),
@@ -630,16 +586,11 @@ def test_the_weight_looks_like_a_parameter() -> None:
         assert_same(look(ours[0].weight), look(theirs[0].weight))
 
 
-def test_one_of_stacked_weights_knows_whether_it_is_trained() -> None:
-    model = streamed(lambda: Experts(4, 32))
-    assert model.experts.up[0].requires_grad
-    model.experts.up.requires_grad_(False)
-    assert not model.experts.up[0].requires_grad
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_torch_jit_trace_is_refused() -> None:
+def test_hooks_on_the_weight_and_torch_jit_trace_are_refused() -> None:
     model = streamed()
+    with pytest.raises(samo.CompressionError, match=r"'0.weight' is streamed: its dense gradient"):
+        model[0].weight.register_hook(print)
     with pytest.raises(samo.CompressionError, match=r"use torch.export"):
         torch.jit.trace(model, (X,))
 
@@ -672,7 +623,9 @@ def wide_mlp() -> nn.Sequential:
 
 
 def convolutions() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(6, 64, 3), nn.Tanh(), nn.Conv2d(64, 96, 3), nn.Conv2d(96, 2, 3))
+    """One with padding on both sides, and one that is padded more on the right."""
+    same = nn.Conv2d(64, 96, 3, padding="same"), nn.Conv2d(96, 64, (2, 4), padding="same")
+    return nn.Sequential(nn.Conv2d(6, 64, 3), nn.Tanh(), *same, nn.Conv2d(64, 2, 3))
 
 
 PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
@@ -877,14 +830,14 @@ class Arithmetic(nn.Module):
 
 
 @ignores_dynamo
-@pytest.mark.parametrize("kind", ["arithmetic", "lstm", "tied", "evaluated"])
+@pytest.mark.parametrize("kind", ["arithmetic", "lstm", "tied"])
 def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
     torch._dynamo.reset()
     make, x = {
         "arithmetic": (Arithmetic, X),
         "lstm": (lambda: nn.LSTM(16, 8), SEQUENCE),
         "tied": (Tied, TOKENS),
-    }.get(kind, (mlp, X))
+    }[kind]
     eager = streamed(make)
     model = copy.deepcopy(eager)
     run = torch.compile(model, backend="aot_eager", fullgraph=kind != "lstm")
@@ -893,10 +846,8 @@ def test_compiled_models_compute_what_eager_ones_do(kind: str) -> None:
         out = run(x)
         return out[0] if kind == "lstm" else out
 
-    if kind == "evaluated":
-        with torch.no_grad():
-            assert torch.equal(result(run), result(eager))
-        return
+    with torch.no_grad():
+        torch.testing.assert_close(result(run), result(eager))
     for net, call in ((eager, eager), (model, run)):
         result(call).square().mean().backward()
         torch.optim.SGD(net.parameters(), lr=0.1).step()

@@ -1,21 +1,15 @@
-"""Every kind of layer, settings of AdamW, and random models against masked dense training."""
+"""Settings of AdamW, random models and those of Hugging Face against masked dense training."""
 
 import itertools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import samo
-from tests.core.test_streamed import CONVOLUTIONS, OTHERS
 from tests.core.twins import pruned_entries, twins, worst
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = OTHERS | {
-    name: (build, lambda layer, x=x: layer(x)) for name, (build, x) in CONVOLUTIONS.items()
-}
 
 
 def masks_of_all(model: nn.Module, density: float = 0.5) -> samo.Masks:
@@ -27,29 +21,6 @@ def masks_of_all(model: nn.Module, density: float = 0.5) -> samo.Masks:
             keep.view(-1)[0] = True
             masks[name] = samo.Mask.from_bool(keep)
     return samo.Masks(masks)
-
-
-@pytest.mark.filterwarnings("ignore:.*padding='same' with even|.*not supported with oneDNN")
-@pytest.mark.parametrize("name", LAYERS)
-def test_steps_of_a_layer_equal_masked_dense_training(name: str) -> None:
-    build, call = LAYERS[name]
-    model = build()
-    model, dense = twins(model, masks_of_all(model))
-    for module in dense.modules():
-        if isinstance(module, nn.Embedding):
-            module.sparse = False  # a compressed weight's gradient is never sparse
-    opts = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (model, dense)]
-    for _ in range(3):
-        for net, opt in zip((model, dense), opts):
-            torch.manual_seed(1)  # for dropout
-            opt.zero_grad()
-            call(net).square().mean().backward()
-            opt.step()
-    # Gradients of a weight with several uses add up in another order.
-    assert worst(model, dense) <= 1e-6
-    assert not pruned_entries(model).any()
-    with torch.no_grad():  # where attention and encoders take another path
-        torch.testing.assert_close(call(model.eval()), call(dense.eval()))
 
 
 SETTINGS: list[dict[str, Any]] = [

@@ -33,14 +33,19 @@ def masked_twin(model: nn.Module, masks: samo.Masks) -> nn.Module:
     The hook sees a parameter's whole gradient of a backward pass, before it is added to ``.grad``.
     """
     twin = copy.deepcopy(model)
-    masks.apply_(twin)
+    mask_(twin, masks)
+    return twin
+
+
+def mask_(model: nn.Module, masks: samo.Masks) -> None:
+    """Mask the weights of a dense model now, and their gradients from now on."""
+    masks.apply_(model)
     seen = set()
-    for name, param in masks.parameters_of(twin).items():
+    for name, param in masks.parameters_of(model).items():
         if param.requires_grad and id(param) not in seen:
             keep = masks[name].to_bool()
             seen.add(id(param))
             param.register_hook(lambda grad, keep=keep: grad.where(keep, 0))
-    return twin
 
 
 def twins(

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samo.core.dense import DenseWeight
-from samo.core.shards import placed_as, whole
-from samo.core.weight import Weight
+from samo.core.weight import Weight, placed_as, whole
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 

@@ -15,8 +15,7 @@ from torch.profiler import record_function
 
 from samo import kernels as _kernels
 from samo.core import weight as _weight
-from samo.core.shards import local_update, shard_groups
-from samo.core.weight import Weight, weight_from, weight_of
+from samo.core.weight import Weight, local_of, weight_from, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.lean import num_groups, quantise_weight
@@ -24,9 +23,6 @@ from samo.kernels.reference import ages_at
 from samo.kernels.rounding import master_dtype, remainder_dtype
 
 __all__ = ["AdamW"]
-
-_REMAINDER_KEYS: Final = {torch.int16: "remainder", torch.int8: "correction"}
-"""State key of the rounding remainder of a bfloat16 parameter, by its dtype."""
 
 _update: Final[Callable[..., AdamWUpdate]] = partial(tuple.__new__, AdamWUpdate)
 """`AdamWUpdate` without the cost of its constructor, a third of the time spent on a parameter."""
@@ -160,7 +156,7 @@ class AdamW(Optimizer):
                 loss = closure()
         with record_function("samo.AdamW.collect"):
             batches, sharded = self._collect()
-        groups = shard_groups(sharded)
+        groups = _shard_groups(sharded)
         if not batches and not groups and self.group is None:
             return loss
         with record_function("samo.AdamW.find_nonfinite"):
@@ -239,7 +235,7 @@ class AdamW(Optimizer):
                     )
                 )
                 if is_sharded:
-                    update = local_update(update)
+                    update = _local(update)
                 batch.params.append(param)
                 batch.updates.append(update)
         if _is_captured():
@@ -441,8 +437,37 @@ def state_layout(
             layout["age"] = (torch.int16, param.shape)
     remainder = remainder_dtype(param.dtype, is_lean=group["lean"])
     if remainder is not None:
-        layout[_REMAINDER_KEYS[remainder]] = (remainder, param.shape)
+        layout["correction" if group["lean"] else "remainder"] = (remainder, param.shape)
     return layout
+
+
+def _local(update: AdamWUpdate) -> AdamWUpdate:
+    """Return this rank's part of an update; its tensors may be empty."""
+    param, remainder, grad, exp_avg, exp_avg_sq, *_ = update
+    placements = param.placements  # type: ignore[attr-defined]
+    if isinstance(grad, DTensor) and grad.placements != placements:
+        # Tensor parallelism may leave partial sums.
+        grad = grad.redistribute(placements=placements)
+    return update._replace(
+        param=local_of(param),
+        remainder=None if remainder is None else local_of(remainder),
+        grad=local_of(grad),
+        exp_avg=local_of(exp_avg),
+        exp_avg_sq=local_of(exp_avg_sq),
+    )
+
+
+def _shard_groups(params: Iterable[DTensor]) -> dict[dist.ProcessGroup, str]:
+    """Return the process groups that shard these parameters, and the type of their devices.
+
+    Without groups of replicas, as in hybrid sharding: they have the same gradients.
+    """
+    return {
+        mesh.get_group(dim): mesh.device_type
+        for mesh, placements in dict.fromkeys((p.device_mesh, p.placements) for p in params)
+        for dim, placement in enumerate(placements)
+        if not placement.is_replicate()
+    }
 
 
 def _any_rank(flag: Tensor, group: dist.ProcessGroup, device_type: str) -> Tensor:

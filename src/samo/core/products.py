@@ -8,7 +8,7 @@ bit-identical.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,31 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from samo.core.dense import Layout
-from samo.core.expansion import Expansion, implements
+from samo.core.streamed import Expansion, implements
 
 __all__ = []
-
-
-class Operation(Protocol):
-    """A product of an input and a weight."""
-
-    @property
-    def needs_input(self) -> bool:
-        """Whether the input's gradient needs more of the input than its shape and strides."""
-
-    def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
-        """Return the shape of the product."""
-
-    def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product."""
-
-    def grad_weight(
-        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias, where needed."""
-
-    def grad_input(self, grad: Tensor, x: Tensor, dense: Tensor) -> Tensor:
-        """Return the gradient of the input."""
 
 
 class Product(torch.autograd.Function):
@@ -162,6 +140,9 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
 # Matrix products --------------------------------------------------------------------------------
 
 
+_Gradients: TypeAlias = tuple[Tensor | None, Tensor | None]
+
+
 class _Matmul(NamedTuple):
     """``x @ weight``, or ``x @ weight.T`` as in a linear layer; 2-D weights."""
 
@@ -169,8 +150,10 @@ class _Matmul(NamedTuple):
     is_linear: bool
     """Whether to use F.linear, or addmm and matmul."""
     needs_input: bool = False
+    """Whether the input's gradient needs more of the input than its shape and strides."""
 
     def shape(self, x: Tensor, weight: torch.Size) -> list[int]:
+        """Return the shape of the product."""
         return [*x.shape[:-1], weight[0] if self.is_transposed else weight[1]]
 
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
@@ -182,9 +165,8 @@ class _Matmul(NamedTuple):
         factor = dense.t() if self.is_transposed else dense
         return torch.matmul(x, factor) if bias is None else torch.addmm(bias, x, factor)
 
-    def grad_weight(
-        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def grad_weight(self, grad: Tensor, x: Tensor, shape: Any, needs: list[bool]) -> _Gradients:
+        """Return the gradients of weight and bias, where needed."""
         grad = grad.reshape(-1, grad.shape[-1])
         dense = bias = None
         if needs[0]:
@@ -245,9 +227,7 @@ class _GroupedMatmul(NamedTuple):
         factor = dense.transpose(-2, -1) if self.is_transposed else dense
         return F.grouped_mm(x, factor, offs=self.ends)
 
-    def grad_weight(
-        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def grad_weight(self, grad: Tensor, x: Tensor, shape: Any, needs: list[bool]) -> _Gradients:
         left, right = (grad, x) if self.is_transposed else (x, grad)
         return F.grouped_mm(left.t(), right, offs=self.ends), None
 
@@ -293,9 +273,7 @@ class _Convolution(NamedTuple):
     def forward(self, x: Tensor, dense: Tensor, bias: Tensor | None) -> Tensor:
         return torch.convolution(x, dense, bias, *self._settings)
 
-    def grad_weight(
-        self, grad: Tensor, x: Tensor, shape: torch.Size, needs: list[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def grad_weight(self, grad: Tensor, x: Tensor, shape: Any, needs: list[bool]) -> _Gradients:
         nothing = grad.new_empty(1).expand(shape)  # only its shape is used
         found = self._backward(grad, x, nothing, [False, *needs])
         return found[1], found[2]
@@ -321,14 +299,26 @@ def _convolution(
 ) -> Tensor | None:
     if not isinstance(weight, Expansion) or weight._is_flipped:
         return None
-    padding = 0 if padding == "valid" else padding
     shape = weight._layout.shape
-    if isinstance(padding, str) or input.dim() != len(shape):
+    if input.dim() != len(shape):
         return None
-    stride, padding, dilation = (_each(n, len(shape) - 2) for n in (stride, padding, dilation))
+    stride, dilation = (_each(n, len(shape) - 2) for n in (stride, dilation))
+    if padding == "valid":
+        padding = 0
+    elif padding == "same" and set(stride) == {1}:
+        total = [wide * (kernel - 1) for wide, kernel in zip(dilation, shape[2:])]
+        padding = [n // 2 for n in total]
+        if any(n % 2 for n in total):  # one more on the right, as torch pads
+            input = F.pad(input, [side for n in reversed(total) for side in (0, n % 2)])
+    if isinstance(padding, str):
+        return None  # torch raises its own error
+    padding = _each(padding, len(shape) - 2)
     operation = _Convolution(stride, padding, dilation, groups)
     return _product(operation, input, weight, bias, len(shape))
 
 
 def _each(value: Any, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
+
+
+Operation: TypeAlias = _Matmul | _GroupedMatmul | _Convolution

@@ -16,59 +16,47 @@ from samo.utils.collectives import all_gather_json
 
 __all__ = []
 
-_SEEN: Final[weakref.WeakKeyDictionary[DistributedDataParallel, bool]] = weakref.WeakKeyDictionary()
-"""DDP wrappers whose masks were compared; False if their parameters were resized since."""
+_COMPARED: Final[weakref.WeakKeyDictionary[nn.Module, bool]] = weakref.WeakKeyDictionary()
+"""DDP wrappers and FSDP2 models whose masks were compared; False if they were resized since."""
 
 
 def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
-    """Compare masks in the first forward pass under DistributedDataParallel or FSDP2.
-
-    Raises:
-        MaskError: They differ; on every rank.
-        CompressionError: Parameters were resized after DDP allocated its buckets.
-    """
+    """Compare masks in the first forward pass under DistributedDataParallel or FSDP2."""
     if torch.compiler.is_compiling():
         return
     replicas = DistributedDataParallel._active_ddp_module
-    if replicas is None:
-        _check_masks_of_shards(module)
+    owner = module if replicas is None else replicas
+    if _COMPARED.get(owner):
         return
-    if _SEEN.get(replicas):
-        return
-    nbytes = sum(param.nbytes for param in replicas._module_parameters)
-    known = replicas._get_ddp_logging_data()["total_parameter_size_bytes"]
-    if replicas in _SEEN or known != nbytes:
-        raise CompressionError(
-            "masks changed the length of parameters after this DistributedDataParallel was built; "
-            "rebuild it: ddp = DistributedDataParallel(ddp.module)"
-        )
-    compare_masks(_masks(module), replicas.process_group)
-    _SEEN[replicas] = True
-
-
-def _check_masks_of_shards(module: nn.Module) -> None:
-    """Compare masks in the first forward pass of an FSDP2 model."""
-    if module in _COMPARED:
-        return
-    mesh = next((weight.mesh for _, weight in named_weights(module)), None)
-    if mesh is not None:
-        for dim in range(mesh.ndim):
-            compare_masks(_masks(module), mesh.get_group(dim))
-        _COMPARED.add(module)
-
-
-def _masks(module: nn.Module) -> dict[str, Mask]:
-    return {name: w.mask for name, w in named_weights(module) if w.mask is not None}
-
-
-_COMPARED: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
-"""Sharded models whose masks were compared."""
+    if replicas is not None:
+        nbytes = sum(param.nbytes for param in replicas._module_parameters)
+        known = replicas._get_ddp_logging_data()["total_parameter_size_bytes"]
+        if replicas in _COMPARED or known != nbytes:
+            raise CompressionError(
+                "masks changed the length of parameters after this DistributedDataParallel was "
+                "built; rebuild it: ddp = DistributedDataParallel(ddp.module)"
+            )
+        groups = [replicas.process_group]
+    else:
+        mesh = next((weight.mesh for _, weight in named_weights(module)), None)
+        if mesh is None:
+            return
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    masks = {name: w.mask for name, w in named_weights(module) if w.mask is not None}
+    for group in groups:
+        compare_masks(masks, group)
+    _COMPARED[owner] = True
 
 
 def replicas_of(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """Return the DDP wrappers that have run with any of these parameters, oldest first."""
     wanted = {id(param) for param in params}
-    return [r for r in list(_SEEN) if any(id(param) in wanted for param in r.parameters())]
+    return [
+        module
+        for module in list(_COMPARED)
+        if isinstance(module, DistributedDataParallel)
+        and any(id(param) in wanted for param in module.parameters())
+    ]
 
 
 def group_of(param: Tensor) -> dist.ProcessGroup | None:
@@ -80,7 +68,7 @@ def group_of(param: Tensor) -> dist.ProcessGroup | None:
 def outdate_replicas(params: Iterable[Tensor]) -> None:
     """Make DDP wrappers of resized parameters reject their next forward pass."""
     for replicas in replicas_of(params):
-        _SEEN[replicas] = False
+        _COMPARED[replicas] = False
 
 
 def compare_masks(masks: Mapping[str, Mask], group: dist.ProcessGroup | None) -> None:

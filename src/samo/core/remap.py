@@ -10,7 +10,7 @@ Dropped entries are kept until the last weight is done. If one fails (out of mem
 weights before it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from samo.core.checks import masks_by_parameter
-from samo.core.compress import check_whole
+from samo.core.compress import check_whole, masks_by_parameter
 from samo.core.modules import named_weights
+from samo.core.optimizers import STEPPED
 from samo.core.rank_checks import outdate_replicas
-from samo.core.step_hooks import STEPPED
-from samo.core.transfer import move
 from samo.core.weight import Weight, mark_ragged
 from samo.errors import CompressionError, MaskError
+from samo.kernels.pieces import kept_pieces
+from samo.mask import bitmap
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.utils.validation import optimizers_of
@@ -253,3 +253,61 @@ def _initial_state(weight: Weight, count: int, holding: list[Optimizer]) -> _Vec
             value = float(group.get(setting, opt.defaults[setting]))
             found[f"{index}/{key}"] = vector.new_full((count,), value)
     return found
+
+
+# Vectors of kept entries ------------------------------------------------------------------------
+#
+# In pieces of 2**20 entries. The host knows where each piece starts from the masks' running counts,
+# so nothing waits for a device.
+
+
+def move(
+    vectors: Mapping[str, Tensor], old: Mask, new: Mask, added: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return vectors of ``old``'s kept entries as those of ``new``'s, and the dropped entries.
+
+    ``added`` has values for entries that only ``new`` keeps, in flat order; by default 0.
+    """
+    common = old & new
+    moved = {name: vector.new_zeros(new.kept) for name, vector in vectors.items()}
+    dropped = {name: vector.new_empty(old.kept - common.kept) for name, vector in vectors.items()}
+    gone = fresh = 0
+    for (_, old_bits, olds), (_, new_bits, news), (_, both, commons) in zip(
+        kept_pieces(old), kept_pieces(new), kept_pieces(common)
+    ):
+        old_place = old_bits.cumsum(0).add_(olds.start - 1)
+        new_place = new_bits.cumsum(0).add_(news.start - 1)
+        num_common = _length(commons)
+        stays = _places(both, num_common)
+        source, target = old_place[stays], new_place[stays]
+        leaves = old_place[_places(old_bits & ~both, _length(olds) - num_common)]
+        comes = new_place[_places(new_bits & ~both, _length(news) - num_common)]
+        leaving = slice(gone, gone + leaves.numel())
+        coming = slice(fresh, fresh + comes.numel())
+        gone, fresh = leaving.stop, coming.stop
+        for name, vector in vectors.items():
+            moved[name][target] = vector[source]
+            dropped[name][leaving] = vector[leaves]
+            if name in added:
+                moved[name][comes] = added[name][coming]
+    return moved, dropped
+
+
+def narrow(mask: Mask, words: Tensor) -> Mask:
+    """Return a mask with those kept entries of ``mask`` whose bits are set in ``words``."""
+    made = torch.empty_like(mask.words)
+    for piece, bits, kept in kept_pieces(mask):
+        first = kept.start // bitmap.WORD_BITS * bitmap.WORD_BITS
+        stay = bitmap.unpack(words, first, kept.stop)[kept.start - first :]
+        bits[_places(bits, _length(kept))] = stay
+        bitmap.pack(bits, made, piece.start)
+    return Mask(mask.shape, made)
+
+
+def _length(span: slice) -> int:
+    return int(span.stop - span.start)
+
+
+def _places(bits: Tensor, count: int) -> Tensor:
+    """Return where the ``count`` set bits are, without asking a device for their number."""
+    return torch.nonzero_static(bits, size=count).view(-1)

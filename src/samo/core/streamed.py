@@ -1,12 +1,21 @@
-"""`StreamedWeight`: what ``module.weight`` returns for a streamed weight, a tensor without storage.
+"""Streamed weights: what ``module.weight`` returns when the dense weight is not kept.
 
-It knows its shape, dtype and device. A transpose, or one expert of a stack, is another such tensor.
-It has no mutable state, so threads, copies and repeated passes can share it. For writes to
-expansions see `samo.core.writes`.
+An `Expansion` is expanded lazily. torch passes every function called on it to
+``__torch_function__``. Matrix products and convolutions expand and free the weight internally
+(`samo.core.products`); any other function gets a fresh expansion, in the autograd graph of the
+values.
+
+Eager code gets the subclass `StreamedWeight`, a tensor without storage. It knows its shape, dtype
+and device. A transpose, or one expert of a stack, is another such tensor. It has no mutable state,
+so threads, copies and repeated passes can share it. For compiled code see `samo.core.traced`.
+
+A caller may write to an expansion: `Handed` applies the write to the values.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -14,16 +23,109 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from samo.core import products  # noqa: F401  (registers handlers)
-from samo.core.dense import DenseWeight, Layout
-from samo.core.expansion import HANDLERS, OPERATORS, Expansion, expanded, implements
-from samo.core.writes import Handed
+from samo.core.dense import DenseWeight, Expand, Layout, expand_by_index
 from samo.errors import CompressionError
 
 if TYPE_CHECKING:
     from samo.core.weight import Weight
 
 __all__ = []
+
+HANDLERS: Final[dict[Any, Callable[..., Any]]] = {}
+"""Replacements for functions of torch. A handler that returns None falls back to an expansion."""
+
+
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a handler for functions of torch."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+class Expansion:
+    """A deferred expansion: the values, their layout, and the compute dtype."""
+
+    _param: Tensor
+    """The values."""
+    _layout: Layout
+    _dtype: torch.dtype
+    _is_flipped: bool
+    """Whether the last two dimensions are transposed."""
+
+    def __init__(
+        self, values: Tensor, layout: Any, dtype: torch.dtype, is_flipped: bool = False
+    ) -> None:
+        self._param, self._layout = values, layout
+        self._dtype, self._is_flipped = dtype, is_flipped
+
+    def _expand(self) -> Tensor:
+        """Expand now."""
+        values, layout, dtype = self._param, self._layout, self._dtype
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and torch._C._functorch.peek_interpreter_stack() is not None:
+            dense = expand_by_index(values, layout, dtype)
+        elif is_compiling or (values.requires_grad and torch.is_grad_enabled()):
+            dense = Expand.apply(values, None, layout, dtype)  # type: ignore[no-untyped-call]
+        else:
+            dense = layout.expand(values.detach(), dtype)
+        return dense.transpose(-2, -1) if self._is_flipped else dense
+
+    def _like(self, values: Tensor, layout: Layout, is_flipped: bool) -> Any:
+        """Return another expansion of the same kind and dtype."""
+        raise NotImplementedError
+
+    def _sync(self) -> None:
+        """Apply pending writes to earlier expansions."""
+
+    def _part(self, index: Any) -> Any:
+        """Return one of stacked weights without expanding the others, or None if impossible."""
+        return None
+
+    def _transposed(self, dim0: Any, dim1: Any) -> Any:
+        """Transpose the last two dimensions; return None for other dimensions."""
+        dims = len(self._layout.shape)
+        swapped = {dim % dims for dim in (dim0, dim1) if -dims <= dim < dims}
+        if dims < 2 or swapped != {dims - 2, dims - 1}:
+            return None
+        return self._like(self._param, self._layout, not self._is_flipped)
+
+
+def expanded(args: Any) -> list[Any]:
+    return [_expanded_one(arg) for arg in args]
+
+
+def _expanded_one(arg: Any) -> Any:
+    if isinstance(arg, Expansion):
+        return arg._expand()
+    if type(arg) in (list, tuple):
+        return type(arg)(expanded(arg))
+    return arg
+
+
+@implements(Tensor.__getitem__)
+def _getitem(weight: Any, index: Any) -> Any:
+    return weight._part(index)
+
+
+@implements(Tensor.transpose, torch.transpose)
+def _transpose(input: Any, dim0: Any, dim1: Any) -> Any:
+    return input._transposed(dim0, dim1)
+
+
+@implements(Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
+def _t(weight: Any) -> Any:
+    return weight._transposed(0, 1) if len(weight._layout.shape) == 2 else None
+
+
+@implements(Tensor.mT.__get__)  # type: ignore[attr-defined]
+def _mT(weight: Any) -> Any:  # noqa: N802
+    return weight._transposed(-2, -1)
+
+
+# In eager code ----------------------------------------------------------------------------------
 
 
 class StreamedWeight(Expansion, DenseWeight):
@@ -85,21 +187,22 @@ class StreamedWeight(Expansion, DenseWeight):
         return dense
 
     def _expand_detached(self, weight: Weight) -> Tensor:
-        """Expand outside the graph, or return a live expansion."""
-        base = self._shared(weight)
+        """Expand outside the graph. All readers share it, and see each other's writes."""
+        base = self._live(weight)
+        if base is None:
+            with torch.inference_mode(False):  # tensors of inference mode have no version
+                base = self._layout.expand(self._param.detach(), self._dtype)
+            Handed(weight, self._index, base)
         return base.transpose(-2, -1) if self._is_flipped else base.view_as(base)
 
-    def _shared(self, weight: Weight) -> Tensor:
-        """Return a live expansion or a new one, so that all readers see each other's writes."""
+    def _live(self, weight: Weight) -> Tensor | None:
+        """Return an earlier expansion that is alive and up to date, if any."""
         for handed in tuple(weight.handed):
             base = handed.base()
             is_same = handed.index == self._index and handed.is_current(weight)
             if base is not None and is_same and not base.requires_grad:
                 return base
-        with torch.inference_mode(False):  # tensors of inference mode have no version
-            base = self._layout.expand(self._param.detach(), self._dtype)
-        Handed(weight, self._index, base)
-        return base
+        return None
 
     def _like(
         self, values: Tensor, layout: Layout, is_flipped: bool, index: tuple[int, ...] = ()
@@ -133,15 +236,6 @@ class StreamedWeight(Expansion, DenseWeight):
         own = layout._replace(shape=torch.Size(part.shape), strides=layout.strides[1:], mask=part)
         values = self._param.narrow(0, first, part.kept)
         return self._like(values, own, self._is_flipped, (index % layout.shape[0],))
-
-    # Tensor's own, which dispatch to `__torch_function__`.
-    shape = Tensor.shape
-    t, transpose, T, mT = Tensor.t, Tensor.transpose, Tensor.T, Tensor.mT  # noqa: N815
-    __getitem__ = Tensor.__getitem__
-    __matmul__, __rmatmul__ = Tensor.__matmul__, Tensor.__rmatmul__
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     @property
     def data(self) -> Tensor:
@@ -195,10 +289,6 @@ def _detach(weight: Any) -> Any:
     return weight._expand_detached(owner)
 
 
-for _name in OPERATORS:
-    setattr(StreamedWeight, f"__{_name}__", getattr(Tensor, f"__{_name}__"))
-
-
 _PROPERTIES: Final = (
     "shape dtype device layout ndim _base _version "
     "is_cpu is_cuda is_meta is_mps is_xpu is_sparse is_quantized is_nested"
@@ -213,3 +303,71 @@ _FACTS: Final = {
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
 """Functions that need no expansion."""
+
+
+# Writes to expansions ---------------------------------------------------------------------------
+
+LOCK: Final = threading.RLock()
+"""Held while values or a dense copy change. Reentrant, because the garbage collector may finalize a
+written expansion anywhere."""
+
+
+class Handed:
+    """An expansion returned to a caller.
+
+    Writes to it reach the values at the weight's next use, or when the expansion is freed.
+    """
+
+    def __init__(self, weight: Weight, index: tuple[int, ...], base: Tensor) -> None:
+        self.base: Final = weakref.ref(base)
+        self._dense: Final = base.detach()  # outlives `base`, for the final check
+        self._weight: Final = weakref.ref(weight)
+        self.index: Final = index
+        self._mask: Final = weight.mask
+        self._version: int = base._version
+        self._values_version: int = weight.values._version
+        weight.handed.append(self)
+        weakref.finalize(base, self._let_go).atexit = False
+
+    def is_current(self, weight: Weight) -> bool:
+        """Return whether mask and values are still the same."""
+        return weight.mask is self._mask and weight.values._version == self._values_version
+
+    def follow(self) -> None:
+        """Apply writes to the values; raise CompressionError if the values changed too."""
+        with LOCK:
+            weight = self._weight()
+            if weight is None or self._dense._version == self._version:
+                return
+            self._version = self._dense._version
+            if not self.is_current(weight):
+                raise written_twice(weight.name)
+            self._take(weight)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _take(self, weight: Weight) -> None:
+        dense = self._dense.detach()
+        if self.index:
+            dense = weight.layout.expand(weight.values, weight.dtype)
+            dense[self.index] = self._dense
+        weight.take_dense(dense)
+        self._dense.copy_(weight.layout.expand(weight.values, weight.dtype)[self.index])
+        self._version, self._values_version = self._dense._version, weight.values._version
+
+    def _let_go(self) -> None:
+        weight = self._weight()
+        try:
+            self.follow()
+        except CompressionError as error:
+            warnings.warn(f"{error}; the write to the tensor is lost", stacklevel=2)
+        if weight is not None and self in weight.handed:
+            weight.handed.remove(self)
+
+
+def written_twice(name: str) -> CompressionError:
+    """Return the error for a weight whose dense weight and values were both written."""
+    return CompressionError(
+        f"'{name}' was written in two ways since it was last used: through module.weight and "
+        "model.parameters(); read module.weight in between"
+    )

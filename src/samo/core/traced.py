@@ -1,12 +1,13 @@
 """Reading a weight inside `torch.compile` and `torch.export`, through operators they can trace."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samo.core.dense import Expand
-from samo.core.expansion import Expansion
+from samo.core.streamed import HANDLERS, Expansion, expanded
 from samo.kernels.operators import compress, expand
 
 __all__ = []
@@ -47,8 +48,73 @@ class TracedLayout(NamedTuple):
         return compress(grad, self.bitmap, kept, self.grad_dtype)
 
 
+class TracedExpansion(Expansion):
+    """An `Expansion` with the attributes and operators of tensors that compiled code uses."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            found = handler(*args, **kwargs)
+            if found is not None:
+                return found
+        return func(*expanded(args), **dict(zip(kwargs, expanded(kwargs.values()))))
+
+    def _like(self, values: Tensor, layout: Any, is_flipped: bool) -> "TracedExpansion":
+        return TracedExpansion(values, layout, self._dtype, is_flipped)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the dense weight."""
+        shape = list(self._layout.shape)
+        if self._is_flipped:
+            shape[-2:] = shape[-1], shape[-2]
+        return torch.Size(shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("device", "is_cuda"):
+            return getattr(self._param, name)
+        if name == "dtype":
+            return self._dtype
+        return getattr(self._expand(), name)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return torch.matmul(other, self)  # type: ignore[arg-type]
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        """Transpose two dimensions."""
+        found = self._transposed(dim0, dim1)
+        return self._expand().transpose(dim0, dim1) if found is None else found
+
+    def t(self) -> Any:
+        """Transpose a matrix."""
+        return self.transpose(0, 1)
+
+    T = mT = property(t)  # noqa: N815
+
+
+_OPERATORS: Final = (
+    "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloordiv rmod rpow neg pos abs "
+    "matmul eq ne lt le gt ge getitem len iter"
+)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def call(self: TracedExpansion, *args: Any) -> Any:
+        return getattr(self._expand(), name)(*args)
+
+    return call
+
+
+for _name in _OPERATORS.split():  # Python looks operators up on the class
+    setattr(TracedExpansion, f"__{_name}__", _operator(f"__{_name}__"))
+
+
 def read(weight: Any, traced: Any) -> Any:
-    """Return the dense weight in a traced program, or an `Expansion` of it.
+    """Return the dense weight in a traced program, or a `TracedExpansion` of it.
 
     ``traced`` is the `samo.core.dense.Traced` of the `Weight`. Resident weights are not refreshed
     here; optimizers, ``load_state_dict`` and ``.to()`` have done that already.
@@ -61,7 +127,7 @@ def read(weight: Any, traced: Any) -> Any:
     shape, strides = [tuple([int(n) for n in part.split()]) for part in sizes.split("/")]
     layout = TracedLayout(torch.Size(shape), strides, bitmap, values.dtype)
     if torch.compiler._is_exporting_flag or dense is None:
-        return Expansion(values, layout, dtype)
+        return TracedExpansion(values, layout, dtype)
     if not values.requires_grad or not torch.is_grad_enabled():
         return dense
     return Expand.apply(values, dense, layout, dtype)  # type: ignore[no-untyped-call]

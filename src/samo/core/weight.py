@@ -10,7 +10,7 @@ uses:
 Both can be written: the values by optimizers or ``load_state_dict``, the dense weight through
 ``module.weight``. The next read syncs them by torch's version counters. Writes through ``.data`` of
 the values do not bump a counter, so every optimizer step refreshes the dense weights of its
-parameters (`samo.core.step_hooks`).
+parameters (`samo.core.optimizers`).
 """
 
 import warnings
@@ -22,13 +22,19 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samo import kernels as _kernels
+from samo.core import products  # noqa: F401  (registers handlers)
 from samo.core.dense import DenseWeight, Expand, Layout, Traced, as_dense_weight, expand_by_index
-from samo.core.streamed import StreamedWeight, streamed_weight
-from samo.core.writes import LOCK as _LOCK, Handed
+from samo.core.streamed import (
+    LOCK as _LOCK,
+    Handed,
+    StreamedWeight,
+    streamed_weight,
+    written_twice,
+)
 from samo.errors import CompressionError
 from samo.mask.mask import Mask
 
@@ -217,11 +223,7 @@ class Weight:
 
     @_untracked
     def sync(self) -> None:
-        """Update whichever of values and dense weight is stale.
-
-        Raises:
-            CompressionError: Both were written.
-        """
+        """Update whichever of values and dense weight is stale; raise an error if both are."""
         with _LOCK:
             is_moved = (
                 self.values._version != self._version or self.values.data_ptr() != self._address
@@ -230,10 +232,7 @@ class Weight:
                 self._refresh()
             elif self._is_written():
                 if is_moved:
-                    raise CompressionError(
-                        f"'{self.name}' was written in two ways since it was last used: through "
-                        "module.weight and model.parameters(); read module.weight in between"
-                    )
+                    raise written_twice(self.name)
                 self.take_dense(self.dense)
                 self._tracked = None  # the in-place write changed its history
                 self._refresh()
@@ -257,11 +256,7 @@ class Weight:
 
     @_untracked
     def write(self, dense: Tensor) -> None:
-        """Take the kept entries of a dense tensor as the new values.
-
-        Raises:
-            CompressionError: It has another shape.
-        """
+        """Take the kept entries of a dense tensor as the new values."""
         if dense.shape != self.shape:
             raise CompressionError(
                 f"'{self.name}' is {tuple(self.shape)} and cannot be assigned "
@@ -467,3 +462,24 @@ def weight_from(param: Tensor) -> Weight | None:
     """Return the weight that a dense parameter became."""
     found = ORIGINS.get(param)
     return None if found is None else found()
+
+
+# DTensors, as FSDP2 creates them ----------------------------------------------------------------
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard, which may be empty, or a plain tensor unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a plain tensor unchanged, or gather a DTensor. Collective for DTensors."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(values: Tensor, like: Tensor) -> Tensor:
+    """Shard a tensor the way ``like`` is sharded, if it is."""
+    if not isinstance(like, DTensor):
+        return values
+    values = values.to(like.device)
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)

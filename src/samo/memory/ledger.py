@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from samo.core.modules import CompressedModule
 from samo.core.optim import AdamW
-from samo.core.shards import local_of
-from samo.core.weight import weight_of
+from samo.core.weight import local_of, weight_of
 from samo.errors import CompressionError
 from samo.kernels.reference import bias_corrections
 from samo.memory.predict import KINDS, Kind, TensorSpec, dense_bytes, paper_bytes, predict

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samo.core.rank_checks import group_of
-from samo.core.transfer import move, narrow
+from samo.core.remap import move, narrow
 from samo.core.weight import Weight
 from samo.errors import CompressionError
 from samo.kernels.rounding import master_dtype
