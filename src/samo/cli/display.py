@@ -92,7 +92,8 @@ class Display:
             f"{self._state}{size(event.memory_bytes)} in all"
         )
         title = "" if self.title == event.phase else self.title
-        self._update(description=f"{title} {event.phase}".strip(), numbers=numbers)
+        description = f"{title} {event.phase}".strip()
+        self._update(description=description, completed=event.step, numbers=numbers)
         now = time.monotonic()
         is_due = event.step >= self._steps or now - self._line_at >= _SECONDS_BETWEEN_LINES
         if is_due and not self._console.is_terminal:
