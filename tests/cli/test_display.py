@@ -1,9 +1,7 @@
-"""The display of a run: its lines and its bar; methods of pruning in whole commands."""
+"""The display of a run: its lines and its bar."""
 
 import io
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,11 +9,7 @@ from rich.console import Console
 from samo.cli.display import Display
 from samo.cli.main import main
 from samo.train import events
-from tests.cli.test_cli import SMALL, here
-
-__all__ = ["here"]
-
-BIRD = "--method early-bird --queue 2 --mask-every 1 --warmup-steps 0".split()  # noqa: SIM905
+from tests.report.runs import NUMEL, accounted, gradual, observed, pruned, stepped, write_run
 
 
 def shown(*happened: events.Event) -> str:
@@ -27,100 +21,55 @@ def shown(*happened: events.Event) -> str:
     return printed.getvalue()
 
 
-def step_line(step: int) -> events.Stepped:
-    zeros = dict.fromkeys(("lr", "grad_norm", "epoch", "step_ms", "elapsed_s"), 0.0)
-    counts = dict.fromkeys(("tokens", "memory_bytes", "skipped_steps"), 0)
-    return events.Stepped(step=step, phase="samo", loss=2.0, tokens_per_s=9.0, **zeros, **counts)
-
-
-def pruned(reason: events.DrawReason, sparsity: float = 0.9) -> events.Pruned:
-    is_bird = reason in ("settled", "limit")
-    return events.Pruned(
-        step=50,
-        kept=round(100 * (1 - sparsity)),
-        numel=100,
-        sparsity=sparsity,
-        reason=reason,
-        distances=[0.08, 0.0512] if is_bird else [],
-        threshold=0.1 if is_bird else None,
-    )
-
-
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        (pruned("dense_steps"), "pruned 90.0%: 10 of 100 weights kept\n"),
-        (pruned("settled"), "kept; masks have settled: distances 0.080, 0.051, threshold 0.1\n"),
-        (pruned("limit"), "kept; limit reached, masks not settled: distances 0.080, 0.051, thresh"),
-        (pruned("dense_steps", 0.0), "compressed; 100 weights will be pruned step by step"),
+        (pruned(50), "step  50/100  pruned 90.0%: 78,643 of 786,432 weights kept\n"),
+        (pruned(50, reason="settled"), "  masks have settled: pruned 90.0%: 78,643 of 786,432"),
+        (pruned(50, reason="limit"), "  limit reached, masks not settled: pruned 90.0%"),
+        (pruned(50, NUMEL), "compressed; 786,432 weights will be pruned step by step"),
     ],
 )
 def test_the_line_about_pruning_says_why(event: events.Pruned, words: str) -> None:
     assert words in shown(event)
 
 
-def account(*rank_bytes: int) -> events.Accounted:
-    zeros: Any = dict.fromkeys(
-        ("num_params", "measured_bytes", "predicted_bytes", "dense_bytes"), 0
-    )
-    rest: Any = {"paper_bytes": None, "measured": {}, "predicted": {}, "weights": None}
-    return events.Accounted(step=1, rank_bytes=[*rank_bytes], **zeros, **rest)
-
-
-def remapped(dropped: int, grown: int) -> events.Remapped:
-    sizes: Any = {"kept": 40, "numel": 100, "sparsity": 0.6}
-    return events.Remapped(step=60, dropped=dropped, grown=grown, **sizes)
-
-
 def numbers_of(*happened: events.Event) -> str:
     """Return what a step's line says at the end of a run, where all lines are shown."""
-    return shown(*happened, step_line(100)).splitlines()[-1]
+    return shown(*happened, stepped(100, phase="samo")).splitlines()[-1]
 
 
 def test_lines_of_steps_show_the_masks_and_the_state() -> None:
-    about: Any = {"distances": [0.3], "largest": 0.3, "threshold": 0.1, "queue": 5}
-    seen = events.Observed(step=50, **about)
-    assert "loss 2.000  masks differ by 0.300  9 tokens/s" in numbers_of(seen)
-    assert "masks" not in numbers_of(seen, pruned("dense_steps"))
-    assert "loss 2.000  60.0% pruned  9 tokens/s" in numbers_of(remapped(20, 0))
-    assert "loss 2.000  25.0% replaced  9 tokens/s" in numbers_of(remapped(10, 10))
-    assert "replaced" not in numbers_of(remapped(10, 10), step_line(80)), "shown once"
-    assert "state 40.0 kB of 0 B in all  left" in numbers_of(account(40_000))
-    assert "state 30.0 kB of 0 B in all on the first rank" in numbers_of(account(30_000, 50_000))
-    assert "state" not in numbers_of(account(40_000), pruned("dense_steps"))
+    looks = observed(2)
+    assert "loss 2.000  masks differ by 0.220  16,850 tokens/s" in numbers_of(*looks)
+    assert "masks" not in numbers_of(*looks, pruned(50))
+    assert "loss 2.000  90.0% pruned  16,850 tokens/s" in numbers_of(*gradual())
+    alone, shared = accounted(1), accounted(1, rank_bytes=(3_000_000, 2_816_112))
+    assert "s  state 5.82 MB of 512 MB in all  left 0.0 s" in numbers_of(alone)
+    assert "s  rank 0: state 3.00 MB of 512 MB in all  left" in numbers_of(shared)
+    assert "state" not in numbers_of(alone, pruned(50))
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_warmup_of_compiled_blocks_is_named(is_terminal: bool) -> None:
+def test_a_terminal_shows_a_live_bar_and_the_time_to_compile() -> None:
     out = io.StringIO()
-    with Display(Console(file=out, width=120, force_terminal=is_terminal)) as display:
+    with Display(Console(file=out, width=120, force_terminal=True)) as display:
         display.on(events.Started(step=0, steps=9, time=0.0))
         display.on(events.Compiling(step=0))
-        if is_terminal:
-            time.sleep(0.2)  # until the bar is drawn again
-        assert "compiling" in out.getvalue()
         display.on(events.Compiled(step=1, seconds=12.34))
-    assert "step 1/9  compiled in 12.3 s" in out.getvalue()
+        display.on(events.Ticked(step=9))
+        display.on(stepped(9))
+    drawn = out.getvalue()
+    assert "\x1b[" in drawn  # it moves the cursor
+    for part in ("compiling: ", "step 1/9  compiled in 12.3 s", "9/9", "loss 2.000", "tokens/s"):
+        assert part in drawn
 
 
-def test_a_ticket_is_drawn_reported_and_looked_into(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "notes.txt", *SMALL, *BIRD, "--threshold", "0.9"]) == 0
-    assert "masks have settled: distances 0." in capsys.readouterr().out
-    page = (here / "runs" / "notes" / "report.html").read_text(encoding="utf-8")
-    assert "Masks settled at step 2: distance 0." in page
-    assert main(["inspect", "runs/notes"]) == 0
-    looked = " ".join(capsys.readouterr().out.split())
-    assert "early-bird Masks settled at step 2: distance 0." in looked
-
-
-def test_moving_masks_are_trained_reported_and_looked_into(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    moving = ["--method", "rigl", "--mask-every", "2", "--mask-stop", "6", "--scope", "erk"]
-    assert main(["train", "notes.txt", *SMALL, *moving]) == 0
-    assert main(["train", "--resume", "runs/notes", "--steps", "8"]) == 0
-    assert main(["inspect", "runs/notes"]) == 0
-    assert "masks Masks changed 2 times, replacing" in " ".join(capsys.readouterr().out.split())
-    assert "Changing masks" in (here / "runs" / "notes" / "report.html").read_text("utf-8")
+def test_masks_of_a_run_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bird = write_run(tmp_path / "bird", reason="settled", more=observed(9))
+    changed = write_run(tmp_path / "changed", sparsity=0.0, more=gradual())
+    for path, words in (
+        (bird, "early-bird Masks settled at step 100: distance 0."),
+        (changed, "masks Masks were pruned further 3 times, to 90 % sparsity"),
+    ):
+        assert main(["inspect", str(path)]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())

@@ -7,25 +7,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig
 
 from samo.cli.commands import Launch
 from samo.cli.launch import run as launch
 from samo.cli.main import main, parse
-from samo.errors import ConfigError, PeerError
-from samo.train.config import TrainConfig
+from samo.errors import ConfigError
 from samo.train.launch_env import command_line, restarted_dir, resume_command
-from samo.train.trainer import train
-from tests.ranks import run_ranks
-from tests.train.helpers import Watcher
-from tests.train.test_many_ranks import small, text
+from tests.train.test_many_ranks import text
 
 __all__ = ["text"]  # the fixture
 
@@ -34,8 +30,8 @@ FLAGS = (
     "--eval-every 1000 --eval-batches 1 --dense-steps 2 --save-every 3 --sample-tokens 0 "
     "--timeout-s 8 --device cpu"
 )
-SMALL = FLAGS.split()
 TIMEOUT_S = 8
+SLOW = pytest.mark.slow
 
 
 def children(pid: int) -> dict[int, int]:
@@ -79,28 +75,14 @@ def started(*command: str, cwd: Path) -> Iterator["subprocess.Popen[str]"]:
         process.communicate()
 
 
-def wait_for(path: Path, process: "subprocess.Popen[str]", seconds: float = 120) -> dict[int, int]:
-    """Wait until a file is there, and return the ranks."""
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"no {path} after {seconds} s"
-        time.sleep(0.05)
-    return children(process.pid)
-
-
-def wait_for_steps(metrics: Path, process: "subprocess.Popen[str]", since: float) -> dict[int, int]:
-    """Wait until a run has started or gone on since a time, and taken a step; return the ranks."""
+def wait_for(process: "subprocess.Popen[str]", is_done: Callable[[], bool]) -> dict[int, int]:
+    """Wait for something that the ranks do, and return the ranks."""
     deadline = time.monotonic() + 120
-    while True:
-        text = metrics.read_text() if metrics.exists() else ""
-        found = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-        begun = [place for place, line in enumerate(found) if line.get("time", 0) > since]
-        if begun and any(line["event"] == "step" for line in found[begun[-1] :]):
-            return children(process.pid)
+    while not is_done():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return children(process.pid)
 
 
 def listening(pid: int) -> set[str]:
@@ -118,38 +100,48 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-@pytest.mark.slow
-def test_a_killed_rank_is_named_and_all_restart_from_the_last_checkpoint(
-    tmp_path: Path, text: Path
+@pytest.mark.parametrize(
+    ("launcher", "flags"),
+    [
+        pytest.param("samo launch -n 2 --logs logs --max-restarts 1", "--pipe 2", marks=SLOW),
+        pytest.param(
+            "torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 -m samo",
+            "--data 2",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_all_ranks_restart_from_the_last_checkpoint_when_one_is_killed(
+    tmp_path: Path, text: Path, launcher: str, flags: str
 ) -> None:
     run = tmp_path / "runs" / "notes"
-    command = ["samo", "launch", "-n", "2", "--max-restarts", "1", "--logs", "logs"]
-    command += ["train", "notes.txt", "--pipe", "2", "--steps", "40", *SMALL]
-    with started(*command, cwd=tmp_path) as process:
-        ranks = wait_for(run / "checkpoints" / "last" / "manifest.json", process)
+    command = f"{launcher} train notes.txt {flags} --steps 40 {FLAGS}"
+    is_ours = launcher.startswith("samo")
+    with started(*command.split(), cwd=tmp_path) as process:
+        manifest = run / "checkpoints" / "last" / "manifest.json"
+        ranks = wait_for(process, manifest.exists)
         assert sorted(ranks) == [0, 1]
-        for pid in (process.pid, *ranks.values()):
+        for pid in (process.pid, *ranks.values()) if is_ours else ():
             assert listening(pid) <= {"0100007F"}  # 127.0.0.1
         os.kill(ranks[1], signal.SIGKILL)
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 0, said
-    assert "samo: rank 1 (stage 1 of 2) was killed by signal 9, the first rank to exit" in said
-    assert "samo: all ranks restart from the last checkpoint (restart 1 of 1)" in said
-    assert "Traceback" not in said
+    if is_ours:
+        assert "samo: rank 0: rank 1 (stage 1 of 2)" in said
+        assert "Traceback" not in said
+        assert {path.parent.name for path in (tmp_path / "logs").rglob("std*.log")} == {"1"}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes"]
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] >= 2 for line in found if line["event"] == "resume"] == [True]
-    steps = [line["step"] for line in found if line["event"] == "step"]
-    assert steps == list(range(1, 41))
-    assert {path.parent.name for path in (tmp_path / "logs").rglob("std*.log")} == {"1"}
+    assert [e["step"] for e in found if e["event"] == "step"] == list(range(1, 41))
 
 
 @pytest.mark.long
 def test_a_stopped_rank_ends_all_in_time_and_ctrl_c_saves(tmp_path: Path, text: Path) -> None:
     manifest = tmp_path / "run" / "checkpoints" / "last" / "manifest.json"
-    command = ["samo", "launch", "-n", "2", "train", "notes.txt", "--out", "run", "--pipe", "2"]
-    with started(*command, "--steps", "100000", *SMALL, cwd=tmp_path) as process:
-        ranks = wait_for(manifest, process)
+    command = f"samo launch -n 2 train notes.txt --out run --pipe 2 --steps 100000 {FLAGS}"
+    with started(*command.split(), cwd=tmp_path) as process:
+        ranks = wait_for(process, manifest.exists)
         os.kill(ranks[1], signal.SIGSTOP)
         began = time.monotonic()
         said = process.communicate(timeout=120)[0]
@@ -159,53 +151,16 @@ def test_a_stopped_rank_ends_all_in_time_and_ctrl_c_saves(tmp_path: Path, text: 
         assert "rank 1 (stage 1 of 2)" in said or "rank 1 is stage 1 of 2" in said
         assert "Traceback" not in said
         assert all(map(is_gone, ranks.values()))
-    ended = time.time()
+    metrics = tmp_path / "run" / "metrics.jsonl"
     with started("samo", "launch", "-n", "2", "train", "--resume", "run", cwd=tmp_path) as process:
-        ranks = wait_for_steps(tmp_path / "run" / "metrics.jsonl", process, ended)
+        ranks = wait_for(
+            process, lambda: '"event": "step"' in metrics.read_text().partition('"resume"')[2]
+        )
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 130, said
         assert "and saved. To resume:\n  samo launch -n 2 train --resume run\n" in said
         assert all(map(is_gone, ranks.values()))
-
-
-@pytest.mark.long
-def test_a_run_under_torchrun_resumes_after_a_restart(tmp_path: Path, text: Path) -> None:
-    run = tmp_path / "runs" / "notes"
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--max-restarts", "1", "-m", "samo", "train", "notes.txt"]
-    with started(*command, "--steps", "40", *SMALL, cwd=tmp_path) as process:
-        ranks = wait_for(run / "checkpoints" / "last" / "manifest.json", process)
-        os.kill(ranks[1], signal.SIGKILL)
-        said = process.communicate(timeout=120)[0]
-        assert process.returncode == 0, said
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in found].count("resume") == 1
-    assert [e["step"] for e in found if e["event"] == "step"] == list(range(1, 41))
-
-
-def train_with_one_that_hangs(rank: int, num_ranks: int, config: TrainConfig, out: Path) -> Any:
-    times = []
-
-    def stop() -> None:
-        times.append(time.monotonic())
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    try:
-        train(config, out, listeners=[Watcher(2, stop)])
-    except PeerError as error:
-        return str(error), error.ranks, time.monotonic() - times[0]
-    return None
-
-
-def test_a_rank_that_hangs_ends_the_others_in_time(tmp_path: Path, text: Path) -> None:
-    config, out = small(text, {"timeout_s": 1.0}), tmp_path / "run"
-    answers = run_ranks(2, train_with_one_that_hangs, config, out, lost=[1], timeout_s=60)
-    message, ranks, seconds = answers[0]
-    assert ranks == (1,)
-    assert "rank 1 stopped (no heartbeat" in message
-    assert seconds < 30  # 1 s, 3 s for the diagnosis, and two steps on a busy machine
 
 
 def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> None:
@@ -226,12 +181,9 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
     ("settings", "message"),
     [
         ({"num_ranks": 0}, r"--num-ranks \(-n\) must be 1 or more, got 0"),
-        ({"max_restarts": -1}, "--max-restarts must be 0 or more, got -1"),
         ({"command": ("bench",)}, "samo launch can start train only: samo launch -n 4 train"),
         ({"command": ()}, "samo launch can start train only"),
         ({"command": ("train", "a.txt", "--steps", "0")}, "steps must be 1 or more"),
-        ({"command": ("train", "a.txt", "--data", "3")}, "data=3 does not make up 2 ranks"),
-        ({"command": ("train", "a.txt", "--batch-size", "1")}, "be divided among 2 replicas"),
     ],
 )
 def test_a_launch_that_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -242,51 +194,35 @@ def test_a_launch_that_cannot_work_is_refused(settings: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("codes", "code", "message"),
     [
-        ([{1: 2, 0: -15}], 2, None),  # wrong usage, which rank 0 has reported
-        ([{0: 1, 1: -9}, {}], 0, "rank 1 (stage 1 of 2) was killed by signal 9, the first rank"),
-        ([{0: 3, 1: -15}, {1: -9}], 137, "rank 0 (stage 0 of 2) failed with exit code 3, the"),
-        ([2], 130, None),
+        ({1: 2, 0: -15}, 2, ""),  # wrong usage, which rank 0 has reported
+        ({0: 1, 1: -9}, 137, "rank 1 (stage 1 of 2) was killed by signal 9, the first rank to ex"),
+        ({0: 3, 1: -15}, 3, "rank 0 (stage 0 of 2) failed with exit code 3, the first rank to ex"),
+        ({}, 130, ""),
     ],
 )
-def test_the_launcher_names_the_rank_that_failed_and_restarts(
-    codes: list[Any],
+def test_the_launcher_names_the_rank_that_failed(
+    codes: dict[int, int],
     code: int,
-    message: str | None,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    attempts = iter(codes)
-
-    def start(config: LaunchConfig, entrypoint: str) -> Any:
-        assert (config.nproc_per_node, config.max_restarts) == (2, 0)
-
-        def run(*words: str) -> None:
-            found = next(attempts)
-            if isinstance(found, int):
-                raise SignalException("a signal", signal.Signals(found))
-            if found:
-                failures = {
-                    rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=number, error_file="")
-                    for rank, number in found.items()
-                }
-                raise ChildFailedError("samo", failures)
-
-        return run
-
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=number, error_file="")
+        for rank, number in codes.items()
+    }
+    error = ChildFailedError("samo", failures) if codes else SignalException("", signal.SIGINT)
+    start = mock.Mock(return_value=mock.Mock(side_effect=error))
     monkeypatch.setattr("samo.cli.launch.elastic_launch", start)
     monkeypatch.setattr("logging.disable", lambda level: None)
-    for name in ("SAMO_RESTART_COUNT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         monkeypatch.setenv(name, "1")  # which are set for the ranks
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     words = ("train", "a.txt", "--pipe", "2", "--device", "cpu")
     assert launch(Launch(command=words, num_ranks=2, max_restarts=1)) == code
+    config = start.call_args[0][0]
+    assert (config.nproc_per_node, config.max_restarts) == (2, 1)
     said = capsys.readouterr().err
-    assert ("the first rank to exit" in said) == (message is not None)
-    assert message is None or f"samo: {message}" in said
-    assert (
-        said.count("all ranks restart from the last checkpoint (restart 1 of 1)") == len(codes) - 1
-    )
-    assert next(attempts, None) is None
+    assert said.startswith(f"samo: {message}") if message else said == ""
 
 
 def test_a_restart_finds_the_folder_of_its_own_launch(

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,6 @@ def write_run(
     (folder / "run.json").write_text(json.dumps(about | dict(changes or {})))
     events: list[Event] = [ev.Started(step=0, steps=steps, time=1763200000.0)]
     kept = round(NUMEL * (1 - sparsity))
-    chance = random.Random(seed)
     is_pruned = mode != "dense"
     for step in range(1, steps + 1):
         is_after = is_pruned and step > prune_at
@@ -63,8 +61,7 @@ def write_run(
         if is_after:
             loss += 0.08 + 0.6 * math.exp(-(step - prune_at) / (0.15 * prune_at))
         phase = "samo" if is_after else "dense"
-        noise, rate = chance.gauss(0, 0.05), chance.gauss(16_850, 300)
-        events.append(stepped(step, loss + noise, phase, rate))
+        events.append(stepped(step, loss, phase))
         if eval_every and (step % eval_every == 0 or step == steps):
             events.append(evaluated(step, loss + 0.06))
         if is_pruned and step == prune_at:

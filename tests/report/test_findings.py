@@ -1,6 +1,5 @@
 """What the report says in numbers and sentences, and what it does not claim."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,15 +77,6 @@ def test_throughput_is_the_median_of_the_last_phase_without_its_first_line(tmp_p
     assert findings.throughput_finding([run]) == "60 tokens/s"
 
 
-def test_the_training_loss_is_a_mean_over_the_end(tmp_path: Path) -> None:
-    run = run_of(tmp_path, *(stepped(i, loss=float(i > 98)) for i in range(1, 101)))
-    assert findings.last_loss(run) == 1.0
-    assert math.isnan(findings.last_loss(run_of(tmp_path, stepped(1, loss=math.nan))))
-
-
-# Memory
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_parts_of_the_baselines_add_up(tmp_path: Path, dtype: str) -> None:
     run = read_run(write_run(tmp_path, dtype=dtype))
@@ -135,9 +125,6 @@ def test_the_state_of_several_ranks_says_where_it_is(tmp_path: Path) -> None:
     assert findings.held(run) == "5.82 MB on each rank, 58.1 % less than dense training"
     assert "on 2 ranks: 2 replicas" in findings.summary([run])
     assert findings.bytes_per_param(run) == pytest.approx(5_816_112 / NUM_PARAMS)
-
-
-# Masks
 
 
 def test_early_bird_says_when_and_why_it_pruned(tmp_path: Path) -> None:

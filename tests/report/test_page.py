@@ -13,13 +13,7 @@ import pytest
 import samo
 from samo.report.page import write_report
 from samo.report.theme import LIGHT
-from tests.report.runs import (
-    gradual,
-    observed,
-    stepped,
-    write_events,
-    write_run,
-)
+from tests.report.runs import gradual, observed, stepped, write_events, write_run
 
 SAMPLE = "def f(x):\n    return x < 3 & '\u00e9'  # <script>alert(1)</script>"
 
@@ -100,7 +94,7 @@ def test_a_card_has_the_numbers_of_its_run(source: str) -> None:
     card = source[source.index("<article") : source.index("</article>")]
     numbers = re.findall(r'<dd class="\w+">([^<]*)</dd>', card)
     assert numbers[2:6] == ["5.82 MB", "6.70 B/param", "58.1 %", "of 13.9 MB"]
-    assert abs(int(numbers[6].replace(",", "")) - 16_850) < 200
+    assert numbers[6] == "16,850"
     assert "samo, 90 % sparse, float32, finished" in card
 
 
@@ -139,9 +133,6 @@ def test_equal_runs_give_equal_files_whatever_the_settings_of_matplotlib(
     assert not [path.name for path in runs[0].parent.iterdir() if path.name.startswith(".")]
 
 
-# Odd runs
-
-
 EVIL = '<img src=x onerror=alert(1)>"\'&$x_1$ {{ 7 * 7 }} id="y"\x00\n\u6f22\u5b57'
 
 
@@ -177,35 +168,20 @@ def test_a_failed_dense_run_with_broken_lines_is_reported(tmp_path: Path) -> Non
 def test_many_runs_share_a_page(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"{i}", name=f"run {i}", steps=20 + i) for i in range(10)]
     other = {"hardware": {"device_name": "other"}, "data": {"fingerprint": "other"}}
-    runs[0] = write_run(tmp_path / "0", steps=20, changes=other)
+    ranks = {"ranks": {"pipe": 2, "data": 1}}
+    runs[0] = write_run(tmp_path / "0", steps=20, changes=other | ranks)
     source = report(*runs)
     assert source.count('class="dashed"') == 2 * 4  # the last four, in two keys
     assert Page(source).values("class").count("card") == 10
     assert "not all use the same hardware" in source
     assert "not all trained on the same data" in source
+    assert "samo, float32, 2 ranks: 2 stages, finished" in source
+    assert "model state is that of one replica" in source
 
 
-def test_several_ranks_are_named(tmp_path: Path) -> None:
-    ranks = {"ranks": {"pipe": 2, "data": 1}}
-    run = write_run(tmp_path, steps=120, rank_bytes=(3_000_000, 2_816_112), changes=ranks)
-    text = Page(report(run)).text
-    assert "samo, 90 % sparse, float32, 2 ranks: 2 stages, finished" in text
-    assert "6.70 B/param, largest rank 3.00 MB" in text
-    assert "model state is that of one replica" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        ("report.png", samo.ConfigError, r"--out must end in \.html, got '.*report\.png'"),
-        ("nowhere/report.html", samo.RunError, "cannot write '.*': No such file or directory"),
-        ("folder.html", samo.RunError, "cannot write '.*': Is a directory"),
-        (f"{'x' * 252}.html", samo.RunError, "File name too long"),
-    ],
-)
-def test_a_report_that_cannot_be_written_is_refused(
-    tmp_path: Path, name: str, error: type[Exception], message: str
-) -> None:
-    (tmp_path / "folder.html").mkdir()
-    with pytest.raises(error, match=message):
-        write_report([write_run(tmp_path / "run", steps=2)], tmp_path / name)
+def test_a_report_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    with pytest.raises(samo.ConfigError, match=r"--out must end in \.html, got '.*report\.png'"):
+        write_report([run], tmp_path / "report.png")
+    with pytest.raises(samo.RunError, match=r"cannot write '.*': No such file or directory"):
+        write_report([run], tmp_path / "nowhere" / "report.html")

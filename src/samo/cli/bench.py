@@ -3,9 +3,9 @@
 import datetime
 import importlib
 import re
+import sys
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
 from rich.console import Console
@@ -20,8 +20,6 @@ from samo.utils.environment import hardware
 
 __all__ = []
 
-_WIDTH: Final = 140
-
 
 def run(command: Bench) -> int:
     """Measure, and print the results."""
@@ -30,9 +28,7 @@ def run(command: Bench) -> int:
     question = importlib.import_module(f"samo.bench.{name}")
     question.check(config)
     device = _device(config.device)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH)  # otherwise rich wraps at 80 columns
+    console = Console(width=None if sys.stdout.isatty() else 140)  # rich would wrap at 80
     out = config.out or _default_folder(name, device)
     check_free(out)
     results = Results(

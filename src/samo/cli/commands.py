@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 from tyro.conf import Positional, arg, subcommand
 
@@ -43,7 +43,7 @@ class Launch:
     max_restarts: int = 0
     """How often to restart all ranks after a failure; they resume from the last checkpoint."""
     logs: OptionalPath = None
-    """Folder for the output of all ranks but the first. By default printed only after a failure."""
+    """Folder for the output of all ranks but the first; their errors are printed too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,5 @@ class Bench:
 
 Command = Demo | Train | Launch | Prune | Inspect | Report | Bench
 
-COMMANDS: Final[dict[str, type]] = {
-    kind.__name__.lower(): kind for kind in (Demo, Train, Launch, Prune, Inspect, Report, Bench)
-}
+COMMANDS: Final[dict[str, type]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 """Commands by name; each has a module of that name with a function ``run``."""

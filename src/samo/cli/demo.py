@@ -76,9 +76,9 @@ def _show(console: Console, results: dict[Mode, Result]) -> None:
     say(console, "\nThe bytes of samo's model state, measured and predicted:\n")
     console.print(str(results["samo"].ledger), highlight=False)
     table = columns("run", *_SHOWN)
-    for mode, title in TITLES.items():
-        run = read_run(results[mode].folder)
-        table.add_row(title, *(NUMBERS[name](run) for name in _SHOWN))
+    for mode, result in results.items():
+        run = read_run(result.folder)
+        table.add_row(TITLES[mode], *(NUMBERS[name](run) for name in _SHOWN))
     console.print()
     console.print(table)
     say(console, "The model that samo trained writes:\n")

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from samo.cli.console import say
-from samo.report.findings import ranks
-from samo.report.runs import read_run
 from samo.train import events
 from samo.train.events import Event
 from samo.utils.formatting import duration, size
@@ -26,10 +24,8 @@ class Display:
         self.title = ""  # before the bar and the lines, if there are several runs
         self.folder: Path | None = None  # printed when the run starts
         self._console = console
-        self._task: TaskID | None = None
-        self._state = self._where = self._masks = ""
+        self._state = self._masks = ""
         self._steps = 0
-        self._began = (0, 0.0)
         self._line_at = 0.0
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -58,9 +54,7 @@ class Display:
             case events.Stepped():
                 self._step(event)
             case events.Compiling():
-                self._update(description=f"{self.title} compiling".strip())
-                if not self._console.is_terminal:
-                    self._say(event.step, "compiling: the next step takes longer")
+                self._say(event.step, "compiling: the next step takes longer")
             case events.Compiled():
                 self._say(event.step, f"compiled in {event.seconds:,.1f} s")
             case events.Evaluated():
@@ -73,50 +67,42 @@ class Display:
                 self._say(event.step, _pruned(event))
             case events.Remapped():
                 self._masks = f"{event.sparsity:.1%} pruned  "
-                if event.grown:
-                    self._masks = f"{event.replaced:.1%} replaced  "
             case events.Accounted():
-                self._state = f"state {size(event.rank_bytes[0])} of "
-                self._where = " on the first rank" if len(event.rank_bytes) > 1 else ""
+                which = "rank 0: " if len(event.rank_bytes) > 1 else ""
+                self._state = f"{which}state {size(event.rank_bytes[0])} of "
             case events.NotSaved():
                 self._say(event.step, f"NOT SAVED: {event.reason}")
 
     def _start(self, event: events.Started) -> None:
         if self.folder is not None:
-            layout = ranks(read_run(self.folder))
-            say(self._console, f"run folder: {self.folder}" + (f", {layout}" if layout else ""))
+            say(self._console, f"run folder: {self.folder}")
         self._steps = event.steps
-        self._began = (event.step, time.monotonic())
-        self._state = self._where = self._masks = ""  # of the run before
+        self._state = self._masks = ""  # of the run before
         self._line_at = 0.0
         if isinstance(event, events.Resumed):
             is_over = event.step >= event.steps
             what = "the run is complete; extend it with --steps" if is_over else "resumed"
             self._say(event.step, what)
-        self._task = self._progress.add_task(
-            self.title or "train", total=event.steps, completed=event.step, numbers=""
-        )
+        name = self.title or "train"
+        self._progress.add_task(name, total=event.steps, completed=event.step, numbers="")
 
     def _step(self, event: events.Stepped) -> None:
         numbers = (
             f"loss {event.loss:.3f}  {self._masks}{event.tokens_per_s:,.0f} tokens/s  "
-            f"{self._state}{size(event.memory_bytes)} in all{self._where}"
+            f"{self._state}{size(event.memory_bytes)} in all"
         )
-        if self._masks.endswith("replaced  "):
-            self._masks = ""  # shown once: the last change may have been the last of all
         title = "" if self.title == event.phase else self.title
-        self._update(description=f"{title} {event.phase}".strip(), numbers=numbers)
+        description = f"{title} {event.phase}".strip()
+        self._update(description=description, completed=event.step, numbers=numbers)
         now = time.monotonic()
         is_due = event.step >= self._steps or now - self._line_at >= _SECONDS_BETWEEN_LINES
         if is_due and not self._console.is_terminal:
             self._line_at = now
-            first, began = self._began
-            left = (now - began) / max(event.step - first, 1) * (self._steps - event.step)
-            self._say(event.step, f"{event.phase:<6}  {numbers}  left {duration(left)}")
+            left = duration(self._progress.tasks[-1].time_remaining)
+            self._say(event.step, f"{event.phase:<6}  {numbers}  left {left}")
 
     def _update(self, **changes: object) -> None:
-        if self._task is not None:
-            self._progress.update(self._task, **changes)  # type: ignore[arg-type]
+        self._progress.update(self._progress.task_ids[-1], **changes)  # type: ignore[arg-type]
 
     def _say(self, step: int, what: str) -> None:
         title = f"{self.title}  " if self.title else ""
@@ -126,11 +112,8 @@ class Display:
 
 def _pruned(event: events.Pruned) -> str:
     """Return the line about pruning: what is kept, and with early-bird why now."""
-    text = f"pruned {event.sparsity:.1%}: {event.kept:,} of {event.numel:,} weights kept"
     if event.sparsity == 0:
-        text = f"compressed; {event.numel:,} weights will be pruned step by step"
-    if event.threshold is None:
-        return text
-    how = "masks have settled" if event.reason == "settled" else "limit reached, masks not settled"
-    distances = ", ".join(f"{distance:.3f}" for distance in event.distances)
-    return f"{text}; {how}: distances {distances}, threshold {event.threshold}"
+        return f"compressed; {event.numel:,} weights will be pruned step by step"
+    why = {"settled": "masks have settled: ", "limit": "limit reached, masks not settled: "}
+    kept = f"{event.kept:,} of {event.numel:,} weights kept"
+    return f"{why.get(event.reason, '')}pruned {event.sparsity:.1%}: {kept}"

@@ -7,8 +7,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -25,50 +23,31 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from samo.cli.commands import Launch, Train
 from samo.cli.main import parse
-from samo.distributed.mesh import check_sizes
 from samo.errors import ConfigError
-from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
+from samo.train.launch_env import RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
-from samo.train.resolve import check_batch, resolve
+from samo.train.resolve import resolve
 
 __all__ = []
 
 _BACKEND: Final = "samo-local"
-_LAST_LINES: Final = 8
 
 
 def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
-    if not 1 <= command.num_ranks < 2**16:
+    if command.num_ranks < 1:
         raise ConfigError(f"--num-ranks (-n) must be 1 or more, got {command.num_ranks}")
-    if command.max_restarts < 0:
-        raise ConfigError(f"--max-restarts must be 0 or more, got {command.max_restarts}")
     if command.command[:1] != ("train",):
         raise ConfigError("samo launch can start train only: samo launch -n 4 train notes.txt")
-    train = _check(command.command, command.num_ranks)
-    with ExitStack() as stack:
-        logs = command.logs
-        if logs is None:
-            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="samo-launch-")))
-        return _launch(command, train, logs)
+    train = parse(command.command)  # reports wrong flags before any rank starts
+    assert isinstance(train, Train)
+    if train.resume is None:
+        resolve(train)
+    with tempfile.TemporaryDirectory(prefix="samo-launch-") as temporary:
+        return _launch(command, train, str(command.logs or temporary))
 
 
-def _check(words: tuple[str, ...], num_ranks: int) -> Train:
-    """Report wrong flags once, before there are ranks that would each load torch for it."""
-    command = parse(words)
-    assert isinstance(command, Train)
-    if command.resume is None:
-        config = resolve(command)
-        data = None if isinstance(config.mesh.data, str) else config.mesh.data
-        try:
-            sizes = check_sizes({"pipe": config.mesh.pipe, "data": data}, num_ranks)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        check_batch(config, sizes["data"])
-    return command
-
-
-def _launch(command: Launch, train: Train, logs: Path) -> int:
+def _launch(command: Launch, train: Train, logs: str) -> int:
     threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
@@ -78,36 +57,33 @@ def _launch(command: Launch, train: Train, logs: Path) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     logging.disable(logging.ERROR)  # torch's launcher logs in many lines what is printed below
     rendezvous_handler_registry.register(_BACKEND, _LocalRendezvous)
-    for attempt in range(command.max_restarts + 1):
-        os.environ[RESTARTS] = str(attempt)
-        folder = logs / f"attempt-{attempt}"
-        folder.mkdir(parents=True, exist_ok=True)
-        redirects = {rank: Std.ALL for rank in range(1, command.num_ranks)}
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=command.num_ranks,
-            run_id=f"{RUN_ID_PREFIX}{os.getpid()}",
-            rdzv_backend=_BACKEND,
-            max_restarts=0,  # each restart is a launch of its own, and is reported here
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", "samo", *command.command)
-            return 0
-        except SignalException as error:
-            return 128 + int(error.sigval)
-        except ChildFailedError as error:
-            rank, code = _first_failure(error.failures)
-        if code == 2:  # wrong usage: the same on all ranks, and rank 0 has printed it
-            return 2
-        _show_logs(folder, command.num_ranks)
-        how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        name = rank_name(train.mesh, command.num_ranks, rank)
-        sys.stderr.write(f"samo: {name} {how}, the first rank to exit\n")
-        if attempt < command.max_restarts:
-            which = f"restart {attempt + 1} of {command.max_restarts}"
-            sys.stderr.write(f"samo: all ranks restart from the last checkpoint ({which})\n")
+    others = range(1, command.num_ranks)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=command.num_ranks,
+        run_id=f"{RUN_ID_PREFIX}{os.getpid()}",
+        rdzv_backend=_BACKEND,
+        max_restarts=command.max_restarts,
+        logs_specs=DefaultLogsSpecs(
+            log_dir=logs,
+            redirects=dict.fromkeys(others, Std.ALL),
+            tee=dict.fromkeys(others, Std.ERR),  # their errors appear here too
+        ),
+        log_line_prefix_template="[${rank}] ",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "samo", *command.command)
+        return 0
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except ChildFailedError as error:
+        rank, code = _first_failure(error.failures)
+    if code == 2:  # wrong usage: the same on all ranks, and rank 0 has printed it
+        return 2
+    how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+    name = rank_name(train.mesh, command.num_ranks, rank)
+    sys.stderr.write(f"samo: {name} {how}, the first rank to exit\n")
     return code if code > 0 else 128 - code
 
 
@@ -142,13 +118,3 @@ class _LocalRendezvous(StaticTCPRendezvous):
             master_listen_fd=listener.detach(),
         )
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
-
-
-def _show_logs(folder: Path, num_ranks: int) -> None:
-    """Print the last lines of the ranks that do not write to the terminal."""
-    for rank in range(1, num_ranks):
-        lines: list[str] = []
-        for file in sorted(folder.rglob(f"{rank}/std*.log")):
-            lines += file.read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in lines[-_LAST_LINES:]:
-            sys.stderr.write(f"[{rank}] {line}\n")

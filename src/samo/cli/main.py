@@ -8,11 +8,8 @@ import importlib
 import io
 import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +26,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 success, 1 failure, 2 wrong usage.
-
-    Example:
-        >>> from samo.cli.main import main
-        >>> main(["inspect", "no-such-file"])
-        1
-    """
+    """Run a command and return its exit code: 0 success, 1 failure, 2 wrong usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
         sys.stdout.write(f"samo {__version__}\n")
@@ -48,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, num_ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
     prefix = "samo: " if num_ranks == 1 else f"samo: rank {rank}: "
     try:
-        with _exit_on_ctrl_c():
-            command = parse(arguments or ["--help"])
-            module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
+        command = parse(arguments or ["--help"])
+        module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
         return int(module.run(command))
     except ConfigError as error:
         if rank == "0":  # all ranks have the same one
@@ -81,16 +71,16 @@ def parse(arguments: Sequence[str]) -> Command:
     if name == "launch" and "train" in arguments:  # flags after that word are not launch's own
         place = arguments.index("train")
         arguments, launched = arguments[: place + 1], tuple(arguments[place:])
-    kind: Any = COMMANDS.get(name, Command)
-    is_known = name in COMMANDS
+    kind: Any = Command
+    prog, text = "samo", "Train pruned neural networks with a fraction of the memory."
+    if name in COMMANDS:  # errors then point to the help of this command
+        kind, prog, text, arguments = COMMANDS[name], f"samo {name}", "", arguments[1:]
     command: Command = tyro.cli(
         kind,
-        prog=f"samo {name}" if is_known else "samo",  # errors point to the help of this command
-        description=None
-        if is_known
-        else "Train pruned neural networks with a fraction of the memory.",
-        args=arguments[1:] if is_known else arguments,
-        default=_train_defaults(arguments[1:]) if name == "train" else tyro.MISSING_NONPROP,
+        prog=prog,
+        description=text or None,
+        args=arguments,
+        default=_train_defaults(arguments) if name == "train" else tyro.MISSING_NONPROP,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
     return replace(command, command=launched) if isinstance(command, Launch) else command
@@ -115,21 +105,6 @@ def _train_defaults(arguments: Sequence[str]) -> Train:
     else:
         return Train()
     return Train(**{entry.name: getattr(base, entry.name) for entry in fields(TrainConfig)})
-
-
-@contextmanager
-def _exit_on_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process while modules load: some turn KeyboardInterrupt into others."""
-    is_main = threading.current_thread() is threading.main_thread()
-    # Only the main thread may set handlers, and an ignored signal stays ignored.
-    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-    else:
-        yield
 
 
 def _log_to_stderr() -> None:

@@ -5,7 +5,7 @@ from torch import nn
 
 from samo.cli.commands import Prune
 from samo.cli.console import mask_table, say
-from samo.errors import ConfigError, MaskError
+from samo.errors import ConfigError
 from samo.integrations.model_folders import open_model
 from samo.mask import mask_files
 from samo.mask.masks import Masks
@@ -36,8 +36,6 @@ def run(command: Prune) -> int:
                 rules=command.rules,
                 seed=command.seed,
             )
-    except MaskError:
-        raise
     except ValueError as error:
         raise ConfigError(f"cannot prune '{command.source}': {error}") from error
     _check_zeros(model, masks, command)

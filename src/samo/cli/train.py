@@ -1,7 +1,7 @@
 """``samo train``: a run from the settings to the report."""
 
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -12,15 +12,9 @@ from samo.cli.display import Display
 from samo.errors import RunError, SamoError, first_words
 from samo.report.findings import held, ranks as mesh_of
 from samo.report.runs import read_run
-from samo.train.config import TrainConfig
+from samo.train import launch_env
 from samo.train.events import Listener
-from samo.train.launch_env import (
-    is_first_rank,
-    is_restarted,
-    num_ranks,
-    restarted_dir,
-    resume_command,
-)
+from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup, is_out_of_memory
 from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir, free_dir
@@ -37,15 +31,15 @@ def run(command: Train) -> int:
     try:
         with display if is_first_rank() else nullcontext():
             result = _train(command, console, display)
+    except SamoError:
+        raise
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, SamoError):
-            raise
         if is_out_of_memory(error):
             raise RunError(
                 f"out of memory: {first_words(error)}; lower --batch-size and raise --accumulate "
                 "by the same factor, or use --checkpointing or a shorter --context"
             ) from error
-        if num_ranks() == 1:
+        if launch_env.num_ranks() == 1:
             raise
         # An error of a backend, for example of a torch schedule whose neighbour has failed.
         raise RunError(
@@ -59,7 +53,6 @@ def run(command: Train) -> int:
 
 def _train(command: Train, console: Console, display: Display) -> Result:
     listeners: list[Listener] = [display] if is_first_rank() else []
-    config = TrainConfig(**{f.name: getattr(command, f.name) for f in fields(TrainConfig)})
     if command.resume is not None:
         path, folder = command.resume, RunDir.find(command.resume)
         display.folder = folder.path
@@ -67,17 +60,16 @@ def _train(command: Train, console: Console, display: Display) -> Result:
             say(console, "the run has no checkpoint yet: it starts again at its first step")
         if is_restarted():  # the run has newer checkpoints by now than the one that was given
             path = folder.path
-        return resume(path, config=config, listeners=listeners)
-    resolved = resolve(config)  # before anything is created
+        return resume(path, config=command, listeners=listeners)
+    resolved = resolve(command)  # before anything is created
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.data.train[0].stem, Path("runs")
-    before = restarted_dir(command.out, runs, name) if is_restarted() else None
+    before = launch_env.restarted_dir(command.out, runs, name) if is_restarted() else None
     out = command.out or before or free_dir(runs, name)
     chosen, resumes = ranks.all_gather("the run folder", (str(out), before is not None))[0]
     display.folder = Path(chosen)
     if resumes:
-        recorded = RunDir.find(display.folder).config()
-        config = replace(recorded, mesh=resolved.mesh)
+        config = replace(RunDir.find(display.folder).config(), mesh=resolved.mesh)
         return resume(display.folder, config=config, listeners=listeners, ranks=ranks)
     return train(resolved, display.folder, listeners=listeners, ranks=ranks)
 
@@ -90,7 +82,7 @@ def _summarise(console: Console, result: Result) -> None:
         is_saved = result.saved_step == result.step
         what = "and saved" if is_saved else "but NOT saved: it will resume from an older checkpoint"
         say(console, f"interrupted at step {result.step:,}, {what}. To resume:")
-        say(console, f"  {resume_command(result.folder)}")
+        say(console, f"  {launch_env.resume_command(result.folder)}")
         return
     try:
         page = str(write_report([result.folder], result.folder / "report.html"))

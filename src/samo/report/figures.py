@@ -9,23 +9,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
 
-from samo.memory.predict import KINDS
 from samo.report.findings import last_loss, tokens_per_s
-from samo.report.memory_bars import Bar
+from samo.report.memory_bars import PARTS, Bar
 from samo.report.runs import Run, finite_evals
-from samo.report.theme import LIGHT, new_figure, place, run_colour, run_dashes
+from samo.report.theme import LIGHT, new_figure, run_colour, run_dashes
 from samo.train.events import Stepped
 from samo.utils import formatting
 
 __all__ = []
 
-_WIDTH: Final = 760
 _LEFT: Final = 52
 _START: Final = 0.05
 """Fraction of a run whose losses, much higher than all later ones, do not stretch the axis."""
-_MARKERS: Final = 40
 _LETTERS: Final = 18
 
 Label = tuple[str, str, float]
@@ -48,7 +44,7 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
             markeredgecolor=colour,
             markeredgewidth=1.6,
             markersize=5.5,
-            markevery=max(1, len(run.evals) // _MARKERS),
+            markevery=max(1, len(run.evals) // 40),
             clip_on=False,
             zorder=4,
         )
@@ -89,16 +85,15 @@ def throughput_figure(runs: Sequence[Run]) -> Figure:
 
 def memory_figure(bars: Sequence[Bar]) -> Figure:
     """Draw one stacked bar a row: solid if measured, pale if it comes from arithmetic."""
-    figure = new_figure(_WIDTH, 34 * len(bars) + 10)
     left = min(230.0, 16 + 8.2 * max(len(bar.label) for bar in bars))
-    axes = place(figure, left=left, right=166, top=4, bottom=6)
+    figure, axes = new_figure(34 * len(bars) + 10, left=left, right=166, top=4, bottom=6)
     axes.set_axis_off()
     widest = max(bar.total for bar in bars) or 1
     axes.set_xlim(0, widest)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     for row, bar in enumerate(bars):
         start = 0
-        for kind in (*KINDS, "whole"):
+        for kind in PARTS:
             width = bar.kinds.get(kind, 0)
             axes.barh(
                 row,
@@ -126,8 +121,7 @@ def ticket_figure(run: Run) -> Figure:
     """Draw the largest distance between early-bird's last masks over steps."""
     looks = [look for look in run.observations if look.largest is not None]
     last = run.observations[-1]
-    figure = new_figure(_WIDTH, 264)
-    axes = place(figure, left=_LEFT, right=24, top=26, bottom=40)
+    figure, axes = new_figure(264, left=_LEFT, right=24, top=26, bottom=40)
     x, y = [look.step for look in looks], [look.largest or 0.0 for look in looks]
     axes.plot(x, y, color=run_colour(run.place), marker="o", markersize=4)
     axes.axhline(last.threshold, color=LIGHT["muted"], linewidth=1.4, linestyle="--", zorder=1)
@@ -172,8 +166,7 @@ def change_figure(runs: Sequence[Run]) -> Figure:
 def _curve_figure(height: int, runs: Sequence[Run], value: str) -> tuple[Figure, Axes]:
     """Return axes with room on the right for labels with values as long as ``value``."""
     letters = max(min(len(run.label), _LETTERS) for run in runs) + 2 + len(value)
-    figure = new_figure(_WIDTH, height)
-    return figure, place(figure, left=_LEFT, right=16 + 8.2 * letters, top=26, bottom=40)
+    return new_figure(height, left=_LEFT, right=16 + 8.2 * letters, top=26, bottom=40)
 
 
 def _draw_phases(
@@ -188,24 +181,12 @@ def _draw_phases(
         y = np.array([value(step) for step in phase])
         marker = "o" if len(x) == 1 else None
         axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.9, marker=marker)
+        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
         window = min(max(5, len(run.steps) // 50), len(x))
-        means = running_mean(x, window), running_mean(y, window)
-        axes.plot(*means, color=colour, linestyle=dashes, linewidth=width)
-
-
-def running_mean(y: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Return the mean of each full window, without NaN.
-
-    No window is cut short at the ends: a mean over fewer values there would bend the curve.
-    """
-    is_finite = np.isfinite(y)
-    sums = np.cumsum([0.0, *np.where(is_finite, y, 0.0)])
-    counts = np.cumsum([0, *is_finite])
-    with np.errstate(invalid="ignore"):
-        mean: NDArray[np.float64] = (sums[window:] - sums[:-window]) / (
-            counts[window:] - counts[:-window]
-        )
-    return mean
+        if window:
+            # Full windows only: a mean over fewer values at the ends would bend the curve.
+            means = [np.convolve(z, np.full(window, 1 / window), "valid") for z in (x, y)]
+            axes.plot(*means, color=colour, linestyle=dashes, linewidth=width)
 
 
 def _finish(axes: Axes, runs: Sequence[Run], quantity: str, *, percent: bool = False) -> None:
@@ -257,13 +238,7 @@ def _label_ends(axes: Axes, labels: Sequence[Label]) -> None:
 
 
 def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Move labels apart until no two are closer than ``gap``, keeping their order.
-
-    Example:
-        >>> from samo.report.figures import spread
-        >>> spread([5.0, 5.0, 9.0, 10.0], gap=2.0, low=0.0, high=10.0)
-        [4.0, 6.0, 8.0, 10.0]
-    """
+    """Move labels apart until no two are closer than ``gap``, keeping their order."""
     gap = min(gap, (high - low) / max(len(values), 1))
     order = sorted(range(len(values)), key=values.__getitem__)
     places = [min(max(value, low), high) for value in values]

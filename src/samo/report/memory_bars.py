@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from samo.memory.predict import KINDS
 from samo.report.runs import Run
 from samo.train.events import Accounted
 
 __all__ = []
+
+PARTS: Final = (*KINDS, "whole")
+"""Kinds of bytes, in the order of a bar; "whole" where only the sum is known."""
 
 
 @dataclass(frozen=True)
@@ -16,14 +20,11 @@ class Bar:
 
     label: str
     kinds: Mapping[str, int]
-    """Bytes by kind; "whole" if only their sum is known."""
     num_params: int
-    place: int | None = None
-    """The place of the run that measured it; None for arithmetic."""
+    place: int | None = None  # of the run that measured it; None for arithmetic
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return sum(self.kinds.values())
 
 

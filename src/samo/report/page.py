@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from samo.errors import ConfigError, RunError
 from samo.report import figures, findings, theme
-from samo.report.memory_bars import bars
+from samo.report.memory_bars import PARTS, bars
 from samo.report.runs import Run, read_runs
 from samo.utils import atomic_io, formatting
 
@@ -21,16 +21,7 @@ _SECTIONS: Final = ("model", "data", "hardware", "ranks", "versions")
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Write a page about one or several runs. Equal runs give equal files, byte for byte.
-
-    Args:
-        runs: Run folders, in the order they are to be shown.
-        out: The page to write; its folder must exist.
-
-    Raises:
-        ConfigError: No run is given, or ``out`` is not named ``.html``.
-        RunError: A run cannot be read, or the report cannot be written.
-    """
+    """Write a page about one or several runs. Equal runs give equal files, byte for byte."""
     if not runs:
         raise ConfigError("no run to report on; pass a run folder: samo report runs/notes")
     if out.suffix.lower() not in (".html", ".htm"):
@@ -65,7 +56,7 @@ def _render(runs: Sequence[Run]) -> str:
     return environment.get_template("template.html").render(
         runs=runs,
         bars=found,
-        kinds=[kind for kind in theme.KIND_NAMES if any(bar.kinds.get(kind) for bar in found)],
+        kinds=[kind for kind in PARTS if any(bar.kinds.get(kind) for bar in found)],
         figure=figure,
         findings=findings,
         formatting=formatting,

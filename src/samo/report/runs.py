@@ -23,13 +23,9 @@ E = TypeVar("E", bound=Event)
 
 
 class Run:
-    """One run: the content of run.json, and its events by kind.
+    """One run: run.json (``about``) and the events of metrics.jsonl by kind.
 
-    Args:
-        path: The run folder.
-        about: The content of run.json.
-        log: All events.
-        broken_lines: Lines of metrics.jsonl that could not be read; a killed run may leave one.
+    ``broken_lines`` of the latter could not be read; a killed run may leave one.
     """
 
     def __init__(
@@ -95,11 +91,7 @@ def _last(found: Sequence[E]) -> E | None:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run folder.
-
-    Raises:
-        RunError: It is not a run folder, or its files cannot be read.
-    """
+    """Read a run folder; raise RunError if it is none."""
     folder = RunDir(Path(path))
     if not folder.run_file.is_file():
         found = "it has no run.json" if folder.path.exists() else "it does not exist"

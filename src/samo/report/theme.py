@@ -47,34 +47,20 @@ LIGHT: Final = {role: light for role, (light, _) in _COLOURS.items()}
 DARK: Final = {role: dark for role, (_, dark) in _COLOURS.items()}
 
 RUN_COLOURS: Final = 6
-KIND_NAMES: Final = {
-    "dense": "dense weights",
-    "bitmap": "mask",
-    "values": "values",
-    "gradients": "gradients",
-    "moments": "moments",
-    "corrections": "corrections",
-    "ages": "ages of entries",
-    "buckets": "buckets of DDP",
-    "whole": "all kinds together",
-}
 
 _RC: Final[dict[Any, Any]] = {
-    "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: equal widths on every machine
     "font.size": 12.0,
     "text.parse_math": False,  # a run may be called "$x$"
     "text.color": LIGHT["ink"],
     "axes.edgecolor": LIGHT["muted"],
     "axes.labelcolor": LIGHT["muted"],
-    "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
     "axes.axisbelow": True,
     "axes.unicode_minus": False,
     "grid.color": LIGHT["line"],
-    "grid.linewidth": 0.8,
     "xtick.color": LIGHT["muted"],
     "ytick.color": LIGHT["muted"],
     "xtick.labelsize": 11.0,
@@ -85,6 +71,7 @@ _RC: Final[dict[Any, Any]] = {
     "path.simplify_threshold": 0.5,  # pixels: a curve of 100,000 points becomes 90 kB of SVG
     "svg.fonttype": "none",  # text stays text: sharp, small, found by the browser's search
 }
+_WIDTH: Final = 760
 _DPI: Final = 72  # an SVG unit is a point, so sizes below are CSS pixels
 
 
@@ -99,18 +86,13 @@ def drawing(salt: str = "samo") -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in pixels."""
-    return Figure(figsize=(width / _DPI, height / _DPI), dpi=_DPI)
-
-
-def place(figure: Figure, *, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Add axes to a figure with margins in pixels."""
-    width, height = figure.get_size_inches() * _DPI
-    inner_width, inner_height = width - left - right, height - top - bottom
-    return figure.add_axes(
-        (left / width, bottom / height, inner_width / width, inner_height / height)
-    )
+def new_figure(
+    height: float, *, left: float, right: float, top: float, bottom: float
+) -> tuple[Figure, Axes]:
+    """Return a figure, and its axes with margins in pixels."""
+    figure = Figure(figsize=(_WIDTH / _DPI, height / _DPI), dpi=_DPI)
+    size = (_WIDTH - left - right) / _WIDTH, (height - top - bottom) / height
+    return figure, figure.add_axes((left / _WIDTH, bottom / height, *size))
 
 
 def run_colour(place: int) -> str:

@@ -16,8 +16,6 @@ __all__ = []
 
 RUN_ID_PREFIX: Final = "samo-"
 """Start of the run ids of samo launch; others are torchrun's."""
-RESTARTS: Final = "SAMO_RESTART_COUNT"
-"""How often samo launch has started the ranks again."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -33,7 +31,7 @@ def is_first_rank() -> bool:
 
 def is_restarted() -> bool:
     """Return whether the launcher has started this rank again after a failure."""
-    return any(int(os.environ.get(n, "0")) for n in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def launcher() -> str:
