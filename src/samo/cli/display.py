@@ -61,8 +61,6 @@ class Display:
                 self._update(description=f"{self.title} compiling".strip())
                 if not self._console.is_terminal:
                     self._say(event.step, "compiling: the next step takes longer")
-            case events.Compiled():
-                self._say(event.step, f"compiled in {event.seconds:,.1f} s")
             case events.Evaluated():
                 loss, perplexity = f"{event.valid_loss:.3f}", f"{event.perplexity:,.2f}"
                 self._say(event.step, f"validation loss {loss}, perplexity {perplexity}")
@@ -78,17 +76,18 @@ class Display:
             case events.Accounted():
                 self._state = f"state {size(event.rank_bytes[0])} of "
                 self._where = " on the first rank" if len(event.rank_bytes) > 1 else ""
-            case events.NotSaved():
-                self._say(event.step, f"NOT SAVED: {event.reason}")
 
     def _start(self, event: events.Started) -> None:
-        if self.folder is not None:
-            layout = ranks(read_run(self.folder))
+        run = None if self.folder is None else read_run(self.folder)
+        if run is not None:
+            layout = ranks(run)
             say(self._console, f"run folder: {self.folder}" + (f", {layout}" if layout else ""))
         self._steps = event.steps
         self._began = (event.step, time.monotonic())
         self._state = self._where = self._masks = ""  # of the run before
         self._line_at = 0.0
+        if run is not None and run.state is not None:
+            self.on(run.state)  # as before the run was interrupted
         if isinstance(event, events.Resumed):
             is_over = event.step >= event.steps
             what = "the run is complete; extend it with --steps" if is_over else "resumed"
