@@ -100,7 +100,8 @@ def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) 
         ({"run": {"steps": 0}}, "--steps must be 1 or more and less than 2.*, got 0"),
         ({"model": {"width": 0}}, "--width must be 1 or more"),
         ({"model": {"num_heads": 3}}, "--num-heads must divide --width, got 3 heads"),
-        ({"prune": {"sparsity": 90}}, "--sparsity must be 0 or more and less than 1, got 90"),
+        ({"prune": {"sparsity": 90}}, "--sparsity must be 0 .* 1 .0.9 prunes 90 %.*, got 90"),
+        ({"prune": {"rules": {"a": 0.5, "b": 50}}}, "--rules must be 0 .* prunes 90 %.*, got 50"),
         ({"optim": {"lr": float("nan")}}, "--lr must be 0 or more, got nan"),
         ({"optim": {"lr": float("inf")}}, "--lr must be 0 or more, got inf"),
         ({"optim": {"density_power": -4}}, "--density-power must be -3 or more"),
@@ -111,7 +112,7 @@ def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) 
         ({"mesh": {"timeout_s": 0.0}}, "--timeout-s must be 0.1 or more, got 0"),
         ({"run": {"weights": "some"}}, "--weights must be .* such as 4GB or 500MB, got 'some'"),
         ({"run": {"weights": -1}}, "--weights must be .*, got '-1'"),
-        ({"prune": {"pattern": "4:2"}}, "pattern is '4:2', but a pattern is 'n:m'"),
+        ({"prune": {"pattern": "4:2"}}, "pattern must be 'n:m' .*, got '4:2'"),
         ({"prune": {"pattern": "2:4", "sparsity": 0.9}}, "pattern '2:4' prunes 0.5"),
         # Settings without effect
         ({"run": DENSE, "prune": {"method": "random"}}, "--method has no effect with --mode dense"),

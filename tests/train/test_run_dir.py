@@ -111,7 +111,7 @@ def steps_in(file: Path) -> list[int]:
 
 def test_events_become_lines_and_those_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "m"
-    first = MetricsFile(file, size=0, on_error="stop")
+    first = MetricsFile(file, size=0)
     first.on(ended(1))
     first.on(events.Ticked(step=1))  # not written
     size = first.size
@@ -120,12 +120,12 @@ def test_events_become_lines_and_those_after_the_checkpoint_are_dropped(tmp_path
     assert file.read_text().startswith('{"event": "end", "step": 1, "reason": "done"}\n')
     with open(file, "ab") as torn:
         torn.write(b'{"event": "st')  # cut by a kill
-    again = MetricsFile(file, size=size + 5, on_error="stop")  # never cut within a line
+    again = MetricsFile(file, size=size + 5)  # never cut within a line
     again.on(ended(3))
     again.close()
     assert steps_in(file) == [1, 3]
     with pytest.raises(RunError, match=r"cannot write metrics to '.*': Is a directory"):
-        MetricsFile(tmp_path, size=0, on_error="stop")
+        MetricsFile(tmp_path, size=0)
 
 
 class FullDisk:
@@ -144,20 +144,13 @@ class FullDisk:
         return getattr(self.file, name)
 
 
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_full_disk_leaves_whole_lines(
-    tmp_path: Path, on_error: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    metrics = MetricsFile(tmp_path / "m", size=0, on_error=on_error)  # type: ignore[arg-type]
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m", size=0)
     metrics.on(ended(1))
     disk = metrics._file
     metrics._file = FullDisk(disk, room=10)  # type: ignore[assignment]
-    if on_error == "stop":
-        with pytest.raises(RunError, match=r"cannot write metrics to .*: No space left on device"):
-            metrics.on(ended(2))
-    else:
+    with pytest.raises(RunError, match=r"cannot write metrics to .*: No space left on device"):
         metrics.on(ended(2))
-        assert "No space left on device; the line is dropped" in caplog.text
     metrics._file = disk
     metrics.on(ended(3))
     metrics.close()

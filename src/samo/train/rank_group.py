@@ -123,22 +123,6 @@ class RankGroup:
 
     # Failures
 
-    def cause(self, error: Exception) -> SamoError | None:
-        """Return the error to report for one that ended a run; None for a failure of this rank.
-
-        An error of a backend becomes a `PeerError` if another rank has stopped.
-        """
-        if isinstance(error, SamoError):
-            return error
-        if self.watchdog is None or is_out_of_memory(error):
-            return None
-        stopped = self.watchdog.stopped()
-        if not stopped:
-            return None
-        said = f"The backend said: {first_words(error)}"
-        message = f"{listed(stopped)} stopped. Start again from the last checkpoint. {said}"
-        return PeerError(message, stopped, is_diagnosed=True)
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Attribute a failure to its root cause, and stop watching at the end."""
@@ -146,6 +130,15 @@ class RankGroup:
             yield
         except PeerError as error:
             raise self._attribute(error) from error.__cause__
+        except RuntimeError as error:
+            stopped = () if self.watchdog is None else self.watchdog.stopped()
+            if not stopped or isinstance(error, SamoError) or is_out_of_memory(error):
+                raise
+            message = (
+                f"{listed(stopped)} stopped; resume from the last checkpoint with --resume. The "
+                f"backend said: {first_words(error)}"
+            )
+            raise self._attribute(PeerError(message, stopped, is_diagnosed=True)) from error
         finally:
             if self.watchdog is not None:
                 self.watchdog.close()

@@ -39,6 +39,7 @@ class RunDir:
         self.last = path / "checkpoints" / "last"
         self.best = path / "checkpoints" / "best"
         self._lock = ExitStack()
+        self._identity = (0, 0)  # device and inode of the locked folder
 
     @property
     def has_checkpoint(self) -> bool:
@@ -73,10 +74,27 @@ class RunDir:
         try:
             with _writing(self.path):
                 self._lock.enter_context(atomic_io.locked(self.path))
+                self._identity = self._stat()
         except BlockingIOError:
             raise RunError(
                 f"another process is training in '{self.path}'; wait for it, or use another folder"
             ) from None
+
+    def check_in_place(self) -> None:
+        """Refuse to write if the path no longer leads to the locked folder, but to another run."""
+        try:
+            is_same = self._stat() == self._identity
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise RunError(
+                f"'{self.path}' was moved or removed while the run was training in it; resume the "
+                "folder where it is now with --resume"
+            )
+
+    def _stat(self) -> tuple[int, int]:
+        found = self.path.stat()
+        return found.st_dev, found.st_ino
 
     def close(self) -> None:
         """Release the lock."""
