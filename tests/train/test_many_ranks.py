@@ -23,18 +23,12 @@ from samo.data.batches import Batch
 from samo.errors import ConfigError, MaskError, PeerError, RunError
 from samo.models.gpt import GPT, GPTConfig
 from samo.train import step as stepping
-from samo.train.config import (
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    PruneConfig,
-    RunConfig,
-    TrainConfig,
-)
+from samo.train.config import MeshConfig, PruneConfig, TrainConfig
 from samo.train.rank_group import RankGroup
 from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.ranks import _processes, run_ranks
+from tests.train import helpers
 from tests.train.helpers import interrupt_at, lines, masks_file, new_learner, tensors, text
 
 __all__ = ["lines", "tensors", "text"]
@@ -50,20 +44,13 @@ CLOSE: Final = {"rel": 3e-5}
 
 
 def small(text: Path, mesh: dict[str, Any] | None = None, **prune: Any) -> TrainConfig:
-    return TrainConfig(
-        data=DataConfig(train=(text,)),
-        model=ModelConfig(num_layers=2, width=32, num_heads=2, context=32),
+    config = helpers.small(
+        text, steps=6, batch_size=7, accumulate=2, eval_every=3, save_every=100, sample_tokens=4
+    )
+    return replace(
+        config,
+        model=replace(config.model, num_layers=2),
         prune=PruneConfig(**{"dense_steps": 2, **prune}),
-        run=RunConfig(
-            steps=6,
-            batch_size=7,
-            accumulate=2,
-            eval_every=3,
-            eval_batches=2,
-            save_every=100,
-            log_every=1,
-            sample_tokens=4,
-        ),
         mesh=MeshConfig(**{"timeout_s": 20.0, **(mesh or {})}),
     )
 

@@ -1,7 +1,6 @@
 """Run folders, their record, their metrics; and signals."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from samo.train import events
 from samo.train.config import DataConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.metrics import MetricsFile
+from samo.train.rank_group import Interrupt
 from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir, free_dir
-from samo.train.signals import Interrupt
 
 
 def test_a_new_folder_is_made_with_its_parents_and_locked(tmp_path: Path) -> None:
@@ -62,20 +61,16 @@ def test_a_folder_that_cannot_be_written_is_refused(
     folder.close()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(RunError, match=r"cannot write to '.*': Permission denied"):
-        RunDir.create(tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "is not the record of a run"),
-        ('{"format": "samo-masks"}', "is not the record of a run"),
-        ('{"format": "samo-run", "version": 9}', "has version 9, this samo reads version 1"),
+        ("[]", "has format None"),
+        ('{"format": "samo-masks"}', "has format 'samo-masks'"),
+        (
+            '{"format": "samo-run", "version": 9}',
+            "version 9; this samo reads 'samo-run', version 1",
+        ),
     ],
 )
 def test_a_record_that_makes_no_sense_is_refused(

@@ -6,12 +6,15 @@ do.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, Final, Literal, TypeVar
 
 import torch
@@ -30,6 +33,10 @@ from samo.utils.collectives import all_gather_json
 __all__ = []
 
 Result = TypeVar("Result")
+
+_SIGNALS: Final = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class RankGroup:
@@ -243,6 +250,32 @@ class RankGroup:
             yield
         except RuntimeError as error:
             raise self.watchdog.error(what, time.perf_counter() - started, error) from error
+
+
+class Interrupt:
+    """Makes Ctrl-C, SIGTERM and SIGHUP requests: the loop ends its step, saves, and returns.
+
+    The first signal is recorded; the second one has the effect that it had before.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self.__exit__()
 
 
 def rank_name(mesh: MeshConfig, size: int, rank: int) -> str:

@@ -7,6 +7,7 @@ set, rigl           masks keep their sparsity, and move
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -32,7 +33,7 @@ from samo.train.config import (
     Weights,
 )
 
-__all__ = ["resolve"]
+__all__ = ["learning_rate", "resolve"]
 
 DEFAULT_SPARSITY: Final = 0.9
 
@@ -248,8 +249,8 @@ def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
     if run.mode == "dense":
         power = f"--density-power {optim.density_power}" if optim.density_power else ""
-        others = _changed(prune, [name for name in PruneConfig.__slots__ if name != "sparsity"])
-        yield others or power or shard or weights or lean, "--mode dense", ""
+        ignored = _changed(prune, [name for name in PruneConfig.__slots__ if name != "sparsity"])
+        yield ignored or power or shard or weights or lean, "--mode dense", ""
         return
     if prune.masks is not None:
         names = ["sparsity", "scope", "pattern", "skip", "rules"]
@@ -358,6 +359,24 @@ def micro_batches(config: ResolvedConfig, num_replicas: int) -> int:
 def first_observation(every: int, warmup_steps: int) -> int:
     """Return the step of early-bird's first observation: during warmup masks barely move."""
     return max(1, -(-warmup_steps // every)) * every
+
+
+def learning_rate(step: int, steps: int, optim: ResolvedOptim) -> float:
+    """Return the learning rate of a step, counted from 1 to ``steps``."""
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    # 0 at the end of the warmup, 1 at the last step; longer runs than planned stay at 1
+    progress = min((step - optim.warmup_steps) / max(steps - optim.warmup_steps, 1), 1.0)
+    match optim.schedule:
+        case "constant":
+            height = 1.0
+        case "linear":
+            height = 1 - progress
+        case "cosine":
+            height = 0.5 * (1 + math.cos(math.pi * progress))
+        case "wsd":
+            height = min((1 - progress) / 0.2, 1.0)
+    return optim.lr * (optim.final_lr + (1 - optim.final_lr) * height)
 
 
 def flag(name: str) -> str:

@@ -114,17 +114,13 @@ class RunDir:
             raise RunError(
                 f"'{self.run_file}' cannot be read: {error}; take another copy of the run"
             ) from None
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record if isinstance(record, dict) else {}
+        if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
             raise RunError(
-                f"'{self.run_file}' is not the record of a run (format {FORMAT!r}); pass a folder "
-                "that samo train wrote"
+                f"'{self.run_file}' has format {found.get('format')!r}, version "
+                f"{found.get('version')!r}; this samo reads {FORMAT!r}, version {VERSION}"
             )
-        if record.get("version") != VERSION:
-            raise RunError(
-                f"'{self.run_file}' has version {record.get('version')!r}, this samo reads version "
-                f"{VERSION}; use the samo it was written with, or update samo"
-            )
-        return record
+        return found
 
     def config(self) -> ResolvedConfig:
         """Return the settings that run.json records."""

@@ -57,6 +57,10 @@ class Learner:
         stages: The whole model, if it is split into stages.
     """
 
+    will_compile: bool  # in the next step
+    _rates: list[float]  # factors of the learning rate, for each parameter group
+    _ddp: DistributedDataParallel | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -311,8 +315,8 @@ class Learner:
     def _prepare(self, *, is_first: bool = False) -> None:
         """Get ready to train the parameters as they are now: wrap the model for replicas."""
         self._rates = [group["lr"] for group in self.opt.param_groups]
-        self.will_compile = self._is_compiled  # in the next step
-        self._ddp: DistributedDataParallel | None = None  # it holds the old parameters
+        self.will_compile = self._is_compiled
+        self._ddp = None  # it holds the old parameters
         is_sharded = isinstance(self.model, FSDPModule)
         if self.ranks.data is None or self.stages is not None or is_sharded:
             return

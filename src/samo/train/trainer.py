@@ -33,14 +33,18 @@ from samo.train.checkpointing import Progress, load_run, save_run
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
-from samo.train.lr_schedule import learning_rate
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
-from samo.train.rank_group import RankGroup
-from samo.train.resolve import check_batch, gpt_config, resolve, resolve_resumed
+from samo.train.rank_group import Interrupt, RankGroup
+from samo.train.resolve import (
+    check_batch,
+    gpt_config,
+    learning_rate,
+    resolve,
+    resolve_resumed,
+)
 from samo.train.run_dir import RunDir, check_free
 from samo.train.setup import Text
-from samo.train.signals import Interrupt
 from samo.train.state_bytes import accounted
 from samo.train.step import Learner
 from samo.utils.environment import memory_in_use
