@@ -6,9 +6,11 @@ import random
 import shutil
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.train import events, step as stepping
 from samo.train.config import PruneConfig
 from samo.train.masking import Masking
+from samo.train.metrics import MetricsFile, TensorBoard
 from samo.train.trainer import resume, train
 from tests.meters import ignores_dynamo
 from tests.train.helpers import (
@@ -74,13 +77,22 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         assert masks_file(whole) == masks_file(stopped)
 
 
-def test_a_run_that_crashed_resumes_from_its_last_checkpoint(
+def test_a_run_that_crashed_has_closed_its_files_and_resumes_from_its_last_checkpoint(
     tmp_path: Path, finished: Path
 ) -> None:
     for step in (1, 7):  # before the first checkpoint, too
         run = tmp_path / f"crashed-{step}"
-        with pytest.raises(CrashError):
+        with ExitStack() as stack:
+            closed = [
+                stack.enter_context(
+                    mock.patch.object(kind, "close", autospec=True, side_effect=kind.close)
+                )
+                for kind in (MetricsFile, TensorBoard)
+            ]
+            stack.enter_context(pytest.raises(CrashError))
             train(recorded(finished), run, listeners=[crash_at(step)])
+        assert [close.call_count for close in closed] == [1, 1]
+        assert lines(run, "end")[-1]["reason"] == "failed"
         resume(run)
         assert_same_run(finished, run)
 

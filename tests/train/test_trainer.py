@@ -17,14 +17,12 @@ from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.train import events, setup
 from samo.train.config import OptimConfig, PruneConfig
-from samo.train.metrics import MetricsFile, TensorBoard
+from samo.train.metrics import TensorBoard
 from samo.train.setup import open_text
 from samo.train.trainer import Result, resume, train
 from tests.train.helpers import (
-    CrashError,
     Watcher,
     assert_same_run,
-    crash_at,
     finished,
     interrupt_at,
     lines,
@@ -230,18 +228,6 @@ def test_a_run_whose_folder_was_moved_ends_and_writes_to_no_other(
     assert lines(moved, "end")[-1]["reason"] == "failed"
     resume(moved)
     assert_same_run(finished, moved)
-
-
-def test_a_crash_closes_the_files(tmp_path: Path, finished: Path) -> None:
-    files = []
-    for kind in (MetricsFile, TensorBoard):
-        close = mock.patch.object(kind, "close", autospec=True, side_effect=kind.close)
-        files.append(close.start())
-    with pytest.raises(CrashError):
-        train(recorded(finished), tmp_path / "run", listeners=[crash_at(2)])
-    mock.patch.stopall()
-    assert [close.call_count for close in files] == [1, 1]
-    assert lines(tmp_path / "run", "end")[-1]["reason"] == "failed"
 
 
 def test_a_display_or_a_board_that_cannot_write_is_left_out(

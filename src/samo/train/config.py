@@ -1,7 +1,7 @@
 """The settings of a training run, shared by the command line, TOML files and the Python API.
 
 One dataclass is one section of the file and one group of flags; the string below a field is its
-help, and its type may carry its `Range`. "auto" stands for a value that follows from others:
+help, and its type may carry its `Range`. "auto" is a value that follows from others:
 `samo.train.resolve` makes a `ResolvedConfig` of a `TrainConfig`. Imports no torch.
 
     [run]                       samo train notes.txt --steps 2000

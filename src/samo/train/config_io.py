@@ -50,13 +50,9 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 def from_dict(
     kind: type[Config], content: Any, *, source: str, folder: Path | None = None
 ) -> Config:
-    """Build settings from nested dictionaries, as `to_dict` returns them or a file holds them.
+    """Build settings from sections, as `to_dict` returns them or a file holds them.
 
-    Args:
-        kind: `TrainConfig` or `ResolvedConfig`.
-        content: Section name to settings.
-        source: Name of the source in errors.
-        folder: Where relative paths start; None leaves them as they are.
+    ``source`` names them in errors; relative paths start at ``folder``.
     """
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source} holds {type(content).__name__}, not sections of settings")

@@ -260,7 +260,7 @@ def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     yield _changed(prune, others), method, ""
     if prune.method in CHANGING:
         pattern = f"--pattern {prune.pattern}" if prune.pattern else ""
-        yield pattern, method, "masks would not keep to it"
+        yield pattern, method, "it moves masks away from the pattern"
         yield shard, method, "it changes masks; use magnitude, random or early-bird"
     if prune.method == "gradual":
         yield _changed(prune, ["scope", "rules"]), method, ""

@@ -11,6 +11,7 @@ report.html         the report, as ``samo report`` makes it
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ class RunDir:
         self.last = path / "checkpoints" / "last"
         self.best = path / "checkpoints" / "best"
         self._lock = ExitStack()
-        self._identity = (0, 0)  # device and inode of the locked folder
+        self._locked: int | None = None  # descriptor of the locked folder
 
     @property
     def has_checkpoint(self) -> bool:
@@ -73,17 +74,18 @@ class RunDir:
         """Keep other processes out until this one closes the folder or ends."""
         try:
             with _writing(self.path):
-                self._lock.enter_context(atomic_io.locked(self.path))
-                self._identity = self._stat()
+                self._locked = self._lock.enter_context(atomic_io.locked(self.path))
         except BlockingIOError:
             raise RunError(
                 f"another process is training in '{self.path}'; wait for it, or use another folder"
             ) from None
 
     def check_in_place(self) -> None:
-        """Refuse to write if the path no longer leads to the locked folder, but to another run."""
+        """Refuse to write if the path no longer leads to the locked folder."""
+        if self._locked is None:
+            return
         try:
-            is_same = self._stat() == self._identity
+            is_same = os.path.samestat(os.fstat(self._locked), self.path.stat())
         except OSError:
             is_same = False
         if not is_same:
@@ -92,13 +94,10 @@ class RunDir:
                 "folder where it is now with --resume"
             )
 
-    def _stat(self) -> tuple[int, int]:
-        found = self.path.stat()
-        return found.st_dev, found.st_ino
-
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()
+        self._locked = None
 
     def write_run(self, record: dict[str, Any]) -> None:
         """Write run.json."""

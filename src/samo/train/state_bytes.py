@@ -12,7 +12,7 @@ __all__ = []
 
 
 def accounted(step: int, learner: Learner) -> Accounted:
-    """Return the state of a replica, with all its stages, after a step: a collective of all ranks."""
+    """Return the bytes of state of a replica with all its stages; a collective of all ranks."""
     ranks = learner.ranks
     all_ranks = ranks.all_gather("the size of the model state", state_bytes(learner))
     return Accounted(

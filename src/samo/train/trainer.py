@@ -164,7 +164,7 @@ def resume(
 
         def write_changes() -> None:
             if checkpoint != folder.last:
-                copy_checkpoint(checkpoint, folder.last)  # later steps are given up
+                copy_checkpoint(checkpoint, folder.last)  # later steps are dropped
             folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
@@ -271,14 +271,15 @@ class Trainer:
         if learner.will_compile:
             self.report(events.Compiling(step=progress.step))
         started = time.perf_counter()
-        progress.step += 1
         batches = [next(self.batches) for _ in range(run.accumulate)]
-        lr = learning_rate(progress.step, run.steps, self.config.optim)
+        step = progress.step + 1
+        lr = learning_rate(step, run.steps, self.config.optim)
         loss = learner.backward(batches)
         norm = learner.step(lr)
-        is_logged = progress.step % run.log_every == 0 or progress.step >= run.steps
+        is_logged = step % run.log_every == 0 or step >= run.steps
         if is_logged:  # synchronizes device and ranks
             whole_loss, whole_norm = learner.whole_loss(loss), float(norm)
+        progress.step = step
         progress.tokens += sum(batch.num_tokens for batch in batches)
         progress.elapsed_s += time.perf_counter() - started
         if progress.accounted != learner.phase:  # gradients and moments exist now
