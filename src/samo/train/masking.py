@@ -150,11 +150,6 @@ class Masking:
         )
 
     @property
-    def changes(self) -> bool:
-        """Whether masks may change from here on."""
-        return self._changing is not None
-
-    @property
     def is_idle(self) -> bool:
         """Whether `observe` and `change` have nothing to do from here on."""
         return self._bird is None and self._changing is None

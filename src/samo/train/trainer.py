@@ -233,7 +233,7 @@ class Trainer:
         first = progress.step
         start = events.Resumed if first else events.Started
         self.report(start(step=first, steps=run.steps, time=time.time()))
-        if self.masking.changes and self.learner.masks is not None:
+        if self.learner.masks is not None:
             self.save_masks(self.learner.masks)  # the file may hold those of a later step
         signal = self.loop()
         if progress.step < run.steps:
