@@ -16,7 +16,7 @@ from benchmarks.quality.text import Text, even, order, windows
 from samo.memory.predict import TensorSpec, total
 from samo.models.gpt import GPT, GPTConfig
 from samo.train.config import ResolvedOptim
-from samo.train.lr_schedule import learning_rate
+from samo.train.resolve import learning_rate
 
 __all__ = ["QUICK", "Run", "Settings", "matching_shape", "wait"]
 

@@ -100,10 +100,8 @@ def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) 
         ({"run": {"steps": 0}}, "--steps must be 1 or more and less than 2.*, got 0"),
         ({"model": {"width": 0}}, "--width must be 1 or more"),
         ({"model": {"num_heads": 3}}, "--num-heads must divide --width, got 3 heads"),
-        (
-            {"prune": {"sparsity": 90}},
-            "--sparsity must be 0 or more and less than 1 .0.9 prunes 90 %., got 90",
-        ),
+        ({"prune": {"sparsity": 90}}, "--sparsity must be 0 .* 1 .0.9 prunes 90 %.*, got 90"),
+        ({"prune": {"rules": {"a": 0.5, "b": 50}}}, "--rules must be 0 .* prunes 90 %.*, got 50"),
         ({"optim": {"lr": float("nan")}}, "--lr must be 0 or more, got nan"),
         ({"optim": {"lr": float("inf")}}, "--lr must be 0 or more, got inf"),
         ({"optim": {"density_power": -4}}, "--density-power must be -3 or more"),
@@ -114,7 +112,7 @@ def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) 
         ({"mesh": {"timeout_s": 0.0}}, "--timeout-s must be 0.1 or more, got 0"),
         ({"run": {"weights": "some"}}, "--weights must be .* such as 4GB or 500MB, got 'some'"),
         ({"run": {"weights": -1}}, "--weights must be .*, got '-1'"),
-        ({"prune": {"pattern": "4:2"}}, "pattern must be 'n:m' with 0 < n < m"),
+        ({"prune": {"pattern": "4:2"}}, "pattern must be 'n:m' .*, got '4:2'"),
         ({"prune": {"pattern": "2:4", "sparsity": 0.9}}, "pattern '2:4' prunes 0.5"),
         # Settings without effect
         ({"run": DENSE, "prune": {"method": "random"}}, "--method has no effect with --mode dense"),
@@ -123,10 +121,7 @@ def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) 
         ({"run": {**DENSE, "weights": "streamed"}}, "--weights streamed has no effect"),
         ({"run": DENSE, "mesh": SHARDED}, "--shard weights has no effect with --mode dense"),
         ({"run": DENSE, "optim": {"state": "lean"}}, "--state lean has no effect"),
-        (
-            {"run": {"dtype": "float32", "fp32_gradients": True}},
-            "has no effect with --dtype float32",
-        ),
+        ({"run": {"dtype": "float32", "fp32_gradients": True}}, "no effect with --dtype float32"),
         ({"prune": {**MASKS, "sparsity": 0.5}}, "--sparsity has no effect with --masks /m; leave"),
         ({"prune": {**MASKS, "pattern": "2:4"}}, "--sparsity, --pattern has no effect"),
         ({"prune": {"threshold": 0.2}}, "--threshold has no effect with --method magnitude"),
@@ -139,14 +134,8 @@ def test_the_gpt3_family_has_the_sizes_of_its_paper(name: str, billions: float) 
         ({"mesh": {**SHARDED, "pipe": 2}}, "--shard weights does not work with --pipe 2"),
         ({"mesh": SHARDED, "prune": {"method": "set"}}, "does not work with --method set: it chan"),
         ({"mesh": SHARDED, "optim": {"state": "lean"}}, "--state lean does not work with --shard"),
-        (
-            {"prune": {"method": "set", "pattern": "2:4"}},
-            "--pattern 2:4 does not work with --method",
-        ),
-        (
-            {"prune": {"method": "rigl"}, "optim": {"state": "lean"}},
-            "it counts the updates of each",
-        ),
+        ({"prune": {"method": "set", "pattern": "2:4"}}, "--pattern 2:4 does not work with --met"),
+        ({"prune": {"method": "rigl"}, "optim": {"state": "lean"}}, "it counts the updates of ea"),
         ({"mesh": {"pipe": 2}, "prune": {"scope": "erk"}}, "it compares the weights of all stages"),
         ({"mesh": {"pipe": 2}, "prune": {"method": "rigl"}}, "it needs the masks of all stages"),
         # Steps and stages
@@ -193,34 +182,15 @@ def test_a_resumed_run_keeps_its_settings_but_for_some() -> None:
         resolve_resumed(before, replace(typed, prune=config(prune={"method": "rigl"}).prune))
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "batch_size", "mesh", "message"),
-    [
-        (
-            8,
-            7,
-            {},
-            "a batch of 7 sequences cannot be divided among 8 replicas; raise --batch-size to 8",
-        ),
-        (
-            2,
-            7,
-            {"pipe": 2, "micro_batches": 4},
-            "the 3 sequences of a replica cannot be split into 4",
-        ),
-    ],
-)
-def test_a_batch_that_cannot_be_divided_is_refused(
-    num_replicas: int, batch_size: int, mesh: dict[str, Any], message: str
-) -> None:
-    one = resolve(config(run={"batch_size": batch_size}, mesh=mesh))
-    with pytest.raises(ConfigError, match=message):
-        check_batch(one, num_replicas)
-
-
-def test_there_are_two_micro_batches_for_each_stage_if_there_are_sequences() -> None:
+def test_a_batch_is_divided_among_replicas_and_micro_batches_or_refused() -> None:
     one = resolve(config(run={"batch_size": 7}, mesh={"pipe": 2}))
-    assert [micro_batches(one, n) for n in (1, 2, 7)] == [4, 3, 1]
+    assert [micro_batches(one, n) for n in (1, 2, 7)] == [4, 3, 1]  # two for each stage
+    check_batch(one, 7)
+    with pytest.raises(ConfigError, match=r"a batch of 7 .* 8 replicas; raise --batch-size to 8"):
+        check_batch(one, 8)
+    split = replace(one, mesh=replace(one.mesh, micro_batches=4))
+    with pytest.raises(ConfigError, match="the 3 sequences of a replica cannot be split into 4"):
+        check_batch(split, 2)
 
 
 def test_flags_are_unique_across_sections() -> None:

@@ -6,18 +6,21 @@ import random
 import shutil
 import signal
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import samo
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
-from samo.train import compile as compiling, events
+from samo.train import events, step as stepping
 from samo.train.config import PruneConfig
 from samo.train.masking import Masking
+from samo.train.metrics import MetricsFile, TensorBoard
 from samo.train.trainer import resume, train
 from tests.meters import ignores_dynamo
 from tests.train.helpers import (
@@ -74,13 +77,22 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         assert masks_file(whole) == masks_file(stopped)
 
 
-def test_a_run_that_crashed_resumes_from_its_last_checkpoint(
+def test_a_run_that_crashed_has_closed_its_files_and_resumes_from_its_last_checkpoint(
     tmp_path: Path, finished: Path
 ) -> None:
     for step in (1, 7):  # before the first checkpoint, too
         run = tmp_path / f"crashed-{step}"
-        with pytest.raises(CrashError):
+        with ExitStack() as stack:
+            closed = [
+                stack.enter_context(
+                    mock.patch.object(kind, "close", autospec=True, side_effect=kind.close)
+                )
+                for kind in (MetricsFile, TensorBoard)
+            ]
+            stack.enter_context(pytest.raises(CrashError))
             train(recorded(finished), run, listeners=[crash_at(step)])
+        assert [close.call_count for close in closed] == [1, 1]
+        assert lines(run, "end")[-1]["reason"] == "failed"
         resume(run)
         assert_same_run(finished, run)
 
@@ -187,22 +199,20 @@ def test_a_run_is_the_same_however_its_weights_are_held(tmp_path: Path, text: Pa
 @pytest.mark.slow
 @ignores_dynamo
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # nor does samo: dynamo does
-def test_a_compiled_run_can_be_stopped_and_says_what_it_compiled(
+def test_a_compiled_run_can_be_stopped_and_says_when_it_compiles(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Traced and taken apart as for Inductor, but computed as eager mode does, so that all is equal.
-    monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
+    monkeypatch.setattr(stepping, "BACKEND", "aot_eager")
     torch.compiler.reset()  # or code of the test before is taken
     config = method_config(text, "rigl")
     train(config, tmp_path / "eager")
     fast = replace(config, run=replace(config.run, compile=True))
     stop = interrupt_at(5)
     train(fast, tmp_path / "compiled", listeners=[stop])
-    assert any(isinstance(event, events.Compiling) and event.step == 0 for event in stop.seen)
-    first, second = lines(tmp_path / "compiled", "compile")[:2]
     drawn = lines(tmp_path / "eager", "prune")[0]["step"]
-    assert (first["step"], second["step"]) == (1, drawn + 1)
-    assert 0 < first["seconds"] < 60
+    compiling = [event.step for event in stop.seen if isinstance(event, events.Compiling)]
+    assert compiling == [0, drawn]
     resume(tmp_path / "compiled")
     assert recorded(tmp_path / "compiled").run.compile is True
     assert_same_run(tmp_path / "eager", tmp_path / "compiled")
@@ -284,7 +294,7 @@ def test_another_text_or_checkpoint_is_refused(tmp_path: Path, text: Path) -> No
     os.rename(tmp_path / "wide" / "checkpoints", run / "checkpoints")
     with pytest.raises(
         (CheckpointError, samo.MaskError),
-        match=r"'blocks.0.attention.out.weight' has shape .64, 64., the parameter",
+        match=r"'blocks.0.attention.out.weight' has shape .64, 64.",
     ):
         resume(run)
 

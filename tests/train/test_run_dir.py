@@ -1,7 +1,6 @@
 """Run folders, their record, their metrics; and signals."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from samo.train import events
 from samo.train.config import DataConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.metrics import MetricsFile
+from samo.train.rank_group import Interrupt
 from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir, free_dir
-from samo.train.signals import Interrupt
 
 
 def test_a_new_folder_is_made_with_its_parents_and_locked(tmp_path: Path) -> None:
@@ -62,20 +61,16 @@ def test_a_folder_that_cannot_be_written_is_refused(
     folder.close()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="needs a user whom permissions stop")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(RunError, match=r"cannot write to '.*': Permission denied"):
-        RunDir.create(tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "is not the record of a run"),
-        ('{"format": "samo-masks"}', "is not the record of a run"),
-        ('{"format": "samo-run", "version": 9}', "has version 9, this samo reads version 1"),
+        ("[]", "has format None"),
+        ('{"format": "samo-masks"}', "has format 'samo-masks'"),
+        (
+            '{"format": "samo-run", "version": 9}',
+            "version 9; this samo reads 'samo-run', version 1",
+        ),
     ],
 )
 def test_a_record_that_makes_no_sense_is_refused(
@@ -111,7 +106,7 @@ def steps_in(file: Path) -> list[int]:
 
 def test_events_become_lines_and_those_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "m"
-    first = MetricsFile(file, size=0, on_error="stop")
+    first = MetricsFile(file, size=0)
     first.on(ended(1))
     first.on(events.Ticked(step=1))  # not written
     size = first.size
@@ -120,12 +115,12 @@ def test_events_become_lines_and_those_after_the_checkpoint_are_dropped(tmp_path
     assert file.read_text().startswith('{"event": "end", "step": 1, "reason": "done"}\n')
     with open(file, "ab") as torn:
         torn.write(b'{"event": "st')  # cut by a kill
-    again = MetricsFile(file, size=size + 5, on_error="stop")  # never cut within a line
+    again = MetricsFile(file, size=size + 5)  # never cut within a line
     again.on(ended(3))
     again.close()
     assert steps_in(file) == [1, 3]
     with pytest.raises(RunError, match=r"cannot write metrics to '.*': Is a directory"):
-        MetricsFile(tmp_path, size=0, on_error="stop")
+        MetricsFile(tmp_path, size=0)
 
 
 class FullDisk:
@@ -144,20 +139,13 @@ class FullDisk:
         return getattr(self.file, name)
 
 
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_full_disk_leaves_whole_lines(
-    tmp_path: Path, on_error: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    metrics = MetricsFile(tmp_path / "m", size=0, on_error=on_error)  # type: ignore[arg-type]
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "m", size=0)
     metrics.on(ended(1))
     disk = metrics._file
     metrics._file = FullDisk(disk, room=10)  # type: ignore[assignment]
-    if on_error == "stop":
-        with pytest.raises(RunError, match=r"cannot write metrics to .*: No space left on device"):
-            metrics.on(ended(2))
-    else:
+    with pytest.raises(RunError, match=r"cannot write metrics to .*: No space left on device"):
         metrics.on(ended(2))
-        assert "No space left on device; the line is dropped" in caplog.text
     metrics._file = disk
     metrics.on(ended(3))
     metrics.close()

@@ -1,5 +1,6 @@
 """A training step: all tokens have the same weight, in both phases."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch.nn.functional as F
 import samo
 from samo.data.batches import IGNORE, Batch
 from samo.models.gpt import GPT, GPTConfig
+from samo.train.resolve import learning_rate
 from samo.train.state_bytes import state_bytes
 from samo.train.step import Learner
-from tests.train.helpers import new_learner
+from tests.train.helpers import new_learner, optim
 
 SMALL = GPTConfig(num_layers=1, width=32, num_heads=2, context=16, vocab_size=64)
 PHASES = pytest.mark.parametrize("phase", ["dense", "samo"])
@@ -158,3 +160,35 @@ def test_the_loss_scale_survives_pruning() -> None:
     one.prune(samo.prune(one.model, 0.5))
     assert one.scaler.get_scale() == 512.0
     assert one.scaler.state_dict()["_growth_tracker"] == 1
+
+
+# The learning rate
+
+
+def rates(schedule: str, steps: int, *, warmup: int = 0, final: float = 0.0) -> list[float]:
+    config = optim(lr=2.0, warmup_steps=warmup, schedule=schedule, final_lr=final)
+    return [learning_rate(step, steps, config) for step in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", {50: 1.0, 100: 0.0}),
+        ("linear", {25: 1.5, 100: 0.0}),
+        ("constant", {100: 2.0}),
+        ("wsd", {79: 2.0, 90: 1.0, 100: 0.0}),
+    ],
+)
+def test_schedules_have_their_shapes(schedule: str, expected: dict[int, float]) -> None:
+    found = rates(schedule, 100)
+    assert {step: pytest.approx(found[step - 1], abs=1e-12) for step in expected} == expected
+    for warmup, steps in ((7, 50), (60, 50)):  # also longer than the run
+        values = rates(schedule, steps, warmup=warmup, final=0.1)
+        assert all(a < b for a, b in itertools.pairwise(values[:warmup]))
+        assert all(a >= b * (1 - 1e-12) for a, b in itertools.pairwise(values[warmup:]))
+        assert all(0 <= value <= 2.0 for value in values)
+
+
+def test_the_rate_ends_at_its_final_fraction_and_stays_there() -> None:
+    assert rates("cosine", 100, warmup=10, final=0.1)[-1] == pytest.approx(0.2)
+    assert learning_rate(500, 100, optim(lr=2.0, final_lr=0.5)) == pytest.approx(1.0)

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
-from samo.train import checkpointing, events, setup
+from samo.train import events, setup
 from samo.train.config import OptimConfig, PruneConfig
-from samo.train.metrics import Board
+from samo.train.metrics import TensorBoard
 from samo.train.setup import open_text
 from samo.train.trainer import Result, resume, train
 from tests.train.helpers import (
@@ -63,7 +64,7 @@ def test_a_run_leaves_a_record_metrics_and_checkpoints(
     assert (result.ledger is not None) == (mode == "samo")
     assert recorded(run).run.compile is False
     if mode == "samo":
-        others = {"resume", "save_failed", "observe", "remap", "traffic", "compile"}
+        others = {"resume", "observe", "remap", "traffic"}
         expected = {kind for kind, name in events.NAMES.items() if name not in others}
         assert {type(event) for event in watcher.seen} == expected | {events.Ticked}
 
@@ -149,7 +150,10 @@ def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run:
     ("sections", "message"),
     [
         ({"prune": PruneConfig(dense_steps=5, skip=("nothing.*",))}, "cannot prune: .*'nothing"),
-        ({"prune": PruneConfig(method="set", rules={"*": 3.0})}, r"cannot prune: rules\['\*'\]"),
+        (
+            {"prune": PruneConfig(method="set", rules={"*": 3.0})},
+            "--rules must be 0 or more and less than 1",
+        ),
         ({"prune": PruneConfig(pattern="2:4", scope="erk")}, "which contradicts scope='erk'"),
         ({"prune": PruneConfig(method="gradual", sparsity=0.99999)}, "would keep none of the wei"),
         ({"prune": PruneConfig(masks=Path("no-masks"))}, "mask file '.*no-masks' does not exist"),
@@ -185,42 +189,45 @@ def test_what_cannot_work_is_refused_before_a_folder_is_made(
 # Failures
 
 
-def no_room(*args: object, **kwargs: object) -> None:
-    raise CheckpointError("'last' could not be written: No space left on device")
-
-
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_or_not(
-    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, on_error: str
+@pytest.mark.parametrize("what", ["checkpoint", "masks"])
+def test_a_full_disk_ends_the_run_which_resumes(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    run, config = tmp_path / "run", recorded(finished, save_errors=on_error)
-    fill = Watcher(4, lambda: monkeypatch.setattr(checkpointing, "save", no_room))
-    if on_error == "stop":
-        with pytest.raises(CheckpointError, match=r"No space left on device"):
-            train(config, run, listeners=[fill])
-        assert lines(run, "end")[-1]["reason"] == "failed"
-        monkeypatch.undo()
-        resume(run)
-        assert_same_run(finished, run)
-        return
-    assert train(config, run, listeners=[fill]).step == 8
-    failures = lines(run, "save_failed")
-    assert [line["step"] for line in failures] == [4, 6, 8]
-    assert "No space left on device" in failures[0]["reason"]
-    assert read_progress(run)["step"] == 3
+    full = OSError(28, "No space left on device")
+    broken = {
+        "checkpoint": ("samo.train.checkpointing.save", CheckpointError(str(full))),
+        "masks": ("samo.Masks.save", full),
+    }
+    target, error = broken[what]
+    run = tmp_path / "run"
+    fill = Watcher(2, lambda: monkeypatch.setattr(target, mock.Mock(side_effect=error)))
+    with pytest.raises((CheckpointError, RunError), match="No space left on device"):
+        train(recorded(finished), run, listeners=[fill])
+    assert lines(run, "end")[-1]["reason"] == "failed"
+    monkeypatch.undo()
+    resume(run)
+    assert_same_run(finished, run)
 
 
-def test_masks_that_cannot_be_written_end_the_run_or_not(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_run_whose_folder_was_moved_ends_and_writes_to_no_other(
+    tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, is_replaced: bool
 ) -> None:
-    def full(masks: samo.Masks, path: Path) -> None:
-        raise OSError(28, "No space left on device")
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    # Its thread opens files by their path, and prints that this failed.
+    monkeypatch.setattr(TensorBoard, "is_installed", lambda: False)
 
-    monkeypatch.setattr(samo.Masks, "save", full)
-    with pytest.raises(RunError, match=r"cannot write the masks to .*: No space left on device; "):
-        train(small(text), tmp_path / "stopped")
-    assert train(small(text, save_errors="continue"), tmp_path / "run").step == 8
-    assert "cannot write the masks" in lines(tmp_path / "run", "save_failed")[0]["reason"]
+    def move() -> None:
+        run.rename(moved)
+        if is_replaced:
+            run.mkdir()
+
+    with pytest.raises(RunError, match=r"run' was moved or removed .*; resume the folder where"):
+        train(recorded(finished), run, listeners=[Watcher(4, move)])
+    assert not run.exists() or not [*run.iterdir()]
+    assert lines(moved, "end")[-1]["reason"] == "failed"
+    resume(moved)
+    assert_same_run(finished, moved)
 
 
 def test_a_display_or_a_board_that_cannot_write_is_left_out(
@@ -236,11 +243,11 @@ def test_a_display_or_a_board_that_cannot_write_is_left_out(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Board, "on", full)
+    monkeypatch.setattr(TensorBoard, "on", full)
     assert train(small(text), tmp_path / "run", listeners=[Broken()]).step == 8
     assert len(heard) == 1
     assert "Broken gets no more events: [Errno 5] Input/output error" in caplog.text
-    assert "Board gets no more events: [Errno 28] No space left on device" in caplog.text
+    assert "TensorBoard gets no more events: [Errno 28] No space left on device" in caplog.text
     assert lines(tmp_path / "run", "end")[-1]["reason"] == "done"
 
 

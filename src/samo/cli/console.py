@@ -1,5 +1,7 @@
 """Lines and tables that several commands print."""
 
+import os
+import sys
 from collections.abc import Mapping
 
 from rich.box import SIMPLE_HEAD
@@ -11,6 +13,18 @@ from samo.mask.masks import Masks
 from samo.utils.formatting import count, percent, plain
 
 __all__ = []
+
+
+class PatientConsole(Console):
+    """A console that goes quiet when its pipe is closed, as in ``samo train notes.txt | head``.
+
+    rich would exit the process.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing any more, also when the process exits and flushes its buffers."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(console: Console, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from samo.cli.commands import Demo, Train
-from samo.cli.console import columns, say
+from samo.cli.console import PatientConsole, columns, say
 from samo.cli.display import Display
 from samo.cli.main import parse
 from samo.data.library import write_library_text
@@ -33,7 +33,7 @@ _SHOWN: Final = ("validation loss", "model state", "saved against dense", "token
 
 def run(command: Demo) -> int:
     """Train twice, and compare."""
-    console = Console()
+    console = PatientConsole()
     out = command.out or free_dir(Path("runs"), "demo")
     check_free(out)
     text = write_library_text(out / "text")

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from samo.cli.console import say
+from samo.report.runs import read_run
 from samo.train import events
 from samo.train.events import Event
 from samo.utils.formatting import duration, size
@@ -55,8 +56,6 @@ class Display:
                 self._step(event)
             case events.Compiling():
                 self._say(event.step, "compiling: the next step takes longer")
-            case events.Compiled():
-                self._say(event.step, f"compiled in {event.seconds:,.1f} s")
             case events.Evaluated():
                 loss, perplexity = f"{event.valid_loss:.3f}", f"{event.perplexity:,.2f}"
                 self._say(event.step, f"validation loss {loss}, perplexity {perplexity}")
@@ -70,15 +69,16 @@ class Display:
             case events.Accounted():
                 which = "rank 0: " if len(event.rank_bytes) > 1 else ""
                 self._state = f"{which}state {size(event.rank_bytes[0])} of "
-            case events.NotSaved():
-                self._say(event.step, f"NOT SAVED: {event.reason}")
 
     def _start(self, event: events.Started) -> None:
-        if self.folder is not None:
+        run = None if self.folder is None else read_run(self.folder)
+        if run is not None:
             say(self._console, f"run folder: {self.folder}")
         self._steps = event.steps
         self._state = self._masks = ""  # of the run before
         self._line_at = 0.0
+        if run is not None and run.state is not None:
+            self.on(run.state)  # as before the run was interrupted
         if isinstance(event, events.Resumed):
             is_over = event.step >= event.steps
             what = "the run is complete; extend it with --steps" if is_over else "resumed"

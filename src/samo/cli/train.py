@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from samo.cli.commands import Train
-from samo.cli.console import facts, say
+from samo.cli.console import PatientConsole, facts, say
 from samo.cli.display import Display
 from samo.errors import RunError, SamoError, first_words
 from samo.report.findings import held, ranks as mesh_of
@@ -26,7 +26,7 @@ __all__ = []
 
 def run(command: Train) -> int:
     """Train, or resume a run."""
-    console = Console()
+    console = PatientConsole()
     display = Display(console)
     try:
         with display if is_first_rank() else nullcontext():
@@ -79,9 +79,7 @@ def _summarise(console: Console, result: Result) -> None:
     from samo.report.page import write_report  # loads matplotlib
 
     if result.signal is not None:
-        is_saved = result.saved_step == result.step
-        what = "and saved" if is_saved else "but NOT saved: it will resume from an older checkpoint"
-        say(console, f"interrupted at step {result.step:,}, {what}. To resume:")
+        say(console, f"interrupted at step {result.step:,}, and saved. To resume:")
         say(console, f"  {launch_env.resume_command(result.folder)}")
         return
     try:

@@ -14,10 +14,10 @@ from samo.data.batches import Batches
 from samo.errors import CheckpointError
 from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
+from samo.train.config_io import typed
 from samo.train.events import Phase
 from samo.train.masking import Masking
 from samo.train.step import Learner
-from samo.train.typed import typed
 
 __all__ = []
 

@@ -1,7 +1,7 @@
 """The settings of a training run, shared by the command line, TOML files and the Python API.
 
 One dataclass is one section of the file and one group of flags; the string below a field is its
-help, and its type may carry its `Range`. "auto" stands for a value that follows from others:
+help, and its type may carry its `Range`. "auto" is a value that follows from others:
 `samo.train.resolve` makes a `ResolvedConfig` of a `TrainConfig`. Imports no torch.
 
     [run]                       samo train notes.txt --steps 2000
@@ -45,6 +45,7 @@ Count = Annotated[int, Range(1, 2**31)]
 Steps = Annotated[int, Range(0, 2**31)]
 Amount = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
+Sparsity = Annotated[float, Range(0, 1, "0.9 prunes 90 %")]
 Auto = Literal["auto"]
 OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
 Method = Literal["magnitude", "random", "early-bird", "gradual", "set", "rigl"]
@@ -95,7 +96,7 @@ class ModelConfig:
 class PruneConfig:
     """What to prune, and when."""
 
-    sparsity: Annotated[float, Range(0, 1, "0.9 prunes 90 %")] | Auto = "auto"
+    sparsity: Sparsity | Auto = "auto"
     """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
     dense_steps: Steps | Auto = "auto"
     """Dense steps before pruning. auto: a fifth of all steps; none with --init, --masks, set or
@@ -110,7 +111,7 @@ class PruneConfig:
     """Keep n of every m neighbours along the inputs, such as "2:4"."""
     skip: tuple[str, ...] = ()
     """Patterns of weights that are not pruned, such as "blocks.0.*"."""
-    rules: dict[str, float] = field(default_factory=dict)
+    rules: dict[str, Sparsity] = field(default_factory=dict)
     """Sparsities of individual weights: pairs of pattern and value."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
@@ -189,8 +190,6 @@ class RunConfig:
     """Batches per validation."""
     save_every: Count = 200
     """Steps between checkpoints. A better validation loss saves one too."""
-    save_errors: Literal["stop", "continue"] = "stop"
-    """What to do if a checkpoint cannot be written, for example on a full disk."""
     log_every: Count = 10
     """Steps between lines of metrics."""
     sample_tokens: Steps = 200

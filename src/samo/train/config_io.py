@@ -5,18 +5,29 @@ A file may leave out settings, but an unknown key is an error that names the nea
 
 import dataclasses
 import json
+import math
 import tomllib
+import types
+import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 from samo.errors import ConfigError, nearest
 from samo.train.config import TrainConfig
-from samo.train.typed import typed
 
 __all__ = []
 
 Config = TypeVar("Config", bound=TrainConfig)
+
+_NAMES: Final = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+}
 
 
 def read_toml(path: Path) -> TrainConfig:
@@ -39,13 +50,9 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 def from_dict(
     kind: type[Config], content: Any, *, source: str, folder: Path | None = None
 ) -> Config:
-    """Build settings from nested dictionaries, as `to_dict` returns them or a file holds them.
+    """Build settings from sections, as `to_dict` returns them or a file holds them.
 
-    Args:
-        kind: `TrainConfig` or `ResolvedConfig`.
-        content: Section name to settings.
-        source: Name of the source in errors.
-        folder: Where relative paths start; None leaves them as they are.
+    ``source`` names them in errors; relative paths start at ``folder``.
     """
     if not isinstance(content, Mapping):
         raise ConfigError(f"{source} holds {type(content).__name__}, not sections of settings")
@@ -65,9 +72,9 @@ def from_dict(
             try:
                 section[key] = typed(value, hints[key], folder)
             except (TypeError, ValueError, RuntimeError):  # the last: "~name" of an unknown user
-                takes = _name(hints[key])
+                got = json.dumps(value, default=str)
                 raise ConfigError(
-                    f"{source}: '{name}.{key}' takes {takes}, got {value!r}"
+                    f"{source}: '{name}.{key}' takes {_named(hints[key])}, got {got}"
                 ) from None
         sections[name] = section
     try:
@@ -76,6 +83,49 @@ def from_dict(
         raise ConfigError(f"{source} is incomplete: {error}") from None
 
 
-def _name(hint: Any) -> str:
-    name = hint.__name__ if isinstance(hint, type) else str(hint)
-    return name.replace("typing.", "").replace("pathlib.", "")
+def typed(value: Any, hint: Any, folder: Path | None = None) -> Any:
+    """Return a value as the type of a field.
+
+    Relative paths start at ``folder``. A single value is taken for a tuple of one. Floats that are
+    not finite become NaN.
+
+    Raises:
+        TypeError, ValueError, OverflowError: It is of another type.
+    """
+    if type(value) is hint and hint is not float:  # not isinstance: True is not an int here
+        return value
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in inner:
+            with suppress(TypeError, ValueError):
+                return typed(value, option, folder)
+    elif origin is tuple:
+        items = value if isinstance(value, list | tuple) else [value]
+        kinds = [inner[0]] * len(items) if inner[-1] is Ellipsis else inner
+        return tuple(typed(item, kind, folder) for item, kind in zip(items, kinds, strict=True))
+    elif origin is list and isinstance(value, list):
+        return [typed(item, inner[0], folder) for item in value]
+    elif origin is dict and isinstance(value, dict):
+        return {key: typed(item, inner[1], folder) for key, item in value.items()}
+    elif hint is Path:
+        return Path(value) if folder is None else folder / Path(value).expanduser()
+    elif hint is float and type(value) in (int, float):
+        return float(value) if math.isfinite(float(value)) else math.nan
+    elif origin is Literal and value in inner:
+        return value
+    raise TypeError(f"{value!r} is not of type {hint}")
+
+
+def _named(hint: Any) -> str:
+    """Return a type in the words of a user."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(f'"{value}"' for value in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_named(option) for option in inner if option is not types.NoneType)
+    if origin is tuple:
+        length = "" if inner[-1] is Ellipsis else f"{len(inner)} entries, "
+        return f"a list ({length}each {_named(inner[0])})"
+    if origin is dict:
+        return f"a table (each value {_named(inner[1])})"
+    return _NAMES[hint]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, dataclass_transform
 
 from samo.errors import RunError
-from samo.train.typed import typed
+from samo.train.config_io import typed
 
 __all__ = []
 
@@ -133,16 +133,6 @@ class Accounted(Event, name="state"):
     rank_bytes: list[int]
 
 
-class AccountedAgain(Accounted):
-    """The same after the first step of a resumed run. For displays: the file already has it."""
-
-
-class Compiled(Event, name="compile"):
-    """Blocks were compiled in this step: the first of a phase, or one after the masks changed."""
-
-    seconds: float
-
-
 class Compiling(Event):
     """The next step compiles blocks. For displays: not written."""
 
@@ -164,12 +154,6 @@ class Saved(Event, name="save"):
     path: str
     bytes: int
     seconds: float
-
-
-class NotSaved(Event, name="save_failed"):
-    """A checkpoint could not be written; the last good one remains."""
-
-    reason: str
 
 
 class Sampled(Event, name="sample"):

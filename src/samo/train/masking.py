@@ -122,12 +122,8 @@ class Masking:
         """Begin to change the masks of the model, which is pruned now, if the method does."""
         self._bird = None
         settings, model, opt = self._config.prune, self._learner.model, self._learner.opt
-        stop = settings.mask_stop - settings.dense_steps
-        when: dict[str, Any] = {
-            "every": settings.mask_every,
-            "stop": stop,
-            "seed": self._config.run.seed,
-        }
+        stop, seed = settings.mask_stop - settings.dense_steps, self._config.run.seed
+        when: dict[str, Any] = {"every": settings.mask_every, "stop": stop, "seed": seed}
         if settings.method == "gradual":
             self._changing = GradualPruning(model, opt, settings.sparsity, start=0, **when)
         elif settings.method in MOVING:
@@ -154,9 +150,9 @@ class Masking:
         )
 
     @property
-    def changes(self) -> bool:
-        """Whether masks may change from here on."""
-        return self._changing is not None
+    def is_idle(self) -> bool:
+        """Whether `observe` and `change` have nothing to do from here on."""
+        return self._bird is None and self._changing is None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs besides model and optimizer."""
@@ -187,17 +183,15 @@ class Masking:
         return masks
 
     def _prune(self) -> Masks:
-        settings = self._config.prune
+        if not self._choice:
+            return Masks({})
+        settings, seed = self._config.prune, self._config.run.seed
         is_trained = settings.dense_steps != 0 or self._config.model.init is not None
         # Before training, magnitudes carry no information.
         is_random = settings.method == "random" or (settings.method in MOVING and not is_trained)
         method: Final = "random" if is_random else "magnitude"
-        if not self._choice:
-            return Masks({})
         with _pruning():
-            return prune(
-                self._learner.model, method=method, **self._choice, seed=self._config.run.seed
-            )
+            return prune(self._learner.model, method=method, **self._choice, seed=seed)
 
     def _choose(self) -> dict[str, Any]:
         """Return the weights to prune as arguments of `prune`; {} if this rank's stage has none.

@@ -1,17 +1,15 @@
 """Where the events of a run are written: ``metrics.jsonl``, and TensorBoard if it is installed."""
 
 import importlib.util
-import logging
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from samo.errors import RunError
 from samo.train import events
 from samo.train.events import Event
 
 __all__ = []
-
-_logger = logging.getLogger(__name__)
 
 
 class MetricsFile:
@@ -21,14 +19,10 @@ class MetricsFile:
         path: The file; created if missing.
         size: Bytes that are valid, None for all. The rest was written after the checkpoint that the
             run resumes from and is dropped, as is a line cut by a kill.
-        on_error: Whether a line that cannot be written stops the run.
     """
 
-    def __init__(
-        self, path: Path, *, size: int | None, on_error: Literal["stop", "continue"]
-    ) -> None:
+    def __init__(self, path: Path, *, size: int | None) -> None:
         self._path = path
-        self._on_error = on_error
         try:
             # Unbuffered: readers see every event at once, and a kill loses none.
             self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: SIM115
@@ -38,7 +32,7 @@ class MetricsFile:
             raise RunError(f"cannot write metrics to '{path}': {error.strerror}") from error
 
     def on(self, event: Event) -> None:
-        """Write an event; a line that cannot be written is an error if ``on_error`` is "stop"."""
+        """Write an event."""
         if type(event) not in events.NAMES:
             return
         line = event.to_json().encode() + b"\n"
@@ -47,11 +41,11 @@ class MetricsFile:
                 raise OSError(28, "No space left on device")
             self.size += len(line)
         except OSError as error:
-            message = f"cannot write metrics to '{self._path}': {error.strerror}"
             self._cut()
-            if self._on_error == "stop":
-                raise RunError(f"{message}; make room, then resume with --resume") from error
-            _logger.warning("%s; the line is dropped", message)
+            raise RunError(
+                f"cannot write metrics to '{self._path}': {error.strerror}; free some space, then "
+                "resume with --resume"
+            ) from error
 
     def _cut(self) -> None:
         self._file.truncate(self.size)
@@ -62,7 +56,7 @@ class MetricsFile:
         self._file.close()
 
 
-class Board:
+class TensorBoard:
     """Writes losses, learning rate, speed and masks as TensorBoard's event files."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
@@ -70,6 +64,11 @@ class Board:
 
         # Hides steps that were taken after the checkpoint that a run resumes from.
         self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Return whether event files can be written."""
+        return importlib.util.find_spec("tensorboard") is not None
 
     def on(self, event: Event) -> None:
         """Write an event."""
@@ -88,14 +87,11 @@ class Board:
                 values = {"state/bytes": event.measured_bytes}
             case events.Sampled():
                 self._writer.add_text("sample", f"<pre>{event.text}</pre>", event.step)
-            case events.Ended():
-                self._writer.close()
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(name, value, event.step)
 
-
-def boards(folder: Path, step: int) -> list[Board]:
-    """Return a board if TensorBoard is installed."""
-    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
-    return [Board(folder, step=step)] if has_tensorboard else []
+    def close(self) -> None:
+        """Write what is buffered, and close the files."""
+        with suppress(OSError):  # a full disk must not end the run
+            self._writer.close()

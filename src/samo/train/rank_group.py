@@ -6,12 +6,15 @@ do.
 """
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any, Final, Literal, TypeVar
 
 import torch
@@ -30,6 +33,10 @@ from samo.utils.collectives import all_gather_json
 __all__ = []
 
 Result = TypeVar("Result")
+
+_SIGNALS: Final = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
 
 
 class RankGroup:
@@ -123,22 +130,6 @@ class RankGroup:
 
     # Failures
 
-    def cause(self, error: Exception) -> SamoError | None:
-        """Return the error to report for one that ended a run; None for a failure of this rank.
-
-        An error of a backend becomes a `PeerError` if another rank has stopped.
-        """
-        if isinstance(error, SamoError):
-            return error
-        if self.watchdog is None or is_out_of_memory(error):
-            return None
-        stopped = self.watchdog.stopped()
-        if not stopped:
-            return None
-        said = f"The backend said: {first_words(error)}"
-        message = f"{listed(stopped)} stopped. Start again from the last checkpoint. {said}"
-        return PeerError(message, stopped, is_diagnosed=True)
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Attribute a failure to its root cause, and stop watching at the end."""
@@ -146,6 +137,15 @@ class RankGroup:
             yield
         except PeerError as error:
             raise self._attribute(error) from error.__cause__
+        except RuntimeError as error:
+            stopped = () if self.watchdog is None else self.watchdog.stopped()
+            if not stopped or isinstance(error, SamoError) or is_out_of_memory(error):
+                raise
+            message = (
+                f"{listed(stopped)} stopped; resume from the last checkpoint with --resume. The "
+                f"backend said: {first_words(error)}"
+            )
+            raise self._attribute(PeerError(message, stopped, is_diagnosed=True)) from error
         finally:
             if self.watchdog is not None:
                 self.watchdog.close()
@@ -250,6 +250,32 @@ class RankGroup:
             yield
         except RuntimeError as error:
             raise self.watchdog.error(what, time.perf_counter() - started, error) from error
+
+
+class Interrupt:
+    """Makes Ctrl-C, SIGTERM and SIGHUP requests: the loop ends its step, saves, and returns.
+
+    The first signal is recorded; the second one has the effect that it had before.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self.__exit__()
 
 
 def rank_name(mesh: MeshConfig, size: int, rank: int) -> str:

@@ -6,6 +6,8 @@ gradual             masks keep everything at first, and lose weights step by ste
 set, rigl           masks keep their sparsity, and move
 """
 
+import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -31,7 +33,7 @@ from samo.train.config import (
     Weights,
 )
 
-__all__ = ["resolve"]
+__all__ = ["learning_rate", "resolve"]
 
 DEFAULT_SPARSITY: Final = 0.9
 
@@ -40,6 +42,7 @@ MOVING: Final = ("set", "rigl")
 CHANGING: Final = ("gradual", *MOVING)
 """Methods whose masks change after they were drawn."""
 
+_SIZES: Final = ("num_layers", "width", "num_heads", "context")
 _METHODS: Final = {
     "mask_every": ("early-bird", *CHANGING),
     "mask_stop": CHANGING,
@@ -52,8 +55,8 @@ _METHODS: Final = {
 _UNUSED: Final = PruneConfig(sparsity=DEFAULT_SPARSITY, dense_steps=0, mask_every=1, mask_stop=0)
 """What "auto" becomes where a setting has no effect."""
 CHANGEABLE: Final = frozenset(
-    {"steps", "eval_every", "eval_batches", "save_every", "save_errors", "log_every"}
-    | {"sample_tokens", "weights", "compile", "train", "valid"}
+    {"steps", "eval_every", "eval_batches", "save_every", "log_every", "sample_tokens"}
+    | {"weights", "compile", "train", "valid"}
     | {entry.name for entry in fields(MeshConfig)}
 )
 """Settings that a resumed run may change. ``train`` and ``valid`` are where the text is."""
@@ -76,23 +79,11 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     prune, steps = config.prune, config.run.steps
     shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
     is_trained = config.model.init is not None
-    model = ResolvedModel(
-        **_filled(
-            config.model,
-            num_layers=shape.num_layers,
-            width=shape.width,
-            num_heads=shape.num_heads,
-            context=shape.context,
-        )
-    )
-    optim = ResolvedOptim(
-        **_filled(
-            config.optim,
-            lr=shape.lr,
-            warmup_steps=min(steps // 20, 1000),
-            density_power=0.0 if is_dense or is_trained else -1.0,
-        )
-    )
+    sizes = {name: getattr(shape, name) for name in _SIZES}
+    model = ResolvedModel(**_filled(config.model, **sizes))
+    power = 0.0 if is_dense or is_trained else -1.0
+    rates = {"lr": shape.lr, "warmup_steps": min(steps // 20, 1000), "density_power": power}
+    optim = ResolvedOptim(**_filled(config.optim, **rates))
     method = "none" if is_dense else prune.method
     starts_pruned = method in ("none", *MOVING) or is_trained or prune.masks is not None
     dense_steps = 0 if starts_pruned else steps // 5
@@ -108,20 +99,20 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     elif method in CHANGING:
         mask_every = max(1, min(steps // 40, 100))
         mask_stop = dense_steps + max(1, 3 * (steps - dense_steps) // 4)
+    when = {"dense_steps": dense_steps, "mask_every": mask_every, "mask_stop": mask_stop}
+    sparsity = resolve_sparsity(prune.sparsity, prune.pattern)
+    weights = _weights(config.run.weights, config.mesh.shard == "weights")
     resolved = ResolvedConfig(
         data=DataConfig(**_filled(config.data)),
         model=model,
-        prune=ResolvedPrune(
-            **_filled(prune, dense_steps=dense_steps, mask_every=mask_every, mask_stop=mask_stop)
-            | {"sparsity": resolve_sparsity(prune.sparsity, prune.pattern)}
-        ),
+        prune=ResolvedPrune(**_filled(prune, **when) | {"sparsity": sparsity}),
         optim=optim,
         # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager ones
         # took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
         run=ResolvedRun(
             **_filled(config.run, compile=False)
             | _device_and_dtype(config.run)
-            | {"weights": _weights(config.run.weights, config.mesh.shard == "weights")}
+            | {"weights": weights}
         ),
         mesh=config.mesh,
     )
@@ -161,14 +152,9 @@ def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
 
 def gpt_config(model: ResolvedModel, vocab_size: int) -> GPTConfig:
     """Return the shape of the model."""
+    sizes = {name: getattr(model, name) for name in _SIZES}
     return GPTConfig(
-        num_layers=model.num_layers,
-        width=model.width,
-        num_heads=model.num_heads,
-        context=model.context,
-        vocab_size=vocab_size,
-        is_tied=model.tied,
-        is_checkpointed=model.checkpointing,
+        **sizes, vocab_size=vocab_size, is_tied=model.tied, is_checkpointed=model.checkpointing
     )
 
 
@@ -222,17 +208,14 @@ def _check_ranges(config: TrainConfig) -> None:
     if not config.data.train:
         raise ConfigError("no text to train on; name a file: samo train notes.txt")
     for section in fields(TrainConfig):
-        hints = get_type_hints(section.type, include_extras=True)
-        for name, hint in hints.items():
+        for name, hint in get_type_hints(section.type, include_extras=True).items():
             value = getattr(getattr(config, section.name), name)
-            for number in value if isinstance(value, tuple) else (value,):
-                for limits in _ranges(hint):
-                    if (
-                        isinstance(number, int | float)
-                        and not limits.least <= number < limits.below
-                    ):
-                        got = str(number)[:40]
-                        raise ConfigError(f"{flag(name)} must be {limits}, got {got}")
+            values = value.values() if isinstance(value, dict) else value
+            numbers = values if isinstance(value, tuple | dict) else (value,)
+            for number, limits in itertools.product(numbers, _ranges(hint)):
+                is_number = isinstance(number, int | float)
+                if is_number and not limits.least <= number < limits.below:
+                    raise ConfigError(f"{flag(name)} must be {limits}, got {str(number)[:40]}")
 
 
 def _ranges(hint: Any) -> Iterator[Range]:
@@ -249,30 +232,15 @@ def _check(config: ResolvedConfig) -> None:
         if one:
             how = f"does not work with {other}: {why}" if why else f"has no effect with {other}"
             raise ConfigError(f"{one} {how}; leave one of them out")
-    for is_wrong, message in _step_rules(config):
+    for is_wrong, message in _other_rules(config):
         if is_wrong:
             raise ConfigError(message)
-    model, mesh = config.model, config.mesh
-    if model.width % model.num_heads:
-        raise ConfigError(
-            f"--num-heads must divide --width, got {model.num_heads} heads and width {model.width}"
-        )
-    num_stages = mesh.pipe * mesh.stages_per_rank
-    if num_stages > model.num_layers + 2:
-        raise ConfigError(
-            f"a model of {model.num_layers} blocks has {model.num_layers + 2} layers with "
-            f"embeddings and head, too few for {num_stages} stages; lower --pipe"
-        )
 
 
 def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     """Yield a setting ("" if it is not given), what it conflicts with, why ("": no effect)."""
     prune, optim, run, mesh = config.prune, config.optim, config.run, config.mesh
-    dense, method, pattern = (
-        "--mode dense",
-        f"--method {prune.method}",
-        f"--pattern {prune.pattern}",
-    )
+    method = f"--method {prune.method}"
     shard = "--shard weights" if mesh.shard == "weights" else ""
     lean = "--state lean" if optim.state == "lean" else ""
     weights = "" if run.weights == "resident" else f"--weights {run.weights}"
@@ -280,34 +248,34 @@ def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     yield wide if run.dtype != "bfloat16" else "", f"--dtype {run.dtype}", ""
     yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
     if run.mode == "dense":
-        others = (name for name in PruneConfig.__slots__ if name != "sparsity")
-        yield _changed(prune, others), dense, ""
-        yield f"--density-power {optim.density_power}" if optim.density_power else "", dense, ""
-        yield shard or weights or lean, dense, ""
+        power = f"--density-power {optim.density_power}" if optim.density_power else ""
+        ignored = _changed(prune, [name for name in PruneConfig.__slots__ if name != "sparsity"])
+        yield ignored or power or shard or weights or lean, "--mode dense", ""
         return
     if prune.masks is not None:
         names = ["sparsity", "scope", "pattern", "skip", "rules"]
         names += [] if prune.method in MOVING else ["method"]  # those start from given masks
         yield _changed(prune, names), f"--masks {prune.masks}", ""
-    others = (name for name, methods in _METHODS.items() if prune.method not in methods)
+    others = [name for name, methods in _METHODS.items() if prune.method not in methods]
     yield _changed(prune, others), method, ""
     if prune.method in CHANGING:
-        yield pattern if prune.pattern else "", method, "masks would not keep to it"
+        pattern = f"--pattern {prune.pattern}" if prune.pattern else ""
+        yield pattern, method, "it moves masks away from the pattern"
         yield shard, method, "it changes masks; use magnitude, random or early-bird"
     if prune.method == "gradual":
-        yield _changed(prune, ("scope", "rules")), method, ""
+        yield _changed(prune, ["scope", "rules"]), method, ""
     if prune.method in MOVING:
         yield lean, method, "it counts the updates of each weight"
     if shard:
         yield lean, shard, "shards may split values at any place"
         yield weights if run.weights != "streamed" else "", shard, ""
     if mesh.pipe > 1:
-        pipe, scope = f"--pipe {mesh.pipe}", f"--scope {prune.scope}"
+        pipe = f"--pipe {mesh.pipe}"
         yield shard, pipe, "each stage holds a part of the model already"
-        needs_all = prune.method in ("early-bird", *CHANGING)
-        yield method if needs_all else "", pipe, "it needs the masks of all stages"
-        needs_all = prune.scope != "tensor" and prune.masks is None
-        yield scope if needs_all else "", pipe, "it compares the weights of all stages"
+        if prune.method in ("early-bird", *CHANGING):
+            yield method, pipe, "it needs the masks of all stages"
+        if prune.scope != "tensor" and prune.masks is None:
+            yield f"--scope {prune.scope}", pipe, "it compares the weights of all stages"
 
 
 def _changed(prune: PruneConfig, names: Iterable[str]) -> str:
@@ -315,18 +283,29 @@ def _changed(prune: PruneConfig, names: Iterable[str]) -> str:
     return ", ".join(flag(n) for n in names if getattr(prune, n) != getattr(_UNUSED, n))
 
 
-def _step_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
+def _other_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
     """Yield whether something is wrong, and the message."""
-    prune, warmup, steps = config.prune, config.optim.warmup_steps, config.run.steps
-    method, every, dense, stop = prune.method, prune.mask_every, prune.dense_steps, prune.mask_stop
+    model, mesh, prune = config.model, config.mesh, config.prune
+    yield (
+        model.width % model.num_heads != 0,
+        f"--num-heads must divide --width, got {model.num_heads} heads and width {model.width}",
+    )
+    num_layers, num_stages = model.num_layers + 2, mesh.pipe * mesh.stages_per_rank
+    yield (
+        num_stages > num_layers,
+        f"a model of {model.num_layers} blocks has {num_layers} layers with embeddings and head, "
+        f"too few for {num_stages} stages; lower --pipe",
+    )
     if config.run.mode == "dense":
         return
+    warmup, steps = config.optim.warmup_steps, config.run.steps
+    method, every, dense, stop = prune.method, prune.mask_every, prune.dense_steps, prune.mask_stop
     is_nothing = prune.sparsity == 0 and not prune.rules and prune.masks is None
     yield is_nothing, "--sparsity 0 prunes nothing; use one such as 0.9, or train with --mode dense"
     yield (
         dense >= steps,
         f"--dense-steps {dense:,} leaves none of the {steps:,} steps to train pruned; lower it, or "
-        "train without pruning with --mode dense",
+        "use --mode dense",
     )
     if method == "early-bird":
         full = first_observation(every, warmup) + (prune.queue - 1) * every
@@ -352,38 +331,52 @@ def _step_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
 
 def check_batch(config: ResolvedConfig, num_replicas: int) -> None:
     """Refuse a batch that cannot be divided among replicas and micro-batches."""
-    mesh, size = config.mesh, config.run.batch_size
-    least, count = size // num_replicas, micro_batches(config, num_replicas)
-    message = ""
-    if least < 1:
-        message = (
+    size, count = config.run.batch_size, micro_batches(config, num_replicas)
+    if size < num_replicas:
+        raise ConfigError(
             f"a batch of {size} sequences cannot be divided among {num_replicas} replicas; raise "
             f"--batch-size to {num_replicas} or more, or use fewer ranks"
         )
-    elif mesh.pipe > 1 and count > least:
-        message = (
+    least = size // num_replicas
+    if config.mesh.pipe > 1 and count > least:
+        raise ConfigError(
             f"the {least} sequences of a replica cannot be split into {count} micro-batches; raise "
             f"--batch-size to {num_replicas * count} or more, or lower --micro-batches"
         )
-    if message:
-        raise ConfigError(message)
 
 
 def micro_batches(config: ResolvedConfig, num_replicas: int) -> int:
-    """Return the number of micro-batches of a pass: by default two per stage, if sequences suffice.
+    """Return the micro-batches of a pass: by default two per stage, if there are as many sequences.
 
     With two, a pipeline idles for less than a third of a batch.
     """
     mesh = config.mesh
     if not isinstance(mesh.micro_batches, str):
         return mesh.micro_batches
-    least = max(config.run.batch_size // num_replicas, 1)
-    return min(2 * mesh.pipe, least)
+    return min(2 * mesh.pipe, max(config.run.batch_size // num_replicas, 1))
 
 
 def first_observation(every: int, warmup_steps: int) -> int:
     """Return the step of early-bird's first observation: during warmup masks barely move."""
     return max(1, -(-warmup_steps // every)) * every
+
+
+def learning_rate(step: int, steps: int, optim: ResolvedOptim) -> float:
+    """Return the learning rate of a step, counted from 1 to ``steps``."""
+    if step <= optim.warmup_steps:
+        return optim.lr * step / optim.warmup_steps
+    # 0 at the end of the warmup, 1 at the last step; longer runs than planned stay at 1
+    progress = min((step - optim.warmup_steps) / max(steps - optim.warmup_steps, 1), 1.0)
+    match optim.schedule:
+        case "constant":
+            height = 1.0
+        case "linear":
+            height = 1 - progress
+        case "cosine":
+            height = 0.5 * (1 + math.cos(math.pi * progress))
+        case "wsd":
+            height = min((1 - progress) / 0.2, 1.0)
+    return optim.lr * (optim.final_lr + (1 - optim.final_lr) * height)
 
 
 def flag(name: str) -> str:

@@ -11,6 +11,7 @@ report.html         the report, as ``samo report`` makes it
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ class RunDir:
         self.last = path / "checkpoints" / "last"
         self.best = path / "checkpoints" / "best"
         self._lock = ExitStack()
+        self._locked: int | None = None  # descriptor of the locked folder
 
     @property
     def has_checkpoint(self) -> bool:
@@ -72,15 +74,30 @@ class RunDir:
         """Keep other processes out until this one closes the folder or ends."""
         try:
             with _writing(self.path):
-                self._lock.enter_context(atomic_io.locked(self.path))
+                self._locked = self._lock.enter_context(atomic_io.locked(self.path))
         except BlockingIOError:
             raise RunError(
                 f"another process is training in '{self.path}'; wait for it, or use another folder"
             ) from None
 
+    def check_in_place(self) -> None:
+        """Refuse to write if the path no longer leads to the locked folder."""
+        if self._locked is None:
+            return
+        try:
+            is_same = os.path.samestat(os.fstat(self._locked), self.path.stat())
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise RunError(
+                f"'{self.path}' was moved or removed while the run was training in it; resume the "
+                "folder where it is now with --resume"
+            )
+
     def close(self) -> None:
         """Release the lock."""
         self._lock.close()
+        self._locked = None
 
     def write_run(self, record: dict[str, Any]) -> None:
         """Write run.json."""
@@ -96,17 +113,13 @@ class RunDir:
             raise RunError(
                 f"'{self.run_file}' cannot be read: {error}; take another copy of the run"
             ) from None
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
+        found = record if isinstance(record, dict) else {}
+        if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
             raise RunError(
-                f"'{self.run_file}' is not the record of a run (format {FORMAT!r}); pass a folder "
-                "that samo train wrote"
+                f"'{self.run_file}' has format {found.get('format')!r}, version "
+                f"{found.get('version')!r}; this samo reads {FORMAT!r}, version {VERSION}"
             )
-        if record.get("version") != VERSION:
-            raise RunError(
-                f"'{self.run_file}' has version {record.get('version')!r}, this samo reads version "
-                f"{VERSION}; use the samo it was written with, or update samo"
-            )
-        return record
+        return found
 
     def config(self) -> ResolvedConfig:
         """Return the settings that run.json records."""

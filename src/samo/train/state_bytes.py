@@ -5,20 +5,17 @@ from typing import Any
 
 from torch import Tensor
 
-from samo.train.events import Accounted, AccountedAgain
+from samo.train.events import Accounted
 from samo.train.step import Learner
 
 __all__ = []
 
 
-def accounted(step: int, learner: Learner, *, is_known: bool = False) -> Accounted:
-    """Return the state of a replica, with all its stages, after a step: a collective of all ranks.
-
-    ``is_known`` says that the metrics of the run have it already.
-    """
+def accounted(step: int, learner: Learner) -> Accounted:
+    """Return the bytes of state of a replica with all its stages; a collective of all ranks."""
     ranks = learner.ranks
     all_ranks = ranks.all_gather("the size of the model state", state_bytes(learner))
-    return (AccountedAgain if is_known else Accounted)(
+    return Accounted(
         step=step,
         **added_up(all_ranks[:: ranks.num_replicas]),
         weights=learner.weights if learner.phase == "samo" else None,
@@ -58,13 +55,7 @@ def state_bytes(learner: Learner) -> dict[str, Any]:
 
 
 def added_up(parts: Sequence[Mapping[Any, Any]]) -> dict[str, Any]:
-    """Add up the numbers of several mappings by name, nested ones too; None if one is unknown.
-
-    Example:
-        >>> from samo.train.state_bytes import added_up
-        >>> added_up([{"a": 1, "b": {"x": 2}, "c": 3}, {"a": 4, "b": {"x": 5, "y": 6}, "c": None}])
-        {'a': 5, 'b': {'x': 7, 'y': 6}, 'c': None}
-    """
+    """Add up the numbers of mappings by name, also of nested ones; None if one is unknown."""
     total: dict[str, Any] = {}
     for name in {name: None for part in parts for name in part}:
         values = [part[name] for part in parts if name in part]

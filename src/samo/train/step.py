@@ -6,8 +6,9 @@ samo    compressed state, weights in the compute dtype; on several ranks replica
 """
 
 import contextlib
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,6 @@ from samo.errors import MaskError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
-from samo.train.compile import blocks_of, compile_blocks
 from samo.train.config import ResolvedConfig
 from samo.train.events import Phase
 from samo.train.pipelined_gpt import PipelinedGPT
@@ -38,13 +38,17 @@ from samo.train.resolve import MOVING
 
 __all__ = []
 
+BACKEND = "inductor"
+"""Backend of torch.compile; tests use a faster one that computes as eager mode does."""
+
+_BLOCK: Final = re.compile(r"blocks\.\d+")
+
 
 class Learner:
-    """Trains on batches; steps, files and schedules are the trainer's.
+    """A model and its optimizer; files and schedules are the trainer's.
 
-    On many ranks each trains on its part of a batch, and all take the same step: stages by their
-    pipeline, replicas by torch's DistributedDataParallel, shards of a pruned model by torch's
-    FSDP2.
+    On many ranks each trains on its part of a batch, and all take the same step: stages with
+    `Pipeline`, replicas with DDP, shards of a pruned model with FSDP2.
 
     Args:
         model: The model, or this rank's stage of it.
@@ -52,6 +56,10 @@ class Learner:
         ranks: The ranks that train together; by default this process alone.
         stages: The whole model, if it is split into stages.
     """
+
+    will_compile: bool  # in the next step
+    _rates: list[float]  # factors of the learning rate, for each parameter group
+    _ddp: DistributedDataParallel | None
 
     def __init__(
         self,
@@ -67,31 +75,30 @@ class Learner:
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
         self.device = next(model.parameters()).device
-        self.num_params = sum(param.numel() for param in model.parameters())
-        if stages is not None:
-            self.num_params = stages.num_params  # of the whole model
+        own_params = sum(param.numel() for param in model.parameters())
+        self.num_params = own_params if stages is None else stages.num_params
         self.dtype: torch.dtype = getattr(torch, config.run.dtype)
-        self._optim, self.weights = config.optim, config.run.weights
+        self.weights = config.run.weights
+        self.skipped_before = 0  # steps that this optimizer has not counted
+        self._optim = config.optim
+        self._entry_steps = config.prune.method in MOVING  # counts updates of each regrown weight
+        self._is_sharded = config.mesh.shard == "weights" and self.ranks.data is not None
         is_bf16 = self.dtype == torch.bfloat16 and not config.run.fp32_gradients
         # Between ranks torch needs gradients of the dtype of the values.
         self._grad_dtype = torch.bfloat16 if is_bf16 and self.ranks.size == 1 else None
-        self._entry_steps = config.prune.method in MOVING  # counts updates of each regrown weight
-        self._is_sharded = config.mesh.shard == "weights" and self.ranks.data is not None
-        self.is_compiled = config.run.compile
-        if self.is_compiled:
-            compile_blocks(model)
-        self.skipped_before = 0  # steps that this optimizer has not counted
+        self._reduces_bf16 = is_bf16 and stages is None
+        self._reduced_bytes = 0
+        self._is_compiled = config.run.compile
+        if self._is_compiled:  # larger units would delay the reduction of gradients between ranks
+            for block in _blocks(model):
+                block.compile(backend=BACKEND)
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
             self._groups(), betas=self._optim.betas, eps=self._optim.eps, fused=True
         )
-        self._rates = [group["lr"] for group in self.opt.param_groups]
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
-        self._ddp: DistributedDataParallel | None = None
-        self._reduces_bf16 = is_bf16 and stages is None
-        self._reduced_bytes = 0
-        self._wrap(is_first=True)
+        self._prepare(is_first=True)
 
     @property
     def whole(self) -> nn.Module | Pipeline:
@@ -102,6 +109,125 @@ class Learner:
     def skipped_steps(self) -> int:
         """Steps skipped because a gradient was not finite; synchronizes with the device."""
         return self.skipped_before + (self.opt.skipped_steps if isinstance(self.opt, AdamW) else 0)
+
+    # A step
+
+    def backward(self, batches: Iterable[Batch]) -> Tensor:
+        """Accumulate the gradients of batches and return the loss, both per real token.
+
+        All tokens of a step have the same weight, however they are divided into batches.
+        """
+        self.opt.zero_grad()
+        batches = list(batches)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        losses = []
+        with self.in_eager() if self._has_watchers() else contextlib.nullcontext():
+            for number, batch in enumerate(batches, start=1):
+                is_last = number == len(batches)
+                losses.append(self._forward_backward(batch, num_tokens, is_last=is_last))
+        self.will_compile = False
+        return torch.stack(losses).sum()
+
+    def _forward_backward(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
+        """Run one batch, and return its part of the loss; the last one reduces the gradients."""
+        if self.stages is not None:
+            with self._autocast():
+                return self.stages.backward(batch, num_tokens, self.scaler, is_last=is_last)
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(is_last)
+        with self._ddp.no_sync() if self._ddp and not is_last else contextlib.nullcontext():
+            loss = self._loss_sum(batch, self._ddp or self.model) / num_tokens
+            # The loss is divided by the tokens of all replicas, and torch averages their gradients.
+            whole = loss if self.ranks.data is None else loss * self.ranks.num_replicas
+            (whole if self.scaler is None else self.scaler.scale(whole)).backward()
+        return loss.detach()
+
+    def step(self, lr: float) -> Tensor:
+        """Clip the gradient, update the weights, and return the norm before clipping.
+
+        A step with a gradient that is not finite is skipped. Gradients stay until the next pass, so
+        that their bytes can be measured.
+        """
+        for group, rate in zip(self.opt.param_groups, self._rates):
+            group["lr"] = lr * rate
+        if self.ranks.num_replicas > 1:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self._reduced_bytes += sum(
+                grad.numel() * (2 if self._reduces_bf16 else grad.itemsize) for grad in gradients
+            )
+        if self.scaler is not None:
+            self.scaler.unscale_(self.opt)
+        max_norm = self._optim.clip or float("inf")
+        if self.stages is None:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        else:
+            norm = self.stages.pipeline.clip_grad_norm_(max_norm)
+        if self.scaler is not None:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.opt)
+            self.scaler.update()
+            self.skipped_before += self.scaler.get_scale() < before
+        elif self.phase == "samo" or norm.isfinite():  # samo.AdamW checks gradients itself
+            self.opt.step()
+        else:
+            self.skipped_before += 1
+        return norm
+
+    def whole_loss(self, loss: Tensor) -> float:
+        """Return the loss over all replicas; `backward` returns this rank's part."""
+        return float(self.ranks.all_reduce_(loss.double(), "the loss"))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Return the loss per real token of batches."""
+        self.model.eval()
+        total, num_tokens = 0.0, 0
+        with self.in_eager():
+            for batch in batches:
+                num_tokens += batch.num_tokens
+                # The last batch may be too small for all ranks. With FSDP2 a rank without sequences
+                # takes part in gathering weights all the same.
+                if not len(batch.inputs_BT) and isinstance(self.model, FSDPModule):
+                    batch = _without_targets(batch)
+                if len(batch.inputs_BT):
+                    total += float(self._loss_sum(batch, self.model))
+        self.model.train()
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # or its parameters stay gathered until the next backward
+        whole = torch.tensor(total, dtype=torch.float64, device=self.device)
+        return float(self.ranks.all_reduce_(whole, "the validation loss")) / num_tokens
+
+    def _loss_sum(self, batch: Batch, model: nn.Module) -> Tensor:
+        if self.stages is not None:
+            with self._autocast():
+                return self.stages.loss_sum(batch)
+        inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
+        targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
+        with self._autocast():
+            loss: Tensor = model(inputs_BT, targets_BT, reduction="sum")
+        return loss
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.phase == "samo" or self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        # With stages this spans a whole batch, for which copies of weights would be cached.
+        is_cached = self.stages is None
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_cached)
+
+    def in_eager(self) -> contextlib.AbstractContextManager[object]:
+        """Run without compiled code, for shapes that are too rare to compile for."""
+        if not self._is_compiled:
+            return contextlib.nullcontext()
+        return torch.compiler.set_stance("force_eager")
+
+    def _has_watchers(self) -> bool:
+        """Return whether dense gradients are watched, which compiled code does not expose."""
+        if not self._is_compiled or self.phase == "dense":
+            return False
+        return any(weight.layout.watchers for _, weight in named_weights(self.model))
+
+    # Masks
 
     def own_masks(self, masks: Masks) -> Masks:
         """Return the masks of this rank's stage."""
@@ -135,8 +261,28 @@ class Learner:
         opt = self._new_adamw()
         opt.carry_over(dense)
         self.opt = self._shard(opt) if self._is_sharded else opt
-        self._rates = [group["lr"] for group in self.opt.param_groups]
-        self._wrap()
+        self._prepare()
+
+    def remapped(self, masks: Masks) -> None:
+        """Update parameter groups and replicas after the masks have changed, on all ranks."""
+        before, self.masks = self.masks, masks
+        assert before is not None
+        if all(mask.kept == before[name].kept for name, mask in masks.items()):
+            return
+        groups = self._groups()  # learning rates follow the density
+        self.opt.param_groups.clear()
+        for group in groups:
+            self.opt.add_param_group(group)
+        self._prepare()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return parameter groups whose rates are factors of the learning rate of a step."""
+        return param_groups(
+            self.model,
+            lr=1.0,
+            weight_decay=self._optim.weight_decay,
+            density_power=self._optim.density_power,
+        )
 
     def _new_adamw(self) -> AdamW:
         return AdamW(
@@ -156,7 +302,7 @@ class Learner:
         if self.dtype.itemsize == 2:
             sent = torch.bfloat16 if self._reduces_bf16 else torch.float32
             policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=sent)
-        for part in [*blocks_of(self.model), self.model]:
+        for part in [*_blocks(self.model), self.model]:
             fully_shard(part, mesh=mesh, mp_policy=policy)
         opt = self._new_adamw()
         for name, param in self.model.named_parameters():
@@ -166,141 +312,10 @@ class Learner:
             }
         return opt
 
-    def backward(self, batches: Iterable[Batch]) -> Tensor:
-        """Accumulate the gradients of batches and return the loss, both per real token.
-
-        All tokens of a step have the same weight, however they are divided into batches.
-        """
-        self.opt.zero_grad()
-        batches = list(batches)
-        num_tokens = sum(batch.num_tokens for batch in batches)
-        losses = []
-        with self.in_eager() if self._has_watchers() else contextlib.nullcontext():
-            for left, batch in zip(reversed(range(len(batches))), batches):
-                losses.append(self._pass(batch, num_tokens, is_last=left == 0))
-        return torch.stack(losses).sum()
-
-    def _has_watchers(self) -> bool:
-        """Return whether dense gradients are watched, which compiled code does not expose."""
-        if not self.is_compiled or self.phase == "dense":
-            return False
-        return any(weight.layout.watchers for _, weight in named_weights(self.model))
-
-    def _pass(self, batch: Batch, num_tokens: int, *, is_last: bool) -> Tensor:
-        """Run forward and backward of one batch, and return its part of the loss."""
-        if self.stages is not None:
-            with self._autocast():
-                return self.stages.backward(batch, num_tokens, self.scaler, is_last=is_last)
-        with self._gradient_sync(is_last=is_last):
-            loss = self._loss_sum(batch, self._ddp or self.model) / num_tokens
-            # The loss is divided by the tokens of all replicas, and torch averages their gradients.
-            whole = loss if self.ranks.data is None else loss * self.ranks.num_replicas
-            (whole if self.scaler is None else self.scaler.scale(whole)).backward()
-        return loss.detach()
-
-    def whole_loss(self, loss: Tensor) -> float:
-        """Return the loss over all replicas; `backward` returns this rank's part."""
-        return float(self.ranks.all_reduce_(loss.double(), "the loss"))
-
-    def step(self, lr: float) -> Tensor:
-        """Clip the gradient, update the weights, and return the norm before clipping.
-
-        Gradients stay until the next pass, so that their bytes can be measured.
-        """
-        for group, rate in zip(self.opt.param_groups, self._rates):
-            group["lr"] = lr * rate
-        if self.ranks.num_replicas > 1:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self._reduced_bytes += sum(
-                grad.numel() * (2 if self._reduces_bf16 else grad.itemsize) for grad in gradients
-            )
-        if self.scaler is not None:
-            self.scaler.unscale_(self.opt)
-        max_norm = self._optim.clip or float("inf")
-        if self.stages is None:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        else:
-            norm = self.stages.pipeline.clip_grad_norm_(max_norm)
-        self._update(norm)
-        return norm
-
-    def _update(self, norm: Tensor) -> None:
-        """Step the optimizer unless a gradient is not finite, which `samo.AdamW` checks itself."""
-        if self.scaler is not None:
-            before = self.scaler.get_scale()
-            self.scaler.step(self.opt)
-            self.scaler.update()
-            self.skipped_before += self.scaler.get_scale() < before
-        elif self.phase == "samo" or norm.isfinite():
-            self.opt.step()
-        else:
-            self.skipped_before += 1
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the loss per real token of batches."""
-        self.model.eval()
-        total, num_tokens = 0.0, 0
-        with self.in_eager():
-            for batch in batches:
-                if len(batch.inputs_BT):  # the last batch may be too small for all ranks
-                    total += float(self._loss_sum(batch, self.model))
-                elif isinstance(self.model, FSDPModule):  # the others gather its weights
-                    total += float(self._loss_sum(_without_targets(batch), self.model))
-                num_tokens += batch.num_tokens
-        self.model.train()
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # or its parameters stay gathered until the next backward
-        whole = self.ranks.all_reduce_(
-            torch.tensor(total, dtype=torch.float64, device=self.device), "the validation loss"
-        )
-        return float(whole) / num_tokens
-
-    def in_eager(self) -> contextlib.AbstractContextManager[object]:
-        """Run without compiled code, for shapes that are too rare to compile for."""
-        if not self.is_compiled:
-            return contextlib.nullcontext()
-        return torch.compiler.set_stance("force_eager")
-
-    def remapped(self, masks: Masks) -> None:
-        """Update parameter groups and replicas after the masks have changed, on all ranks."""
-        before, self.masks = self.masks, masks
-        assert before is not None
-        if all(mask.kept == before[name].kept for name, mask in masks.items()):
-            return
-        groups = self._groups()  # learning rates follow the density
-        self.opt.param_groups.clear()
-        for group in groups:
-            self.opt.add_param_group(group)
-        self._rates = [group["lr"] for group in groups]
-        self._wrap()
-
-    def traffic(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent, as fields of `samo.train.events.Exchanged`."""
-        sent = 0 if self.stages is None else self.stages.pipeline.sent_bytes
-        return {"gradient_bytes": self._reduced_bytes, "activation_bytes": sent}
-
-    def close(self) -> None:
-        """Close the connections between stages."""
-        if self.stages is not None:
-            self.stages.pipeline.close()
-
-    def ledger(self) -> Ledger | None:
-        """Return the ledger of compressed state, or None if the state is dense."""
-        return ledger(self.model, self.opt) if self.phase == "samo" else None
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups whose rates are factors of the learning rate of a step."""
-        return param_groups(
-            self.model,
-            lr=1.0,
-            weight_decay=self._optim.weight_decay,
-            density_power=self._optim.density_power,
-        )
-
-    def _wrap(self, *, is_first: bool = False) -> None:
-        """Wrap the model for replicas, with its parameters as they are now."""
+    def _prepare(self, *, is_first: bool = False) -> None:
+        """Get ready to train the parameters as they are now: wrap the model for replicas."""
+        self._rates = [group["lr"] for group in self.opt.param_groups]
+        self.will_compile = self._is_compiled
         self._ddp = None  # it holds the old parameters
         is_sharded = isinstance(self.model, FSDPModule)
         if self.ranks.data is None or self.stages is not None or is_sharded:
@@ -314,30 +329,26 @@ class Learner:
         if self._reduces_bf16:
             self._ddp.register_comm_hook(self.ranks.data, _reduce_bf16)
 
-    def _loss_sum(self, batch: Batch, model: nn.Module) -> Tensor:
+    # What the trainer records
+
+    def traffic(self) -> dict[str, int]:
+        """Return the bytes that this rank has sent, as fields of `samo.train.events.Exchanged`."""
+        sent = 0 if self.stages is None else self.stages.pipeline.sent_bytes
+        return {"gradient_bytes": self._reduced_bytes, "activation_bytes": sent}
+
+    def ledger(self) -> Ledger | None:
+        """Return the ledger of compressed state, or None if the state is dense."""
+        return ledger(self.model, self.opt) if self.phase == "samo" else None
+
+    def close(self) -> None:
+        """Close the connections between stages."""
         if self.stages is not None:
-            with self._autocast():
-                return self.stages.loss_sum(batch)
-        inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
-        targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
-        with self._autocast():
-            loss: Tensor = model(inputs_BT, targets_BT, reduction="sum")
-        return loss
+            self.stages.pipeline.close()
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.phase == "samo" or self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        # With stages this spans a whole batch, for which copies of weights would be cached.
-        is_cached = self.stages is None
-        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=is_cached)
 
-    def _gradient_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Reduce gradients over replicas in the last batch of a step alone."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(is_last)
-        if self._ddp is None or is_last:
-            return contextlib.nullcontext()
-        return self._ddp.no_sync()
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a GPT, or of a stage of one."""
+    return [module for path, module in model.named_modules() if _BLOCK.fullmatch(path)]
 
 
 def _reduce_bf16(

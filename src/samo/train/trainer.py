@@ -14,8 +14,8 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,24 +24,27 @@ import torch
 from samo.checkpoint import copy as copy_checkpoint
 from samo.checkpoint.load import load_masks
 from samo.data.batches import Batch, Batches, validation_batches
-from samo.errors import CheckpointError, ConfigError, RunError, SamoError
+from samo.errors import ConfigError, RunError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.models.generate import generate
 from samo.train import events, setup
 from samo.train.checkpointing import Progress, load_run, save_run
-from samo.train.compile import CompileClock
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
-from samo.train.lr_schedule import learning_rate
 from samo.train.masking import Masking
-from samo.train.metrics import MetricsFile, boards
-from samo.train.rank_group import RankGroup
-from samo.train.resolve import check_batch, gpt_config, resolve, resolve_resumed
+from samo.train.metrics import MetricsFile, TensorBoard
+from samo.train.rank_group import Interrupt, RankGroup
+from samo.train.resolve import (
+    check_batch,
+    gpt_config,
+    learning_rate,
+    resolve,
+    resolve_resumed,
+)
 from samo.train.run_dir import RunDir, check_free
 from samo.train.setup import Text
-from samo.train.signals import Interrupt
 from samo.train.state_bytes import accounted
 from samo.train.step import Learner
 from samo.utils.environment import memory_in_use
@@ -58,18 +61,11 @@ class Result(NamedTuple):
     """How a run ended."""
 
     folder: Path
-    step: int
-    """Steps taken."""
-    valid_loss: float | None
-    """Loss of the last validation."""
-    signal: int | None
-    """The signal that interrupted it, or None if it is complete."""
-    sample: str | None
-    """The text that the model has generated."""
-    ledger: Ledger | None
-    """The bytes of its state, if it was compressed."""
-    saved_step: int | None
-    """Step of the newest checkpoint that this process wrote."""
+    step: int  # steps taken
+    valid_loss: float | None  # of the last validation
+    signal: int | None  # the signal that interrupted it; None if it is complete
+    sample: str | None  # the text that the model has generated
+    ledger: Ledger | None  # the bytes of its state, if it was compressed
 
 
 def train(
@@ -90,10 +86,8 @@ def train(
         ranks: The ranks, if they have joined already.
 
     Raises:
-        ConfigError, DataError, MaskError: The settings, the text or the given masks cannot be used.
-        CheckpointError: ``model.init`` cannot be read, or a checkpoint cannot be written.
-        RunError: The folder cannot be used, or the run has diverged.
-        PeerError: Another rank failed.
+        SamoError: Settings, text, masks or folder cannot be used, the run has diverged, a
+            checkpoint cannot be written, or another rank failed.
     """
     resolved = config if isinstance(config, ResolvedConfig) else resolve(config)
     ranks = ranks or RankGroup.join(resolved.mesh, resolved.run.device)
@@ -133,9 +127,7 @@ def resume(
         ranks: The ranks, if they have joined already; their number may differ from before.
 
     Raises:
-        RunError: It is not a run folder, another process trains there, or its text has changed.
-        ConfigError: A setting differs that may not change.
-        CheckpointError: The checkpoint is damaged, or belongs to another model.
+        SamoError: As for `train`; or text, settings or checkpoint are not those of this run.
     """
     folder = RunDir.find(path)
     checkpoint = folder.last if folder.path == path else path
@@ -172,7 +164,7 @@ def resume(
 
         def write_changes() -> None:
             if checkpoint != folder.last:
-                copy_checkpoint(checkpoint, folder.last)  # later steps are given up
+                copy_checkpoint(checkpoint, folder.last)  # later steps are dropped
             folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
@@ -192,88 +184,113 @@ class Trainer:
     batches: Batches
     progress: Progress
     listeners: list[Listener]
+    metrics: MetricsFile | None = field(default=None, init=False)  # on rank 0
+    sample: str | None = field(default=None, init=False)
+    nonfinite_lines: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        run, folder, progress = self.config.run, self.folder, self.progress
+        progress = self.progress
         self.ranks = self.learner.ranks
-        self.metrics: MetricsFile | None = None
-        if self.ranks.is_first:
-            is_complete = progress.step >= run.steps  # then all lines are valid
-            size = None if is_complete else progress.metrics_bytes
-            self.metrics = MetricsFile(folder.metrics, size=size, on_error=run.save_errors)
-            self.listeners += [self.metrics, *boards(folder.path / "tensorboard", progress.step)]
-        self.nonfinite_lines = 0
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
-        self.has_stepped = False
-        self.saved_step: int | None = None
-        self.sample: str | None = None
-        self.clock = CompileClock(
-            on_start=lambda: self.report(events.Compiling(step=progress.step))
-        )
 
     def run(self) -> Result:
         """Train to the end, or until a signal arrives."""
-        steps, progress = self.config.run.steps, self.progress
-        start = events.Resumed if progress.step else events.Started
-        try:
-            self.report(start(step=progress.step, steps=steps, time=time.time()))
-            if self.masking.changes and self.learner.masks is not None:
-                self.save_masks(self.learner.masks)  # the file may hold those of a later step
-            signal = self.loop()
-            is_done = progress.step >= steps
-            if is_done:
-                self.finish()
-            reason: Final = "done" if is_done else "interrupted"
-            self.report(events.Ended(step=progress.step, reason=reason))
-        except (RuntimeError, SamoError) as error:  # not every SamoError is a RuntimeError
-            cause = self.ranks.cause(error)
-            if cause is not None:
+        with ExitStack() as files:
+            if self.ranks.is_first:
+                self.open_files(files)
+            try:
+                signal = self.fit()
+            except Exception:
                 with suppress(RunError):
-                    self.report(events.Ended(step=progress.step, reason="failed"))
-            if cause is None or cause is error:
+                    self.report(events.Ended(step=self.progress.step, reason="failed"))
                 raise
-            raise cause from error
-        finally:
-            if self.metrics is not None:
-                self.metrics.close()
         result = Result(
             folder=self.folder.path,
-            step=progress.step,
-            valid_loss=progress.valid_loss,
-            signal=None if is_done else signal,
+            step=self.progress.step,
+            valid_loss=self.progress.valid_loss,
+            signal=signal,
             sample=self.sample,
             ledger=self.learner.ledger(),
-            saved_step=self.saved_step,
         )
         self.learner.close()
         self.ranks.leave()
         return result
 
+    def open_files(self, files: ExitStack) -> None:
+        """Open the metrics file, and TensorBoard's if it is installed."""
+        progress = self.progress
+        is_complete = progress.step >= self.config.run.steps  # then all lines are valid
+        size = None if is_complete else progress.metrics_bytes
+        self.metrics = files.enter_context(closing(MetricsFile(self.folder.metrics, size=size)))
+        self.listeners.append(self.metrics)
+        if TensorBoard.is_installed():
+            board = TensorBoard(self.folder.path / "tensorboard", step=progress.step)
+            self.listeners.append(files.enter_context(closing(board)))
+
+    def fit(self) -> int | None:
+        """Train, and generate a sample at the end; return the signal that interrupted it."""
+        run, progress = self.config.run, self.progress
+        first = progress.step
+        start = events.Resumed if first else events.Started
+        self.report(start(step=first, steps=run.steps, time=time.time()))
+        if self.learner.masks is not None:
+            self.save_masks(self.learner.masks)  # the file may hold those of a later step
+        signal = self.loop()
+        if progress.step < run.steps:
+            self.report(events.Ended(step=progress.step, reason="interrupted"))
+            return signal
+        if progress.step > first:
+            self.report(accounted(progress.step, self.learner))
+        self.generate_sample()
+        self.report(events.Ended(step=progress.step, reason="done"))
+        return None
+
     def loop(self) -> int | None:
         """Take steps until the last one or a signal, which is returned."""
-        run, progress, ranks = self.config.run, self.progress, self.ranks
-        with Interrupt() as interrupt, ExitStack() as stack:
-            if self.learner.is_compiled:
-                stack.enter_context(self.clock.running())
-            signal = ranks.any_signal(interrupt.signal)
+        run, progress = self.config.run, self.progress
+        signal: int | None = None
+        with Interrupt() as interrupt:
             while progress.step < run.steps and signal is None:
-                self.prune_if_due()
-                self.take_step()
+                if self.masking.is_due(progress.step):
+                    self.prune()
+                self.step()
+                self.update_masks()
+                self.report(events.Ticked(step=progress.step))
                 is_last, is_best = progress.step >= run.steps, False
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
-                signal = ranks.any_signal(interrupt.signal)
+                signal = self.ranks.any_signal(interrupt.signal)
                 is_end = is_last or signal is not None
                 if is_end or is_best or progress.step % run.save_every == 0:
                     self.save(is_best=is_best)
-                    signal = signal or ranks.any_signal(interrupt.signal)
         return signal
 
-    def prune_if_due(self) -> None:
-        """End the dense phase after its steps, or when the masks are stable."""
+    def step(self) -> None:
+        """Take one optimizer step, and write a line of metrics if one is due."""
+        run, progress, learner = self.config.run, self.progress, self.learner
+        if learner.will_compile:
+            self.report(events.Compiling(step=progress.step))
+        started = time.perf_counter()
+        batches = [next(self.batches) for _ in range(run.accumulate)]
+        step = progress.step + 1
+        lr = learning_rate(step, run.steps, self.config.optim)
+        loss = learner.backward(batches)
+        norm = learner.step(lr)
+        is_logged = step % run.log_every == 0 or step >= run.steps
+        if is_logged:  # synchronizes device and ranks
+            whole_loss, whole_norm = learner.whole_loss(loss), float(norm)
+        progress.step = step
+        progress.tokens += sum(batch.num_tokens for batch in batches)
+        progress.elapsed_s += time.perf_counter() - started
+        if progress.accounted != learner.phase:  # gradients and moments exist now
+            progress.accounted = learner.phase
+            self.report(accounted(progress.step, learner))
+        if is_logged:
+            self.log(whole_loss, whole_norm, lr)
+
+    def prune(self) -> None:
+        """End the dense phase."""
         progress = self.progress
-        if not self.masking.is_due(progress.step):
-            return
         if progress.step and progress.valid_step != progress.step:
             self.evaluate()  # the loss before pruning, to compare with
         masks, pruned = self.masking.draw(progress.step)
@@ -285,41 +302,16 @@ class Trainer:
         if progress.step and self.evaluate():
             self.save(is_best=True)
 
-    def take_step(self) -> None:
-        """Take one optimizer step, and write a line of metrics if one is due."""
-        run, progress, step = self.config.run, self.progress, self.progress.step + 1
-        started = time.perf_counter()
-        batches = [next(self.batches) for _ in range(run.accumulate)]
-        loss = self.learner.backward(batches)
-        lr = learning_rate(step, run.steps, self.config.optim)
-        norm = self.learner.step(lr)
-        line: tuple[float, float] | None = None
-        if step % run.log_every == 0 or step >= run.steps:  # synchronizes device and ranks
-            line = self.learner.whole_loss(loss), float(norm)
-        progress.step = step
-        progress.tokens += sum(batch.num_tokens for batch in batches)
-        compiling_s = self.clock.take()
-        progress.elapsed_s += time.perf_counter() - started - compiling_s
-        is_known = progress.accounted == self.learner.phase
-        if not is_known or not self.has_stepped:  # gradients and moments exist now
-            progress.accounted = self.learner.phase
-            self.report(accounted(step, self.learner, is_known=is_known))
-        if compiling_s:
-            self.report(events.Compiled(step=step, seconds=compiling_s))
-        if line is not None:
-            self.log(*line, lr)
-        self.has_stepped = True
-        self.update_masks()
-        self.report(events.Ticked(step=step))
-
     def update_masks(self) -> None:
         """Observe the masks of a dense model, or change those of a pruned one, if that is due."""
         progress = self.progress
-        with self.paused():
-            seen = self.masking.observe(progress.step)
-            change = self.masking.change(progress.step)
+        if self.masking.is_idle:
+            return
+        self.synchronize()
+        seen = self.masking.observe(progress.step)
         if seen is not None:
             self.report(seen)
+        change = self.masking.change(progress.step)
         if change is not None and self.learner.masks is not None:
             self.save_masks(self.learner.masks)
             self.report(change)
@@ -366,8 +358,8 @@ class Trainer:
     def evaluate(self) -> bool:
         """Validate, and return whether the loss is the lowest so far."""
         progress = self.progress
-        with self.paused():
-            loss = self.learner.evaluate(self.validation_batches(self.ranks.part))
+        self.synchronize()
+        loss = self.learner.evaluate(self.validation_batches(self.ranks.part))
         progress.valid_loss, progress.valid_step = loss, progress.step
         self.report(
             events.Evaluated(
@@ -398,39 +390,35 @@ class Trainer:
         """Write the mask file."""
         if not self.ranks.is_first or self.ranks.num_stages > 1:  # save() does it for stages
             return
+        self.folder.check_in_place()
         try:
             masks.save(self.folder.masks)
         except OSError as error:
-            message = f"cannot write the masks to '{self.folder.masks}': {error.strerror}"
-            if self.config.run.save_errors == "stop":
-                raise RunError(f"{message}; free some space, then resume with --resume") from error
-            self.report(events.NotSaved(step=self.progress.step, reason=message))
+            raise RunError(
+                f"cannot write the masks to '{self.folder.masks}': {error.strerror}; free some "
+                "space, then resume with --resume"
+            ) from error
 
     def save(self, *, is_best: bool) -> None:
         """Write a checkpoint."""
-        folder, progress, started = self.folder, self.progress, time.perf_counter()
+        folder, progress, ranks = self.folder, self.progress, self.ranks
+        self.synchronize()
+        started = time.perf_counter()
+        ranks.run_on_rank0("the run folder", folder.check_in_place)
         if self.metrics is not None:
             progress.metrics_bytes = self.metrics.size
-        try:
-            with self.paused():
-                save_run(
-                    folder.last,
-                    self.learner,
-                    self.masking,
-                    self.batches,
-                    progress,
-                    shape=gpt_config(self.config.model, self.text.vocab_size),
-                    tokenizer=self.text.tokenizer.name,
-                )
-                if is_best and self.ranks.is_first:
-                    copy_checkpoint(folder.last, folder.best)
-        except CheckpointError as error:  # on all ranks alike
-            if self.config.run.save_errors == "stop":
-                raise
-            self.report(events.NotSaved(step=progress.step, reason=str(error)))
-            return
-        self.saved_step = progress.step
-        if self.ranks.num_stages > 1 and self.ranks.is_first and self.learner.phase == "samo":
+        save_run(
+            folder.last,
+            self.learner,
+            self.masking,
+            self.batches,
+            progress,
+            shape=gpt_config(self.config.model, self.text.vocab_size),
+            tokenizer=self.text.tokenizer.name,
+        )
+        if is_best and ranks.is_first:
+            copy_checkpoint(folder.last, folder.best)
+        if ranks.num_stages > 1 and ranks.is_first and self.learner.phase == "samo":
             load_masks(folder.last).save(folder.masks)  # the checkpoint holds those of all stages
         self.report(
             events.Saved(
@@ -441,10 +429,8 @@ class Trainer:
             )
         )
 
-    def finish(self) -> None:
-        """Report the state, and generate a sample."""
-        if self.has_stepped:
-            self.report(accounted(self.progress.step, self.learner))
+    def generate_sample(self) -> None:
+        """Let the model continue a piece of the validation text."""
         run, ranks = self.config.run, self.ranks
         # With shards all ranks run the model; otherwise rank 0 alone.
         runs_model = ranks.is_first or self.config.mesh.shard == "weights"
@@ -475,11 +461,9 @@ class Trainer:
                 self.listeners.remove(listener)
                 _logger.warning("%s gets no more events: %s", type(listener).__name__, error)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keep the body out of the time of training: wait for queued kernels first."""
+    def synchronize(self) -> None:
+        """Wait for queued kernels, so that their time counts as training time."""
         if self.learner.device.type == "cuda":
             started = time.perf_counter()
             torch.cuda.synchronize(self.learner.device)
             self.progress.elapsed_s += time.perf_counter() - started
-        yield

@@ -100,10 +100,13 @@ def remove_empty(folders: list[Path]) -> None:
 
 
 @contextmanager
-def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Lock a folder against other processes and threads, or raise BlockingIOError."""
+def locked(folder: str | os.PathLike[str]) -> Iterator[int | None]:
+    """Lock a folder against other processes and threads, or raise BlockingIOError.
+
+    Yields the descriptor of the open folder, if the system has such.
+    """
     if not _IS_POSIX:
-        yield
+        yield None
         return
     import fcntl
 
@@ -115,7 +118,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
                 if error.errno not in _UNSUPPORTED:
                     raise
         try:
-            yield
+            yield file
         finally:
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_UN)  # or a child forked meanwhile would hold it too
