@@ -43,7 +43,7 @@ class Row:
     @classmethod
     def timed(cls, times_ms: Sequence[float], **fields: Any) -> "Row":
         """Return the row of some times."""
-        return cls(**spread(times_ms), repeats=len(times_ms), **fields)
+        return cls(**fields, **dict[str, Any](spread(times_ms)), repeats=len(times_ms))
 
 
 class Table(NamedTuple):
@@ -57,45 +57,42 @@ Save = Callable[[Sequence[Row]], None]
 Say = Callable[[str], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Results:
     """The folder of one measurement; created if missing, RunError if it cannot be written."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        command: str,
-        device: torch.device,
-        tabulate: Callable[[Sequence[Row]], Table],
-        notes: Sequence[str] = (),
-    ) -> None:
-        self.folder, self.name = folder, name
-        self._command, self._tabulate, self._notes = command, tabulate, notes
-        self._hardware, self._environment = hardware(device), environment(device)
+    folder: Path
+    _: dataclasses.KW_ONLY
+    name: str
+    command: str
+    device: torch.device
+    tabulate: Callable[[Sequence[Row]], Table]
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
         self._write("README.md", "")  # fail before hours of measurement, not after
 
     def save(self, rows: Sequence[Row]) -> None:
-        lines = [
-            {"bench": self.name, **dataclasses.asdict(row), **self._environment} for row in rows
-        ]
+        """Write rows and page."""
+        found = environment(self.device)
+        lines = [{"bench": self.name, **dataclasses.asdict(row), **found} for row in rows]
         self._write("rows.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
-        self._write("README.md", self._page(rows))
+        self._write("README.md", self._page(rows, found))
 
-    def _page(self, rows: Sequence[Row]) -> str:
-        machine, found = self._hardware, self._environment
+    def _page(self, rows: Sequence[Row], found: Mapping[str, Any]) -> str:
+        machine = hardware(self.device)
         named = ", ".join(f"{package} {number}" for package, number in found["versions"].items())
         notes = [
             f"Measured {found['date']} on {machine['device_name']} "
             f"({size(machine['memory_bytes'])}), {machine['cores']} CPU cores.",
             f"Versions: {named}; commit {found['commit'] or 'unknown'}.",
-            *self._notes,
+            *self.notes,
         ]
         parts = [
             f"# samo bench {self.name}",
-            f"    {self._command}",
+            f"    {self.command}",
             "\n".join(f"- {note}" for note in notes),
-            markdown(self._tabulate(rows)).rstrip(),
+            markdown(self.tabulate(rows)).rstrip(),
         ]
         if missing := failures(rows):
             parts += ["Not measured:", "\n".join(f"- {entry}" for entry in missing)]

@@ -279,11 +279,10 @@ def new_model(shape: GPTConfig, device: torch.device) -> GPT:
 
 def gpt_config(config: StepConfig, device: torch.device) -> tuple[str, GPTConfig]:
     """Return the model's name and shape; auto: the largest of three whose dense training fits."""
-    name = config.shape
-    if name == "auto":
-        memory = hardware(device)["memory_bytes"] if device.type == "cuda" else 0
-        sizes: dict[ShapeName, float] = {"gpt3-2.7b": 100e9, "gpt3-760m": 36e9, "gpt3-125m": 1}
-        name = next((shape for shape, least in sizes.items() if memory >= least), "tiny")
+    memory = hardware(device)["memory_bytes"] if device.type == "cuda" else 0
+    needs: dict[ShapeName, float] = {"gpt3-2.7b": 100e9, "gpt3-760m": 36e9, "gpt3-125m": 1}
+    fitting: list[ShapeName] = [shape for shape, least in needs.items() if memory >= least]
+    name = config.shape if config.shape != "auto" else [*fitting, "tiny"][0]
     shape = SHAPES[name]
     return name, GPTConfig(
         num_layers=shape.num_layers,
