@@ -91,12 +91,9 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether any entry is NaN or infinite: `Kernels.find_nonfinite`."""
     together: dict[torch.dtype, list[tuple[int, int]]] = {}
-    strided = []
-    for tensor in tensors:
-        if tensor.is_contiguous():
-            together.setdefault(tensor.dtype, []).append((tensor.data_ptr(), tensor.numel()))
-        else:
-            strided.append(tensor)
+    plain = [each if each.is_contiguous() else each.contiguous() for each in tensors]
+    for tensor in plain:
+        together.setdefault(tensor.dtype, []).append((tensor.data_ptr(), tensor.numel()))
     found = False
     for dtype, rows in together.items():
         exponent = _EXPONENTS[dtype]
@@ -104,8 +101,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         arrays = (np.array(rows, dtype=np.int64), np.empty(0, exponent.dtype), exponent, blocks)
         kernels = cpu_loops.find_exponent_rows, cpu_loops.find_exponent_rows_shared
         found |= _run(*kernels, arrays, blocks)
-    here = torch.tensor(bool(found), device="cpu")
-    return here | reference.find_nonfinite(strided) if strided else here
+    return torch.tensor(bool(found), device="cpu")
 
 
 _EXPONENTS: Final[dict[torch.dtype, Any]] = {
