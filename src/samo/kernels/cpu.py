@@ -36,7 +36,8 @@ _BLOCKS_A_THREAD: Final = 16
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
     """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
-    if mask is None or not (_are_covered(dense, out) and out.is_contiguous()):
+    is_covered = dense.dtype in _SEEN_AS and out.dtype in _SEEN_AS and out.is_contiguous()
+    if mask is None or not is_covered:
         reference.compress_(dense, mask, out)
         return
     check_pair(out, mask, dense)
@@ -51,7 +52,8 @@ def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
     """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere: `Kernels.expand_`."""
-    if mask is None or not (_are_covered(values, dense) and dense.is_contiguous()):
+    is_covered = values.dtype in _SEEN_AS and dense.dtype in _SEEN_AS and dense.is_contiguous()
+    if mask is None or not is_covered:
         reference.expand_(values, mask, dense)
         return
     check_pair(values, mask, dense)
@@ -170,10 +172,6 @@ def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
     step_size, denominator, decay = map(float, count_step(update, settings, None))
     beta1, beta2, eps = settings
     return decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator
-
-
-def _are_covered(*tensors: Tensor) -> bool:
-    return all(tensor.dtype in _SEEN_AS for tensor in tensors)
 
 
 def _needs_torch(source: torch.dtype, target: torch.dtype) -> bool:
