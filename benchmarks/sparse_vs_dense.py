@@ -86,10 +86,10 @@ def _measure_one(
         median = spread(found)["median"]
         rows.append(
             Row.timed(
-                name,
-                _parameters(weights[name], tokens, dtypes[name]),
                 found,
-                {
+                name=name,
+                parameters=_parameters(weights[name], tokens, dtypes[name]),
+                figures={
                     "against_dense": ratio(found, times["dense"]),
                     "dense_tflop_per_s": float(f"{flops / median / 1e9:.5g}"),
                 },

@@ -5,12 +5,14 @@
 Takes the options of ``samo bench step``; ``contenders.py`` has the further contenders.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 from benchmarks.contenders import CONTENDERS as MORE
 from samo.bench.contenders import CONTENDERS
-from samo.bench.settings import StepConfig, command_line
+from samo.bench.settings import StepConfig
 from samo.cli.main import main as samo_main
 
 __all__ = ["command", "main"]
@@ -23,7 +25,18 @@ def command(config: StepConfig) -> str:
         >>> command(StepConfig(only=("samo",)))
         'python -m benchmarks.step --only samo'
     """
-    return command_line(config).replace("samo bench step", "python -m benchmarks.step", 1)
+    words = ["python", "-m", "benchmarks.step"]
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if value == entry.default:
+            continue
+        name = entry.name.replace("_", "-")
+        words.append(f"--no-{name}" if value is False else f"--{name}")
+        if isinstance(value, tuple):
+            words += map(str, value)
+        elif not isinstance(value, bool):
+            words.append(str(value))
+    return shlex.join(words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

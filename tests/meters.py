@@ -117,15 +117,15 @@ def live_storages() -> dict[int, int]:
     found = {}
     for thing in gc.get_objects():
         # Not isinstance(), which asks some lazy modules for their class, and those then warn.
-        if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided:
-            storage = thing.untyped_storage()
-            try:
-                found[storage.data_ptr()] = storage.nbytes()
-            except RuntimeError:  # a wrapper without memory, which torch's tracers leave behind
-                continue
-            if thing.is_leaf and thing.grad is not None:
-                storage = thing.grad.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
+        if type(thing) not in (Tensor, nn.Parameter):
+            continue
+        try:
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                if tensor is not None and tensor.layout == torch.strided:
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+        except RuntimeError:  # a wrapper without memory, which torch's tracers leave behind
+            continue
     return found
 
 

@@ -18,14 +18,15 @@ def test_operations_touch_what_their_floors_count() -> None:
     assert mask == random_mask(2**12, 0.1, CPU)
     touched = [problem.source, problem.grad_Z, mask.words]
     assert floor_bytes("compress", 2**12, mask.kept) == sum(t.nbytes for t in touched)
+    update = problem.operation("update, exact")
     weight = problem.models[0].weight.detach()
     before = weight.clone()
-    problem.calls()["update, exact"]()
+    update()
     changed = weight != before
     assert changed.any()
     assert not changed[~mask.to_bool()].any()
     problem.target.fill_(7)
-    problem.dense_update()()
+    problem.operation("update, dense")()
     assert (problem.target - problem.source).abs().max() < 0.01
 
 
@@ -34,7 +35,7 @@ def test_what_does_not_fit_into_memory_is_a_row(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB")
 
     config = KernelsConfig(sizes=(12,), densities=(0.1,), repeats=1)
-    monkeypatch.setattr(Problem, "dense_update", refuse)
+    monkeypatch.setattr(Problem, "_dense_step", refuse)
     found = kernels.measure(config, CPU, lambda _: None, lambda _: None)
     failed = {row.name: row.failure for row in found if row.failure is not None}
     assert failed == {"update, dense": "out of memory: CUDA out of memory"}

@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from samo.kernels import reference, triton_adamw, triton_launch as launch, triton_masks
 from samo.kernels.triton_masks import KINDS
+from tests.kernels.cases import LEAN_KINDS
 
 NAMES = {
     torch.bfloat16: "i16",
@@ -26,16 +27,6 @@ NAMES = {
     torch.float32: "fp32",
     torch.float64: "i64",
 }
-# Parameters, gradients and dense copies.
-TRIPLES: list[tuple[torch.dtype, torch.dtype, torch.dtype | None]] = [
-    (torch.float32, torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16, torch.float16),
-    (torch.float32, torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16, None),
-    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32, None),
-]
 TYPES = {"rows": "*i64", "items": "*i32", "scalars": "*fp64", "skip": "*i8"}
 TYPES |= dict.fromkeys(("lerp", "beta2", "lerp2", "eps"), "fp32")
 
@@ -52,7 +43,7 @@ def variants() -> Iterator[Variant]:
         flags = dict.fromkeys(("HAS_RATES", "HAS_DECAYS", "HAS_SKIP"), has_flags)
         yield triton_adamw.adamw_scalars_kernel, types, {"RATE_TYPE": rate, "SIZE": 128} | flags, 4
     # Flags in turns over the types: together only where one changes what another does.
-    for (dtype, grad_dtype, copy_dtype), is_first in zip(TRIPLES, cycle((False, True))):
+    for (dtype, grad_dtype, copy_dtype), is_first in zip(LEAN_KINDS, cycle((False, True))):
         copy = None if copy_dtype is None else KINDS[copy_dtype]
         kept = {"WEIGHT": KINDS[dtype], "GRADIENT": KINDS[grad_dtype]}
         kept |= {"HAS_SKIP": is_first, "IS_SMALL": not is_first}

@@ -9,8 +9,10 @@ from pathlib import Path
 import numba
 import pytest
 import torch
+from numba.core import caching
 
-from samo.kernels import AdamWSettings, Kernels, cpu, reference
+from samo import kernels as _kernels
+from samo.kernels import AdamWSettings, Kernels, choose, cpu, cpu_loops, reference
 from samo.kernels.reference import OLDEST, ages_at
 from samo.kernels.rounding import join, split
 from samo.mask.mask import Mask
@@ -329,19 +331,6 @@ def test_a_nan_with_all_bits_set_stays_one(kernels: Kernels) -> None:
         assert update.dense.isnan()
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_addresses_may_change_between_steps(kernels: Kernels, state: State) -> None:
-    update = draw_update(2100, 0.1, KINDS[1], state=state)
-    expected = copy_of(update)
-    for _ in range(3):
-        update = copy_of(update)
-        kernels.adamw_([update], SETTINGS, None)
-        reference.adamw_([expected], SETTINGS, None)
-        # Roundings of three steps; a wrong address would be off by a step, 0.01.
-        close = 1e-3 if state == "lean" else 1e-5
-        torch.testing.assert_close(master_of(update), master_of(expected), rtol=0, atol=close)
-
-
 def test_remainder_and_weight_are_the_master_exactly() -> None:
     bits = torch.randint(-(2**31), 2**31, (10_000,)).to(torch.int32)
     ties = torch.tensor([0x3F7F8000, 0x3F808000, 0x3F80C000], dtype=torch.int32)
@@ -385,6 +374,7 @@ from tests.kernels.cases import KINDS, SETTINGS, assert_same, copy_of, draw_upda
 
 assert not any(cpu_loops._LANES.values())
 torch.set_num_threads(2)
+torch.manual_seed(0)
 
 def check():
     for kind in KINDS:
@@ -392,7 +382,9 @@ def check():
         theirs, before = copy_of(ours), master_of(ours)
         cpu.adamw_([ours], SETTINGS, None)
         reference.adamw_([theirs], SETTINGS, None)
-        assert_same(ours, theirs, before, at_most=6)
+        # torch's root is 1 ulp off, and three more roundings may differ: up to 8 ulp of the change.
+        # With AVX-512 the bits are the same: 4 ulp in one of 60 draws.
+        assert_same(ours, theirs, before, at_most=4)
         if ours.dense is not None:
             out = torch.ones_like(ours.param, dtype=ours.dense.dtype)
             cpu.compress_(ours.dense, ours.mask, out)
@@ -427,22 +419,12 @@ def test_values_that_are_not_finite_are_found(kernels: Kernels) -> None:
             assert kernels.find_nonfinite([torch.tensor([float(bad), 1.0, 2.0], dtype=dtype)[::2]])
 
 
-@pytest.mark.parametrize("trouble", ["compile", "cache"])
-def test_samo_works_where_numba_cannot(trouble: str) -> None:
-    script, environment, expected = "", dict(os.environ), "reference"
-    if trouble == "compile":
-        environment["NUMBA_DISABLE_JIT"] = "1"
-    else:  # as where neither the package nor the home folder is writable
-        script = "import numba.core.caching as c; c.CacheImpl._locator_classes = []"
-        expected = "cpu"
-    script += f"""
-import torch
-from samo.kernels import choose
-from samo.mask.mask import Mask
-kernels = choose(torch.device("cpu"))
-assert kernels.__name__ == "samo.kernels.{expected}"
-out = torch.zeros(1)
-kernels.compress_(torch.ones(2), Mask.from_bool(torch.tensor([True, False])), out)
-assert out == 1
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=True)
+def test_samo_works_where_numba_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(torch.device("cpu")) is cpu
+    # As where neither the package nor the home folder is writable.
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    assert not cpu_loops._can_cache()
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    monkeypatch.delitem(sys.modules, "samo.kernels.cpu")
+    monkeypatch.delattr(_kernels, "cpu")
+    assert choose(torch.device("cpu")) is reference

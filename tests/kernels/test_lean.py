@@ -8,12 +8,10 @@ import sys
 import pytest
 import torch
 from hypothesis import given, settings as examples, strategies as st
-from torch import Tensor
 
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, lean, reference
 from samo.kernels.reference import adamw_values, count_step
 from samo.kernels.rounding import convert_remainder, join, split
-from samo.mask.mask import Mask
 from tests.kernels.cases import (
     KINDS,
     SETTINGS,
@@ -40,7 +38,7 @@ def moments_of(update: AdamWUpdate) -> lean.Moments:
 
 # The codes ---------------------------------------------------------------------------------------
 
-moments = st.lists(
+drawn_moments = st.lists(
     st.tuples(
         st.floats(-1e6, 1e6, width=32, allow_subnormal=False),
         st.just(0.0) | st.floats(2.0**-20, 1e6, width=32),  # of less, the square may vanish
@@ -53,39 +51,18 @@ moments = st.lists(
 Drawn = list[tuple[float, float, int, int]]
 
 
-def as_tensors(drawn: Drawn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    exp_avg, root, groups, bits = zip(*drawn)
-    return (
-        torch.tensor(exp_avg),
-        torch.tensor(root).square(),
-        torch.tensor(groups),
-        torch.tensor(bits),
-    )
-
-
-@pytest.mark.parametrize("density", [0.01, None], ids=str)
-def test_a_whole_weight_is_quantised_as_its_pieces_are(density: float | None) -> None:
-    numel = 2**20 + 3001
-    keep = None if density is None else torch.rand(numel) < density
-    mask = None if keep is None else Mask.from_bool(keep)
-    groups = lean.group_numbers(numel, keep, torch.device("cpu"))
-    exp_avg, root = torch.randn(groups.numel()), torch.randn(groups.numel())
-    found = lean.quantise_weight(exp_avg, root.square(), numel, mask)
-    expected = lean.quantise(exp_avg, root.square(), groups, lean.num_groups(numel, mask))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
-
-
 @examples(max_examples=60)
-@given(moments, st.booleans())
+@given(drawn_moments, st.booleans())
 def test_moments_come_back_within_a_code(drawn: Drawn, is_dithered: bool) -> None:
-    exp_avg, exp_avg_sq, groups, bits = as_tensors(drawn)
+    exp_avg, root, groups, bits = (torch.tensor(column) for column in zip(*drawn))
+    exp_avg_sq = root.square()
     codes = lean.quantise(exp_avg, exp_avg_sq, groups, 4, bits if is_dithered else None)
     new_exp_avg, new_exp_avg_sq = lean.dequantise(codes, groups)
     assert not (new_exp_avg.sign() * exp_avg.sign() < 0).any()
     bound = 1.0 if is_dithered else 0.5
     for old, new, scale, most in (
         (exp_avg.abs(), new_exp_avg.abs(), codes.exp_avg_scale_G, 127),
-        (exp_avg_sq.sqrt(), new_exp_avg_sq.sqrt(), codes.exp_avg_sq_scale_G, 255),
+        (root, new_exp_avg_sq.sqrt(), codes.exp_avg_sq_scale_G, 255),
     ):
         part = scale[groups].double()
         # 1e-4: rounding in fp32 of codes up to 255. A nonzero root has at least code 1.
@@ -183,12 +160,12 @@ def test_an_update_is_adamw_between_codes(density: float | None) -> None:
 
     groups = lean.group_numbers(numel, None if density is None else keep, torch.device("cpu"))
     codes = moments_of(update)
+    moments, corrections = lean.dequantise(codes, groups), count_step(update, SETTINGS, None)
+    # A whole weight at once gives the same codes, rounded to nearest.
+    nearest = lean.quantise_weight(*moments, numel, update.mask)
+    assert all(torch.equal(a, b) for a, b in zip(codes, nearest))
     master, exp_avg, exp_avg_sq = adamw_values(
-        master_of(update),
-        update.grad.float(),
-        *lean.dequantise(codes, groups),
-        count_step(update, SETTINGS, None),
-        SETTINGS,
+        master_of(update), update.grad.float(), *moments, corrections, SETTINGS
     )
     bits = lean.random_bits(0, update.param.numel(), update.step)
     expected = lean.quantise(exp_avg, exp_avg_sq, groups, codes[2].numel(), bits)
@@ -201,12 +178,9 @@ def test_an_update_is_adamw_between_codes(density: float | None) -> None:
     assert_copied(ours)
 
 
-def test_ragged_sizes_and_many_items_equal_the_reference(kernels: Kernels) -> None:
-    start = [
-        draw_update(numel, density, BF16, 3, "lean")
-        for numel, density in ((1, 1.0), (255, None), (257, 0.1), (1025, 1.0), (1025, None))
-    ]
-    start += [draw_update(8200, 0.02, BF16, 3, "lean"), draw_update(5000, None, BF16, 3, "lean")]
+def test_many_items_equal_the_reference(kernels: Kernels) -> None:
+    sizes = ((255, None), (257, None), (8200, 0.02), (5000, None))
+    start = [draw_update(numel, density, BF16, 3, "lean") for numel, density in sizes]
     ours, theirs = ([copy_of(update) for update in start] for _ in range(2))
     kernels.adamw_(ours, SETTINGS, None)
     reference.adamw_(theirs, SETTINGS, None)
@@ -214,23 +188,24 @@ def test_ragged_sizes_and_many_items_equal_the_reference(kernels: Kernels) -> No
         assert_same(mine, other, master_of(old), at_most=4)
 
 
-@pytest.mark.parametrize("counts", [(64, 0), (2048, 1), (1300, 200)], ids=str)
+@pytest.mark.parametrize(
+    ("counts", "slots"), [((64, 0), 256), ((2048, 1), 128), ((1300, 200), 256)], ids=str
+)
 def test_whatever_a_block_keeps(
-    kernels: Kernels, counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, counts: tuple[int, int], slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = torch.zeros(len(counts), 2048, dtype=torch.bool)
     for row, count in zip(keep, counts):
         row[torch.randperm(2048)[:count]] = True
-    for slots in (128, 256) if is_triton(kernels) else (0,):  # up to 8 rounds, and 4
-        if slots:
-            monkeypatch.setattr(kernels, "lean_slots", lambda masks, slots=slots: slots)
-        ours = draw_update(keep.view(-1), 0.1, BF16, 3, "lean")
-        theirs, before = copy_of(ours), master_of(ours)
-        assert ours.dense is not None
-        ours.dense.fill_(float("nan"))
-        kernels.adamw_([ours], SETTINGS, None)
-        reference.adamw_([theirs], SETTINGS, None)
-        assert_same(ours, theirs, before, at_most=4)
+    if is_triton(kernels):
+        monkeypatch.setattr(kernels, "lean_slots", lambda masks: slots)  # up to 8 rounds
+    ours = draw_update(keep.view(-1), 0.1, BF16, 3, "lean")
+    theirs, before = copy_of(ours), master_of(ours)
+    assert ours.dense is not None
+    ours.dense.fill_(float("nan"))
+    kernels.adamw_([ours], SETTINGS, None)
+    reference.adamw_([theirs], SETTINGS, None)
+    assert_same(ours, theirs, before, at_most=4)
 
 
 def test_what_gets_no_gradient_any_more_comes_to_rest() -> None:

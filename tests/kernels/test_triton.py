@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 import samo
 from samo import kernels as _kernels
-from samo.kernels import AdamWSettings, AdamWUpdate, choose, dispatch, reference
+from samo.kernels import AdamWSettings, AdamWUpdate, choose, protocol, reference
 from samo.mask.mask import Mask
 from tests.kernels.cases import KINDS, SETTINGS, State, copy_of, draw_update, tensors_of
 from tests.meters import assert_ulps
@@ -38,18 +39,21 @@ def _on_the_device() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["80 90 --once", pytest.param("90", marks=pytest.mark.long)])
+@pytest.mark.parametrize("arguments", ["80 --once", pytest.param("90", marks=pytest.mark.long)])
 def test_every_kernel_compiles_without_a_gpu(arguments: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.kernels.compile_kernels", *arguments.split()]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "sm_90: " in done.stdout
+    assert "variants compile" in done.stdout
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("slots", [32, 128, 256, None], ids=str)
+@pytest.mark.parametrize(
+    ("slots", "dtype"),
+    [(32, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16), (None, torch.float32)],
+    ids=str,
+)
 def test_all_ways_to_compress_give_the_same(slots: int | None, dtype: torch.dtype) -> None:
     keep = torch.rand(2 * 2048 + 77) < 0.1
     keep[[0, 31, 32, 63, 64, 2046, 2047, 2048, 2079, -1]] = True  # ends of words and blocks
@@ -63,28 +67,12 @@ def test_all_ways_to_compress_give_the_same(slots: int | None, dtype: torch.dtyp
     assert torch.equal(back, torch.where(keep, dense, 0.0))
 
 
-def test_slots_follow_the_density() -> None:
-    found = [cuda.compress_slots(kept, 10_000) for kept in (10, 500, 1000, 3000)]
-    assert found == [32, 256, 256, None]
-    assert cuda.compress_slots(0, 0) == 32
-    for kept, slots in ((0, 32), (20, 32), (102, 128), (205, 256), (1024, 256)):
-        mask = Mask.from_bool(torch.arange(4096) < 4 * kept)
-        assert cuda.lean_slots([mask]) == slots
-
-
 def weights(count: int, state: State = "exact") -> list[AdamWUpdate]:
     """fp32 parameters with bfloat16 copies, every second one pruned, with two rates and decays."""
-    return [
-        draw_update(
-            300,
-            0.1 if index % 2 else None,
-            KINDS[1],
-            state=state,
-            lr=0.01 if index % 2 else 0.02,
-            weight_decay=0.1 if index % 2 else 0.0,
-        )
-        for index in range(count)
-    ]
+    pruned = {"density": 0.1, "lr": 0.01, "weight_decay": 0.1}
+    unpruned = {"density": None, "lr": 0.02, "weight_decay": 0.0}
+    changes = [pruned if index % 2 else unpruned for index in range(count)]
+    return [draw_update(300, kind=KINDS[1], state=state, **each) for each in changes]
 
 
 @pytest.fixture
@@ -108,7 +96,7 @@ def test_launches_do_not_grow_with_the_number_of_weights(
     passes = {"adamw_kernel": 2}  # with a copy beside the parameter, and without
     if state == "lean":
         passes = {"adamw_kernel": 1, "adamw_lean_kept_kernel": 1}
-    for count in (2, 6):
+    for count in (2, 4):
         launches.clear()
         updates = weights(count, state)
         cuda.find_nonfinite([update.grad for update in updates])
@@ -118,19 +106,12 @@ def test_launches_do_not_grow_with_the_number_of_weights(
         assert all(update.step == 1 for update in updates)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_rates_on_the_device_go_into_launches_by_their_type(
-    launches: Counter[str], dtype: torch.dtype
-) -> None:
-    rates = [torch.tensor(0.01), torch.tensor(0.02, dtype=dtype)]
+def test_rates_on_the_device_go_into_launches_by_their_type(launches: Counter[str]) -> None:
+    rates = [torch.tensor(0.01), torch.tensor(0.02, dtype=torch.float64)]
     updates = [update._replace(lr=rates[index // 2]) for index, update in enumerate(weights(4))]
     cuda.adamw_(updates, SETTINGS, None)
-    count = len({rate.dtype for rate in rates})
-    assert dict(launches) == {
-        "adamw_scalars_kernel": count,
-        "adamw_kernel": 2 * count,  # with a copy to write, and without
-        "expand_rows_kernel": count,
-    }
+    # With a copy to write, and without.
+    assert launches == {"adamw_scalars_kernel": 2, "adamw_kernel": 4, "expand_rows_kernel": 2}
     rates[0].fill_(0.0)
     before = [update.param.clone() for update in updates]
     cuda.adamw_(updates, SETTINGS, None)
@@ -182,37 +163,27 @@ def test_a_plan_is_made_again_when_a_tensor_or_a_mask_has_changed(state: State) 
 def test_what_the_kernels_do_not_cover_goes_to_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls: list[str] = []
-
-    def watch(name: str) -> None:
-        original = getattr(reference, name)
-
-        def call(*args: Any) -> None:
-            calls.append(name)
-            original(*args)
-
-        monkeypatch.setattr(reference, name, call)
-
-    watch("compress_")
-    watch("adamw_")
+    compress, adamw = mock.Mock(wraps=reference.compress_), mock.Mock(wraps=reference.adamw_)
+    monkeypatch.setattr(reference, "compress_", compress)
+    monkeypatch.setattr(reference, "adamw_", adamw)
     keep = torch.rand(100) < 0.5
     mask, dense = Mask.from_bool(keep), torch.randn(100, dtype=torch.float64)
     cuda.compress_(dense, mask, torch.zeros(mask.kept, dtype=torch.float64))
-    assert not calls
+    compress.assert_not_called()
     for out in (torch.zeros(mask.kept), torch.zeros(2 * mask.kept, dtype=torch.float64)[::2]):
         cuda.compress_(dense, mask, out)
         assert torch.equal(out, dense[keep].to(out.dtype))
-    assert calls == ["compress_"] * 2
+    assert compress.call_count == 2
     for state in STATES:
         whole, pruned = weights(2, state)
-        calls.clear()
+        adamw.reset_mock()
         strided = torch.zeros(600).bfloat16()[::2]
         cuda.adamw_([whole, pruned._replace(dense=strided)], SETTINGS, None)
-        assert not calls
+        adamw.assert_not_called()
         spread = torch.empty(600, dtype=whole.exp_avg.dtype)[::2].copy_(whole.exp_avg)
         for change in ({"remainder": torch.zeros(300)}, {"exp_avg": spread}):
             cuda.adamw_([whole._replace(**change)], SETTINGS, None)
-        assert calls == ["adamw_"] * 2
+        assert adamw.call_count == 2
 
 
 @pytest.mark.parametrize("trouble", ["rocm", "mps", "no triton", "interpreter"])
@@ -220,7 +191,7 @@ def test_where_there_is_no_fast_path_one_warning_says_so(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose(torch.device("cuda")) is choose(torch.device("cpu"), "triton") is cuda
-    dispatch._warn_once.cache_clear()
+    protocol._warn_once.cache_clear()
     device = torch.device("mps" if trouble == "mps" else "cuda")
     message = f"no kernels for {trouble}; using plain torch operations"
     if trouble == "rocm":
@@ -236,7 +207,7 @@ def test_where_there_is_no_fast_path_one_warning_says_so(
     with pytest.warns(UserWarning, match=message):
         assert choose(device) is reference
     assert choose(device) is reference  # and a second warning would be an error here
-    dispatch._warn_once.cache_clear()
+    protocol._warn_once.cache_clear()
 
 
 def compressed(path: Any, dtype: torch.dtype) -> tuple[nn.Module, samo.AdamW]:
@@ -256,9 +227,9 @@ def step(model: nn.Module, opt: torch.optim.Optimizer, seed: int) -> None:
     opt.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_model_trains_as_with_the_reference(dtype: torch.dtype) -> None:
+def test_a_model_trains_as_with_the_reference() -> None:
     """Through everything that moves tensors to other addresses."""
+    dtype = torch.float16
     model, opt = compressed("triton", dtype)
     twin, twin_opt = compressed("reference", dtype)
     step(model, opt, 0)
@@ -274,20 +245,16 @@ def test_a_model_trains_as_with_the_reference(dtype: torch.dtype) -> None:
         step(twin, twin_opt, seed)
     # Some roundings apart in fp32, and so rarely 1 ulp of a 16-bit weight.
     digits = torch.finfo(dtype).eps
-    for ours, theirs in zip(model.parameters(), twin.parameters()):
-        torch.testing.assert_close(ours, theirs, rtol=8 * digits, atol=8 * digits * 0.1)
-    for ours, theirs in ((model[0].weight, twin[0].weight), (model[2].weight, twin[2].weight)):
+    weights = ((model[0].weight, twin[0].weight), (model[2].weight, twin[2].weight))
+    for ours, theirs in (*weights, *zip(model.parameters(), twin.parameters())):
         torch.testing.assert_close(ours, theirs, rtol=8 * digits, atol=8 * digits * 0.1)
         assert torch.equal(ours == 0, theirs == 0)
     assert {state["step"].item() for state in opt.state.values()} == {3.0}
 
 
 def test_counts_far_into_training_are_exact() -> None:
-    counts = [1, 2, 999, 100_000, 2**24 - 2]
-    updates = [
-        update._replace(step=torch.tensor(float(count)))
-        for update, count in zip(weights(5), counts)
-    ]
+    counts = [1.0, 2.0, 999.0, 1e5, 2.0**24 - 2]
+    updates = [each._replace(step=torch.tensor(n)) for each, n in zip(weights(5), counts)]
     expected = [copy_of(update) for update in updates]
     settings = AdamWSettings(0.9, 0.999, 1e-8)
     cuda.adamw_(updates, settings, None)

@@ -51,7 +51,7 @@ def test_pack_takes_bits_of_any_stride() -> None:
 @pytest.mark.parametrize("density", [0.0, 0.3, 1.0])
 def test_offsets_count_the_bits_before_each_block(numel: int, density: float) -> None:
     bits = random_bits(numel, density)
-    offsets, total = bitmap.block_offsets(packed(bits), numel)
+    offsets, total = bitmap.block_offsets(packed(bits))
     per_block = torch.nn.functional.pad(bits, (0, -numel % 2048)).view(-1, 2048).sum(1)
     assert offsets.dtype == torch.int64
     assert torch.equal(offsets, per_block.cumsum(0) - per_block)

@@ -43,7 +43,7 @@ class Contender:
         self.keep_masks()
 
     def gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Run forward and backward, and return the loss."""
+        """Run forward and backward; return the loss."""
         loss: Tensor = self.model(tokens, targets)
         loss.backward()
         return loss.detach()
@@ -59,7 +59,7 @@ class Contender:
             zero_(self.model.get_parameter(name), mask)
 
     def held(self) -> Iterable[Any]:
-        """Return the tensors held between backward and update, in containers of any kind."""
+        """Return what is held between backward and update: containers of tensors."""
         params = list(self.model.parameters())
         masks = [(mask.words, mask.offsets) for mask in self.masks.values()]
         grads = [param.grad for param in params]
@@ -72,7 +72,7 @@ class Contender:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def account(self) -> Ledger | None:
-        """Return the ledger, if there is one."""
+        """Return the ledger of a compressed model."""
         return None
 
 
@@ -81,16 +81,14 @@ class Dense(Contender):
 
     def __init__(self, model: nn.Module, masks: Masks, *, is_masked: bool = False) -> None:
         self.params: dict[str, Tensor] = dict(model.named_parameters())
-        self.masters: dict[str, Tensor] = {
-            name: nn.Parameter(param.detach().float()) for name, param in self.params.items()
-        }
-        super().__init__(model, masks if is_masked else None)
-        for master in self.masters.values():
+        self.masters: dict[str, Tensor] = {}
+        for name, param in self.params.items():
+            self.masters[name] = master = nn.Parameter(param.detach().float())
             master.grad = torch.zeros_like(master)
+        super().__init__(model, masks if is_masked else None)
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True, **SETTINGS)
 
     def update(self) -> None:
-        """Widen the gradients, step, and round the weights."""
         params, masters = list(self.params.values()), list(self.masters.values())
         wide: list[Any] = [master.grad for master in masters]
         narrow: list[Any] = [param.grad for param in params]
@@ -102,13 +100,11 @@ class Dense(Contender):
             param.grad = None
 
     def keep_masks(self) -> None:
-        """Set pruned weights and their masters back to 0."""
         super().keep_masks()
         for name, mask in self.masks.items():
             zero_(self.masters[name], mask)
 
     def held(self) -> Iterable[Any]:
-        """Return the tensors held, with the masters."""
         masters = list(self.masters.values())
         return [*super().held(), masters, [master.grad for master in masters]]
 
@@ -125,26 +121,19 @@ class Samo(Contender):
         state: Literal["exact", "lean", "torch"] = "exact",
     ) -> None:
         super().__init__(model)
-        bf16 = torch.bfloat16
-        compress_(
-            model,
-            masks,
-            weights=weights,
-            grad_dtype=None if state == "torch" else bf16,
-            value_dtype=bf16 if state == "lean" else None,
-        )
+        grads = None if state == "torch" else torch.bfloat16
+        values = torch.bfloat16 if state == "lean" else None
+        compress_(model, masks, weights=weights, grad_dtype=grads, value_dtype=values)
         if state == "torch":
             self.optimizer = torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS)
         else:
             self.optimizer = AdamW(model.parameters(), state=state, **SETTINGS)
 
     def state_bytes(self) -> int:
-        """Return the bytes that the ledger measures."""
         account = self.account()
         return account.measured_bytes + account.other_bytes
 
     def account(self) -> Ledger:
-        """Return the ledger."""
         return ledger(self.model, self.optimizer)
 
 

@@ -25,26 +25,27 @@ from samo.utils.formatting import percent
 
 __all__ = []
 
-_COPY: Final = "copy"
 _DENSE: Final = "update, dense"
 _LR: Final = 1e-4
+
+_ONCE: Final = 2 + 1 / 8  # a dense 16-bit weight and its bit of the mask
+FLOORS: Final = {
+    "copy": (4, 0),
+    "compress": (_ONCE, 2),
+    "compress, to fp32": (_ONCE, 4),
+    "expand": (_ONCE, 4),
+    "update, exact": (_ONCE, 26),  # 2 of gradient, 4 of value and 8 of moments in and out
+    "update, lean": (_ONCE, 12),  # 2 of value, 1 of correction, 2 of moments; no scales
+    # Gradient 2 to 4, then 4 in, master 4 and moments 8 in and out; master 4 to weight 2.
+    _DENSE: (40, 0),
+}
+"""The fewest bytes that each operation can move: for each weight, and for each kept one."""
 
 
 def floor_bytes(operation: str, numel: int, kept: int) -> int:
     """Return the fewest bytes that an operation can move."""
-    once = 2 * numel + numel // 8  # a dense 16-bit tensor and the bits of the mask
-    return {
-        _COPY: 4 * numel,
-        "compress": once + 2 * kept,
-        "compress, to fp32": once + 4 * kept,
-        "expand": once + 4 * kept,
-        # Per kept weight: 2 bytes of gradient, 4 of value and 8 of moments in and out.
-        "update, exact": once + 26 * kept,
-        # 2 bytes of value, one of correction and two of moments; scales are not counted.
-        "update, lean": once + 12 * kept,
-        # Gradient 2 to 4, then 4 in, master 4 and moments 8 in and out; master 4 to weight 2.
-        _DENSE: 40 * numel,
-    }[operation]
+    by_weight, by_kept = FLOORS[operation]
+    return int(by_weight * numel) + by_kept * kept
 
 
 def check(config: KernelsConfig) -> None:
@@ -75,25 +76,24 @@ def measure(config: KernelsConfig, device: torch.device, save: Save, say: Say) -
 def _measure_one(numel: int, density: float, device: torch.device, repeats: int) -> list[Row]:
     """Time every operation on one weight, in turns."""
     settings = {"numel": numel, "density": density}
-    rows: list[Row] = []
+    rows: dict[str, Row] = {}
+    calls: dict[str, Callable[[], object]] = {}
     try:
         problem = Problem(numel, density, device)
-        calls = problem.calls()
-        for name, make in (("update, lean", problem.lean_update), (_DENSE, problem.dense_update)):
-            free(device)
+        for name in FLOORS:
             try:
-                calls[name] = make()
+                calls[name] = problem.operation(name)
             except torch.OutOfMemoryError as error:
-                rows.append(Row(name=name, parameters=settings, failure=reason(error)))
+                rows[name] = Row(name=name, parameters=settings, failure=reason(error))
+                free(device)
         times = in_turns(calls, rounds=repeats, device=device, prepare=flusher(device))
     except torch.OutOfMemoryError as error:
         return [Row(name="all operations", parameters=settings, failure=reason(error))]
-    bandwidth = floor_bytes(_COPY, numel, 0) / spread(times[_COPY])["median"]
+    kept = problem.mask.kept
+    bandwidth = floor_bytes("copy", numel, kept) / spread(times["copy"])["median"]
     for name, found in times.items():
-        amount, median = floor_bytes(name, numel, problem.mask.kept), spread(found)["median"]
+        amount, median = floor_bytes(name, numel, kept), spread(found)["median"]
         figures = {
-            "kept": problem.mask.kept,
-            "floor_bytes": amount,
             "floor_ms": amount / bandwidth,
             "times_floor": median * bandwidth / amount,
             "gb_per_s": amount / median / 1e6,
@@ -101,44 +101,39 @@ def _measure_one(numel: int, density: float, device: torch.device, repeats: int)
         }
         if name.startswith("update") and _DENSE in times:
             figures["against_dense"] = ratio(found, times[_DENSE])
-        rounded = {
-            key: value if isinstance(value, int) else float(f"{value:.5g}")
-            for key, value in figures.items()
-        }
-        rows.append(Row.timed(name, settings, found, rounded))
-    return sorted(rows, key=lambda row: row.name == _DENSE)  # the last, failed or not
+        rounded = {key: float(f"{value:.5g}") for key, value in figures.items()}
+        counts = {"kept": kept, "floor_bytes": amount}
+        rows[name] = Row.timed(found, name=name, parameters=settings, figures=counts | rounded)
+    return [rows[name] for name in FLOORS]
 
 
 class Problem:
     """One weight with everything that the operations read and write."""
 
     def __init__(self, numel: int, density: float, device: torch.device) -> None:
-        self.device = device
         self.mask = random_mask(numel, density, device)
         self.source = _random(numel, device)
         self.target = torch.empty_like(self.source)
         self.grad_Z = _random(self.mask.kept, device)
         self.models: list[nn.Module] = []
-        self._exact = self._update(torch.float32)
 
-    def calls(self) -> dict[str, Callable[[], object]]:
-        """Return the copy, the kernels and the update."""
-        chosen = kernels.choose(self.device)
+    def operation(self, name: str) -> Callable[[], object]:
+        """Return a function that does one operation once, with all that it needs allocated."""
         source, target, mask = self.source, self.target, self.mask
-        out_Z, wide_Z = torch.empty_like(self.grad_Z), torch.empty_like(self.grad_Z).float()
-        return {
-            _COPY: lambda: target.copy_(source),
-            "compress": lambda: chosen.compress_(source, mask, out_Z),
-            "compress, to fp32": lambda: chosen.compress_(source, mask, wide_Z),
-            "expand": lambda: chosen.expand_(wide_Z, mask, target),
-            "update, exact": self._exact,
-        }
+        if name == "copy":
+            return lambda: target.copy_(source)
+        if name.startswith("update"):
+            step = self._dense_step() if name == _DENSE else self._step(name.endswith("lean"))
+            step()
+            return step
+        chosen, out_Z = kernels.choose(source.device), torch.empty_like(self.grad_Z)
+        if name != "compress":
+            out_Z = out_Z.float()
+        if name == "expand":
+            return lambda: chosen.expand_(out_Z, mask, target)
+        return lambda: chosen.compress_(source, mask, out_Z)
 
-    def lean_update(self) -> Callable[[], object]:
-        """Return the update with 8-bit state."""
-        return self._update(torch.bfloat16)
-
-    def dense_update(self) -> Callable[[], object]:
+    def _dense_step(self) -> Callable[[], object]:
         """Return the dense update, from the 16-bit gradient to the 16-bit weight."""
         master, grad = nn.Parameter(self.source.float()), self.source.float()
         master.grad = grad
@@ -151,16 +146,17 @@ class Problem:
 
         return step
 
-    def _update(self, value_dtype: torch.dtype) -> Callable[[], object]:
+    def _step(self, is_lean: bool) -> Callable[[], object]:
         """Compress a model of one weight, and return the step of its optimizer."""
         model, bf16 = nn.Module(), torch.bfloat16
-        model.weight = nn.Parameter(_random(self.mask.numel, self.device))
-        compress_(model, Masks({"weight": self.mask}), grad_dtype=bf16, value_dtype=value_dtype)
+        model.weight = nn.Parameter(_random(self.mask.numel, self.grad_Z.device))
+        masks = Masks({"weight": self.mask})
+        compress_(model, masks, grad_dtype=bf16, value_dtype=bf16 if is_lean else torch.float32)
         (values,) = model.parameters()
         _ = model.weight  # makes the dense copy
         values.grad = self.grad_Z
         self.models.append(model)  # the optimizer does not keep the dense weight alive
-        return AdamW([values], lr=_LR, state="lean" if value_dtype == bf16 else "exact").step
+        return AdamW([values], lr=_LR, state="lean" if is_lean else "exact").step
 
 
 def random_mask(numel: int, density: float, device: torch.device) -> Mask:
@@ -174,24 +170,24 @@ def random_mask(numel: int, density: float, device: torch.device) -> Mask:
 
 
 def _random(numel: int, device: torch.device) -> Tensor:
-    values = torch.empty(numel, dtype=torch.bfloat16, device=device)
-    for part in values.split(2**28):
-        part.normal_(std=0.02)
-    return values
+    return torch.empty(numel, dtype=torch.bfloat16, device=device).normal_(std=0.02)
 
 
 def with_linearity(rows: Sequence[Row]) -> list[Row]:
     """Add to rows their time per weight over that of the same operation at the largest size."""
-    largest: dict[tuple[str, float], float] = {}
+    per_weight = {
+        (row.name, row.parameters["density"]): row.median / row.parameters["numel"]
+        for row in rows
+        if row.median is not None  # the largest size comes last
+    }
     found = []
-    for row in sorted(rows, key=lambda row: -row.parameters["numel"]):
+    for row in rows:
         if row.median is not None:
-            per_weight = row.median / row.parameters["numel"]
-            base = largest.setdefault((row.name, row.parameters["density"]), per_weight)
-            linear = round(per_weight / base, 4)
+            base = per_weight[row.name, row.parameters["density"]]
+            linear = round(row.median / row.parameters["numel"] / base, 4)
             row = dataclasses.replace(row, figures={**row.figures, "linear": linear})
         found.append(row)
-    return sorted(found, key=lambda row: row.parameters["numel"])
+    return found
 
 
 def tabulate(rows: Sequence[Row]) -> Table:

@@ -30,32 +30,20 @@ __all__ = ["Row"]
 class Row:
     """One measurement, or why there is none."""
 
-    name: str
-    """The operation or the contender."""
-    parameters: Mapping[str, Any]
-    """What it was measured with: sizes, density, type."""
+    name: str  # of the operation or the contender
+    parameters: Mapping[str, Any]  # sizes, density, type
     median: float | None = None
     p20: float | None = None
     p80: float | None = None
-    repeats: int = 0
-    """Number of times behind median and percentiles."""
+    repeats: int = 0  # number of times behind median and percentiles
     unit: str = "ms"
-    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further measurements: bytes, ratios, losses."""
-    failure: str | None = None
-    """Why there is no median."""
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # bytes, ratios, losses
+    failure: str | None = None  # why there is no median
 
     @classmethod
-    def timed(
-        cls,
-        name: str,
-        parameters: Mapping[str, Any],
-        times_ms: Sequence[float],
-        figures: Mapping[str, Any],
-    ) -> "Row":
+    def timed(cls, times_ms: Sequence[float], **fields: Any) -> "Row":
         """Return the row of some times."""
-        times: dict[str, Any] = {**spread(times_ms), "repeats": len(times_ms)}
-        return cls(name=name, parameters=parameters, figures=figures, **times)
+        return cls(**fields, **dict[str, Any](spread(times_ms)), repeats=len(times_ms))
 
 
 class Table(NamedTuple):
@@ -69,45 +57,42 @@ Save = Callable[[Sequence[Row]], None]
 Say = Callable[[str], None]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Results:
     """The folder of one measurement; created if missing, RunError if it cannot be written."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        command: str,
-        device: torch.device,
-        tabulate: Callable[[Sequence[Row]], Table],
-        notes: Sequence[str] = (),
-    ) -> None:
-        self.folder, self.name = folder, name
-        self._command, self._tabulate, self._notes = command, tabulate, notes
-        self._hardware, self._environment = hardware(device), environment(device)
+    folder: Path
+    _: dataclasses.KW_ONLY
+    name: str
+    command: str
+    device: torch.device
+    tabulate: Callable[[Sequence[Row]], Table]
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
         self._write("README.md", "")  # fail before hours of measurement, not after
 
     def save(self, rows: Sequence[Row]) -> None:
         """Write rows and page."""
-        common = self._environment
-        lines = [{"bench": self.name, **dataclasses.asdict(row), **common} for row in rows]
+        found = environment(self.device)
+        lines = [{"bench": self.name, **dataclasses.asdict(row), **found} for row in rows]
         self._write("rows.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
-        self._write("README.md", self._page(rows))
+        self._write("README.md", self._page(rows, found))
 
-    def _page(self, rows: Sequence[Row]) -> str:
-        machine, found = self._hardware, self._environment
+    def _page(self, rows: Sequence[Row], found: Mapping[str, Any]) -> str:
+        machine = hardware(self.device)
         named = ", ".join(f"{package} {number}" for package, number in found["versions"].items())
         notes = [
             f"Measured {found['date']} on {machine['device_name']} "
             f"({size(machine['memory_bytes'])}), {machine['cores']} CPU cores.",
             f"Versions: {named}; commit {found['commit'] or 'unknown'}.",
-            *self._notes,
+            *self.notes,
         ]
         parts = [
             f"# samo bench {self.name}",
-            f"    {self._command}",
+            f"    {self.command}",
             "\n".join(f"- {note}" for note in notes),
-            markdown(self._tabulate(rows)).rstrip(),
+            markdown(self.tabulate(rows)).rstrip(),
         ]
         if missing := failures(rows):
             parts += ["Not measured:", "\n".join(f"- {entry}" for entry in missing)]
@@ -118,10 +103,8 @@ class Results:
             self.folder.mkdir(parents=True, exist_ok=True)
             atomic_io.write_bytes(self.folder / name, text.encode())
         except OSError as error:
-            raise RunError(
-                f"cannot write to '{self.folder}': {error.strerror}; choose another folder with "
-                "--out"
-            ) from None
+            message = f"cannot write to '{self.folder}': {error.strerror}"
+            raise RunError(f"{message}; choose another folder with --out") from None
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
@@ -139,19 +122,12 @@ def reason(error: BaseException) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Return a table as Markdown."""
     rows = [table.head, ("---",) * len(table.head), *table.lines]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def digits(value: float | None) -> str:
-    """Return a number with three significant digits.
-
-    Example:
-        >>> from samo.bench.rows import digits
-        >>> digits(0.00512), digits(1.0), digits(341.234), digits(None)
-        ('0.00512', '1.00', '341', '-')
-    """
+    """Return a number with three significant digits, such as 0.00512, 1.00 and 341."""
     if value is None:
         return NOTHING
     text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
@@ -177,16 +153,13 @@ def environment(device: torch.device) -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of this checkout, with "-dirty" if files differ; None outside of one."""
     package = Path(__file__).resolve().parents[1]
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(package), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    root = package.parents[1]
+    # An installed samo may lie in the repository of another project.
+    if package != root / "src" / "samo" or not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
-        # An installed samo may lie in the repository of another project.
-        top = Path(git("rev-parse", "--show-toplevel")).resolve()
-        if top / "src" / "samo" == package:
-            return git("describe", "--always", "--dirty", "--exclude", "*")
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        pass
-    return None
+        return None
+    return done.stdout.strip()

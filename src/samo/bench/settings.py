@@ -1,8 +1,6 @@
 """The settings of ``samo bench``, one dataclass for each subcommand: imports no torch."""
 
-import shlex
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from tyro.conf import arg
@@ -73,25 +71,3 @@ def require(condition: bool, message: str) -> None:
     """Raise ConfigError unless a condition is true."""
     if not condition:
         raise ConfigError(message)
-
-
-def command_line(config: BenchConfig) -> str:
-    """Return the command with these settings, without defaults.
-
-    Example:
-        >>> from samo.bench.settings import StepConfig, command_line
-        >>> command_line(StepConfig(shape="gpt3-13b", only=("samo",), quick=True))
-        'samo bench step --quick --shape gpt3-13b --only samo'
-    """
-    words = ["samo", "bench", QUESTIONS[type(config)]]
-    for entry in fields(config):
-        value = getattr(config, entry.name)
-        if value == entry.default:
-            continue
-        name = entry.name.replace("_", "-")
-        words.append(f"--no-{name}" if value is False else f"--{name}")
-        if isinstance(value, tuple):
-            words += map(str, value)
-        elif not isinstance(value, bool):
-            words.append(value.as_posix() if isinstance(value, Path) else str(value))
-    return shlex.join(words)

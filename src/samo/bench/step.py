@@ -19,7 +19,7 @@ from torch import Tensor
 from samo.bench.contenders import CONTENDERS, Contender
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
 from samo.bench.settings import StepConfig, require
-from samo.bench.timing import Clock, free, ratio, spread
+from samo.bench.timing import elapsed_ms, free, mark, ratio, spread
 from samo.errors import nearest
 from samo.memory.ledger import Ledger
 from samo.models.gpt import GPT
@@ -60,7 +60,7 @@ def contenders(config: StepConfig) -> list[str]:
 
 def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
     """Time the steps of every contender."""
-    shape = gpt_config(config, device)
+    name, shape = ("quick", _QUICK) if config.quick else gpt_config(config, device)
     batch = 2 if config.quick else config.batch_size
     repeats = min(config.repeats, 2) if config.quick else config.repeats
     rounds = config.rounds
@@ -76,7 +76,7 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
         f"at a time, {rounds} {'round' if rounds == 1 else 'rounds'}"
     )
     parameters = {
-        "shape": "quick" if config.quick else shape_name(config, device),
+        "shape": name,
         "num_params": contest.num_params,
         "batch_size": batch,
         "context": shape.context,
@@ -99,36 +99,33 @@ def measure(config: StepConfig, device: torch.device, save: Save, say: Say) -> l
 
 
 @dataclass
-class Record:
-    """What was measured of one contender so far."""
+class Round:
+    """What was measured of one contender in one round."""
 
+    state_bytes: int
+    account: Ledger | None
+    warm_up_s: float
     step_ms: list[float] = field(default_factory=list)
-    round_ms: list[float] = field(default_factory=list)
-    """The median step of each round."""
     update_ms: list[float] = field(default_factory=list)
-    in_a_row_ms: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    state_bytes: int = 0
     losses: list[float] = field(default_factory=list)
-    """Of the timed steps of the last round."""
-    account: Ledger | None = None
-    warm_up_s: float = 0.0
-    """Of the first round, before which nothing was compiled."""
+    in_a_row_ms: float = 0.0
+    peak_bytes: int = 0
     compiled: dict[str, int] = field(default_factory=dict)
-    failure: str | None = None
+
+    @property
+    def median_ms(self) -> float:
+        return spread(self.step_ms)["median"]
 
 
 class Contest:
     """Builds contenders on equal terms, runs their steps and records them."""
 
     def __init__(self, shape: GPTConfig, config: StepConfig, tokens: Tensor, say: Say) -> None:
-        self.records: dict[str, Record] = {}
+        self.rounds: dict[str, list[Round]] = {}
+        self.failures: dict[str, str] = {}
         self.compile = config.compile
         self.warm_up = _GRAPHS_WARM_UP if config.compile == "graphs" else _WARM_UP
-        self._shape = shape
-        self._device = tokens.device
-        self._clock = Clock(tokens.device)
-        self._say = say
+        self._shape, self._device, self._say = shape, tokens.device, say
         self._inputs, self._targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         model = new_model(shape, self._device)
         self.num_params = sum(param.numel() for param in model.parameters())
@@ -137,86 +134,78 @@ class Contest:
 
     def run(self, name: str, steps: int) -> None:
         """Build one contender, time some steps and free it. A contender that failed is skipped."""
-        record = self.records.setdefault(name, Record())
-        if record.failure is not None:
+        if name in self.failures:
             return
-        record.losses.clear()
         self._reset()
         try:
-            self._run(name, record, steps)
+            self._run(name, steps)
         except Exception as error:  # whatever it is, the other contenders continue
-            record.failure = reason(error)
-            self._say(f"{name}: {record.failure}")
+            self.failures[name] = reason(error)
+            self._say(f"{name}: {self.failures[name]}")
         self._reset()
 
-    def _run(self, name: str, record: Record, steps: int) -> None:
+    def _run(self, name: str, steps: int) -> None:
         before = self._memory("current")  # what a library has not freed
-        contender = self._warmed_up(name, record)
+        contender, found = self._warmed_up(name)
         for _ in range(steps):
-            self._timed_step(contender, record, before)
-        in_a_row = self._steps_in_a_row(contender)
-        record.in_a_row_ms.append(in_a_row)
-        median = spread(record.step_ms[-steps:])["median"]
-        record.round_ms.append(median)
+            self._timed_step(contender, found, before)
+        found.in_a_row_ms = self._step_in_a_row(contender)
         if self.compile != "none":
             counters = torch._dynamo.utils.counters
-            record.compiled = {"compilations": counters["stats"]["unique_graphs"]}
-            if self.compile == "graphs":
-                record.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
-        peak = f", peak {digits(record.peak_bytes / 1e9)} GB" if record.peak_bytes else ""
-        warm_up = f"warm-up {record.warm_up_s:.1f} s"
-        self._say(f"{name}: {digits(median)} ms, {digits(in_a_row)} in a row{peak}; {warm_up}")
+            found.compiled["compilations"] = counters["stats"]["unique_graphs"]
+        if self.compile == "graphs":
+            found.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
+        self.rounds.setdefault(name, []).append(found)
+        times = f"{digits(found.median_ms)} ms, {digits(found.in_a_row_ms)} in a row"
+        peak = f", peak {digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
+        self._say(f"{name}: {times}{peak}; warm-up {found.warm_up_s:.1f} s")
 
-    def _warmed_up(self, name: str, record: Record) -> Contender:
+    def _warmed_up(self, name: str) -> tuple[Contender, Round]:
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
         contender = CONTENDERS[name](model, masks)
         mode = "reduce-overhead" if self.compile == "graphs" else None
         if self.compile != "none":
             for module in model.blocks if self.compile == "blocks" else [model]:
                 module.compile(fullgraph=True, mode=mode)  # a graph break is an error
-        self._clock.wait()
-        start = time.perf_counter()
-        for step in range(self.warm_up):
-            self._gradients(contender)
-            if step == self.warm_up - 1:
-                record.state_bytes = contender.state_bytes()
-                record.account = contender.account()
-            contender.update()
-            contender.keep_masks()
-        self._clock.wait()
-        record.warm_up_s = record.warm_up_s or time.perf_counter() - start
+        start = mark(self._device)
+        for _ in range(self.warm_up - 1):
+            self._whole_step(contender)
+        self._gradients(contender)
+        state_bytes, account = contender.state_bytes(), contender.account()
+        contender.update()
+        contender.keep_masks()
+        seconds = elapsed_ms(start, mark(self._device)) / 1e3
         if self.compile == "graphs":
             free(self._device)  # reserved memory is measured
-        return contender
+        return contender, Round(state_bytes, account, seconds)
 
-    def _timed_step(self, contender: Contender, record: Record, before: int) -> None:
-        clock = self._clock
+    def _timed_step(self, contender: Contender, found: Round, before: int) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             time.sleep(0.1)
-        start = clock.mark()
+        start = mark(self._device)
         loss = self._gradients(contender)
-        middle = clock.mark()
+        middle = mark(self._device)
         contender.update()
-        stop = clock.mark()
-        clock.wait()
-        record.peak_bytes = max(record.peak_bytes, self._memory("peak") - before)
+        stop = mark(self._device)
+        found.step_ms.append(elapsed_ms(start, stop))
+        found.update_ms.append(elapsed_ms(middle, stop))
+        found.peak_bytes = max(found.peak_bytes, self._memory("peak") - before)
         contender.keep_masks()
-        record.losses.append(float(loss))
-        record.step_ms.append(clock.ms(start, stop))
-        record.update_ms.append(clock.ms(middle, stop))
+        found.losses.append(float(loss))
 
-    def _steps_in_a_row(self, contender: Contender) -> float:
-        """Time steps without a pause, with everything that training does."""
+    def _step_in_a_row(self, contender: Contender) -> float:
+        """Time a step without a pause before it, with everything that training does."""
         steps = 10 if self._device.type == "cuda" else 1
-        start = self._clock.mark()
+        start = mark(self._device)
         for _ in range(steps):
-            self._gradients(contender)
-            contender.update()
-            contender.keep_masks()
-        stop = self._clock.mark()
-        self._clock.wait()
-        return self._clock.ms(start, stop) / steps
+            self._whole_step(contender)
+        return elapsed_ms(start, mark(self._device)) / steps
+
+    def _whole_step(self, contender: Contender) -> None:
+        self._gradients(contender)
+        contender.update()
+        contender.keep_masks()
 
     def _gradients(self, contender: Contender) -> Tensor:
         if self.compile == "graphs":  # loss and gradients of the last step may be overwritten
@@ -239,37 +228,41 @@ class Contest:
 
     def row(self, name: str, parameters: Mapping[str, Any]) -> Row:
         """Return the row of a contender."""
-        record = self.records.get(name, Record())
-        if record.failure is not None or not record.round_ms:
-            failure = record.failure or "not measured yet"
+        rounds = self.rounds.get(name)
+        failure = self.failures.get(name) or ("" if rounds else "not measured yet")
+        if failure or not rounds:
             return Row(name=name, parameters=parameters, failure=failure)
-        median = spread(record.step_ms)["median"]
-        masked = self.records.get("masked", Record())
+        step_ms = [ms for each in rounds for ms in each.step_ms]
+        median, last = spread(step_ms)["median"], rounds[-1]
+        round_ms = [each.median_ms for each in rounds]
+        peak = max(each.peak_bytes for each in rounds)
+        masked = self.rounds.get("masked", [])
+        masked_peak = max((each.peak_bytes for each in masked), default=0)
         tokens = self._inputs.numel()
         figures: dict[str, Any] = {
-            "over_masked": _ratio(record.round_ms, masked.round_ms),
-            "round_ms": record.round_ms,
-            "update_ms": spread(record.update_ms)["median"],
-            "in_a_row_ms": spread(record.in_a_row_ms)["median"],
+            "over_masked": ratio(round_ms, [each.median_ms for each in masked]) if masked else None,
+            "round_ms": round_ms,
+            "update_ms": spread([ms for each in rounds for ms in each.update_ms])["median"],
+            "in_a_row_ms": spread([each.in_a_row_ms for each in rounds])["median"],
             "tokens_per_s": round(tokens / median * 1e3, 1),
             "tflop_per_s": float(f"{model_flops(self._shape, tokens) / median / 1e9:.5g}"),
-            "peak_bytes": record.peak_bytes or None,
-            "peak_over_masked": _ratio([record.peak_bytes], [masked.peak_bytes]),
-            "state_bytes": record.state_bytes,
-            "state_bytes_per_param": round(record.state_bytes / self.num_params, 4),
-            "final_loss": record.losses[-1] if math.isfinite(record.losses[-1]) else None,
-            "trained_steps": self.warm_up + len(record.losses),
-            "warm_up_s": round(record.warm_up_s, 2),
-            **record.compiled,
+            "peak_bytes": peak or None,
+            "peak_over_masked": ratio([peak], [masked_peak]) if peak and masked_peak else None,
+            "state_bytes": last.state_bytes,
+            "state_bytes_per_param": round(last.state_bytes / self.num_params, 4),
+            "final_loss": last.losses[-1] if math.isfinite(last.losses[-1]) else None,
+            "trained_steps": self.warm_up + len(last.losses),
+            "warm_up_s": round(rounds[0].warm_up_s, 2),  # nothing was compiled before it
+            **last.compiled,
         }
-        if record.account is not None:
-            share = record.account.pruned
+        if last.account is not None:
+            share = last.account.pruned
             figures |= {
-                "ledger_measured_bytes": record.account.measured_bytes,
-                "ledger_predicted_bytes": record.account.predicted_bytes,
+                "ledger_measured_bytes": last.account.measured_bytes,
+                "ledger_predicted_bytes": last.account.predicted_bytes,
                 "pruned_bytes_per_param": round(sum(share.measured.values()) / share.num_params, 4),
             }
-        return Row.timed(name, parameters, record.step_ms, figures)
+        return Row.timed(step_ms, name=name, parameters=parameters, figures=figures)
 
 
 def new_model(shape: GPTConfig, device: torch.device) -> GPT:
@@ -284,12 +277,14 @@ def new_model(shape: GPTConfig, device: torch.device) -> GPT:
         torch.set_default_dtype(before)
 
 
-def gpt_config(config: StepConfig, device: torch.device) -> GPTConfig:
-    """Return the shape to measure."""
-    if config.quick:
-        return _QUICK
-    shape = SHAPES[shape_name(config, device)]
-    return GPTConfig(
+def gpt_config(config: StepConfig, device: torch.device) -> tuple[str, GPTConfig]:
+    """Return the model's name and shape; auto: the largest of three whose dense training fits."""
+    memory = hardware(device)["memory_bytes"] if device.type == "cuda" else 0
+    needs: dict[ShapeName, float] = {"gpt3-2.7b": 100e9, "gpt3-760m": 36e9, "gpt3-125m": 1}
+    fitting: list[ShapeName] = [shape for shape, least in needs.items() if memory >= least]
+    name = config.shape if config.shape != "auto" else [*fitting, "tiny"][0]
+    shape = SHAPES[name]
+    return name, GPTConfig(
         num_layers=shape.num_layers,
         width=shape.width,
         num_heads=shape.num_heads,
@@ -297,16 +292,6 @@ def gpt_config(config: StepConfig, device: torch.device) -> GPTConfig:
         vocab_size=_VOCAB_SIZE,
         is_checkpointed=config.checkpointed,
     )
-
-
-def shape_name(config: StepConfig, device: torch.device) -> ShapeName:
-    """Return the chosen shape; by default the largest of three whose dense training fits."""
-    if config.shape != "auto":
-        return config.shape
-    if device.type != "cuda":
-        return "tiny"
-    memory = hardware(device)["memory_bytes"]
-    return "gpt3-2.7b" if memory >= 100e9 else "gpt3-760m" if memory >= 36e9 else "gpt3-125m"
 
 
 def model_flops(shape: GPTConfig, tokens: int) -> float:
@@ -322,29 +307,26 @@ def model_flops(shape: GPTConfig, tokens: int) -> float:
 
 def tabulate(rows: Sequence[Row]) -> Table:
     """Return the table of rows."""
+    columns = {
+        "over masked": "over_masked",
+        "in a row, ms": "in_a_row_ms",
+        "update, ms": "update_ms",
+        "tokens/s": "tokens_per_s",
+        "TFLOP/s": "tflop_per_s",
+        "peak, GB": "peak_bytes",
+        "peak over masked": "peak_over_masked",
+        "state, B/param": "state_bytes_per_param",
+        "loss": "final_loss",
+        "warm-up, s": "warm_up_s",
+    }
+
+    def cell(row: Row, key: str) -> str:
+        value = row.figures[key]
+        return digits(value / 1e9 if value and key == "peak_bytes" else value)
+
     lines = [
-        {
-            "contender": row.name,
-            "step, ms": digits(row.median),
-            "p20-p80": between(row),
-            "over masked": digits(found["over_masked"]),
-            "in a row, ms": digits(found["in_a_row_ms"]),
-            "update, ms": digits(found["update_ms"]),
-            "tokens/s": count(found["tokens_per_s"]),
-            "TFLOP/s": digits(found["tflop_per_s"]),
-            "peak, GB": digits(found["peak_bytes"] and found["peak_bytes"] / 1e9),
-            "peak over masked": digits(found["peak_over_masked"]),
-            "state, B/param": digits(found["state_bytes_per_param"]),
-            "loss": digits(found["final_loss"]),
-            "warm-up, s": digits(found["warm_up_s"]),
-        }
+        (row.name, digits(row.median), between(row), *(cell(row, key) for key in columns.values()))
         for row in rows
-        if (found := row.figures)
+        if row.median is not None
     ]
-    head = tuple(lines[0]) if lines else ("contender",)
-    return Table(head, [tuple(line.values()) for line in lines])
-
-
-def _ratio(values: Sequence[float], masked: Sequence[float]) -> float | None:
-    """Return the median over rounds of the ratio to masked training; None without it."""
-    return ratio(values, masked) if masked and all([*values, *masked]) else None
+    return Table(("contender", "step, ms", "p20-p80", *columns), lines)

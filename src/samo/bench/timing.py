@@ -11,32 +11,23 @@ import torch
 __all__ = []
 
 _CPU: Final = torch.device("cpu")
-_FLUSH_BYTES: Final = 2**30
-"""More than any cache."""
 
 
-class Clock:
-    """The clock of a device: CUDA events on a GPU, ``time.perf_counter`` elsewhere."""
+def mark(device: torch.device) -> Any:
+    """Record the time at which the device reaches this point: a CUDA event or a time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
 
-    def mark(self) -> Any:
-        """Record the time at which the device reaches this point."""
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
-
-    def ms(self, first: Any, second: Any) -> float:
-        """Return the milliseconds between two marks, after `wait`."""
-        return float(first.elapsed_time(second) if self._is_cuda else (second - first) * 1e3)
+def elapsed_ms(first: Any, second: Any) -> float:
+    """Return the milliseconds between two marks; waits for the second."""
+    if isinstance(first, float):
+        return (second - first) * 1e3
+    second.synchronize()
+    return float(first.elapsed_time(second))
 
 
 def in_turns(
@@ -51,14 +42,7 @@ def in_turns(
 
     The order changes from round to round, since caches and memory depend on the predecessor.
     ``prepare`` is called before each run and not timed.
-
-    Example:
-        >>> from samo.bench.timing import in_turns
-        >>> times = in_turns({"sum": lambda: sum(range(9)), "max": lambda: max(range(9))}, rounds=3)
-        >>> {name: len(found) for name, found in times.items()}
-        {'sum': 3, 'max': 3}
     """
-    clock = Clock(device)
     for _ in range(warm_up):
         for run in contenders.values():
             prepare()
@@ -69,12 +53,11 @@ def in_turns(
         marks = {}
         for name in order.sample(list(contenders), len(contenders)):
             prepare()
-            start = clock.mark()
+            start = mark(device)
             contenders[name]()
-            marks[name] = (start, clock.mark())
-        clock.wait()
+            marks[name] = (start, mark(device))
         for name, (start, stop) in marks.items():
-            times[name].append(clock.ms(start, stop))
+            times[name].append(elapsed_ms(start, stop))
     return times
 
 
@@ -82,7 +65,7 @@ def flusher(device: torch.device) -> Callable[[], object]:
     """Return a function that flushes a GPU's cache; on a CPU it does nothing."""
     if device.type != "cuda":
         return lambda: None
-    buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+    buffer = torch.empty(2**30, dtype=torch.int8, device=device)  # more than any cache
     # Twice: this takes a fast GPU half a millisecond, in which the host launches what is timed.
     return lambda: buffer.zero_().zero_()
 

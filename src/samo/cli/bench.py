@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 
 from samo.bench.rows import Results, Row, failures
-from samo.bench.settings import QUESTIONS, command_line
+from samo.bench.settings import QUESTIONS
 from samo.cli.commands import Bench
 from samo.cli.console import columns, say
 from samo.errors import ConfigError, RunError
+from samo.train.launch_env import command_line
 from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
 
@@ -34,7 +35,7 @@ def run(command: Bench) -> int:
     results = Results(
         out,
         name=name,
-        command=command_line(config),
+        command=command_line(),
         device=device,
         tabulate=question.tabulate,
         notes=["docs/benchmarks.md explains every column."],

@@ -10,7 +10,6 @@
 module with these four functions (`Kernels`) and add it to `choose`.
 """
 
-from samo.kernels.dispatch import PATHS, Path, choose
-from samo.kernels.protocol import AdamWSettings, AdamWUpdate, Kernels
+from samo.kernels.protocol import PATHS, AdamWSettings, AdamWUpdate, Kernels, Path, choose
 
 __all__ = ["PATHS", "AdamWSettings", "AdamWUpdate", "Kernels", "Path", "choose"]

@@ -36,33 +36,31 @@ _BLOCKS_A_THREAD: Final = 16
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
     """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
-    check_pair(out, mask, dense)
-    if mask is None:
-        out.detach().copy_(dense.detach().reshape(out.shape))
-    elif dense.dtype not in _SEEN_AS or out.dtype not in _SEEN_AS or not out.is_contiguous():
+    is_covered = dense.dtype in _SEEN_AS and out.dtype in _SEEN_AS and out.is_contiguous()
+    if mask is None or not is_covered:
         reference.compress_(dense, mask, out)
-    else:
-        kept = out.detach().view(-1)
-        if _needs_torch(dense.dtype, out.dtype):
-            kept = torch.empty_like(kept, dtype=dense.dtype)
-        shared = cpu_loops.compress_shared
-        _move(cpu_loops.compress_blocks, shared, mask, dense.detach().reshape(-1), kept)
-        if kept.dtype != out.dtype:
-            out.detach().view(-1).copy_(kept)
+        return
+    check_pair(out, mask, dense)
+    kept = out.detach().view(-1)
+    if _needs_torch(dense.dtype, out.dtype):
+        kept = torch.empty_like(kept, dtype=dense.dtype)
+    shared = cpu_loops.compress_shared
+    _move(cpu_loops.compress_blocks, shared, mask, dense.detach().reshape(-1), kept)
+    if kept.dtype != out.dtype:
+        out.detach().view(-1).copy_(kept)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
     """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere: `Kernels.expand_`."""
-    check_pair(values, mask, dense)
-    if mask is None:
-        dense.detach().copy_(values.detach().reshape(dense.shape))
-    elif values.dtype not in _SEEN_AS or dense.dtype not in _SEEN_AS or not dense.is_contiguous():
+    is_covered = values.dtype in _SEEN_AS and dense.dtype in _SEEN_AS and dense.is_contiguous()
+    if mask is None or not is_covered:
         reference.expand_(values, mask, dense)
-    else:
-        kept = values.detach().reshape(-1)
-        if _needs_torch(values.dtype, dense.dtype):
-            kept = kept.to(dense.dtype)
-        _move(cpu_loops.expand_blocks, cpu_loops.expand_shared, mask, kept, dense.detach().view(-1))
+        return
+    check_pair(values, mask, dense)
+    kept = values.detach().reshape(-1)
+    if _needs_torch(values.dtype, dense.dtype):
+        kept = kept.to(dense.dtype)
+    _move(cpu_loops.expand_blocks, cpu_loops.expand_shared, mask, kept, dense.detach().view(-1))
 
 
 @torch.no_grad()
@@ -95,12 +93,9 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether any entry is NaN or infinite: `Kernels.find_nonfinite`."""
     together: dict[torch.dtype, list[tuple[int, int]]] = {}
-    strided = []
-    for tensor in tensors:
-        if tensor.is_contiguous():
-            together.setdefault(tensor.dtype, []).append((tensor.data_ptr(), tensor.numel()))
-        else:
-            strided.append(tensor)
+    plain = [each if each.is_contiguous() else each.contiguous() for each in tensors]
+    for tensor in plain:
+        together.setdefault(tensor.dtype, []).append((tensor.data_ptr(), tensor.numel()))
     found = False
     for dtype, rows in together.items():
         exponent = _EXPONENTS[dtype]
@@ -108,8 +103,7 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         arrays = (np.array(rows, dtype=np.int64), np.empty(0, exponent.dtype), exponent, blocks)
         kernels = cpu_loops.find_exponent_rows, cpu_loops.find_exponent_rows_shared
         found |= _run(*kernels, arrays, blocks)
-    here = torch.tensor(bool(found), device="cpu")
-    return here | reference.find_nonfinite(strided) if strided else here
+    return torch.tensor(bool(found), device="cpu")
 
 
 _EXPONENTS: Final[dict[torch.dtype, Any]] = {
@@ -134,14 +128,17 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
     first = updates[0]
     has_ages = first.age is not None
     moment = np.float64 if first.param.dtype == torch.float64 else np.float32
-    tables: dict[_Rate, Tensor] = {}
-    for update in updates if has_ages else ():
-        if (rate := _rate_of(update)) not in tables:
+    tables: dict[object, Tensor] = {}
+    rows, ends, blocks = [], [], 0
+    for update in updates:
+        rate = (float(update.lr), getattr(update.lr, "dtype", None)) if has_ages else None
+        if rate is not None and rate not in tables:
             tables[rate] = corrections_by_age(update, settings)
             tables[rate][0].neg_()
-    masks = [update.mask_of_copy for update in updates]
-    sizes = [u.param.numel() if mask is None else mask.numel for u, mask in zip(updates, masks)]
-    ends = np.cumsum([bitmap.num_blocks(size) for size in sizes])
+        rows.append(_row(update, tables.get(rate)))
+        mask = update.mask_of_copy
+        blocks += bitmap.num_blocks(update.param.numel() if mask is None else mask.numel)
+        ends.append(blocks)
     dense = first.param if first.dense is None else first.dense
     like: tuple[Any, ...] = (
         np.empty(0, _SEEN_AS[first.param.dtype]),
@@ -151,21 +148,23 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
         np.empty(0, _SEEN_AS[dense.dtype]),
     )
     arrays = (
-        np.array([_row(update, tables) for update in updates], dtype=np.int64),
+        np.array(rows, dtype=np.int64),
         np.array([_scalars(update, settings) for update in updates], dtype=moment),
-        ends,
+        np.array(ends, dtype=np.int64),
         OLDEST if has_ages else 0,
         like,
     )
-    _run(cpu_loops.adamw_rows, cpu_loops.adamw_rows_shared, arrays, int(ends[-1]))
+    _run(cpu_loops.adamw_rows, cpu_loops.adamw_rows_shared, arrays, blocks)
 
 
-_Rate = tuple[float, torch.dtype | None]
-
-
-def _rate_of(update: AdamWUpdate) -> _Rate:
-    """Return a learning rate and the type it is computed with, if it is a tensor."""
-    return float(update.lr), update.lr.dtype if isinstance(update.lr, Tensor) else None
+def _row(update: AdamWUpdate, table: Tensor | None) -> tuple[int, ...]:
+    """Return a parameter's row, in the order of the loops' columns."""
+    param, dense, mask = update.param, update.dense, update.mask_of_copy
+    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
+    state = (param, update.remainder, update.grad, update.exp_avg, update.exp_avg_sq, update.age)
+    parts = (*state, table, dense, words, offsets)
+    addresses = [0 if part is None else part.data_ptr() for part in parts]
+    return *addresses, param.numel(), 0 if dense is None else dense.numel()
 
 
 def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
@@ -210,25 +209,6 @@ def _array(tensor: Tensor) -> cpu_loops.Array:
     if tensor.element_size() == 2:
         return np.from_dlpack(tensor.view(torch.int16)).view(_SEEN_AS[tensor.dtype])
     return np.from_dlpack(tensor)
-
-
-def _row(update: AdamWUpdate, tables: dict[_Rate, Tensor]) -> tuple[int, ...]:
-    """Return a parameter's row, in the order of the loops' columns."""
-    mask, dense, age = update.mask_of_copy, update.dense, update.age
-    return (
-        update.param.data_ptr(),
-        0 if update.remainder is None else update.remainder.data_ptr(),
-        update.grad.data_ptr(),
-        update.exp_avg.data_ptr(),
-        update.exp_avg_sq.data_ptr(),
-        0 if age is None else age.data_ptr(),
-        0 if age is None else tables[_rate_of(update)].data_ptr(),
-        0 if dense is None else dense.data_ptr(),
-        0 if mask is None else mask.words.data_ptr(),
-        0 if mask is None else mask.offsets.data_ptr(),
-        update.param.numel(),
-        0 if dense is None else dense.numel(),
-    )
 
 
 # numba's other thread pools cannot be entered by two threads at once.

@@ -1,7 +1,6 @@
 """Tensors and masks in pieces of 2**20 entries, so that temporaries do not grow with a tensor."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,11 +30,13 @@ def kept_pieces(mask: Mask) -> Iterator[tuple[slice, Tensor, slice]]:
         yield slice(start, stop), bitmap.unpack(mask.words, start, stop), slice(begin, end)
 
 
-@contextmanager
-def flattened(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a tensor as a vector to write to; a copy if its strides allow no view."""
-    flat = tensor.detach().reshape(-1)
-    yield flat
+def flattened(tensor: Tensor) -> Tensor:
+    """Return a tensor as a vector: a view, or a copy if its strides allow none."""
+    return tensor.detach().reshape(-1)
+
+
+def write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Write what was written to a `flattened` tensor to the tensor itself."""
     if not tensor.is_contiguous():
         tensor.detach().copy_(flat.view(tensor.shape))
 

@@ -13,17 +13,16 @@ corrections come from a table. An age stops at `OLDEST` and the weight's step co
 entries that were always kept are corrected as without ages, bit for bit, at any step.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samo.kernels import lean
 from samo.kernels.checks import check_pair, check_update
-from samo.kernels.pieces import flattened, pieces, put
+from samo.kernels.pieces import flattened, kept_pieces, pieces, put, write_back
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.rounding import convert_remainder, join, split
 from samo.mask.mask import Mask
@@ -33,14 +32,19 @@ __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
 OLDEST: Final = 2**15 - 1
 """The largest age: this many updates or more."""
 
+_WRITTEN: Final = ("param", "remainder", "exp_avg", "exp_avg_sq")
+
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
     """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
     check_pair(out, mask, dense)
-    flat_N = dense.detach().reshape(-1)
-    with flattened(out) as flat_Z:
-        for piece_N, keep, piece_Z in pieces(dense.numel(), mask):
-            flat_Z[piece_Z] = flat_N[piece_N] if keep is None else flat_N[piece_N][keep]
+    if mask is None:
+        out.detach().copy_(dense.detach().reshape(out.shape))
+        return
+    flat_N, flat_Z = flattened(dense), flattened(out)
+    for piece_N, keep, piece_Z in kept_pieces(mask):
+        flat_Z[piece_Z] = flat_N[piece_N][keep]
+    write_back(flat_Z, out)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
@@ -50,15 +54,15 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
 
 
 def _expand(values: Tensor, mask: Mask | None, dense: Tensor, skip: Tensor | None) -> None:
-    flat_Z = values.detach().reshape(-1)
-    with flattened(dense) as flat_N:
-        for piece_N, keep, piece_Z in pieces(dense.numel(), mask):
-            new = flat_Z[piece_Z].to(dense.dtype)
-            if keep is not None:
-                spread = torch.zeros_like(flat_N[piece_N])
-                spread[keep] = new
-                new = spread
-            put(flat_N[piece_N], new, skip)
+    if mask is None:
+        put(dense.detach(), values.detach().reshape(dense.shape), skip)
+        return
+    flat_Z, flat_N = flattened(values), flattened(dense)
+    for piece_N, keep, piece_Z in kept_pieces(mask):
+        new = torch.zeros_like(flat_N[piece_N])
+        new[keep] = flat_Z[piece_Z].to(dense.dtype)
+        put(flat_N[piece_N], new, skip)
+    write_back(flat_N, dense)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -77,20 +81,14 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
         check_update(update)
     for update in updates:
         corrections = count_step(update, settings, skip)
-        with ExitStack() as stack:
-            param, exp_avg, exp_avg_sq, *remainder = (
-                stack.enter_context(flattened(tensor))
-                for tensor in (update.param, update.exp_avg, update.exp_avg_sq, update.remainder)
-                if tensor is not None
-            )
-            flat = update._replace(
-                param=param,
-                remainder=remainder[0] if remainder else None,
-                grad=update.grad.detach().reshape(-1),
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
-            )
-            (_update_lean if update.is_lean else _update_exact)(flat, settings, skip, corrections)
+        written = {name: getattr(update, name) for name in _WRITTEN}
+        flats: dict[str, Any] = {
+            name: flattened(tensor) for name, tensor in written.items() if tensor is not None
+        }
+        flat = update._replace(grad=flattened(update.grad), **flats)
+        _update(flat, settings, skip, corrections)
+        for name, vector in flats.items():
+            write_back(vector, written[name])
         if update.dense is not None:
             _expand(update.param, update.mask, update.dense, skip)
 
@@ -180,64 +178,51 @@ def adamw_values(
     return param.mul(decay).add_(change), exp_avg, exp_avg_sq
 
 
-def _update_exact(
+def _update(
     flat: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None, corrections: Corrections
 ) -> None:
+    """Update vectors in place, piece by piece."""
     by_age = None
     if flat.age is not None:
         younger = flat.age < OLDEST
         flat.age.add_(younger if skip is None else younger & ~skip)
         by_age = corrections_by_age(flat, settings)
-    # Without the mask, whose offsets would have to come to the host.
-    for piece, _, _ in pieces(flat.param.numel(), None):
-        held = None if flat.remainder is None else flat.remainder[piece]
-        master = join(flat.param[piece], held)
+    for piece_Z, groups, piece_G in _pieces(flat):
+        param = flat.param[piece_Z]
+        remainder = None if flat.remainder is None else flat.remainder[piece_Z]
+        moments = flat.exp_avg[piece_Z], flat.exp_avg_sq[piece_Z]
+        held: tuple[Tensor, ...] = moments
+        if groups is not None:
+            assert flat.exp_avg_scale is not None
+            assert flat.exp_avg_sq_scale is not None
+            scales = flat.exp_avg_scale[piece_G], flat.exp_avg_sq_scale[piece_G]
+            held = lean.Moments(*moments, *scales)
+            moments = lean.dequantise(held, groups)
         own = corrections
         if flat.age is not None and by_age is not None:
-            own = _look_up(flat.age[piece], by_age, corrections)
-        new_master, exp_avg, exp_avg_sq = adamw_values(
-            master,
-            flat.grad[piece].to(master.dtype),
-            flat.exp_avg[piece],
-            flat.exp_avg_sq[piece],
-            own,
-            settings,
-        )
-        values, remainder = split(new_master, flat.param.dtype)
-        put(flat.exp_avg[piece], exp_avg, skip)
-        put(flat.exp_avg_sq[piece], exp_avg_sq, skip)
-        put(flat.param[piece], values, skip)
-        if held is not None and remainder is not None:
-            put(held, remainder, skip)
+            own = _look_up(flat.age[piece_Z], by_age, corrections)
+        master = join(param, remainder)
+        grad = flat.grad[piece_Z].to(master.dtype)
+        master, exp_avg, exp_avg_sq = adamw_values(master, grad, *moments, own, settings)
+        values, rest = split(master, param.dtype)
+        new: tuple[Tensor, ...] = exp_avg, exp_avg_sq
+        if groups is not None:
+            bits = lean.random_bits(piece_Z.start, piece_Z.stop, flat.step)
+            new = lean.quantise(exp_avg, exp_avg_sq, groups, scales[0].numel(), bits)
+            if remainder is not None and rest is not None:
+                rest = convert_remainder(rest, remainder.dtype, bits & 0xFF)
+        for target, source in [*zip(held, new), (param, values), (remainder, rest)]:
+            if target is not None and source is not None:
+                put(target, source, skip)
 
 
-def _update_lean(
-    flat: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None, corrections: Corrections
-) -> None:
-    assert flat.exp_avg_scale is not None
-    assert flat.exp_avg_sq_scale is not None
-    numel = flat.param.numel() if flat.mask is None else flat.mask.numel
-    for groups, piece_Z, piece_G in lean.grouped_pieces(numel, flat.mask, flat.param.device):
-        held = lean.Moments(
-            flat.exp_avg[piece_Z],
-            flat.exp_avg_sq[piece_Z],
-            flat.exp_avg_scale[piece_G],
-            flat.exp_avg_sq_scale[piece_G],
-        )
-        held_remainder = None if flat.remainder is None else flat.remainder[piece_Z]
-        master, exp_avg, exp_avg_sq = adamw_values(
-            join(flat.param[piece_Z], held_remainder),
-            flat.grad[piece_Z].to(torch.float32),
-            *lean.dequantise(held, groups),
-            corrections,
-            settings,
-        )
-        bits = lean.random_bits(piece_Z.start, piece_Z.stop, flat.step)
-        codes = lean.quantise(exp_avg, exp_avg_sq, groups, held.exp_avg_scale_G.numel(), bits)
-        values, remainder = split(master, flat.param.dtype)
-        changes = [*zip(held, codes), (flat.param[piece_Z], values)]
-        if held_remainder is not None and remainder is not None:
-            new = convert_remainder(remainder, held_remainder.dtype, bits & 0xFF)
-            changes.append((held_remainder, new))
-        for target, source in changes:
-            put(target, source, skip)
+def _pieces(flat: AdamWUpdate) -> Iterator[tuple[slice, Tensor | None, slice]]:
+    """Yield slices of vectors; of 8-bit state also their entries' groups, and slices of scales."""
+    if flat.is_lean:
+        numel = flat.param.numel() if flat.mask is None else flat.mask.numel
+        for groups, piece_Z, piece_G in lean.grouped_pieces(numel, flat.mask, flat.param.device):
+            yield piece_Z, groups, piece_G
+    else:
+        # Without the mask, whose offsets would have to come to the host.
+        for piece, _, _ in pieces(flat.param.numel(), None):
+            yield piece, None, piece

@@ -118,29 +118,13 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 
 def row_of(update: AdamWUpdate, size: int, first: int) -> tuple[int, ...]:
     """Return a parameter's row in the order of the kernels' columns, without the gradient."""
-    mask, lr = update.mask, update.lr
-    return (
-        update.param.data_ptr(),
-        _address(update.remainder),
-        0,
-        update.exp_avg.data_ptr(),
-        update.exp_avg_sq.data_ptr(),
-        _address(update.dense),
-        0 if mask is None else mask.words.data_ptr(),
-        0 if mask is None else mask.offsets.data_ptr(),
-        update.step.data_ptr(),
-        lr.data_ptr() if isinstance(lr, Tensor) else 0,
-        _address(update.age),
-        _address(update.exp_avg_scale),
-        _address(update.exp_avg_sq_scale),
-        size,
-        0 if mask is None else mask.words.numel(),
-        first,
-    )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    param, remainder, _, exp_avg, exp_avg_sq, step, lr, _, dense, mask, *others = update
+    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
+    state = (param, remainder, None, exp_avg, exp_avg_sq, dense, words, offsets, step)
+    rate = lr if isinstance(lr, Tensor) else None
+    num_words = 0 if mask is None else mask.words.numel()
+    addresses = [0 if part is None else part.data_ptr() for part in (*state, rate, *others)]
+    return *addresses, size, num_words, first
 
 
 _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")

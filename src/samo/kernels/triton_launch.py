@@ -57,20 +57,18 @@ assert PART % lean.UNPRUNED_GROUP == 0
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
     """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
-    check_pair(out, mask, dense)
-    if mask is None:
-        out.detach().copy_(dense.detach().reshape(out.shape))
-    elif _is_covered(dense.dtype, out.dtype) and out.is_contiguous():
-        launch_compress(compress_slots(mask.kept, mask.numel), dense, mask, out)
-    else:
+    if mask is None or not (_is_covered(dense.dtype, out.dtype) and out.is_contiguous()):
         reference.compress_(dense, mask, out)
+        return
+    check_pair(out, mask, dense)
+    launch_compress(compress_slots(mask.kept, mask.numel), dense, mask, out)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
     """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere: `Kernels.expand_`."""
     check_pair(values, mask, dense)
     if mask is None:
-        dense.detach().copy_(values.detach().reshape(dense.shape))
+        reference.expand_(values, None, dense)
     elif dense.is_contiguous():
         launch_expand(values, mask, dense)
     else:

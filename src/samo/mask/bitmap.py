@@ -78,24 +78,15 @@ def popcount(words: Tensor) -> Tensor:
 
 def count_common(a: Tensor, b: Tensor) -> int:
     """Count the bits that are set in both of two bitmaps of one size, on one device."""
-    step = _CHUNK_BLOCKS * BLOCK_WORDS
-    counts = [popcount(x & y).sum() for x, y in zip(a.split(step), b.split(step))]
-    return int(torch.stack(counts).sum()) if counts else 0
+    return int(popcount(a & b).sum())
 
 
-def block_offsets(words: Tensor, numel: int) -> tuple[Tensor, int]:
+def block_offsets(words: Tensor) -> tuple[Tensor, int]:
     """Return the int64 running count at the start of each block, and the count of all set bits."""
-    counts = torch.empty(num_blocks(numel), dtype=torch.int64, device=words.device)
-    step = _CHUNK_BLOCKS * BLOCK_WORDS
-    for first in range(0, words.numel(), step):
-        ones = popcount(words[first : first + step])
-        ones = torch.nn.functional.pad(ones, (0, -ones.numel() % BLOCK_WORDS))
-        per_block = ones.view(-1, BLOCK_WORDS).sum(1)
-        begin = first // BLOCK_WORDS
-        counts[begin : begin + per_block.numel()] = per_block
+    ones = torch.nn.functional.pad(popcount(words), (0, -words.numel() % BLOCK_WORDS))
+    counts = ones.view(-1, BLOCK_WORDS).sum(1)
     ends = counts.cumsum(0)
-    total = int(ends[-1]) if ends.numel() else 0
-    return ends - counts, total
+    return ends - counts, int(ends[-1]) if ends.numel() else 0
 
 
 def _arange8(device: torch.device) -> Tensor:

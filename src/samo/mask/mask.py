@@ -52,7 +52,7 @@ class Mask:
         if tail.any():
             raise ValueError(f"a mask of {self.numel:,} weights has bits set past its last weight")
         self.words = words.clone(memory_format=torch.contiguous_format)
-        self.offsets, self.kept = bitmap.block_offsets(words, self.numel)
+        self.offsets, self.kept = bitmap.block_offsets(words)
         self._fingerprint: str | None = None
         self._firsts: list[int] | None = None
         self._packed: Tensor | None = None
@@ -88,13 +88,7 @@ class Mask:
     @classmethod
     def ones(cls, shape: Iterable[int], device: torch.device | str = "cpu") -> "Mask":
         """Build a mask that keeps everything."""
-        shape = tuple(shape)
-        numel = math.prod(shape)
-        words = torch.full((bitmap.num_words(numel),), -1, dtype=torch.int32, device=device)
-        tail = numel // (2 * bitmap.WORD_BITS) * 2 * bitmap.WORD_BITS
-        if tail < numel:
-            bitmap.pack(torch.ones(numel - tail, dtype=torch.bool, device=device), words, tail)
-        return cls(shape, words)
+        return cls.from_bool(torch.tensor(True, device=device).expand(tuple(shape)))
 
     def to_bool(self) -> Tensor:
         """Return the mask as a boolean tensor of its shape, 1 byte per weight."""

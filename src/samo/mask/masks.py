@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samo.errors import MaskError, nearest
-from samo.mask import bitmap, mask_files
+from samo.mask import mask_files
 from samo.mask.mask import Mask
 from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 
@@ -101,7 +101,7 @@ class Masks(Mapping[str, Mask]):
         for name in matrices(model):
             if name in skipped:
                 continue
-            mask = _nonzero(parameters[name])
+            mask = Mask.from_bool(parameters[name].detach() != 0)
             if mask.kept:
                 found[name] = mask
             elif name in usual:  # a head may be initialized to 0
@@ -238,12 +238,3 @@ class Masks(Mapping[str, Mask]):
             name = min(set(self) ^ set(other))
             raise MaskError(f"only one of the two has a mask for '{name}'; use masks of one model")
         return Masks({name: mask & other[name] for name, mask in self.items()})
-
-
-def _nonzero(dense: Tensor) -> Mask:
-    """Return the mask of the entries that are not exactly 0."""
-    words = torch.empty(bitmap.num_words(dense.numel()), dtype=torch.int32, device=dense.device)
-    flat = dense.detach().reshape(-1)
-    for start, stop in bitmap.chunks(flat.numel()):
-        bitmap.pack(flat[start:stop] != 0, words, start)
-    return Mask(dense.shape, words)
