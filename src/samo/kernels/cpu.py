@@ -159,12 +159,21 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
 
 def _row(update: AdamWUpdate, table: Tensor | None) -> tuple[int, ...]:
     """Return a parameter's row, in the order of the loops' columns."""
-    param, dense, mask = update.param, update.dense, update.mask_of_copy
-    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
-    state = (param, update.remainder, update.grad, update.exp_avg, update.exp_avg_sq, update.age)
-    parts = (*state, table, dense, words, offsets)
-    addresses = [0 if part is None else part.data_ptr() for part in parts]
-    return *addresses, param.numel(), 0 if dense is None else dense.numel()
+    mask, dense = update.mask_of_copy, update.dense
+    return (
+        update.param.data_ptr(),
+        0 if update.remainder is None else update.remainder.data_ptr(),
+        update.grad.data_ptr(),
+        update.exp_avg.data_ptr(),
+        update.exp_avg_sq.data_ptr(),
+        0 if update.age is None else update.age.data_ptr(),
+        0 if table is None else table.data_ptr(),
+        0 if dense is None else dense.data_ptr(),
+        0 if mask is None else mask.words.data_ptr(),
+        0 if mask is None else mask.offsets.data_ptr(),
+        update.param.numel(),
+        0 if dense is None else dense.numel(),
+    )
 
 
 def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
