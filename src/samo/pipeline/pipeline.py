@@ -111,7 +111,10 @@ class Pipeline:
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
         self.in_flight: Final = in_flight_limits(in_flight, self.num_stages)
-        self.device: Final = _device(device, mesh)
+        if device is None:
+            is_cpu = mesh is None or mesh.device_type == "cpu"
+            device = "cpu" if is_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.device: Final = torch.device(device)
         self.mesh: Final = mesh
         split = take_apart(layers)
         self.names: Final = tuple(name for unit in split.units for name in unit.tensor_names())
@@ -342,11 +345,3 @@ def _data_groups(
     # Not the mesh's own group, whose timeout is half an hour.
     group = new_group(ranks, backend, timeout_s)
     return group, group if backend == "gloo" else new_group(ranks, "gloo", timeout_s)
-
-
-def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if mesh is None or mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())
