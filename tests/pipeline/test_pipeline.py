@@ -285,6 +285,8 @@ def test_one_stage_needs_no_mesh_and_equals_the_model() -> None:
 
 def test_a_closed_pipeline_says_so_at_once_and_one_process_goes_on_after_a_bad_batch() -> None:
     with samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, None, 2) as pipeline:
+        assert not pipeline.eval(torch.ones(2, 2), target=torch.ones(2, 2)).requires_grad
+        assert all(param.grad is None for param in pipeline.module.parameters())
         with pytest.raises(ValueError, match=r"x has \[1\] rows for 2 micro-batches"):
             pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
         pipeline.step(torch.ones(2, 2), target=torch.ones(2, 2))
