@@ -52,7 +52,7 @@ class MemoryTransport(Transport):
 
 def network(num_stages: int, is_ring: bool = False) -> list[MemoryTransport]:
     places = range(num_stages)
-    links = {(a, b): queue.SimpleQueue() for a in places for b in places}
+    links: dict[Any, Any] = {(a, b): queue.SimpleQueue() for a in places for b in places}
     return [MemoryTransport(links, stage, num_stages, is_ring) for stage in places]
 
 
