@@ -58,12 +58,12 @@ def optimizer(name: str, module: nn.Module, *, is_compressed: bool) -> torch.opt
     return torch.optim.AdamW(params, lr=1e-2, foreach=False)
 
 
-def compress(module: nn.Module, whole: nn.Module) -> None:
+def compress(module: nn.Module, whole: nn.Module, sparsity: float = 0.9, **settings: Any) -> None:
     """Compress a part of a model with the masks of the whole."""
-    masks = samo.prune(whole, 0.9)
+    masks = samo.prune(whole, sparsity)
     names = dict(module.named_parameters(remove_duplicate=False))
     mine = samo.Masks({name: masks[name] for name in masks if name in names})
-    samo.compress_(module, mine, kernels="reference")
+    samo.compress_(module, mine, kernels="reference", **settings)
 
 
 def accumulate(

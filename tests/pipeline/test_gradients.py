@@ -1,4 +1,4 @@
-"""What all stages do alike after a batch: skip a step, scale the loss, clip gradients."""
+"""What ranks do alike after a batch: skip steps, scale losses, clip and average gradients."""
 
 import copy
 import math
@@ -20,17 +20,6 @@ from tests.ranks import run_ranks
 TIMEOUT = 20
 
 
-class ScaleGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
 class Layer(nn.Module):
     """A layer whose gradients are scaled, in all uses or in one of them."""
 
@@ -41,8 +30,10 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.uses += 1
-        is_scaled = self.use in (None, self.uses)
-        return ScaleGrad.apply(self.linear(x), self.factor if is_scaled else 1.0)
+        y = self.linear(x)
+        if self.use in (None, self.uses):
+            y.register_hook(lambda grad: grad * self.factor)
+        return y
 
 
 def layers() -> list[nn.Module]:
@@ -62,14 +53,9 @@ def loss_of(output: Tensor, wanted: Tensor) -> Tensor:
 
 def scaled(module: nn.Module, name: str, step: Callable[[Any], Tensor]) -> Steps:
     """Train in float16 with a scale that overflows at first, on stage 0 alone."""
-    masks, here = samo.prune(nn.Sequential(*layers()), 0.5), dict(module.named_parameters())
-    mine = samo.Masks({name: mask for name, mask in masks.items() if name in here})
-    samo.compress_(module, mine, dtype=torch.float16, kernels="reference")
-    opt: torch.optim.Optimizer = (
-        samo.AdamW(module.parameters(), lr=1e-3, kernels="reference")
-        if name == "samo"
-        else torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=False)
-    )
+    compress(module, nn.Sequential(*layers()), 0.5, dtype=torch.float16)
+    make: Any = samo.AdamW if name == "samo" else torch.optim.AdamW
+    opt = make(module.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu")
     found: Steps = []
     for _ in range(6):
@@ -133,8 +119,7 @@ def not_finite(mesh: Any, bad: int) -> tuple[int, list[bool]]:
     for _ in range(3):
         before = copy.deepcopy(module.state_dict())
         pipeline.step(torch.ones(2, 4), target=torch.zeros(2, 4))
-        are_finite = {bool(param.grad.isfinite().all()) for param in module.parameters()}
-        assert len(are_finite) == 1, "all of them or none"
+        assert len({bool(param.grad.isfinite().all()) for param in module.parameters()}) == 1
         opt.step()
         opt.zero_grad()
         changes.append(any(not torch.equal(before[k], v) for k, v in module.state_dict().items()))
@@ -172,8 +157,54 @@ def sparse(mesh: Any, factor: float) -> dict[str, Tensor]:
     return {name: grad.to_dense() for name, grad in found.items()}
 
 
+class Sometimes(nn.Module):
+    """Uses ``odd`` if the input is odd, ``never`` never; the gradient of ``rows`` is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 4, sparse=True)
+        self.even, self.odd, self.never = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.rows(x)
+        return self.odd(h) if int(x[0]) % 2 else self.even(h)
+
+
+def inputs(rank: int, is_odd: bool) -> Tensor:
+    return torch.tensor([rank if is_odd else 2 * rank, 3])
+
+
+def uneven(mesh: Any, rank: int, is_odd: bool) -> dict[str, Tensor | None]:
+    """Return the gradients of replicas of which one may not use all layers."""
+    torch.manual_seed(0)
+    with samo.Pipeline([Sometimes()], F.mse_loss, mesh, 1, timeout_s=TIMEOUT) as pipeline:
+        pipeline.step(inputs(rank, is_odd), target=torch.zeros(2, 4))
+    return {
+        name: param.grad for name, param in pipeline.module.get_submodule("0").named_parameters()
+    }
+
+
+def other_masks(mesh: Any, rank: int) -> list[str]:
+    """Return the errors of replicas with other masks, from the start or later."""
+    x, said = torch.ones(2, 8), []
+    for is_late in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False))
+        pipeline = samo.Pipeline(model, F.mse_loss, mesh, 1, timeout_s=TIMEOUT)
+        masks = [samo.prune(model, 0.5, method="random", seed=seed) for seed in range(2)]
+        samo.compress_(pipeline.module, masks[0] if is_late else masks[rank])
+        if is_late:
+            pipeline.step(x, target=x)  # the same on both
+            samo.remap_(pipeline.module, masks[rank])
+        with pytest.raises(samo.MaskError) as caught:
+            pipeline.step(x, target=x)
+        said.append(str(caught.value))
+        pipeline.close()
+    return said
+
+
 SCALED = ["samo", "torch"]
-CLEARED = [(is_compressed, to_none) for is_compressed in (False, True) for to_none in (False, True)]
+CLEARED = [(False, False), (True, True)]
 CLIPPED = [(False, math.inf), (True, 2.0)]
 
 
@@ -186,6 +217,8 @@ def work(rank: int, num_ranks: int) -> dict[Any, Any]:
         "sparse": [sparse(mesh, factor) for factor in (1.0, math.nan)],
         "not finite": [not_finite(mesh, bad) for bad in (0, 1)],
         "written": written(mesh, rank),
+        "uneven": [uneven(samo.mesh(data=2), rank, is_odd) for is_odd in (True, False)],
+        "masks": other_masks(samo.mesh(data=2), rank),
     }
 
 
@@ -264,13 +297,30 @@ def test_stages_clip_by_the_norm_of_the_whole_model(stages, case) -> None:
             torch.testing.assert_close(grad, here, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.parametrize("is_odd", [True, False])
+def test_replicas_may_lack_gradients(stages, is_odd) -> None:
+    """A gradient that one replica lacks is zero there; one that all lack stays None."""
+    torch.manual_seed(0)
+    model = Sometimes()
+    for rank in range(2):
+        (F.mse_loss(model(inputs(rank, is_odd)), torch.zeros(2, 4)) / 2).backward()
+    assert (model.odd.weight.grad is None) == (not is_odd)
+    for name, param in model.named_parameters():
+        for results in stages:
+            found = results["uneven"][not is_odd][name]
+            if param.grad is None:
+                assert found is None, name
+            else:
+                torch.testing.assert_close(found, param.grad.to_dense(), msg=name)
+
+
+def test_replicas_with_other_masks_are_refused(stages) -> None:
+    start = "the mask of '0.weight' is not the same on"
+    assert all(text.startswith(start) for results in stages for text in results["masks"])
+
+
 def one_stage() -> samo.Pipeline:
     return samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, None, 1)
-
-
-def test_a_norm_of_power_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="norm_type must be over 0, got 0"):
-        one_stage().clip_grad_norm_(1.0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -298,6 +348,8 @@ def test_a_collective_that_fails_is_the_fault_of_another_rank(
         raise RuntimeError("Connection closed by peer")
 
     pipeline = one_stage()
+    with pytest.raises(ValueError, match="norm_type must be over 0, got 0"):
+        pipeline.clip_grad_norm_(1.0, 0)
     monkeypatch.setattr(dist, "all_reduce", broken)
     monkeypatch.setattr(pipeline, "_links", SimpleNamespace(group=None))
     with pytest.raises(samo.PeerError, match=r"did not join a collective \(Connection") as caught:

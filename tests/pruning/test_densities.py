@@ -181,12 +181,9 @@ def test_experts_say_where_their_inputs_are() -> None:
         assert torch.equal(mask.to_bool(), keep_of_groups(weight, "experts.up", 2, 4, dim))
 
 
-def test_inputs_that_the_pattern_does_not_divide_are_refused() -> None:
+def test_contradictions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' .* has 3 inputs, not a multiple of 4"):
         prune(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), pattern="2:4")
-
-
-def test_contradictions_are_refused() -> None:
     model = model_of(torch.randn(9, 9))
     assert prune(model, 0.6666667, pattern="1:3") == prune(model, pattern="1:3")
     with pytest.raises(ValueError, match=r"prunes 0.666667 of the weights, which contradicts"):

@@ -138,7 +138,8 @@ def grown_by_parts(num_parts: int, candidates: int | None) -> float:
     weight = weights_of(model)["0.weight"]
     kept, before = weight.mask.to_bool(), model[0].weight.detach().clone()
     model(10 * torch.randn(32, 128)).square().mean().backward()
-    model.zero_grad()  # not a step: those gradients are gone, and so are their scores
+    # Not a step: those gradients are gone, or zero, and so are their scores.
+    model.zero_grad(set_to_none=num_parts == 1)
     for x in torch.randn(32, 128).chunk(num_parts):
         for each in (model, dense):
             (each(x) - target(x)).square().mean().backward()

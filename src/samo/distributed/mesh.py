@@ -46,20 +46,18 @@ def mesh(
             ``"cuda"`` if there is one. If a machine has fewer GPUs than ranks, they share them over
             gloo: good to try a layout, but slow.
         timeout_s: How long a rank waits for the others, in seconds.
-
-    Raises:
-        ValueError: The sizes do not make up the number of ranks, or a setting is out of range.
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be over 0, got {timeout_s}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not dist.is_initialized():  # check sizes before anything is initialized
-        check_sizes({"pipe": pipe, "data": data}, int(os.environ.get("WORLD_SIZE", "1")))
+    is_joined = dist.is_initialized()
+    num_ranks = dist.get_world_size() if is_joined else int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = check_sizes({"pipe": pipe, "data": data}, num_ranks)
+    if not is_joined:
         timeout = timedelta(seconds=timeout_s)
         join(device, timeout, rendezvous(timeout) if "RANK" in os.environ else None)
-    sizes = check_sizes({"pipe": pipe, "data": data}, dist.get_world_size())
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -74,7 +72,7 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
         asked = " x ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
         pipes = [pipe for pipe in range(1, num_ranks + 1) if num_ranks % pipe == 0]
         fitting = ", ".join(f"pipe={pipe} x data={num_ranks // pipe}" for pipe in pipes)
-        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
         raise ValueError(f"{asked} does not make up {ranks}; these do: {fitting}")
     return full
 
@@ -98,16 +96,11 @@ def join(device: str, timeout: timedelta, store: Any) -> None:
         torch.cuda.set_device(local_rank % num_gpus)
         torch.cuda.init()  # otherwise torch's mesh chooses a GPU by the local rank
         if backend == "gloo" and local_rank == 0:
-            _logger.warning(
-                "%d ranks share %d GPU(s) and communicate over gloo, through host memory: good to "
-                "try a layout, slower than one rank per GPU",
-                num_local,
-                num_gpus,
-            )
-    dist.init_process_group(
-        backend,
-        store=dist.HashStore() if store is None else store,  # type: ignore[attr-defined]
-        rank=0 if store is None else int(os.environ["RANK"]),
-        world_size=1 if store is None else int(os.environ["WORLD_SIZE"]),
-        timeout=timeout,
-    )
+            text = "%d ranks share %d GPU(s) over gloo: good to try a layout, but slow"
+            _logger.warning(text, num_local, num_gpus)
+    rank, num_ranks = 0, 1
+    if store is None:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+    else:
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)

@@ -7,14 +7,12 @@ rank in a ring, and looks for a root cause that some rank has recorded:
     left/R        rank R has ended its run and is not missed
     root_cause    the ranks that failed; the first writer wins
 
-A backend says at best that a connection was closed or that it waited too long, not for which rank.
-So, when a collective fails, `Watchdog.error` reads all heartbeats twice, a few beats apart. A rank
-whose count does not change was killed or stopped; a rank that beats but has started fewer
-collectives is late.
+A backend does not say for which rank it waited. So, when a collective fails, `Watchdog.error` reads
+all heartbeats twice, a few beats apart. A rank whose count does not change was killed or stopped; a
+rank that beats but has started fewer collectives is late.
 
 A rank whose heartbeat stops for ``timeout_s`` becomes the root cause too. A process that has not
-exited a few seconds after a root cause was recorded is ended: a thread blocked in a backend cannot
-be interrupted.
+exited a few seconds after that is ended: a thread blocked in a backend cannot be interrupted.
 """
 
 import os
@@ -40,16 +38,9 @@ and with the seconds since their last sign of life."""
 
 
 class Watchdog:
-    """Heartbeats of this rank, and what those of the others tell.
+    """Heartbeats of this rank in a store that all ranks share, and what those of others tell.
 
-    Args:
-        store: A torch.distributed store that all ranks share.
-        rank: This rank.
-        num_ranks: Number of ranks.
-        timeout_s: Seconds without a heartbeat after which a rank has failed.
-        key: Prefix of the entries in the store.
-        interval_s: Seconds between heartbeats.
-        on_lost: Ends this process if it does not exit by itself. By default nothing is ended.
+    A process that does not exit by itself is ended by ``on_lost``, if it is given.
     """
 
     def __init__(
@@ -79,21 +70,18 @@ class Watchdog:
         """Return the error of a collective that failed, with the ranks at fault."""
         found: tuple[Ranks, Ranks] | None = self._in_time(self._diagnose)
         stopped, late = found or ((), ())
-        ranks = stopped or late
+        ranks, how = stopped or late, "all ranks are alive and have come as far as this one"
         if stopped:
             how = f"{listed(ranks)} stopped (no heartbeat for {self._pause_s:g} s)"
         elif late:
             how = f"{listed(ranks)} did not join, but is alive and does something else"
-        elif found is not None:
-            how = "all ranks are alive and have come as far as this one"
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        elif found is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             how = "the launcher's store does not answer, so the rank at fault is unknown"
-        else:
+        elif found is None:
             ranks, how = (0,), "rank 0, which holds the store of the ranks, does not answer"
         return PeerError(
             f"rank {self._rank} waited {waited_s:.1f} s for {what}: {how}. See the log of that "
-            "rank, and restart from the last checkpoint. The backend said: "
-            f"{first_words(cause)}",
+            f"rank, and restart from the last checkpoint. The backend said: {first_words(cause)}",
             ranks,
             is_diagnosed=True,
         )
@@ -105,24 +93,24 @@ class Watchdog:
 
     def root_cause(self) -> Ranks:
         """Return the ranks that were recorded as the root cause, if there are any."""
-        return self._in_time(lambda: self._read_root_cause(self._connect())) or ()
+        return self._in_time(self._read_root_cause) or ()
 
     def record_root_cause(self, ranks: Sequence[int]) -> None:
         """Record ranks as the root cause. The first writer wins."""
-        self._in_time(lambda: self._write_root_cause(self._connect(), ranks))
+        self._in_time(lambda store: self._write_root_cause(store, ranks))
 
     def close(self) -> None:
         """Stop, and deregister this rank: the others do not miss it."""
         self._stop.set()
         self._thread.join(2.0)  # the store may not answer any more
 
-    def _in_time(self, ask: Callable[[], Any]) -> Any:
-        """Return what ``ask`` returns, or None if it fails or takes too long."""
+    def _in_time(self, ask: Callable[[Any], Any]) -> Any:
+        """Return what ``ask`` says of the store, or None if it fails or takes too long."""
         found: list[Any] = []
 
         def run() -> None:
             with suppress(Exception):
-                found.append(ask())
+                found.append(ask(self._connect()))
 
         thread = threading.Thread(target=run, name="samo-ask-store", daemon=True)
         thread.start()
@@ -161,9 +149,8 @@ class Watchdog:
         with suppress(RuntimeError):
             store.set(f"{self._key}/left/{self._rank}", "")
 
-    def _diagnose(self) -> tuple[Ranks, Ranks]:
+    def _diagnose(self, store: Any) -> tuple[Ranks, Ranks]:
         """Return ranks that stopped, recorded as the root cause, and ranks that are late."""
-        store = self._connect()
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         before = {rank: self._read(store, rank)[0] for rank in others}
         time.sleep(self._pause_s)

@@ -61,26 +61,21 @@ class Progress:
 
     def receive(self, kind: MessageKind, micro_batch: int) -> None:
         """Take in a message; raise ValueError if it is not the next one of its link."""
+        count = self.num_micro_batches
         due: int | None = None
-        if kind == "activation" and self.activations < self.num_micro_batches:
-            due = self.activations
+        if kind == "activation" and self.activations < count:
+            due, self.activations = self.activations, self.activations + 1
         elif kind == "gradient" and not self.is_last and self.gradients < self.forwards:
-            due = self.gradients
-        elif kind == "loss" and not self.has_loss and self.gradients == self.num_micro_batches:
-            due = self.num_micro_batches - 1
+            due, self.gradients = self.gradients, self.gradients + 1
+        elif kind == "loss" and not self.has_loss and self.gradients == count:
+            due, self.has_loss = count - 1, True
+            self._send_loss()
         if micro_batch != due:
             wanted = f"no {kind}" if due is None else f"{kind} {due}"
             raise ValueError(
-                f"sent {kind} {micro_batch} of {self.num_micro_batches} micro-batches to stage "
-                f"{self.stage}, where {wanted} was due; do all ranks run the same program?"
+                f"sent {kind} {micro_batch} of {count} micro-batches to stage {self.stage}, "
+                f"where {wanted} was due; do all ranks run the same program?"
             )
-        if kind == "activation":
-            self.activations += 1
-        elif kind == "gradient":
-            self.gradients += 1
-        else:
-            self.has_loss = True
-            self._send_loss()
 
     def forward(self) -> Action:
         """Count the next forward pass as done."""
@@ -106,10 +101,7 @@ class Engine:
     """The decisions of one rank for one batch.
 
     Example:
-        >>> from samo.pipeline.engine import Engine, Progress
         >>> last = Engine([Progress(stage=1, num_stages=2, num_micro_batches=1, in_flight=2)])
-        >>> last.next().kind
-        'receive'
         >>> last.stages[1].receive("activation", 0)
         >>> [last.next().kind for _ in range(5)]
         ['forward', 'backward', 'gradient', 'loss', 'step']

@@ -16,10 +16,7 @@ IGNORE_INDEX: Final = -100
 
 
 def cut(batch: object, num_micro_batches: int, name: str) -> list[tuple[Tensor, ...]]:
-    """Return micro-batches: rows in order, as even as possible, the first ones larger by one.
-
-    Example: 7 rows in 3 micro-batches are 3, 2 and 2 rows.
-    """
+    """Return micro-batches: rows in order, as even as possible, such as 3, 2 and 2 of 7."""
     tensors = (batch,) if isinstance(batch, Tensor) else batch
     if not (
         isinstance(tensors, tuple)
@@ -54,15 +51,10 @@ def loss_weights(targets: Sequence[tuple[Tensor, ...]], reduction: Reduction) ->
     """
     if reduction == "sum":
         return [1.0] * len(targets)
-    counts: list[Any] = [_count(target[0]) for target in targets]
-    if isinstance(counts[0], Tensor):  # one wait for the device, not many
-        counts = torch.stack(counts).tolist()
+    first = targets[0][0]
+    if first.is_floating_point() or first.dtype == torch.bool:
+        counts = [target[0].numel() for target in targets]
+    else:  # one wait for the device, not many
+        counts = torch.stack([(target[0] != IGNORE_INDEX).sum() for target in targets]).tolist()
     total = sum(counts)
     return [number / total if total else math.nan for number in counts]
-
-
-def _count(target: Tensor) -> int | Tensor:
-    """Count the terms of a mean loss."""
-    if target.is_floating_point() or target.dtype == torch.bool:
-        return target.numel()
-    return (target != IGNORE_INDEX).sum()

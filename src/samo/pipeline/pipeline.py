@@ -3,7 +3,6 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any, Final, Self
 
@@ -80,10 +79,6 @@ class Pipeline:
             each micro-batch is weighted by its number of targets other than -100.
         timeout_s: Seconds of silence after which another rank is given up. Must be longer than
             anything a rank does between two batches.
-
-    Raises:
-        ValueError: A setting is out of range, or the layers cannot be cut so.
-        TypeError: The layers are of no known kind.
     """
 
     def __init__(
@@ -116,7 +111,10 @@ class Pipeline:
         self.num_stages: Final = num_ranks * per_rank
         self.micro_batches: Final = micro_batches
         self.in_flight: Final = in_flight_limits(in_flight, self.num_stages)
-        self.device: Final = _device(device, mesh)
+        if device is None:
+            is_cpu = mesh is None or mesh.device_type == "cpu"
+            device = "cpu" if is_cpu else torch.device("cuda", torch.cuda.current_device())
+        self.device: Final = torch.device(device)
         self.mesh: Final = mesh
         split = take_apart(layers)
         self.names: Final = tuple(name for unit in split.units for name in unit.tensor_names())
@@ -128,17 +126,17 @@ class Pipeline:
         )
         self._loss_fn = loss_fn
         self._reduction: Final[Reduction] = loss_reduction
-        self._is_first: Final = self.stage == 0
         self._is_last: Final = self.stage == num_ranks - 1
         self._replicas: Final = _data_groups(mesh, timeout_s)
-        self._links: Final = (
-            None if group is None else _connect(group, self.device, timeout_s, per_rank > 1)
-        )
+        self._links: GlooTransport | None = None
+        if group is not None:
+            is_nccl = self.device.type == "cuda" and dist.get_backend(group) == "nccl"
+            connect = NcclTransport if is_nccl else GlooTransport
+            self._links = connect(group, self.device, timeout_s=timeout_s, is_ring=per_rank > 1)
         self._ties: Final = find_tied(split, self.cuts, group, timeout_s)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
-        transport = Transport() if self._links is None else self._links
-        # Also closes links of a program that ends without close(), before torch's own exit
-        # handlers.
+        transport = self._links or Transport()
+        # A program that ends without close() runs this before torch's own exit handlers.
         self._finalizer: Final = weakref.finalize(self, transport.close)
         self._runner: Final = Runner(
             [partial(self.module, piece=piece) for piece in range(per_rank)],
@@ -178,7 +176,7 @@ class Pipeline:
             x: Inputs, a tensor or a tuple of tensors.
             target: What ``loss_fn`` compares the output with.
             is_last: Whether an optimizer step follows. Pass False for every batch but the last, so
-                that gradients are reduced once.
+                that gradients are averaged over replicas once.
             scaler: Scales the loss before backward, and not the one that is returned. Each rank has
                 its own; they keep the same scale.
 
@@ -191,12 +189,9 @@ class Pipeline:
             scaler.scale(torch.zeros((), device=self.device))  # creates the scale, on all stages
         for tie in self._own_ties:
             tie.before_batch(self.module)
-        loss = self._runner.run(lambda: self._batch(x, target, is_training=True, scaler=scaler))
-        if is_last:
-            self._runner.run_collective(self._reduce_gradients)
-        else:
-            for tie in self._own_ties:
-                tie.after_batch(self.module)
+        loss = self._runner.run(lambda: self._batch(x, target, scaler=scaler))
+        if is_last or self._ties:
+            self._runner.run_collective(lambda: self._reduce_gradients(is_last))
         return loss
 
     @torch.no_grad()
@@ -238,52 +233,23 @@ class Pipeline:
         # A factor of 0, as torch has it for an infinite norm, would let other stages step.
         used = torch.where(norm.isfinite(), norm, math.nan)
         nn.utils.clip_grads_with_norm_(params.values(), max_norm, used)
-        is_double = any(param.dtype == torch.float64 for param in params.values())
-        return norm if is_double else norm.float()
+        return norm.float()
 
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
-        """Return the loss of a batch, without gradients. ``module.eval()`` turns off dropout.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
-            >>> pipeline.eval(torch.zeros(2, 4), target=torch.zeros(2, 1)).requires_grad
-            False
-        """
+        """Return the loss of a batch, without gradients. ``module.eval()`` turns off dropout."""
         self._check_open()
         return self._runner.run(lambda: self._batch(x, target, is_training=False))
 
     def timeline(self) -> Timeline:
-        """Return when each stage computed what in the last batch. Call on every rank.
-
-        Times are the ranks' own clocks, so all ranks must be on one machine.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
-            >>> loss = pipeline.step(torch.zeros(2, 4), target=torch.zeros(2, 1))
-            >>> pipeline.timeline().peak_in_flight(0)
-            1
-        """
+        """Return what each stage did when in the last batch. Call on every rank of one machine."""
         events = self._runner.events
         if self._links is not None:
-            own = [astuple(event) for event in events]
-            gathered = all_gather_json(own, self._links.host_group)
+            gathered = all_gather_json(events, self._links.host_group)
             events = [Event(*event) for events in gathered for event in events]
         return Timeline(self.num_stages, self.micro_batches, events)
 
     def masks(self, masks: Masks) -> Masks:
-        """Select the masks of this rank's layers, including tied weights.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-            >>> pipeline = samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2)
-            >>> sorted(pipeline.masks(samo.prune(model, 0.5)))
-            ['0.weight', '1.weight']
-        """
+        """Select the masks of this rank's layers, including tied weights."""
         found = dict(masks)
         for group in self.tied:
             for name in group:
@@ -297,17 +263,7 @@ class Pipeline:
         return self._runner.sent_bytes
 
     def close(self) -> None:
-        """End the threads that exchange packets. The pipeline cannot be used again.
-
-        Leaving a ``with`` block closes it too, and so does the end of the program.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 1))
-            >>> with samo.Pipeline(model, torch.nn.functional.mse_loss, None, 2) as pipeline:
-            ...     loss = pipeline.eval(torch.zeros(2, 4), target=torch.zeros(2, 1))
-            >>> pipeline.close()    # a second time does nothing
-        """
+        """Close the links, as leaving a ``with`` block does. The pipeline cannot be used again."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -325,7 +281,7 @@ class Pipeline:
         x: Tensors | None,
         target: Tensors | None,
         *,
-        is_training: bool,
+        is_training: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Batch:
         """Cut what this rank needs of a batch; in the runner, which tells others of a failure."""
@@ -334,7 +290,7 @@ class Pipeline:
             found = cut(batch, self.micro_batches, name)
             return [tuple(tensor.to(self.device) for tensor in piece) for piece in found]
 
-        inputs = pieces(x, "x") if self._is_first else None
+        inputs = pieces(x, "x") if self.stage == 0 else None
         loss = None
         if self._is_last:
             targets = pieces(target, "target")
@@ -349,19 +305,21 @@ class Pipeline:
         scale = None if scaler is None else scaler.scale
         return Batch(self.micro_batches, inputs, loss, is_training, scale)
 
-    def _reduce_gradients(self) -> None:
-        """Reduce gradients over replicas, then over stages."""
+    def _reduce_gradients(self, is_last: bool) -> None:
+        """Sum those of tied weights over stages; after the last batch, average over replicas."""
+        links = self._links
+        if self._ties and links is not None:
+            check_tied_masks(self._ties, self.module, links.host_group)
+            for tie in self._own_ties:
+                tie.all_reduce(self.module)
+        if not is_last:
+            return
         if self._replicas is not None:
             group, host_group = self._replicas
             compare_masks(masks_of(self.module), host_group)  # they may have changed on any rank
             average_gradients(self.module.parameters(), group)
-        if self._links is None or self._links.num_stages == 1:
-            return
-        if self._ties:
-            check_tied_masks(self._ties, self.module, self._links.host_group)
-            for tie in self._own_ties:
-                tie.all_reduce(self.module)
-        sync_found_inf(self.module.parameters(), self._links.group, self.device)
+        if links is not None and links.num_stages > 1:
+            sync_found_inf(self.module.parameters(), links.group, self.device)
 
 
 def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -387,19 +345,3 @@ def _data_groups(
     # Not the mesh's own group, whose timeout is half an hour.
     group = new_group(ranks, backend, timeout_s)
     return group, group if backend == "gloo" else new_group(ranks, "gloo", timeout_s)
-
-
-def _device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if mesh is None or mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.cuda.current_device())
-
-
-def _connect(
-    group: dist.ProcessGroup, device: torch.device, timeout_s: float, is_ring: bool
-) -> GlooTransport:
-    is_nccl = device.type == "cuda" and dist.get_backend(group) == "nccl"
-    transport = NcclTransport if is_nccl else GlooTransport
-    return transport(group, device, timeout_s=timeout_s, is_ring=is_ring)

@@ -35,22 +35,16 @@ _PATIENCE: Final = 3
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a batch.
+    """One rank's part of a batch. Only the first stage has inputs, only the last a loss.
 
-    Attributes:
-        num_micro_batches: Number of micro-batches.
-        inputs: For the first stage, the tensors of each micro-batch.
-        loss: For the last stage, the weighted loss of a micro-batch, by its number and outputs.
-        is_training: Whether to run backward; otherwise gradients are empty, and only say that a
-            micro-batch is done.
-        scale: For the last stage, scales a loss before backward.
+    Without training, gradients are empty, and only say that a micro-batch is done.
     """
 
     num_micro_batches: int
     inputs: list[tuple[Tensor, ...]] | None = None
-    loss: Callable[[int, Any], Tensor] | None = None
+    loss: Callable[[int, Any], Tensor] | None = None  # weighted, by micro-batch and its output
     is_training: bool = True
-    scale: Callable[[Tensor], Tensor] | None = None
+    scale: Callable[[Tensor], Tensor] | None = None  # of a loss before backward
 
 
 @dataclass
@@ -60,7 +54,7 @@ class _Held:
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    loss: Tensor | None = None
+    loss: tuple[Tensor, ...] = ()  # one, once it is known
 
 
 class Runner:
@@ -153,9 +147,8 @@ class Runner:
             elif action.kind == "forward" or action.kind == "backward":
                 self._compute(action.kind, action, held[action.stage], batch)
             else:
-                self._send(action.kind, action, held[action.stage], batch)
-        loss = held[self.transport.stage].loss
-        assert loss is not None, "the engine ends when the loss is known"
+                self._send(action.kind, action, held[action.stage], batch.is_training)
+        (loss,) = held[self.transport.stage].loss
         return loss
 
     # Passes
@@ -176,7 +169,7 @@ class Runner:
         assert batch.loss is not None, "the rank of the last stage has the loss"
         loss = batch.loss(micro_batch, output)
         held.outputs[micro_batch] = (loss if batch.scale is None else batch.scale(loss),)
-        held.loss = loss.detach() if held.loss is None else held.loss + loss.detach()
+        held.loss = (held.loss[0] + loss.detach() if held.loss else loss.detach(),)
 
     def _backward(self, action: Action, held: _Held, batch: Batch) -> None:
         micro_batch, is_last = action.micro_batch, action.stage == self._num_stages - 1
@@ -203,25 +196,17 @@ class Runner:
         """Return the place of the rank that has a stage."""
         return stage % self.transport.num_stages
 
-    def _send(self, kind: MessageKind, action: Action, held: _Held, batch: Batch) -> None:
-        target, micro_batch = action.stage + (1 if kind == "activation" else -1), action.micro_batch
-        tensors: tuple[Tensor, ...]
+    def _send(self, kind: MessageKind, action: Action, held: _Held, is_training: bool) -> None:
+        micro_batch, target = action.micro_batch, action.stage - 1
         if kind == "activation":
-            tensors = held.outputs[micro_batch]
-        elif kind == "gradient":
-            tensors = held.gradients.pop(micro_batch)
+            tensors, target = held.outputs[micro_batch], action.stage + 1
         else:
-            assert held.loss is not None, "the engine sends the loss when it is known"
-            tensors = (held.loss,)
+            tensors = held.gradients.pop(micro_batch) if kind == "gradient" else held.loss
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+        values = tuple(tensor.detach() for tensor in tensors)
+        flags = tuple(tensor.requires_grad for tensor in tensors)
         packet = Packet(
-            kind,
-            self.steps,
-            micro_batch,
-            target,
-            tuple(tensor.detach() for tensor in tensors),
-            tuple(tensor.requires_grad for tensor in tensors),
-            is_training=batch.is_training,
+            kind, self.steps, micro_batch, target, values, flags, is_training=is_training
         )
         self.transport.send(self._place(target), packet)
 
@@ -230,9 +215,8 @@ class Runner:
         if packet.step != self.steps:
             self._fail(sender, f"sent {kind} of batch {packet.step} in batch {self.steps}")
         if packet.is_training != batch.is_training:
-            calls = ("eval()", "step()")
-            theirs, ours = calls[packet.is_training], calls[batch.is_training]
-            self._fail(sender, f"called {theirs} where this rank called {ours}")
+            ours, theirs = ("step", "eval") if batch.is_training else ("eval", "step")
+            self._fail(sender, f"called {theirs}() where this rank called {ours}()")
         source = packet.stage + (-1 if kind == "activation" else 1)
         if packet.stage not in held or sender != self._place(source):
             self._fail(sender, f"sent {kind} for stage {packet.stage}, which is not on this rank")
@@ -249,7 +233,7 @@ class Runner:
         elif kind == "gradient":
             own.gradients[packet.micro_batch] = packet.tensors
         else:
-            own.loss = packet.tensors[0]
+            own.loss = packet.tensors
 
     def _wait(self, engine: Engine) -> tuple[int, MessageKind, Packet]:
         """Return the next data packet and its sender; meanwhile answer probes, watch the clock."""
@@ -352,8 +336,7 @@ class Runner:
         """Report that ``origin`` failed to the neighbours other than ``skip``, and raise."""
         transport = self.transport
         self._broadcast_abort(origin, what, [s for s in transport.neighbours if s != skip])
-        is_known = 0 <= origin < transport.num_stages
-        rank = transport.ranks[origin] if is_known else None
+        rank = dict(enumerate(transport.ranks)).get(origin)  # a peer may send any number
         raise PeerError(
             f"rank {rank} (stage {origin} of {transport.num_stages}) {what}. Stage "
             f"{transport.stage} lost its batch: restart all ranks from the last checkpoint",

@@ -100,23 +100,14 @@ def partition(costs: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
 
     Example:
         >>> from samo.pipeline.split import partition
-        >>> partition([1, 1, 1, 5], 2)
+        >>> partition([1, 1, 1, 5], 2)  # first layer and the one after the last, of each stage
         [(0, 3), (3, 4)]
-
-    Args:
-        costs: Time of each layer, in any unit.
-        num_stages: Number of stages.
-
-    Returns:
-        First layer and the one after the last, for each stage.
     """
     count = len(costs)
     if not 1 <= num_stages <= count:
         raise ValueError(
             f"{count} layers cannot be cut into {num_stages} stages; each needs one layer or more"
         )
-    if any(cost < 0 for cost in costs):
-        raise ValueError(f"costs must be 0 or more, got {list(costs)}")
     total = [0.0, *accumulate(costs)]
 
     def best(
@@ -165,9 +156,9 @@ def _layers_of(model: LayersLike) -> Layers:
             )
         # Not named_children(), which leaves out the second use of a module.
         layers = model._modules.items()
-        return Layers(tuple(_one_module(name, layer) for name, layer in layers))
+        return Layers(tuple(_unit(name, layer) for name, layer in layers))
     if isinstance(model, Sequence | nn.ModuleList):
-        return Layers(tuple(_list_item(str(i), layer) for i, layer in enumerate(model)))
+        return Layers(tuple(_unit(str(i), layer) for i, layer in enumerate(model)))
     if isinstance(model, nn.Module):
         for cls in type(model).__mro__:
             split = _FAMILIES.get(f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
@@ -177,10 +168,6 @@ def _layers_of(model: LayersLike) -> Layers:
         "a pipeline takes nn.Sequential, a list of layers or of functions that build one, or one "
         f"of {', '.join(_FAMILIES)}; got {type(model).__name__}. Pass its layers as a list"
     )
-
-
-def _one_module(path: str, layer: nn.Module) -> Unit:
-    return Unit({path: layer}, _chain(path))
 
 
 def _chain(*paths: str) -> Call:
@@ -195,9 +182,9 @@ def _chain(*paths: str) -> Call:
     return call
 
 
-def _list_item(path: str, layer: nn.Module | Callable[[], nn.Module]) -> Unit:
+def _unit(path: str, layer: nn.Module | Callable[[], nn.Module]) -> Unit:
     if isinstance(layer, nn.Module):
-        return _one_module(path, layer)
+        return Unit({path: layer}, _chain(path))
     shape: object = layer
     if callable(layer):
         with torch.device("meta"):
@@ -207,7 +194,7 @@ def _list_item(path: str, layer: nn.Module | Callable[[], nn.Module]) -> Unit:
             f"layer {path} is or returns {type(shape).__name__}; pass a module, or a function "
             "without arguments that builds one"
         )
-    return replace(_one_module(path, shape), build=lambda: {path: layer()})
+    return Unit({path: shape}, _chain(path), build=lambda: {path: layer()})
 
 
 # Language models: an embedding, blocks, and a norm with the head

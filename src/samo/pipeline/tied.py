@@ -17,61 +17,43 @@ __all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
 
 
 class TiedWeight:
-    """One weight on several ranks, whose gradients are added up once for each optimizer step.
+    """One weight on several ranks, whose gradients are added up after every batch.
 
-    A gradient that is there before the step's first batch is a sum over the ranks already. It is
-    set aside until `all_reduce`, so that it is not counted once for each rank. ``ranks`` counts
-    along the axis `pipe`.
+    A gradient from before the batch is a sum over the ranks already. It is set aside meanwhile, so
+    that it is not counted once for each rank. ``ranks`` counts along the axis `pipe`.
     """
 
     def __init__(
-        self,
-        names: tuple[str, ...],
-        ranks: tuple[int, ...],
-        group: dist.ProcessGroup | None = None,
+        self, names: tuple[str, ...], ranks: tuple[int, ...], group: dist.ProcessGroup
     ) -> None:
         self.names: Final = names
         self.ranks: Final = ranks
-        self.group: Final = group
+        self._group: Final = group
         self._earlier: Tensor | None = None
-        self._version: int | None = None  # of the gradient after a batch that others follow
 
     @torch.no_grad()
     def broadcast(self, module: nn.Module) -> None:
         """Give every rank the values of the first."""
         param = self._param(module)
         values = param.detach().contiguous()
-        dist.broadcast(values, group=self.group, group_src=0)
+        dist.broadcast(values, group=self._group, group_src=0)
         param.copy_(values)
 
     def before_batch(self, module: nn.Module) -> None:
-        """Set aside the gradient of earlier steps, or forget it if gradients were cleared since."""
+        """Set aside the gradient of earlier batches."""
         param = self._param(module)
-        grad = param.grad
-        if self._version is None:
-            self._earlier, param.grad = grad, None
-        elif grad is None or (grad._version != self._version and not bool(grad.any())):
-            self._earlier = None
-        elif grad is self._earlier:
-            param.grad = None
-
-    def after_batch(self, module: nn.Module) -> None:
-        """Remember the gradient's version, to see in the next batch if it was cleared."""
-        param = self._param(module)
-        if param.grad is None:  # show what was set aside, which the caller may clear
-            param.grad = self._earlier
-        self._version = -1 if param.grad is None else param.grad._version
+        self._earlier, param.grad = param.grad, None
 
     @torch.no_grad()
     def all_reduce(self, module: nn.Module) -> None:
-        """Sum the step's gradient over the ranks, and add it to what was set aside."""
+        """Sum the gradient of the batch over the ranks, and add it to what was set aside."""
         param, earlier = self._param(module), self._earlier
         if param.grad is None:
             param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
         total = param.grad.contiguous()
-        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self._group)
         param.grad = total if earlier is None else earlier.add_(total)
-        self._earlier = self._version = None
+        self._earlier = None
 
     def fingerprint(self, module: nn.Module) -> str | None:
         """Return the fingerprint of the mask, "" for a dense weight, None on other stages."""

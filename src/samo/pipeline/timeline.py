@@ -3,15 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Event", "Timeline"]
 
 Pass = Literal["forward", "backward"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Event:
+class Event(NamedTuple):
     """One pass of one micro-batch through one stage, from ``start`` to ``end`` in seconds."""
 
     start: float
@@ -26,7 +25,6 @@ class Timeline:
     """The passes of one batch through all stages.
 
     Example:
-        >>> from samo.pipeline.timeline import Event, Timeline
         >>> line = Timeline(1, 1, [Event(0, 1, 0, "forward", 0), Event(1, 3, 0, "backward", 0)])
         >>> print(line.text(width=6))
         stage 0  00----
@@ -78,16 +76,9 @@ class Timeline:
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": s, "args": {"name": f"stage {s}"}}
             for s in range(self.num_stages)
         ]
-        for event in self.events:
+        for start, end, stage, what, micro_batch in self.events:
+            row = {"ph": "X", "name": f"{what} {micro_batch}", "cat": what, "pid": 0, "tid": stage}
             rows.append(
-                {
-                    "ph": "X",
-                    "name": f"{event.what} {event.micro_batch}",
-                    "cat": event.what,
-                    "pid": 0,
-                    "tid": event.stage,
-                    "ts": (event.start - self.events[0].start) * 1e6,
-                    "dur": (event.end - event.start) * 1e6,
-                }
+                row | {"ts": (start - self.events[0].start) * 1e6, "dur": (end - start) * 1e6}
             )
         return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})

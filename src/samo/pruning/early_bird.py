@@ -88,8 +88,9 @@ class EarlyBird:
     observation takes the masks that pruning would give now. They have settled when the queue is
     full and the newest is within ``threshold`` of all others in it.
 
-    The model is not changed and stays dense; `samo.compress_` with the masks starts pruned
-    training.
+    Call `observe` after each epoch, or every 5 or more steps: masks a step or two apart are within
+    any threshold even while they drift. The model is not changed and stays dense; `samo.compress_`
+    with the masks starts pruned training.
 
     Example:
         >>> import torch, samo
@@ -158,19 +159,7 @@ class EarlyBird:
         self.masks: Masks | None = None  # the ticket, once it is drawn
 
     def observe(self) -> Masks | None:
-        """Observe the model, and return its masks if they have settled.
-
-        Call it after each epoch, or every 5 or more steps: masks a step or two apart are within any
-        threshold even while they drift. Once drawn, the ticket is returned by every call.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-            >>> bird = samo.EarlyBird(model, sparsity=0.5, queue=2)
-            >>> bird.observe()
-            >>> bird.observe()
-            Masks(1 tensors, 32 of 64 weights kept, sparsity 0.500)
-        """
+        """Observe the model, and return its masks if they have settled, now or earlier."""
         if self.masks is None:
             masks = self._take()
             if self._settling.add(masks.to("cpu") if self._settings["history"] else masks):

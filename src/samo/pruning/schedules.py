@@ -87,14 +87,10 @@ class MaskSchedule:
 
     def _weights(self) -> dict[str, Weight]:
         """Return the weights whose masks may change now, by name."""
+        groups = [group for opt in self._optimizers for group in opt.param_groups]
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         named = dict(self._model.named_parameters(remove_duplicate=False))
-        trained = {
-            id(param)
-            for opt in self._optimizers
-            for group in opt.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        } & {id(named[name]) for name in matrices(self._model)}
+        trained &= {id(named[name]) for name in matrices(self._model)}
         return {
             name: weight
             for name, weight in named_weights(self._model)
@@ -116,14 +112,12 @@ class GradualPruning(MaskSchedule):
 
         sparsity + (initial - sparsity) * (1 - (step - start) / (stop - start)) ** 3
 
-    Gradients and optimizer state shrink with it. Entries never come back. A tensor sparser than the
-    schedule waits until the schedule has caught up. Only matrices that are trained are pruned: with
-    ``requires_grad``, and in a group of ``opt``. Steps count from 1, so with ``start=0`` the first
-    pruning is at step ``every``.
+    Gradients and optimizer state shrink with it. A tensor sparser than the schedule waits for it.
+    Only matrices that are trained are pruned: with ``requires_grad``, and in a group of ``opt``.
+    Steps count from 1, so with ``start=0`` the first pruning is at step ``every``.
 
-    Replicas with equal weights prune alike. DistributedDataParallel is built for fixed parameter
-    lengths: rebuild it after each pruning with ``DistributedDataParallel(ddp.module)``. Its next
-    forward pass raises otherwise.
+    Replicas with equal weights prune alike. Rebuild DistributedDataParallel after each pruning, with
+    ``DistributedDataParallel(ddp.module)``; its next forward pass raises otherwise.
 
     Example:
         >>> import torch, samo
@@ -173,14 +167,15 @@ class GradualPruning(MaskSchedule):
         settings = {"start": start, "stop": stop, "every": every, "initial": initial}
         super().__init__(model, opt, seed, {**settings, "sparsity": sparsity})
         weights = self._weights()
-        for name, weight in weights.items():
-            if _num_kept(weight, sparsity) == 0:
-                raise MaskError(
-                    f"sparsity {sparsity} would keep none of the {weight.shape.numel():,} weights "
-                    f"of '{name}'; leave it without a mask, or prune less"
-                )
+        kept = {name: _num_kept(weight, sparsity) for name, weight in weights.items()}
+        if not all(kept.values()):
+            name = min(kept, key=lambda name: kept[name])
+            raise MaskError(
+                f"sparsity {sparsity} would keep none of the {weights[name].shape.numel():,} "
+                f"weights of '{name}'; leave it without a mask, or prune less"
+            )
         # A run that resumes after its last pruning keeps exactly as many.
-        if all(weight.kept < _num_kept(weight, sparsity) for weight in weights.values()):
+        if all(weight.kept < kept[name] for name, weight in weights.items()):
             raise MaskError(
                 f"every tensor is already sparser than sparsity {sparsity}, so nothing would be "
                 "pruned; raise it, or start from samo.Masks.ones(model)"

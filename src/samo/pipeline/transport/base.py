@@ -22,14 +22,10 @@ class Arrival(NamedTuple):
 class Transport:
     """The links of one rank to its neighbours. The base class has none: one rank.
 
-    A rank is named by its place in the pipeline, which is its stage, or the first of its stages.
+    A rank is named by its place in the pipeline, which is its stage, or the first of its stages;
+    ``ranks`` are the global ranks. With several stages on a rank, the places are a ring.
     Packets of a directed link arrive in the order of sending. They are received from `begin` until
     the packet "end" of each neighbour, so no link is waited on between two batches.
-
-    Args:
-        stage: This rank's place.
-        ranks: Global rank of each place.
-        is_ring: Whether the last rank and the first are neighbours, as ranks of several stages are.
     """
 
     def __init__(

@@ -28,38 +28,20 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Packet:
-    """A message with its tensors.
-
-    Attributes:
-        kind: Data ("activation", "gradient", "loss") or control ("probe", "alive", "abort", "end").
-        step: Number of the batch.
-        micro_batch: Number of the micro-batch.
-        stage: For data, the stage that receives it; for "abort", the stage that failed.
-        tensors: The payload.
-        needs_grad: For each activation, whether its gradient is to be sent back.
-        reason: For "abort", how the stage failed.
-        is_training: Whether the batch has a backward pass.
-    """
+    """A message with its tensors, of the ``step``-th batch."""
 
     kind: PacketKind
     step: int
     micro_batch: int = -1
-    stage: int = -1
+    stage: int = -1  # the one that receives the data or, for "abort", that failed
     tensors: tuple[Tensor, ...] = ()
-    needs_grad: tuple[bool, ...] = ()
-    reason: str = ""
-    is_training: bool = True
+    needs_grad: tuple[bool, ...] = ()  # for each activation, whether to send its gradient back
+    reason: str = ""  # for "abort", how the stage failed
+    is_training: bool = True  # whether the batch has a backward pass
 
 
 def encode(packet: Packet, sequence: int) -> Tensor:
-    """Return the header of the ``sequence``-th packet of a link.
-
-    Example:
-        >>> from samo.pipeline.transport.wire import Packet, decode, encode
-        >>> header = encode(Packet("probe", step=7), sequence=0)
-        >>> decode(header, sequence=0)[0].step
-        7
-    """
+    """Return the header of the ``sequence``-th packet of a link."""
     fields = vars(packet) | {
         "sequence": sequence,
         "tensors": [(str(t.dtype).removeprefix("torch."), t.shape) for t in packet.tensors],
@@ -77,11 +59,7 @@ def encode(packet: Packet, sequence: int) -> Tensor:
 
 
 def decode(header: Tensor, *, sequence: int) -> tuple[Packet, list[TensorSpec]]:
-    """Return a packet without its tensors, and the types and shapes of those that follow.
-
-    Raises:
-        ValueError: It is not a header, or not the ``sequence``-th one of its link.
-    """
+    """Return a packet without its tensors, and the types and shapes of those that follow."""
     raw = header.numpy().tobytes()
     try:
         (length,) = _LENGTH.unpack_from(raw)
@@ -95,11 +73,9 @@ def decode(header: Tensor, *, sequence: int) -> tuple[Packet, list[TensorSpec]]:
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         is_valid = False
-    what = ""
-    if not is_valid:
-        what = f"an invalid header, {raw[:64]!r}..."
-    elif found != sequence:
+    if is_valid and found == sequence:
+        return packet, specs
+    what = f"an invalid header, {raw[:64]!r}..."
+    if is_valid:
         what = f"message {found}, where message {sequence} was due"
-    if what:
-        raise ValueError(f"sent {what}; do all ranks run the same program and version?")
-    return packet, specs
+    raise ValueError(f"sent {what}; do all ranks run the same program and version?")
