@@ -239,7 +239,6 @@ def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) 
     groups = samo.param_groups(model, weight_decay=0.1)
     opt = samo.AdamW(groups, lr=torch.tensor(0.25), betas=(0.5, 0.75))
     torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5)
-    opt.param_groups[0]["eps"] = float("inf")
     again_opt = samo.AdamW(samo.param_groups(again, weight_decay=0.7), lr=1.0)
     step(again, again_opt, 0)
     samo.save(tmp_path, model, opt)
@@ -249,7 +248,6 @@ def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) 
     assert_same(first["lr"], torch.tensor(0.125))
     assert_same(first["initial_lr"], torch.tensor(0.25))
     assert (first["betas"], first["weight_decay"], second["weight_decay"]) == ((0.5, 0.75), 0.1, 0)
-    assert second["eps"] == float("inf")
     assert [len(group["params"]) for group in (first, second)] == [3, 4]
     assert first["lr"] is not second["lr"]  # a scheduler may change one in place
 
