@@ -510,10 +510,10 @@ def test_another_model_is_refused(
 OTHERS: list[tuple[Build | None, Build, str]] = [
     (None, adamw, "it was saved without an optimizer; load it with opt=None"),
     (adamw, OPTIMIZERS["SGD"], "the state of a samo.AdamW, not of a torch.optim.SGD; build that"),
-    (adamw, OPTIMIZERS["lean"], "was saved with state='exact'; build samo.AdamW with that"),
-    (OPTIMIZERS["lean"], adamw, "was saved with state='lean'; build samo.AdamW with that"),
-    (adamw, OPTIMIZERS["ages"], "was saved with entry_steps=False; build samo.AdamW with that"),
-    (OPTIMIZERS["ages"], adamw, "was saved with entry_steps=True; build samo.AdamW with that"),
+    (adamw, OPTIMIZERS["lean"], "build samo.AdamW with state='exact' and"),
+    (OPTIMIZERS["lean"], adamw, "build samo.AdamW with state='lean' and"),
+    (adamw, OPTIMIZERS["ages"], "AdamW with state='exact' and entry_steps=False"),
+    (OPTIMIZERS["ages"], adamw, "AdamW with state='exact' and entry_steps=True"),
     (
         OPTIMIZERS["samo.AdamW"],
         adamw,

@@ -143,29 +143,21 @@ class OptimizerState:
             key: specs[value][:2] if isinstance(value, json_values.TensorName) else None
             for key, value in content.items()
         }
-        expected: dict[str, Any] = {
-            key: (spec[0], tuple(param.shape))
+        expected = {
+            key: (spec[0], tuple(param.shape)) if key in _SHAPED and spec else spec
             for key, spec in held.items()
-            if key in _SHAPED and spec
         }
+        hint = ""
         if isinstance(self.kind, AdamW):
             layout = state_layout(param, self.model.entries[name].weight, group)
-            for key, setting, values in (
-                ("exp_avg_scale", "state", ("exact", "lean")),
-                ("age", "entry_steps", (False, True)),
-            ):
-                if (key in held) != (key in layout):
-                    raise saved.misfit(
-                        f"its optimizer state of '{name}' was saved with {setting}="
-                        f"{values[key in held]!r}; build samo.AdamW with that"
-                    )
-            expected = {**dict.fromkeys(held), "step": (torch.float32, ())}
-            expected |= {key: (dtype, tuple(size)) for key, (dtype, size) in layout.items()}
-        for key, value in expected.items():
-            if held.get(key) != value or value is None:
-                raise saved.misfit(
-                    f"the optimizer's '{key}' of '{name}' is {held.get(key)} instead of {value}"
-                )
+            expected = {key: (dtype, tuple(size)) for key, (dtype, size) in layout.items()}
+            expected["step"] = (torch.float32, ())
+            kind = "lean" if "exp_avg_scale" in held else "exact"
+            hint = f"; build samo.AdamW with state='{kind}' and entry_steps={'age' in held}"
+        if held != expected:
+            raise saved.misfit(
+                f"its optimizer state of '{name}' is {held} instead of {expected}{hint}"
+            )
         step = content.get("step", 0)
         if isinstance(step, json_values.TensorName):
             step = saved.optimizer.read(step)
