@@ -134,7 +134,7 @@ class _Load:
             self.optimizer.check_fits(saved)
         own = {} if self.scaler is None else self.scaler.state_dict()  # {} if disabled, too
         found = saved.manifest.scaler or {}
-        if own.keys() != found.keys() and not (self.opt is self.scaler is None):
+        if own.keys() != found.keys() and (self.opt is not None or self.scaler is not None):
             raise saved.misfit(
                 f"it was saved with loss scaler {found} and this one is {own}; give the same "
                 "scaler=, or load with opt=None and scaler=None"
