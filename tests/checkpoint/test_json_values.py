@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from samo.checkpoint.json_values import decode, encode, tensor_names
+from samo.checkpoint.json_values import decode, encode
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 keys = st.sampled_from(["a", "$float", "$tuple", "$tensor", "$", "$$x"])
@@ -25,15 +25,6 @@ trees = st.recursive(
 def test_every_value_comes_back_with_its_type(value: Any) -> None:
     text = json.dumps(encode(value, "x"), allow_nan=False)
     assert repr(decode(json.loads(text))) == repr(value)
-
-
-def test_tensors_are_named_by_their_path() -> None:
-    def tensor(value: Any, where: str) -> Any:
-        return where if isinstance(value, bytes) else None
-
-    encoded = encode({"b": [b"2", 3], "a": b"1"}, "w", tensor)
-    assert tensor_names(encoded) == ["w/a", "w/b/0"]
-    assert decode(encoded, str.upper) == {"b": ["W/B/0", 3], "a": "W/A"}
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,6 @@ def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) 
     groups = samo.param_groups(model, weight_decay=0.1)
     opt = samo.AdamW(groups, lr=torch.tensor(0.25), betas=(0.5, 0.75))
     torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5)
-    opt.param_groups[0]["eps"] = float("inf")
     again_opt = samo.AdamW(samo.param_groups(again, weight_decay=0.7), lr=1.0)
     step(again, again_opt, 0)
     samo.save(tmp_path, model, opt)
@@ -249,7 +248,6 @@ def test_settings_of_groups_come_back_with_those_of_a_scheduler(tmp_path: Path) 
     assert_same(first["lr"], torch.tensor(0.125))
     assert_same(first["initial_lr"], torch.tensor(0.25))
     assert (first["betas"], first["weight_decay"], second["weight_decay"]) == ((0.5, 0.75), 0.1, 0)
-    assert second["eps"] == float("inf")
     assert [len(group["params"]) for group in (first, second)] == [3, 4]
     assert first["lr"] is not second["lr"]  # a scheduler may change one in place
 
@@ -356,9 +354,8 @@ def test_extra_comes_back_and_is_no_window_on_the_file(tmp_path: Path) -> None:
     assert str(found["loss"][1]) == "-0.0"
     manifest = checkpoint.read_manifest(tmp_path).extra
     assert (manifest["step"], manifest["rng"]) == (12, "extra/rng")
-    for bad in ({"a": {1, 2}}, {3: 4}):
-        with pytest.raises(TypeError, match=r"extra.* which a checkpoint cannot hold"):
-            samo.save(tmp_path / "new", model, extra=bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"extra/a is a set, which a checkpoint cannot hold"):
+        samo.save(tmp_path / "new", model, extra={"a": {1, 2}})
     assert not (tmp_path / "new").exists()
 
 
@@ -475,6 +472,7 @@ tied = changed(lambda m: setattr(m, "extra", m.head))
 added = changed(lambda m: setattr(m, "later", nn.Linear(2, 2)))
 widened = changed(lambda m: m.body.double())
 recounted = changed(lambda m: setattr(m, "seen", torch.tensor(3.0)))
+others = lambda: compressed(given=masks(net(), method="random", seed=3))  # noqa: E731
 one_mask = samo.Masks({"body.weight": masks(net())["body.weight"]})
 
 
@@ -490,11 +488,7 @@ one_mask = samo.Masks({"body.weight": masks(net())["body.weight"]})
         (net, tied, "'extra.weight' is tied to 'nothing' in the checkpoint, to 'embed.we"),
         (net, compressed, "was saved from a dense model, and this one is compressed; load it"),
         (lambda: compressed(**LEAN), lambda: compressed(**BF16), "is torch.bfloat16 in the check"),
-        (
-            lambda: compressed(given=masks(net(), method="random", seed=3)),
-            compressed,
-            "its mask of 'body.weight' is not the model's; compress the model with samo.load_masks",
-        ),
+        (others, compressed, "its mask of 'body.weight' is not the model's; compress the model wi"),
         (compressed, lambda: compressed(given=one_mask), "its mask of 'still.weight' is not the"),
     ],
 )
@@ -512,20 +506,12 @@ def test_another_model_is_refused(
 OTHERS: list[tuple[Build | None, Build, str]] = [
     (None, adamw, "it was saved without an optimizer; load it with opt=None"),
     (adamw, OPTIMIZERS["SGD"], "the state of a samo.AdamW, not of a torch.optim.SGD; build that"),
-    (adamw, OPTIMIZERS["lean"], "was saved with state='exact'; build samo.AdamW with that"),
-    (OPTIMIZERS["lean"], adamw, "was saved with state='lean'; build samo.AdamW with that"),
-    (adamw, OPTIMIZERS["ages"], "was saved with entry_steps=False; build samo.AdamW with that"),
-    (OPTIMIZERS["ages"], adamw, "was saved with entry_steps=True; build samo.AdamW with that"),
-    (
-        OPTIMIZERS["samo.AdamW"],
-        adamw,
-        "'gain' and 'embed.weight' are in one group but were saved with weight_decay=0.0 and 0.1",
-    ),
-    (
-        adamw,
-        lambda m: adamw([p for n, p in m.named_parameters() if n != "embed.weight"]),
-        "'embed.weight' is only in the checkpoint; build the optimizer on the same parameters",
-    ),
+    (adamw, OPTIMIZERS["lean"], "build samo.AdamW with state='exact' and"),
+    (OPTIMIZERS["lean"], adamw, "build samo.AdamW with state='lean' and"),
+    (adamw, OPTIMIZERS["ages"], "AdamW with state='exact' and entry_steps=False"),
+    (OPTIMIZERS["ages"], adamw, "AdamW with state='exact' and entry_steps=True"),
+    (OPTIMIZERS["samo.AdamW"], adamw, "'gain' and 'embed.weight' are in one group but were saved"),
+    (adamw, lambda m: adamw([*m.parameters()][1:]), "'gain' is only in the checkpoint; build the"),
 ]
 
 
@@ -580,46 +566,28 @@ def test_a_scaler_is_given_exactly_if_one_was_saved(tmp_path: Path) -> None:
 # What cannot be saved
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("odd", torch.zeros(2, device="meta"), "'odd': it has no values yet"),
-        ("odd", torch.eye(2).to_sparse(), "'odd': it is a Tensor .torch.sparse_coo., not dense"),
-        (
-            "odd",
-            torch.zeros(2, dtype=torch.complex128),
-            "'odd': it is torch.complex128, which safe",
-        ),
-        ("__metadata__", torch.ones(1), "'__metadata__': it is a name that safetensors reserves"),
-    ],
-)
-def test_a_tensor_that_no_file_holds_is_refused(
-    name: str, tensor: Tensor, message: str, tmp_path: Path
-) -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer(name, tensor)
-    with pytest.raises(CheckpointError, match=f"a checkpoint cannot hold {message}"):
-        samo.save(tmp_path / "new", model)
+def test_a_tensor_that_no_file_holds_is_refused(tmp_path: Path) -> None:
+    for name, tensor, message in (
+        ("odd", torch.zeros(2, device="meta"), "it has no values yet"),
+        ("odd", torch.eye(2).to_sparse(), "it is a Tensor .torch.sparse_coo., not dense"),
+        ("odd", torch.zeros(2, dtype=torch.complex128), "it is torch.complex128, which safetens"),
+        ("__metadata__", torch.ones(1), "it is a name that safetensors reserves"),
+    ):
+        model = nn.Linear(2, 2)
+        model.register_buffer(name, tensor)
+        with pytest.raises(CheckpointError, match=f"a checkpoint cannot hold '{name}': {message}"):
+            samo.save(tmp_path / "new", model)
     with pytest.raises(TypeError, match="model must be a Module or a Pipeline, got str"):
         samo.save(tmp_path / "new", "model")  # type: ignore[arg-type]
     assert not (tmp_path / "new").exists()
 
 
-class Counting(nn.Linear):
-    """A module that keeps something beside its tensors."""
-
-    def get_extra_state(self) -> int:
-        return 3
-
-    def set_extra_state(self, state: int) -> None:
-        pass
-
-
-def test_state_of_a_module_that_is_no_tensor_is_warned_about(tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match=r"lacks the extra state of module '0' \(Counting"
-    ) as found:
-        samo.save(tmp_path, nn.Sequential(Counting(2, 2)))
+def test_state_of_a_module_that_is_no_tensor_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Linear, "get_extra_state", lambda self: 3)
+    with pytest.warns(UserWarning, match=r"lacks the extra state of module '0' \(Linear") as found:
+        samo.save(tmp_path, nn.Sequential(nn.Linear(2, 2)))
     assert found[0].filename == __file__
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from samo.data import encoding
-from samo.data.encoding import encoded, pieces
+from samo.data import files
+from samo.data.files import encoded, pieces
 from samo.data.tokenizers import open_tokenizer
 from samo.errors import DataError
 from tests.data.trained_tokenizer import TEXT, save_trained_tokenizer
@@ -51,14 +51,14 @@ def test_pieces_join_to_the_text(
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "_PIECE", size)
+        patch.setattr(files, "_PIECE", size)
         found = list(pieces(path))
     assert "".join(found) == text
     assert all(len(piece) < 3 * size for piece in found)
 
 
 def test_pieces_end_with_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "_PIECE", 6)
+    monkeypatch.setattr(files, "_PIECE", 6)
     path = write(tmp_path / "a.txt", "ab\ncd\n  ef\ngh\n\n\nij")
     assert list(pieces(path)) == ["ab\ncd\n  ef\n", "gh\n\n\nij"]
     write(path, "ab\n cd\n ef\n gh\n ij\n")
@@ -71,7 +71,7 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(
     tokenizer = open_tokenizer(str(save_trained_tokenizer(tmp_path)))
     path = write(tmp_path / "a.txt", TEXT * 50)
     for size in (150, 333, 1000):
-        monkeypatch.setattr(encoding, "_PIECE", size)
+        monkeypatch.setattr(files, "_PIECE", size)
         assert len(list(pieces(path))) > 3
         tokens = encoded(path, tokenizer, tmp_path / f"cache-{size}")
         assert np.array_equal(tokens, tokenizer.encode(TEXT * 50))
@@ -121,7 +121,7 @@ def test_tokenizers_and_files_of_one_name_have_caches_of_their_own(tmp_path: Pat
 def test_an_interrupted_encoding_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoding, "_PIECE", 4)
+    monkeypatch.setattr(files, "_PIECE", 4)
     path, cache = write(tmp_path / "a.txt", "abc\nabc\nabc\nab!\n"), tmp_path / "cache"
     with pytest.raises(KeyboardInterrupt):
         encoded(path, Letters(), cache)

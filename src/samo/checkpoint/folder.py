@@ -23,7 +23,6 @@ from samo.checkpoint.manifest import (
     DATA_FILE,
     DATA_FOLDER,
     FORMAT,
-    MAX_BYTES,
     NAME,
     Manifest,
     damaged,
@@ -72,31 +71,23 @@ def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
 @contextmanager
 def draft(path: Path) -> Iterator[Path]:
     """Lock a folder and yield a new data folder in it, which is removed if the body fails."""
-    made: list[Path] = []
-    try:
-        with save_errors(path):
-            made = atomic_io.make_folders(path)
-            with atomic_io.locked(path):
-                _check_own(path)
-                # A damaged manifest does not say which data is its own: all of it is kept.
-                current = _current_data(path)
-                if current is not None or not (path / NAME).exists():
-                    _remove_data(path, keep=current)
-                data = path / f"data-{secrets.token_hex(4)}"
-                data.mkdir()
-                try:
-                    yield data
-                except BaseException:
-                    # If the rename was done, and only the fsync after it failed, it stays.
-                    if _current_data(path) != data.name:
-                        _remove(data)
-                    raise
-                _remove_data(path, keep=data.name)
-    except BaseException as error:
-        # A folder that another process has locked is in use, even if this one made it.
-        if not isinstance(error.__cause__, BlockingIOError):
-            atomic_io.remove_empty(made)
-        raise
+    with save_errors(path):
+        atomic_io.make_folders(path)
+        with atomic_io.locked(path):
+            current = _current_data(path)
+            # A damaged manifest does not say which data is its own: all of it is kept.
+            if current is not None or not (path / NAME).exists():
+                _remove_data(path, keep=current)
+            data = path / f"data-{secrets.token_hex(4)}"
+            data.mkdir()
+            try:
+                yield data
+            except BaseException:
+                # If the rename was done, and only the fsync after it failed, it stays.
+                if _current_data(path) != data.name:
+                    _remove(data)
+                raise
+            _remove_data(path, keep=data.name)
 
 
 def publish(data: Path, manifest: bytes) -> None:
@@ -126,19 +117,15 @@ def save_errors(path: Path) -> Iterator[None]:
 
 def _current_data(path: Path) -> str | None:
     """Return the name of the current data folder; None if the manifest is missing or damaged."""
-    with suppress(CheckpointError):
+    try:
         return read_manifest(path).data
-    return None
-
-
-def _check_own(path: Path) -> None:
-    """Refuse to replace the manifest of another program."""
-    with suppress(FileNotFoundError), open(path / NAME, "rb") as stream:
-        found = stream.read(MAX_BYTES)
+    except CheckpointError:
+        found = (path / NAME).read_bytes() if (path / NAME).exists() else b""
         if found and FORMAT.encode() not in found:  # an empty one has nothing to lose
             raise CheckpointError(
                 f"cannot save to '{path}': its '{NAME}' is not one of samo; choose another folder"
-            )
+            ) from None
+        return None
 
 
 def _remove_data(path: Path, *, keep: str | None) -> None:

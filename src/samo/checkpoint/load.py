@@ -1,6 +1,7 @@
 """`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,11 @@ def load(
 ) -> dict[str, Any]:
     """Fill a model, its optimizer and its scaler from a checkpoint, to resume training exactly.
 
-    Every byte, then names, shapes, types and groups are checked before anything is changed. A
-    compressed checkpoint goes into a model compressed with its masks (see `samo.load_masks`), or,
-    without ``opt``, into an ordinary one, with zeros where pruned. Tensors go to the device of the
-    model.
+    Everything is checked before anything is changed. A compressed checkpoint goes into a model
+    compressed with its masks (see `samo.load_masks`), or, without ``opt``, into an ordinary one,
+    with zeros where pruned. Tensors go to the device of the model.
 
-    On several ranks all of them call it, as for `samo.save`, in any layout. Each reads its part; if
-    one fails, all do.
+    On several ranks, all call it, in any layout. Each reads its part; if one fails, all do.
 
     Example:
         >>> import tempfile, torch, samo
@@ -111,18 +110,14 @@ def load_masks(path: str | os.PathLike[str]) -> Masks:
     return Masks(read_masks(folder, manifest))
 
 
+@dataclass
 class _Load:
-    """Fills model, optimizer and scaler, after it has checked everything."""
+    """Checks everything, then fills model, optimizer and scaler."""
 
-    def __init__(
-        self,
-        folder: Path,
-        layout: Layout,
-        opt: Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self.folder, self.layout, self.opt, self.scaler = folder, layout, opt, scaler
-        self.extra: dict[str, Any] = {}
+    folder: Path
+    layout: Layout
+    opt: Optimizer | None
+    scaler: torch.amp.GradScaler | None
 
     def check(self) -> None:
         self.model = model = ModelState(self.layout)
@@ -137,17 +132,14 @@ class _Load:
         model.check_fits(saved)
         if self.optimizer is not None:
             self.optimizer.check_fits(saved)
-        self._check_scaler(saved.manifest.scaler)
-        self.extra = saved.read_extra()
-
-    def _check_scaler(self, found: dict[str, Any] | None) -> None:
-        own = None if self.scaler is None else self.scaler.state_dict()
-        is_same = own is found if own is None or found is None else own.keys() == found.keys()
-        if not is_same and (self.opt is not None or own is not None):
-            raise self.saved.misfit(
+        own = {} if self.scaler is None else self.scaler.state_dict()  # {} if disabled, too
+        found = saved.manifest.scaler or {}
+        if own.keys() != found.keys() and (self.opt is not None or self.scaler is not None):
+            raise saved.misfit(
                 f"it was saved with loss scaler {found} and this one is {own}; give the same "
                 "scaler=, or load with opt=None and scaler=None"
             )
+        self.extra = saved.read_extra()
 
     @torch.no_grad()
     def fill(self) -> None:

@@ -116,6 +116,10 @@ class ModelState:
     def _check_tensor(self, saved: Checkpoint, name: str) -> None:
         tensor, weight = self.entries[name]
         spec, mask = saved.weights.specs[name], saved.masks.get(name)
+        if mask is not None and not (
+            isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        ):
+            raise saved.misfit(f"it has a mask of '{name}', which is no floating-point parameter")
         shape = tuple((weight or tensor).shape)
         found = spec.shape if mask is None else mask.shape
         if found != shape or (mask is not None and spec.shape != (mask.kept,)):

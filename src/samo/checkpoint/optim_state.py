@@ -11,6 +11,7 @@ parameters had.
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,7 @@ from samo.checkpoint.tensors import name_tensors, rows_of, with_rows
 from samo.core.optim import AdamW, state_layout
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
+from samo.utils.validation import finite_number
 
 __all__ = []
 
@@ -95,7 +97,10 @@ class OptimizerState:
         if not states.keys() <= theirs.keys():
             raise damaged(saved.path, "it has optimizer state without settings")
         try:
-            json_values.decode([entry["more"], *theirs.values()], _from_inline)
+            json_values.decode(entry["more"], _from_inline)
+            for group in entry["groups"]:
+                numbers = json_values.decode(group["settings"], lambda v: _from_inline(v).tolist())
+                self._check_settings(numbers)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise damaged(saved.path, f"its settings make no sense ({error})") from None
         own = {name for _, params in self.groups for name in params}
@@ -118,6 +123,16 @@ class OptimizerState:
                 if states.get(name):
                     self._check_state(saved, name, param, group)
 
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        """Raise unless settings are of the same kind as the defaults, and allowed by the class."""
+        defaults = self.kind.defaults
+        for key, value in settings.items():
+            _check_kind(key, value, defaults.get("lr" if key == "initial_lr" else key))
+        cls = type(self.kind)
+        if cls.__module__.startswith(("samo.", "torch.optim.")):
+            known = signature(cls).parameters
+            cls([torch.zeros(1)], **{key: settings[key] for key in settings if key in known})
+
     def _check_state(
         self, saved: Checkpoint, name: str, param: Tensor, group: dict[str, Any]
     ) -> None:
@@ -128,29 +143,29 @@ class OptimizerState:
             key: specs[value][:2] if isinstance(value, json_values.TensorName) else None
             for key, value in content.items()
         }
-        expected: dict[str, Any] = {
-            key: (spec[0], tuple(param.shape))
+        expected = {
+            key: (spec[0], tuple(param.shape)) if key in _SHAPED and spec else spec
             for key, spec in held.items()
-            if key in _SHAPED and spec
         }
+        hint = ""
         if isinstance(self.kind, AdamW):
             layout = state_layout(param, self.model.entries[name].weight, group)
-            for key, setting, values in (
-                ("exp_avg_scale", "state", ("exact", "lean")),
-                ("age", "entry_steps", (False, True)),
-            ):
-                if (key in held) != (key in layout):
-                    raise saved.misfit(
-                        f"its optimizer state of '{name}' was saved with {setting}="
-                        f"{values[key in held]!r}; build samo.AdamW with that"
-                    )
-            expected = {**dict.fromkeys(held), "step": (torch.float32, ())}
-            expected |= {key: (dtype, tuple(size)) for key, (dtype, size) in layout.items()}
-        for key, value in expected.items():
-            if held.get(key) != value or value is None:
-                raise saved.misfit(
-                    f"the optimizer's '{key}' of '{name}' is {held.get(key)} instead of {value}"
-                )
+            expected = {key: (dtype, tuple(size)) for key, (dtype, size) in layout.items()}
+            expected["step"] = (torch.float32, ())
+            kind = "lean" if "exp_avg_scale" in held else "exact"
+            hint = f"; build samo.AdamW with state='{kind}' and entry_steps={'age' in held}"
+        if held != expected:
+            raise saved.misfit(
+                f"its optimizer state of '{name}' is {held} instead of {expected}{hint}"
+            )
+        step = content.get("step", 0)
+        if isinstance(step, json_values.TensorName):
+            step = saved.optimizer.read(step)
+        try:
+            if finite_number("step", step) < 0:
+                raise ValueError(f"step must be 0 or more, got {step}")
+        except ValueError as error:
+            raise damaged(saved.path, f"optimizer state of '{name}': {error}") from None
 
     def fill(self, saved: Checkpoint) -> None:
         """Load a state that fits with torch's own method, which knows defaults of new settings."""
@@ -191,6 +206,20 @@ class OptimizerState:
         self.opt.load_state_dict({**packed, "state": {}})
         for index, content in state.items():  # torch would cast it to the parameters' type
             self.opt.state[all_params[index]] = content
+
+
+def _check_kind(key: str, value: Any, like: Any) -> None:
+    """Raise ValueError unless a setting is of the same kind as another, and finite if that is."""
+    if isinstance(like, tuple | list):
+        if not isinstance(value, tuple | list) or len(value) != len(like):
+            raise ValueError(f"{key} must be {len(like)} values, got {value!r}")
+        for item, other in zip(value, like):
+            _check_kind(key, item, other)
+    elif isinstance(like, bool | str):
+        if value is not None and type(value) is not type(like):
+            raise ValueError(f"{key} must be a {type(like).__name__}, got {value!r}")
+    elif isinstance(like, int | float) or (isinstance(like, Tensor) and like.numel() == 1):
+        finite_number(key, value)
 
 
 def _inline(value: Any, where: str) -> list[Any] | None:

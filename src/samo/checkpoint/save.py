@@ -46,12 +46,12 @@ def save(
 ) -> None:
     """Save a model and its optimizer, compressed as they are, but no gradients.
 
-    The checkpoint before it is replaced atomically: after a kill at any moment, or with a full
-    disk, the folder has the old one or the new one.
+    An old checkpoint is replaced atomically: after a kill at any moment, or with a full disk, the
+    folder has the old one or the new one.
 
-    On several ranks (`samo.Pipeline`, DistributedDataParallel, FSDP2), all ranks call it. Each
-    writes what it alone holds, and a failure on one rank is raised on all. Any other layout can
-    load the result. Call ``ZeroRedundancyOptimizer.consolidate_state_dict()`` before.
+    On several ranks (`samo.Pipeline`, DistributedDataParallel, FSDP2), all ranks call it, each
+    writes its part, and a failure on one is raised on all. Any layout can load the result. Call
+    ``ZeroRedundancyOptimizer.consolidate_state_dict()`` before.
 
     Example:
         >>> import tempfile, torch, samo

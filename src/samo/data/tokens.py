@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samo.data import files
-from samo.data.encoding import encoded
 from samo.data.tokenizers import ByteTokenizer, Tokenizer
 from samo.errors import DataError
 
@@ -96,8 +95,8 @@ def open_tokens(
 ) -> Tokens:
     """Open text and token files as one stream.
 
-    The byte tokenizer maps text as it is; any other encodes it once, into ``cache``. Token files
-    (``.npy``, ``.bin``) are read once to check that every token is in the vocabulary.
+    The byte tokenizer maps text as it is; any other encodes it once, into ``cache``. All tokens of
+    token files (``.npy``, ``.bin``) are checked against the vocabulary.
 
     Args:
         paths: The files, in the order of the stream.
@@ -126,7 +125,7 @@ def open_tokens(
             elif is_bytes:
                 segment = files.map_text(path)
             else:
-                segment = encoded(path, tokenizer, cache)
+                segment = files.encoded(path, tokenizer, cache)
         except OSError as error:
             raise DataError(
                 f"data file '{path}' cannot be mapped: {error.strerror}; check its permissions, "

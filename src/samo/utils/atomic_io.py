@@ -70,33 +70,12 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
                 raise
 
 
-def make_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """Create a folder and its parents, fsynced, and return the new ones, outermost first.
-
-    After an OSError none of them is left.
-    """
-    path = Path(path)
-    missing = []
-    while not path.is_dir() and path != path.parent:
-        missing.append(path)
-        path = path.parent
-    made: list[Path] = []
-    try:
-        for folder in reversed(missing):
-            folder.mkdir(exist_ok=True)
-            made.append(folder)
-            sync_folder(folder.parent)
-    except BaseException:
-        remove_empty(made)
-        raise
-    return made
-
-
-def remove_empty(folders: list[Path]) -> None:
-    """Remove folders that `make_folders` returned, as far as they are empty."""
-    for folder in reversed(folders):
-        with suppress(OSError):
-            folder.rmdir()
+def make_folders(path: Path) -> None:
+    """Create a folder and its parents, and wait until their names are on the disk."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def finite_number(name: str, value: Any) -> float:
     """Return a number of any type as a finite float."""
     try:
         found = math.nan if isinstance(value, bool | str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor's size
         found = math.nan
     if not math.isfinite(found):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
