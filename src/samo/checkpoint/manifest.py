@@ -31,7 +31,7 @@ FORMAT: Final = "samo-checkpoint"
 VERSION: Final = 3
 KINDS: Final = ("weights", "masks", "optimizer", "extra")
 MAX_BYTES: Final = 2**24
-"""Largest manifest written or read, for about 20,000 tensors: JSON may take 40 times its size."""
+"""Largest manifest written or read, for about 40,000 tensors: JSON may take 40 times its size."""
 
 DATA_FOLDER: Final = re.compile(r"data-[0-9a-f]{8}", re.ASCII)
 DATA_FILE: Final = re.compile(rf"({'|'.join(KINDS)})(-rank\d{{5,9}})?\.safetensors", re.ASCII)
