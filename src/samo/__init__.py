@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from samo.checkpoint.load import load as load, load_masks as load_masks
     from samo.checkpoint.save import save as save
+    from samo.core.adamw import AdamW as AdamW
     from samo.core.compress import (
         compress_ as compress_,
         decompress_ as decompress_,
         dense_state_dict as dense_state_dict,
         masks as masks,
     )
-    from samo.core.optim import AdamW as AdamW
     from samo.core.optimizers import param_groups as param_groups
     from samo.core.remap import remap_ as remap_
     from samo.distributed.mesh import mesh as mesh
@@ -62,7 +62,7 @@ _MODULES: Final = {
     "DataError": "samo.errors",
     "ConfigError": "samo.errors",
     "CheckpointError": "samo.errors",
-    "AdamW": "samo.core.optim",
+    "AdamW": "samo.core.adamw",
     "CompressionError": "samo.errors",
     "EarlyBird": "samo.pruning.early_bird",
     "DynamicSparse": "samo.pruning.schedules",

@@ -638,6 +638,7 @@ PRODUCTS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*padding='same' with even")
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("is_cast", [False, True], ids=["fp32", "autocast"])
 def test_no_dense_weight_is_saved_for_backward(name: str, is_cast: bool) -> None:

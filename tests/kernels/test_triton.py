@@ -26,7 +26,7 @@ from tests.meters import assert_ulps
 
 pytest.importorskip("triton", reason="needs triton")
 cuda: Any = pytest.importorskip("samo.kernels.triton_launch", reason="needs triton")
-tables: Any = pytest.importorskip("samo.kernels.tables", reason="needs triton")
+tables: Any = pytest.importorskip("samo.kernels.triton_tables", reason="needs triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STATES: list[State] = ["exact", "ages", "lean"]

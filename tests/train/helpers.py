@@ -28,10 +28,10 @@ from samo.train.config import (
     TrainConfig,
 )
 from samo.train.events import Event
+from samo.train.learner import Learner
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import resolve
 from samo.train.run_dir import RunDir
-from samo.train.step import Learner
 from samo.train.trainer import train
 
 WORDS: Final = "the quick brown fox jumps over a lazy dog while it rains"

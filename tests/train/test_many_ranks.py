@@ -22,7 +22,7 @@ import samo
 from samo.data.batches import Batch
 from samo.errors import ConfigError, MaskError, PeerError, RunError
 from samo.models.gpt import GPT, GPTConfig
-from samo.train import step as stepping
+from samo.train import learner as stepping
 from samo.train.config import MeshConfig, PruneConfig, TrainConfig
 from samo.train.rank_group import RankGroup
 from samo.train.run_dir import RunDir

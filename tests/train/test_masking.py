@@ -13,9 +13,9 @@ from samo.models.shapes import GPTConfig
 from samo.pruning.schedules import cubic_sparsity
 from samo.train import events, setup
 from samo.train.config import OptimConfig, PruneConfig
+from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.resolve import resolve
-from samo.train.step import Learner
 from samo.train.trainer import train
 from tests.train.helpers import lines, masks_file, method_config, small, text
 

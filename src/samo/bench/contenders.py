@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from samo import kernels
+from samo.core.adamw import AdamW
 from samo.core.compress import compress_
-from samo.core.optim import AdamW
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger

@@ -16,8 +16,8 @@ from samo import kernels
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
 from samo.bench.settings import KernelsConfig, require
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
+from samo.core.adamw import AdamW
 from samo.core.compress import compress_
-from samo.core.optim import AdamW
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks

@@ -15,7 +15,7 @@ from samo.checkpoint.layout import Layout, layout_of
 from samo.checkpoint.manifest import NAME, read_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
-from samo.checkpoint.saved import Checkpoint, read_masks
+from samo.checkpoint.reader import Checkpoint, read_masks
 from samo.errors import MaskError
 from samo.mask.masks import Masks
 

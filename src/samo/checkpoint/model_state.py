@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from samo import kernels
 from samo.checkpoint.layout import Layout
-from samo.checkpoint.saved import Checkpoint
+from samo.checkpoint.reader import Checkpoint
 from samo.checkpoint.tensors import check_plain, local, rows_of
 from samo.core.modules import CompressedModule, weights_in
 from samo.core.weight import Weight

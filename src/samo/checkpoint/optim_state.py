@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from samo.checkpoint import json_values
 from samo.checkpoint.manifest import damaged
 from samo.checkpoint.model_state import ModelState
-from samo.checkpoint.saved import Checkpoint
+from samo.checkpoint.reader import Checkpoint
 from samo.checkpoint.tensors import name_tensors, rows_of, with_rows
-from samo.core.optim import AdamW, state_layout
+from samo.core.adamw import AdamW, state_layout
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
 from samo.utils.validation import finite_number

@@ -7,9 +7,10 @@
 
 ``reference`` implements them in plain torch on any device and defines what is right; ``cpu`` and
 ``triton_launch`` are the fast paths for a CPU and an NVIDIA GPU. To support another device, write a
-module with these four functions (`Kernels`) and add it to `choose`.
+module with these four functions (`Kernels`) and add it to `dispatch.choose`.
 """
 
-from samo.kernels.protocol import PATHS, AdamWSettings, AdamWUpdate, Kernels, Path, choose
+from samo.kernels.dispatch import PATHS, Path, choose
+from samo.kernels.protocol import AdamWSettings, AdamWUpdate, Kernels
 
 __all__ = ["PATHS", "AdamWSettings", "AdamWUpdate", "Kernels", "Path", "choose"]

@@ -2,7 +2,7 @@
 
 ``docs/decisions/0011-triton-kernels.md`` explains the choices. Nothing here waits for the device:
 sizes and numbers of kept entries are on the host. All parameters of an AdamW step go into a few
-launches: ``tables.py``.
+launches: ``triton_tables.py``.
 
 ``reference`` does the rest: float64 updates, parameters with strides.
 """
@@ -17,12 +17,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from samo.kernels import lean, reference, tables, triton_adamw, triton_masks
+from samo.kernels import lean, reference, triton_adamw, triton_masks, triton_tables as tables
 from samo.kernels.checks import check_pair, check_update, is_plain
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
-from samo.kernels.tables import Table, Where, are_aligned, device_of
 from samo.kernels.triton_adamw import BITMAP, COLUMNS, DENSE, GRAD, SCALARS
 from samo.kernels.triton_masks import KINDS
+from samo.kernels.triton_tables import Table, Where, are_aligned, device_of
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from samo.core.adamw import AdamW
 from samo.core.modules import CompressedModule
-from samo.core.optim import AdamW
 from samo.core.weight import local_of, weight_of
 from samo.errors import CompressionError
 from samo.kernels.reference import bias_corrections

@@ -16,8 +16,8 @@ from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
 from samo.train.config_io import typed
 from samo.train.events import Phase
+from samo.train.learner import Learner
 from samo.train.masking import Masking
-from samo.train.step import Learner
 
 __all__ = []
 

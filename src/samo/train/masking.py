@@ -20,8 +20,8 @@ from samo.pruning.prune import decide, prune
 from samo.pruning.schedules import DynamicSparse, GradualPruning
 from samo.train import events
 from samo.train.config import ResolvedConfig
+from samo.train.learner import Learner
 from samo.train.resolve import MOVING, first_observation
-from samo.train.step import Learner
 
 __all__ = []
 

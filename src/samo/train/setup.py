@@ -16,11 +16,11 @@ from samo.models.shapes import GPTConfig
 from samo.train.config import ResolvedConfig
 from samo.train.config_io import to_dict
 from samo.train.launch_env import command_line, launcher
+from samo.train.learner import Learner
 from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import micro_batches
 from samo.train.run_dir import RunDir
-from samo.train.step import Learner
 from samo.utils.environment import hardware, versions
 
 __all__ = []

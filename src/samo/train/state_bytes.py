@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from samo.train.events import Accounted
-from samo.train.step import Learner
+from samo.train.learner import Learner
 
 __all__ = []
 

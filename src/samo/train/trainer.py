@@ -33,6 +33,7 @@ from samo.train.checkpointing import Progress, load_run, save_run
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
+from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
 from samo.train.rank_group import Interrupt, RankGroup
@@ -46,7 +47,6 @@ from samo.train.resolve import (
 from samo.train.run_dir import RunDir, check_free
 from samo.train.setup import Text
 from samo.train.state_bytes import accounted
-from samo.train.step import Learner
 from samo.utils.environment import memory_in_use
 
 __all__ = ["Result", "resume", "train"]

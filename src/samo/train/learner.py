@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.checkpoint.tensors import shard_like
+from samo.core.adamw import AdamW
 from samo.core.compress import compress_
 from samo.core.modules import named_weights
-from samo.core.optim import AdamW
 from samo.core.optimizers import param_groups
 from samo.core.rank_checks import compare_masks
 from samo.data.batches import IGNORE, Batch

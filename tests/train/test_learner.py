@@ -10,9 +10,9 @@ import torch.nn.functional as F
 import samo
 from samo.data.batches import IGNORE, Batch
 from samo.models.gpt import GPT, GPTConfig
+from samo.train.learner import Learner
 from samo.train.resolve import learning_rate
 from samo.train.state_bytes import state_bytes
-from samo.train.step import Learner
 from tests.train.helpers import new_learner, optim
 
 SMALL = GPTConfig(num_layers=1, width=32, num_heads=2, context=16, vocab_size=64)
