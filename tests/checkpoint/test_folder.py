@@ -434,7 +434,7 @@ def test_a_manifest_of_another_version_or_size_is_refused(
     with pytest.raises(CheckpointError, match="has version 4, this samo reads version 3; update"):
         checkpoint.read_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text(with_checksum("{" + " " * manifests.MAX_BYTES))
-    with pytest.raises(CheckpointError, match=r"is damaged: it has more than 8,388,608 bytes"):
+    with pytest.raises(CheckpointError, match=r"is damaged: it has more than 16,777,216 bytes"):
         checkpoint.read_manifest(tmp_path)
     monkeypatch.setattr(manifests, "MAX_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"is damaged: it has more than 100 bytes"):

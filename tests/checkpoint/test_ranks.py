@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from samo import checkpoint
-from samo.checkpoint import ranks, saved, tensors
+from samo.checkpoint import ranks, reader, tensors
 from samo.checkpoint.save import merge
 from samo.errors import CheckpointError, PeerError
 from samo.utils import atomic_io
@@ -268,14 +268,14 @@ def resume_on_mesh(rank: int, num_ranks: int, folder: Path, sizes: tuple[int, ..
     model(torch.zeros(1, 6, dtype=torch.float64))
     samo.save(folder / str(sizes), model, opt, extra={"step": 5})
     checked: list[Path] = []
-    check_file = saved.check_file
+    check_file = reader.check_file
 
     def counted(file: Path, entry: Any, *, size_only: bool, on_chunk: Any) -> None:
         checked.extend([] if size_only else [file])
         check_file(file, entry, size_only=size_only, on_chunk=on_chunk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved, "check_file", counted)
+        patch.setattr(reader, "check_file", counted)
         samo.load(folder / str(sizes), again, other)
     pairs = [(model.state_dict(), again.state_dict())]
     pairs += [

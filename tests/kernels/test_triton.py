@@ -19,7 +19,7 @@ from torch import nn
 
 import samo
 from samo import kernels as _kernels
-from samo.kernels import AdamWSettings, AdamWUpdate, choose, protocol, reference
+from samo.kernels import AdamWSettings, AdamWUpdate, choose, dispatch, reference
 from samo.mask.mask import Mask
 from tests.kernels.cases import KINDS, SETTINGS, State, copy_of, draw_update, tensors_of
 from tests.meters import assert_ulps
@@ -191,7 +191,7 @@ def test_where_there_is_no_fast_path_one_warning_says_so(
     trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert choose(torch.device("cuda")) is choose(torch.device("cpu"), "triton") is cuda
-    protocol._warn_once.cache_clear()
+    dispatch._warn_once.cache_clear()
     device = torch.device("mps" if trouble == "mps" else "cuda")
     message = f"no kernels for {trouble}; using plain torch operations"
     if trouble == "rocm":
@@ -207,7 +207,7 @@ def test_where_there_is_no_fast_path_one_warning_says_so(
     with pytest.warns(UserWarning, match=message):
         assert choose(device) is reference
     assert choose(device) is reference  # and a second warning would be an error here
-    protocol._warn_once.cache_clear()
+    dispatch._warn_once.cache_clear()
 
 
 def compressed(path: Any, dtype: torch.dtype) -> tuple[nn.Module, samo.AdamW]:
