@@ -17,7 +17,7 @@ import torch
 
 import samo
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
-from samo.train import events, step as stepping
+from samo.train import events, learner as stepping
 from samo.train.config import PruneConfig
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
