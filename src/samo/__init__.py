@@ -2,7 +2,8 @@
 
 Example:
     >>> import torch, samo
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     >>> masks = samo.prune(model, sparsity=0.9)
     >>> model = samo.compress_(model, masks)
     >>> opt = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -108,7 +108,8 @@ def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Faults
 
-SAID = """samo: rank 0: rank 3 stopped (no heartbeat), and because of it: rank 2 ... (rank 3 is stage 1 of 2)
+SAID = """\
+samo: rank 0: rank 3 stopped (no heartbeat), and because of it: rank 2 ... (rank 3 is stage 1 of 2)
 samo: rank 1: rank 0 stopped (no heartbeat) (rank 0 is stage 0 of 2)
 samo: rank 2: rank 3 (stage 1 of 2) is gone
 samo: rank 3 (stage 1 of 2) was stopped by signal 19, which the others found out; it was killed

@@ -217,7 +217,7 @@ def test_train_resume_report_inspect_and_prune(
     assert samo.Masks.load("zeros.safetensors") == samo.load_masks("runs/notes/checkpoints/last")
     samo.save("checkpoint", torch.nn.Linear(4, 4))
     assert main(["prune", "checkpoint"]) == 1
-    assert "does not say which model it is of" in capsys.readouterr().err
+    assert "was not saved by samo train, so its model is not known" in capsys.readouterr().err
     assert main(["prune", "runs/notes", "--skip", "nothing"]) == 2
     assert "cannot prune 'runs/notes'" in capsys.readouterr().err
 

@@ -72,7 +72,7 @@ def on_a_side_stream() -> Iterator[None]:
 
 
 def train_others(count: int = 24) -> None:
-    """Let other optimizers make more tables than are remembered, and reuse the memory of old ones."""
+    """Let other optimizers make more tables than are cached, and reuse the memory of old ones."""
     for number in range(count):
         model = nn.Sequential(nn.Linear(5 + number, 7)).cuda()
         samo.compress_(model, samo.prune(model, 0.5))

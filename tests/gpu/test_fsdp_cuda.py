@@ -1,4 +1,4 @@
-"""FSDP2 on a GPU, over NCCL, which takes one rank for each: streams, freed storages and kernels of ours."""
+"""FSDP2 on a GPU over NCCL, one rank for each: streams, freed storages and our kernels."""
 
 import gc
 from collections.abc import Iterator

@@ -46,7 +46,7 @@ def test_two_ranks_on_one_gpu_equal_one_process() -> None:
 
 
 def in_float16(model: torch.nn.Module, step: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train with a scale that overflows at first; return its course, and how weights have changed."""
+    """Train with a scale that overflows at first; return its course and the change of weights."""
     samo.compress_(model, masks_for(model), dtype=torch.float16)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -52,8 +52,8 @@ def _open_checkpoint(path: Path) -> nn.Module:
         config = GPTConfig(**read_manifest(path).extra["model"])
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
-            f"'{path}' does not say which model it is of: it was not saved by samo train. Build the "
-            "model in Python, and load the checkpoint with samo.load(path, model)"
+            f"'{path}' was not saved by samo train, so its model is not known; build the model in "
+            "Python, and load the checkpoint with samo.load(path, model)"
         ) from None
     model = GPT(config)
     load(path, model)

@@ -1,7 +1,7 @@
 """Triton kernels of AdamW, exact and lean, and of the search for nonfinite values.
 
-A launch works on many parameters: ``triton_tables.py``. Divisions, roots and multiply-adds of exact state
-round where torch's do.
+A launch works on many parameters: ``triton_tables.py``. Divisions, roots and multiply-adds of exact
+state round where torch's do.
 
 Lean state, in 8 bits, is defined by ``lean.py``, and updated in the same order. A program handles a
 block of a pruned weight, group by group, or 1,024 entries of a parameter without a mask, four

@@ -116,8 +116,8 @@ class GradualPruning(MaskSchedule):
     Only matrices that are trained are pruned: with ``requires_grad``, and in a group of ``opt``.
     Steps count from 1, so with ``start=0`` the first pruning is at step ``every``.
 
-    Replicas with equal weights prune alike. Rebuild DistributedDataParallel after each pruning, with
-    ``DistributedDataParallel(ddp.module)``; its next forward pass raises otherwise.
+    Replicas with equal weights prune alike. Rebuild DistributedDataParallel after each pruning:
+    ``DistributedDataParallel(ddp.module)``. Its next forward pass raises otherwise.
 
     Example:
         >>> import torch, samo
