@@ -20,7 +20,7 @@ from samo.cli.commands import Launch
 from samo.cli.launch import run as launch
 from samo.cli.main import main, parse
 from samo.errors import ConfigError
-from samo.train.launch_env import command_line, restarted_dir, resume_command
+from samo.train.launch_env import RESTARTS, command_line, restarted_dir, resume_command
 from tests.train.test_many_ranks import text
 
 __all__ = ["text"]  # the fixture
@@ -127,7 +127,8 @@ def test_all_ranks_restart_from_the_last_checkpoint_when_one_is_killed(
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 0, said
     if is_ours:
-        assert "samo: rank 0: rank 1 (stage 1 of 2)" in said
+        assert "samo: rank 1 (stage 1 of 2) was killed by signal 9, the first rank to exit" in said
+        assert "samo: all ranks restart from the last checkpoint (restart 1 of 1)" in said
         assert "Traceback" not in said
         assert {path.parent.name for path in (tmp_path / "logs").rglob("std*.log")} == {"1"}
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes"]
@@ -215,12 +216,18 @@ def test_the_launcher_names_the_rank_that_failed(
     start = mock.Mock(return_value=mock.Mock(side_effect=error))
     monkeypatch.setattr("samo.cli.launch.elastic_launch", start)
     monkeypatch.setattr("logging.disable", lambda level: None)
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+    for name in (
+        "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        RESTARTS,
+    ):
         monkeypatch.setenv(name, "1")  # which are set for the ranks
     words = ("train", "a.txt", "--pipe", "2", "--device", "cpu")
     assert launch(Launch(command=words, num_ranks=2, max_restarts=1)) == code
     config = start.call_args[0][0]
-    assert (config.nproc_per_node, config.max_restarts) == (2, 1)
+    assert (config.nproc_per_node, config.max_restarts) == (2, 0)
+    assert start.call_count == (2 if message else 1)
     said = capsys.readouterr().err
     assert said.startswith(f"samo: {message}") if message else said == ""
 

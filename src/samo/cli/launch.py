@@ -24,7 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from samo.cli.commands import Launch, Train
 from samo.cli.main import parse
 from samo.errors import ConfigError
-from samo.train.launch_env import RUN_ID_PREFIX
+from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
 from samo.train.resolve import resolve
 
@@ -37,6 +37,8 @@ def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
     if command.num_ranks < 1:
         raise ConfigError(f"--num-ranks (-n) must be 1 or more, got {command.num_ranks}")
+    if command.max_restarts < 0:
+        raise ConfigError(f"--max-restarts must be 0 or more, got {command.max_restarts}")
     if command.command[:1] != ("train",):
         raise ConfigError("samo launch can start train only: samo launch -n 4 train notes.txt")
     train = parse(command.command)  # reports wrong flags before any rank starts
@@ -64,7 +66,7 @@ def _launch(command: Launch, train: Train, logs: str) -> int:
         nproc_per_node=command.num_ranks,
         run_id=f"{RUN_ID_PREFIX}{os.getpid()}",
         rdzv_backend=_BACKEND,
-        max_restarts=command.max_restarts,
+        max_restarts=0,  # each restart is a launch of its own, so that this names the failed rank
         logs_specs=DefaultLogsSpecs(
             log_dir=logs,
             redirects=dict.fromkeys(others, Std.ALL),
@@ -72,18 +74,23 @@ def _launch(command: Launch, train: Train, logs: str) -> int:
         ),
         log_line_prefix_template="[${rank}] ",
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "samo", *command.command)
-        return 0
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    except ChildFailedError as error:
-        rank, code = _first_failure(error.failures)
-    if code == 2:  # wrong usage: the same on all ranks, and rank 0 has printed it
-        return 2
-    how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    name = rank_name(train.mesh, command.num_ranks, rank)
-    sys.stderr.write(f"samo: {name} {how}, the first rank to exit\n")
+    for attempt in range(command.max_restarts + 1):
+        os.environ[RESTARTS] = str(attempt)
+        try:
+            elastic_launch(config, sys.executable)("-m", "samo", *command.command)
+            return 0
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except ChildFailedError as error:
+            rank, code = _first_failure(error.failures)
+        if code == 2:  # wrong usage: the same on all ranks, and rank 0 has printed it
+            return 2
+        how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+        name = rank_name(train.mesh, command.num_ranks, rank)
+        sys.stderr.write(f"samo: {name} {how}, the first rank to exit\n")
+        if attempt < command.max_restarts:
+            which = f"restart {attempt + 1} of {command.max_restarts}"
+            sys.stderr.write(f"samo: all ranks restart from the last checkpoint ({which})\n")
     return code if code > 0 else 128 - code
 
 

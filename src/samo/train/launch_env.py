@@ -16,6 +16,8 @@ __all__ = []
 
 RUN_ID_PREFIX: Final = "samo-"
 """Start of the run ids of samo launch; others are torchrun's."""
+RESTARTS: Final = "SAMO_RESTART_COUNT"
+"""How often samo launch has started the ranks again."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -31,7 +33,7 @@ def is_first_rank() -> bool:
 
 def is_restarted() -> bool:
     """Return whether the launcher has started this rank again after a failure."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return any(os.environ.get(n, "0") != "0" for n in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def launcher() -> str:
