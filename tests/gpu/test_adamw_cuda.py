@@ -180,7 +180,7 @@ def test_a_first_step_is_not_captured() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         backward(model, x)
-        with pytest.raises(samo.CompressionError, match=r"call step\(\) once before you capture"):
+        with pytest.raises(samo.CompressionError, match=r"call step\(\) once before the capture"):
             opt.step()
     assert not any(opt.state.values())
     step(model, opt, x)

@@ -184,47 +184,77 @@ def _vector_step(is_gather: bool) -> Any:
     return step
 
 
-def _mover(is_gather: bool) -> Kernel:
-    """Return a function that copies a block's kept entries to a buffer, or back; it counts them."""
-    step = _vector_step(is_gather)
+_gather_step, _scatter_step = _vector_step(is_gather=True), _vector_step(is_gather=False)
 
-    @njit(nogil=True, error_model="numpy")
-    def walk(part, pairs, block, kept):
+
+# Gathering and scattering are spelled out, not made by one factory. In its cache on disk numba tells
+# functions of the same types apart by their qualified names alone: of two named alike, the cached
+# one would run in place of the other.
+
+
+@_jit
+def _walk_gather(part, pairs, block, kept):
+    count = 0
+    first = block * BLOCK_PAIRS
+    for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
+        bits = pairs[index]
+        while bits != 0:
+            kept[count] = part[(index - first) * PAIR_BITS + _lowest_bit(bits)]
+            count += 1
+            bits &= bits - np.uint64(1)
+    return count
+
+
+@_jit
+def _walk_scatter(part, pairs, block, kept):
+    count = 0
+    first = block * BLOCK_PAIRS
+    for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
+        bits = pairs[index]
+        while bits != 0:
+            part[(index - first) * PAIR_BITS + _lowest_bit(bits)] = kept[count]
+            count += 1
+            bits &= bits - np.uint64(1)
+
+
+@_chosen_by_type
+def _gather(part, pairs, block, kept):
+    """Copy a block's kept entries to a buffer, and return how many they are."""
+    lanes = _LANES[part.dtype]
+
+    def leap_gather(part, pairs, block, kept):
+        if part.size < BLOCK_BITS:  # the last block: a vector would reach past its end
+            return _walk_gather(part, pairs, block, kept)
         count = 0
         first = block * BLOCK_PAIRS
-        for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
-            bits = pairs[index]
-            while bits != 0:
-                place = (index - first) * PAIR_BITS + _lowest_bit(bits)
-                if is_gather:
-                    kept[count] = part[place]
-                else:
-                    part[place] = kept[count]
-                count += 1
-                bits &= bits - np.uint64(1)
+        for index in range(BLOCK_PAIRS):
+            bits = pairs[first + index]
+            for lane in range(0, PAIR_BITS, lanes):
+                _gather_step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
+                count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
         return count
 
-    def choose(part, pairs, block, kept):
-        lanes = _LANES[part.dtype]
-
-        def leap(part, pairs, block, kept):
-            if part.size < BLOCK_BITS:  # the last block: a vector would reach past its end
-                return walk(part, pairs, block, kept)
-            count = 0
-            first = block * BLOCK_PAIRS
-            for index in range(BLOCK_PAIRS):
-                bits = pairs[first + index]
-                for lane in range(0, PAIR_BITS, lanes):
-                    step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
-                    count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
-            return count
-
-        return leap if lanes else lambda part, pairs, block, kept: walk(part, pairs, block, kept)
-
-    return _chosen_by_type(choose)
+    return leap_gather if lanes else _walk_gather.py_func
 
 
-_gather, _scatter = _mover(is_gather=True), _mover(is_gather=False)
+@_chosen_by_type
+def _scatter(part, pairs, block, kept):
+    """Copy a buffer to a block's kept entries; the others are 0 before and after."""
+    lanes = _LANES[part.dtype]
+
+    def leap_scatter(part, pairs, block, kept):
+        if part.size < BLOCK_BITS:
+            _walk_scatter(part, pairs, block, kept)
+            return
+        count = 0
+        first = block * BLOCK_PAIRS
+        for index in range(BLOCK_PAIRS):
+            bits = pairs[first + index]
+            for lane in range(0, PAIR_BITS, lanes):
+                _scatter_step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
+                count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
+
+    return leap_scatter if lanes else _walk_scatter.py_func
 
 
 @_jit
