@@ -187,9 +187,9 @@ def _vector_step(is_gather: bool) -> Any:
 _gather_step, _scatter_step = _vector_step(is_gather=True), _vector_step(is_gather=False)
 
 
-# Gathering and scattering are spelled out, not made by one factory. In its cache on disk numba tells
-# functions of the same types apart by their qualified names alone: of two named alike, the cached
-# one would run in place of the other.
+# Gathering and scattering are spelled out, not made by one factory. In its cache on disk, numba
+# tells functions of the same types apart by qualified name alone: of two with the same name, the
+# cached one would run in place of the other.
 
 
 @_jit
