@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from torch._higher_order_ops import triton_kernel_wrap
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from samo.kernels import reference, triton_adamw, triton_launch as launch, triton_masks
 from samo.kernels.triton_masks import KINDS
@@ -96,6 +98,45 @@ def compile_kernel(variant: Variant, capability: int) -> Any:
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+class FakeDriver:
+    """As much of a driver as torch needs to read a kernel."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def check_writes() -> None:
+    """Check that torch.compile sees that the operators' kernels write only their results.
+
+    It copies whatever a kernel may write to before and after each launch.
+    """
+    driver.set_active(FakeDriver())
+    words, entries = torch.zeros(128, dtype=torch.int32), torch.zeros(4096, dtype=torch.bfloat16)
+    mask = {"words": words, "offsets": words}
+    for kernel, arguments, result in (
+        (
+            triton_masks.compress_by_slot_kernel,
+            {"dense": entries, "out": entries[:400], "num_pairs": 64, "SLOTS": 256},
+            "out",
+        ),
+        (
+            triton_masks.expand_kernel,
+            {"values": entries[:400], "after": entries, "dense": entries}
+            | {"numel": 4096, "num_words": 128, "WORDS": 64},
+            "dense",
+        ),
+    ):
+        written = names_written(kernel, mask | arguments)
+        assert written == {result}, f"{kernel.__name__}: torch takes {written} for written"
+
+
+def names_written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
+    if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):  # since torch 2.13
+        found = triton_kernel_wrap.identify_accessed_tensors(kernel, arguments, {})
+        return {each.name for each in found.read_writes.writes}
+    return {*triton_kernel_wrap.identify_mutated_tensors(kernel, arguments, {})}
+
+
 def main() -> None:
     """Compile for the capabilities on the command line; with --once, one variant per kernel."""
     found = list(variants())
@@ -105,6 +146,7 @@ def main() -> None:
         made = [compile_kernel(variant, capability) for variant in found]
         assert all(kernel.asm["cubin"] for kernel in made)
         print(f"sm_{capability}: {len(made)} variants compile")
+    check_writes()
 
 
 if __name__ == "__main__":

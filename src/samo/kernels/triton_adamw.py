@@ -511,7 +511,9 @@ def adamw_lean_kept_kernel(
     row, weight, block = find_item(rows, items, BLOCKS)
     words = address_in(row, BITMAP, tl.int64)
     offsets = address_in(row, OFFSETS, tl.int64)
-    _, _, ends, count, begin = read_block(words, offsets, block, tl.load(row + NUM_WORDS) // 2)
+    num_pairs = tl.load(row + NUM_WORDS) // 2
+    _, _, ends, count = read_block(words, block, num_pairs)
+    begin = tl.load(offsets + block, mask=block * BLOCK_PAIRS < num_pairs, other=0)
     if HAS_SKIP:
         count = tl.where(tl.load(skip) == 0, count, 0)
     state = state_at(row, WEIGHT, REMAINDERS, GRADIENT, True, None, False)

@@ -94,19 +94,18 @@ def convert(values, kind: tl.constexpr):
 
 
 @triton.jit
-def read_block(pairs, offsets, block, num_pairs):
-    """Return a block's low and high words, its kept entries up to each pair, all, and those before.
+def read_block(pairs, block, num_pairs):
+    """Return a block's low and high words, and its kept entries up to each pair and in all.
 
     A block past the last one is empty. Example, with 2 pairs of 4-bit words: pairs 0001 0010 and
-    0000 0110, offsets[block] 7, give low [2, 6], high [1, 0], ends [2, 4], 4 and 7.
+    0000 0110 give low [2, 6], high [1, 0], ends [2, 4] and 4.
     """
     pair = block * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     words = tl.load(pairs + pair, mask=pair < num_pairs, other=0)
     low = words.to(tl.uint32)
     high = (words >> 32).to(tl.uint32)
     counts = popcount(low) + popcount(high)
-    begin = tl.load(offsets + block, mask=block * BLOCK_PAIRS < num_pairs, other=0)
-    return low, high, tl.cumsum(counts, 0), tl.sum(counts, 0), begin
+    return low, high, tl.cumsum(counts, 0), tl.sum(counts, 0)
 
 
 @triton.jit
@@ -163,7 +162,10 @@ def compress_by_slot_kernel(dense, words, offsets, out, num_pairs, SLOTS: tl.con
     block = tl.program_id(0).to(tl.int64)
     pairs = words.to(tl.pointer_type(tl.int64))
     offsets = offsets.to(tl.pointer_type(tl.int64))  # operators give it as int32
-    low, high, ends, count, begin = read_block(pairs, offsets, block, num_pairs)
+    low, high, ends, count = read_block(pairs, block, num_pairs)
+    # Not in read_block: torch.compile would take all that a function reads for what is written to
+    # an address that comes from it, and copy the mask before and after.
+    begin = tl.load(offsets + block)
     first = 0
     while first < count:  # not range(): numpy no longer lets the interpreter take a tensor there
         slots = first + tl.arange(0, SLOTS)
