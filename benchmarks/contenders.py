@@ -84,13 +84,7 @@ def budget(
     model: nn.Module, masks: Masks, *, share: float, state: Literal["exact", "lean"] = "exact"
 ) -> Samo:
     """Return samo with a fraction of the bytes of all dense weights resident."""
-    # Unpruned parameters have a dense weight if their values are wider than the compute type.
-    values = torch.bfloat16 if state == "lean" else torch.float32
-    dense = sum(
-        param.nbytes
-        for name, param in model.named_parameters()
-        if name in masks or param.dtype != values
-    )
+    dense = sum(model.get_parameter(name).nbytes for name in masks)
     return Samo(model, masks, weights=int(share * dense), state=state)
 
 

@@ -107,12 +107,13 @@ def test_repeats_are_shared_among_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rows_compare_within_rounds(contest: Contest) -> None:
     def rounds(times: tuple[int, ...], loss: float, peak: int) -> list[Round]:
-        return [Round(0, None, 1.0, [ms], [1.0], [loss], peak_bytes=peak) for ms in times]
+        return [Round(0, None, 1.0, [ms], [1.0], [loss], 2.0 * ms, peak) for ms in times]
 
     contest.rounds["masked"] = rounds((1, 10, 100), 1.0, 50)
     contest.rounds["samo"] = rounds((2, 30, 300), math.inf, 10)
     found = contest.row("samo", {}).figures
     assert (found["over_masked"], found["peak_over_masked"]) == (3.0, 0.2)
+    assert found["in_a_row_over_masked"] == 3.0
     assert found["tokens_per_s"] == pytest.approx(32 / 0.03, rel=1e-4)
     assert found["final_loss"] is None  # JSON has no infinity
     del contest.rounds["masked"]

@@ -2,7 +2,7 @@
 
 dense                 bfloat16 model, fp32 master and fp32 gradient, fused AdamW; not pruned
 masked                the same on the pruned weights
-samo                  kept values as parameters, samo's AdamW, bfloat16 gradients
+samo                  bfloat16 kept values as parameters, their remainders in samo's AdamW
 samo-torch            kept values as parameters, torch's fused AdamW, fp32 gradients
 lean                  bfloat16 kept values, 8-bit state
 streamed              as samo, without resident dense weights: each is expanded when it is used
@@ -121,9 +121,8 @@ class Samo(Contender):
         state: Literal["exact", "lean", "torch"] = "exact",
     ) -> None:
         super().__init__(model)
-        grads = None if state == "torch" else torch.bfloat16
-        values = torch.bfloat16 if state == "lean" else None
-        compress_(model, masks, weights=weights, grad_dtype=grads, value_dtype=values)
+        narrow = None if state == "torch" else torch.bfloat16
+        compress_(model, masks, weights=weights, grad_dtype=narrow, value_dtype=narrow)
         if state == "torch":
             self.optimizer = torch.optim.AdamW(model.parameters(), fused=True, **SETTINGS)
         else:
