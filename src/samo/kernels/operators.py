@@ -5,6 +5,8 @@ an NVIDIA GPU these are `torch.library.triton_op`, whose kernels Inductor launch
 they are opaque to it.
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from samo.mask.bitmap import BLOCK_WORDS, num_blocks, num_words as num_words_of
 from samo.mask.mask import Mask
 
 __all__ = []
+
+COMPILE_OPTIONS: Final = {"static_launch_user_defined_triton_kernels": True}
+"""Let Inductor launch these kernels without Python, which a host-bound step shows."""
 
 _SLOTS = 256
 """The same for all densities: another number would be another graph to compile."""
