@@ -35,8 +35,13 @@ __all__ = []
 Result = TypeVar("Result")
 
 _SIGNALS: Final = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
 )
+"""SIGTERM, or SIGUSR1 where sbatch --signal asks for it, is how Slurm announces a pre-emption."""
+
+_SAME_S: Final = 5.0
 
 
 class RankGroup:
@@ -224,14 +229,14 @@ class RankGroup:
                     "ranks with one command"
                 )
 
-    def any_signal(self, number: int | None) -> int | None:
-        """Return the signal that any rank has received, so that all stop after the same step."""
+    def maxima(self, what: str, *numbers: int) -> list[int]:
+        """Return the highest of all ranks of each number, so that all do the same next."""
         if self._host is None:
-            return number
-        highest = torch.tensor(number or 0)
-        with self._waiting("the signals of all ranks"):
+            return [*numbers]
+        highest = torch.tensor(numbers)
+        with self._waiting(what):
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._host)
-        return int(highest) or None
+        return highest.tolist()
 
     def all_reduce_(self, tensor: Tensor, what: str) -> Tensor:
         """Sum a tensor over the replicas, in place."""
@@ -253,13 +258,15 @@ class RankGroup:
 
 
 class Interrupt:
-    """Makes Ctrl-C, SIGTERM and SIGHUP requests: the loop ends its step, saves, and returns.
+    """Makes Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 requests: the loop ends its step and saves.
 
-    The first signal is recorded; the second one has the effect that it had before.
+    The first signal is recorded; the second one has the effect that it had before. Slurm signals
+    every process, and the launcher passes its own on: within `_SAME_S` they are the same one.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._recorded = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -274,8 +281,12 @@ class Interrupt:
         self._before.clear()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self.__exit__()
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._recorded = number, now
+        elif number == signal.SIGINT or now - self._recorded > _SAME_S:
+            self.__exit__()
+            signal.raise_signal(number)
 
 
 def rank_name(mesh: MeshConfig, size: int, rank: int) -> str:
