@@ -20,13 +20,14 @@ from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.gradients import average_gradients, partial_norm, sync_found_inf
 from samo.pipeline.microbatch import Reduction, Tensors, cut, loss_weights, zero_loss
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.split import LayersLike, check_cuts, take_apart
+from samo.pipeline.split import check_cuts, take_apart
 from samo.pipeline.stage import Source, build_stage
 from samo.pipeline.tied import check_tied_masks, find_tied
 from samo.pipeline.timeline import Event, Timeline
 from samo.pipeline.transport.base import Transport
 from samo.pipeline.transport.gloo import GlooTransport, new_group
 from samo.pipeline.transport.nccl import NcclTransport
+from samo.pipeline.units import LayersLike
 from samo.utils.collectives import all_gather_json
 
 __all__ = ["Pipeline"]
@@ -58,9 +59,9 @@ class Pipeline:
         True
 
     Args:
-        layers: ``nn.Sequential``, a list of layers or of functions that build one, samo's GPT, or
-            Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take memory
-            only on the rank that holds them.
+        layers: ``nn.Sequential``, a list of layers or of functions that build one, samo's GPT, or a
+            causal language model of Hugging Face. Functions, and layers on the meta device, take
+            memory only on the rank that holds them.
         loss_fn: Called with the output and the target of a micro-batch; returns a scalar.
         mesh: A device mesh with a dimension "pipe", and "data" if stages have replicas; None for
             one stage in this process.

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from samo.pipeline.split import Cache, Layers, Unit
+from samo.pipeline.units import Cache, Layers, Unit
 
 __all__ = ["Stage", "build_stage"]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from samo.core.weight import weight_of
 from samo.errors import MaskError
-from samo.pipeline.split import Layers
 from samo.pipeline.transport.gloo import new_group
+from samo.pipeline.units import Layers
 from samo.utils.collectives import all_gather_json
 
 __all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
