@@ -129,6 +129,7 @@ class Pipeline:
         self._reduction: Final[Reduction] = loss_reduction
         self._is_last: Final = self.stage == num_ranks - 1
         self._replicas: Final = _data_groups(mesh, timeout_s)
+        self._replica: Final = 0 if self._replicas is None else dist.get_rank(self._replicas[0])
         self._links: GlooTransport | None = None
         if group is not None:
             is_nccl = self.device.type == "cuda" and dist.get_backend(group) == "nccl"
@@ -304,7 +305,8 @@ class Pipeline:
                 return self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted) * factor
 
         scale = None if scaler is None else scaler.scale
-        return Batch(self.micro_batches, inputs, loss, is_training, scale)
+        seed = int(torch.randint(2**47, ())) + self._replica if is_training else None
+        return Batch(self.micro_batches, inputs, loss, is_training, scale, seed)
 
     def _reduce_gradients(self, is_last: bool) -> None:
         """Sum those of tied weights over stages; after the last batch, average over replicas."""
