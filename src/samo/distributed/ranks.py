@@ -67,8 +67,8 @@ class Ranks:
         if hasattr(store, "clone"):
             store = store.clone()  # other threads wait on that one
         self.store: Final = store
-        prefix = f"{key}/{_calls[key]}"
-        self._store: Final = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self.key: Final = f"{key}/{_calls[key]}"
+        self._store: Final = dist.PrefixStore(self.key, store)  # type: ignore[attr-defined]
 
     def run_all(
         self,

@@ -69,8 +69,8 @@ class RankGroup:
             range(self.size), "samo.train", timeout_s, self._look_after, PeerError
         )
         if watchdog is None:
-            store = self._together.store
-            self.watchdog = Watchdog(store, self.rank, self.size, timeout_s=timeout_s)
+            store, key = self._together.store, f"{self._together.key}/watchdog"
+            self.watchdog = Watchdog(store, self.rank, self.size, timeout_s=timeout_s, key=key)
         if self.num_replicas > 1:  # the groups of a mesh have a timeout of half an hour
             axis = mesh["data"].get_group()
             self.data = dist.new_group(
