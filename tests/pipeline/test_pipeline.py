@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import samo
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport.nccl import NcclTransport
+from samo.utils.collectives import all_gather_json, backend_of
 from tests.pipeline.cases import (
     accumulate,
     compress,
@@ -400,3 +402,35 @@ def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int,
         assert f"rank {bad} (stage {bad} of 4)" in text
         assert re.search(said, text)
         assert seconds < 2 * TIMEOUT
+
+
+def test_a_mesh_whose_backend_torch_has_chosen() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pipe", "data"))
+        group = mesh["pipe"].get_group()
+        assert dist.get_backend(group) == "undefined"
+        assert (backend_of(group, "cpu"), backend_of(group, "cuda")) == ("gloo", "")
+        assert all_gather_json({"a": 1}, group) == [{"a": 1}]
+        model, ones = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
+        with samo.Pipeline(model, F.mse_loss, mesh, 2) as pipeline:
+            assert torch.equal(pipeline.eval(ones, target=ones), F.mse_loss(model(ones), ones))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "got"),
+    [
+        (lambda y, target: (y.sum(), y), "tuple"),
+        (lambda y, target: y, r"\(2, 2\)"),
+        (lambda y, target: 1.0, "float"),
+    ],
+)
+def test_a_loss_function_that_returns_no_scalar_is_named(loss_fn: Any, got: str) -> None:
+    ones = torch.ones(2, 2)
+    with (
+        samo.Pipeline(nn.Sequential(nn.Linear(2, 2)), loss_fn, None, 1) as pipeline,
+        pytest.raises(TypeError, match=f"loss_fn must return a scalar tensor, got {got}"),
+    ):
+        pipeline.step(ones, target=ones)

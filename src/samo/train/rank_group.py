@@ -27,6 +27,7 @@ from samo.distributed.watchdog import Watchdog, listed
 from samo.errors import ConfigError, PeerError, SamoError, first_words
 from samo.train.config import MeshConfig
 from samo.train.launch_env import end_with_launcher, num_ranks
+from samo.utils.collectives import backend_of
 
 __all__ = []
 
@@ -76,7 +77,7 @@ class RankGroup:
             self.data = dist.new_group(
                 dist.get_process_group_ranks(axis),
                 timeout=timedelta(seconds=timeout_s),
-                backend=dist.get_backend(axis),
+                backend=backend_of(axis, mesh.device_type),
                 use_local_synchronization=True,
             )
 
