@@ -4,6 +4,7 @@ What the kernels make of them is tested with all else that they do, in test_kern
 """
 
 import copy
+import pathlib
 
 import pytest
 import torch
@@ -123,3 +124,18 @@ def test_a_state_dict_with_ages_fits_only_an_optimizer_with_them(entry_steps: bo
     other = samo.AdamW(model.parameters(), entry_steps=not entry_steps)
     with pytest.raises(samo.MaskError, match=f"entry_steps={entry_steps}"):
         other.load_state_dict(opt.state_dict())
+
+
+def test_ages_and_counts_out_of_range_are_refused(tmp_path: pathlib.Path) -> None:
+    model, opt = remapped(entry_steps=True)
+    state = opt.state[next(model.parameters())]
+    for key, message in (("age", "ages must be 0 or more, got -7"), ("step", "step must be 0 or")):
+        good = state[key].clone()
+        state[key].fill_(-7)
+        with pytest.raises(samo.MaskError, match=rf"state of '0.weight' is damaged: {message}"):
+            opt.load_state_dict(opt.state_dict())
+        samo.save(tmp_path / key, model, opt)
+        with pytest.raises(samo.CheckpointError, match=rf"state of '0.weight': {message}"):
+            samo.load(tmp_path / key, model, opt)
+        state[key].copy_(good)
+    opt.load_state_dict(opt.state_dict())

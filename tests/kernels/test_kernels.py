@@ -244,6 +244,18 @@ def test_entries_that_were_always_kept_follow_the_weight_at_any_step(
     assert (ours.age == min(step + 1, OLDEST)).all()
 
 
+def test_an_age_out_of_range_is_taken_for_a_new_entry(kernels: Kernels) -> None:
+    """Ages are indices into a table of corrections."""
+    ours = draw_update(300, 0.5, step=500, state="ages")
+    assert ours.age is not None
+    ours.age[3:5] = torch.tensor([-1, -(2**15)])
+    theirs = copy_of(ours)._replace(age=ours.age.clamp(min=0))
+    for update in (ours, theirs):
+        kernels.adamw_([update], SETTINGS, None)
+    for name, expected in tensors_of(theirs).items():
+        assert torch.equal(tensors_of(ours)[name], expected), name
+
+
 def test_each_entry_is_updated_as_a_weight_of_its_age_would_be() -> None:
     ours = draw_update(900, 0.3, step=500, state="ages")
     assert ours.age is not None

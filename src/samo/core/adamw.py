@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -21,6 +21,7 @@ from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.reference import ages_at
 from samo.kernels.rounding import master_dtype, remainder_dtype
+from samo.utils.validation import finite_number
 
 __all__ = ["AdamW"]
 
@@ -307,7 +308,7 @@ class AdamW(Optimizer):
 
         Raises:
             ValueError: The groups do not match.
-            MaskError: The state belongs to other masks, dtypes or settings.
+            MaskError: The state belongs to other masks, dtypes or settings, or is damaged.
         """
         own, saved = self.param_groups, state_dict["param_groups"]
         found = []
@@ -509,6 +510,21 @@ def _check_loaded(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -
             "and the masks and dtypes of the saved run, and load sharded state with "
             "set_optimizer_state_dict of torch.distributed.checkpoint"
         )
+    try:
+        check_counts(state)
+    except ValueError as error:
+        raise MaskError(
+            f"the saved optimizer state of {_name(param)} is damaged: {error}"
+        ) from None
+
+
+def check_counts(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a saved step count or the age of an entry is out of range."""
+    step, age = finite_number("step", state.get("step", 0)), state.get("age")
+    if step < 0:
+        raise ValueError(f"step must be 0 or more, got {step}")
+    if isinstance(age, Tensor) and bool((age < 0).any()):
+        raise ValueError(f"ages must be 0 or more, got {int(age.min())}")
 
 
 def _check_param(param: Tensor, group: dict[str, Any]) -> None:

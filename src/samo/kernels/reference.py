@@ -182,10 +182,9 @@ def _update(
     flat: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None, corrections: Corrections
 ) -> None:
     """Update vectors in place, piece by piece."""
-    by_age = None
     if flat.age is not None:
-        younger = flat.age < OLDEST
-        flat.age.add_(younger if skip is None else younger & ~skip)
+        ages = flat.age.clamp(0, OLDEST - 1).add_(1)  # always an index of the table
+        put(flat.age, ages, skip)
         by_age = corrections_by_age(flat, settings)
     for piece_Z, groups, piece_G in _pieces(flat):
         param = flat.param[piece_Z]
@@ -199,8 +198,8 @@ def _update(
             held = lean.Moments(*moments, *scales)
             moments = lean.dequantise(held, groups)
         own = corrections
-        if flat.age is not None and by_age is not None:
-            own = _look_up(flat.age[piece_Z], by_age, corrections)
+        if flat.age is not None:
+            own = _look_up(ages[piece_Z], by_age, corrections)
         master = join(param, remainder)
         grad = flat.grad[piece_Z].to(master.dtype)
         master, exp_avg, exp_avg_sq = adamw_values(master, grad, *moments, own, settings)
