@@ -171,9 +171,6 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return Mask(self.shape, self.words | self._words_of(other))
 
-    def __sub__(self, other: "Mask") -> "Mask":
-        return Mask(self.shape, self.words & ~self._words_of(other))
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mask):
             return NotImplemented
