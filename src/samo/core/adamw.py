@@ -1,7 +1,6 @@
 """`AdamW` for compressed models and any other parameters: one fused pass, exact or lean state."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from samo import kernels as _kernels
-from samo.core import weight as _weight
 from samo.core.weight import Weight, local_of, weight_from, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate
@@ -113,8 +111,6 @@ class AdamW(Optimizer):
             if not isinstance(value, Tensor) and not value >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
         self.group = group
-        self._weights: dict[Tensor, weakref.ref[Weight] | None] = {}
-        self._generation = -1
         # All settings are in the groups: a copied optimizer has nothing else.
         defaults = {
             "lr": lr,
@@ -174,9 +170,7 @@ class AdamW(Optimizer):
 
         Small models are host-bound on this loop: it calls no function of Python that it need not.
         """
-        if self._generation != _weight.generation:
-            self._generation, self._weights = _weight.generation, {}
-        weights, states = self._weights, self.state
+        states = self.state
         batches: dict[tuple[Any, ...], _Batch] = {}
         sharded: list[DTensor] = []
         for group in self.param_groups:
@@ -199,12 +193,7 @@ class AdamW(Optimizer):
                     if key not in batches:
                         batches[key] = _Batch(group, param.device, param.get_device())
                     batch = batches[key]
-                try:
-                    ref = weights[param]
-                except KeyError:
-                    weight = None if is_sharded else weight_of(param)
-                    ref = weights[param] = None if weight is None else weakref.ref(weight)
-                weight = None if ref is None else ref()
+                weight = None if is_sharded else weight_of(param)
                 dense = mask = None
                 if weight is not None:
                     dense = weight.dense
@@ -335,7 +324,6 @@ class AdamW(Optimizer):
             for key in ("lean", "entry_steps", "kernels"):
                 group.setdefault(key, self.defaults[key])
         self.__dict__.setdefault("group", None)
-        self._generation = -1
 
     @torch.no_grad()
     def carry_over(self, dense: Optimizer) -> None:
