@@ -24,22 +24,23 @@ from tests.ranks import run_ranks
 
 X = torch.linspace(-1, 1, 36).view(3, 12)
 
-# How models are compressed, and the state that their optimizer keeps.
-KINDS: dict[str, tuple[dict[str, Any], str]] = {
-    "fp32": ({"dtype": torch.float32}, "exact"),
-    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, "exact"),
-    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, "exact"),
-    "fp16": ({"dtype": torch.float16}, "exact"),
-    "lean fp32": ({"dtype": torch.float32}, "lean"),
-    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, "lean"),
+# How models are compressed, and what their optimizer keeps.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({"dtype": torch.float32}, {}),
+    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, {}),
+    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {}),
+    "fp16": ({"dtype": torch.float16}, {}),
+    "ages": ({"dtype": torch.bfloat16}, {"entry_steps": True}),
+    "lean fp32": ({"dtype": torch.float32}, {"state": "lean"}),
+    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {"state": "lean"}),
 }
 
 
 def build(kind: str, lr: float = 0.05) -> tuple[nn.Sequential, samo.AdamW, torch.dtype]:
     torch.manual_seed(0)
-    options, state = KINDS[kind]
+    options, settings = KINDS[kind]
     model = compressed(**options)
-    opt = samo.AdamW(model.parameters(), lr=lr, state=state)  # type: ignore[arg-type]
+    opt = samo.AdamW(model.parameters(), lr=lr, **settings)
     return model, opt, options["dtype"]
 
 
@@ -152,15 +153,21 @@ def test_types_it_cannot_update_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "own"), [("fp32", "lean fp32"), ("lean", "bf16 values"), ("fp32", "bf16 values")]
+    ("saved", "own"),
+    [
+        ("fp32", "lean fp32"),
+        ("lean", "bf16 values"),
+        ("fp32", "bf16 values"),
+        ("ages", "bf16"),
+        ("bf16", "ages"),
+    ],
 )
 def test_state_of_another_kind_is_refused(saved: str, own: str) -> None:
     model, opt, dtype = build(saved)
     step(model, opt, X.to(dtype))
     own_model, other, _ = build(own)  # names are the model's, and an optimizer does not hold it
-    with pytest.raises(
-        samo.MaskError, match=r"state of '0.weight' has .* but this optimizer needs"
-    ):
+    needed = f"but this optimizer needs .* with entry_steps={saved == 'ages'}, state='"
+    with pytest.raises(samo.MaskError, match=rf"state of '0.weight' has .* {needed}"):
         other.load_state_dict(opt.state_dict())
     assert not other.state
     with pytest.raises(ValueError, match="different number of parameter groups"):
@@ -225,6 +232,60 @@ def test_moments_of_another_optimizer_are_refused_and_none_are_taken() -> None:
         opt.carry_over(sgd)
     opt.carry_over(adam)  # has had no step
     assert not opt.state
+
+
+# Ages of entries --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry_steps", [True, False])
+def test_the_first_update_of_a_late_entry_is_no_larger_than_the_rate(entry_steps: bool) -> None:
+    """Adam's first update is lr; with the step count of the tensor it is 3.16 times as large."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    half = samo.Mask.from_bool(torch.arange(1024).view(32, 32) % 2 == 0)
+    samo.compress_(model, samo.Masks({"0.weight": half}))
+    opt = samo.AdamW(
+        model.parameters(), lr=1e-3, weight_decay=0.0, eps=0.0, entry_steps=entry_steps
+    )
+    (values,) = model.parameters()
+    model(torch.randn(4, 32)).square().mean().backward()
+    opt.step()
+    opt.state[values]["step"].fill_(20_000)
+    opt.zero_grad()
+    samo.remap_(model, samo.Masks({"0.weight": samo.Mask.ones((32, 32))}), opt)
+    model(torch.randn(4, 32)).square().mean().backward()
+    opt.step()
+    late = model[0].weight.abs()[~half.to_bool()]
+    expected = 1e-3 if entry_steps else 1e-3 * 0.1 / 0.001**0.5
+    torch.testing.assert_close(late, torch.full_like(late, expected), rtol=1e-3, atol=0)
+
+
+def test_a_carried_over_state_is_as_old_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    dense = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(1, 8)).sum().backward()
+        dense.step()
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = samo.AdamW(model.parameters(), entry_steps=True)
+    opt.carry_over(dense)
+    values = next(model.parameters())
+    assert torch.equal(opt.state[values]["age"], torch.full((32,), 3, dtype=torch.int16))
+
+
+def test_ages_and_counts_out_of_range_are_refused(tmp_path: Path) -> None:
+    model, opt, dtype = build("ages")
+    step(model, opt, X.to(dtype))
+    state = opt.state[model.get_parameter("0.weight")]
+    for key, message in (("age", "ages must be 0 or more, got -7"), ("step", "step must be 0 or")):
+        good = state[key].clone()
+        state[key].fill_(-7)
+        with pytest.raises(samo.MaskError, match=rf"state of '0.weight' is damaged: {message}"):
+            opt.load_state_dict(opt.state_dict())
+        samo.save(tmp_path / key, model, opt)
+        with pytest.raises(samo.CheckpointError, match=rf"state of '0.weight': {message}"):
+            samo.load(tmp_path / key, model, opt)
+        state[key].copy_(good)
+    opt.load_state_dict(opt.state_dict())
 
 
 # Lean state -------------------------------------------------------------------------------------
