@@ -175,8 +175,7 @@ class AdamW(Optimizer):
         sharded: list[DTensor] = []
         for group in self.param_groups:
             lr, weight_decay = group["lr"], group["weight_decay"]
-            is_lean, has_ages = group["lean"], group["entry_steps"]
-            remainder = "correction" if is_lean else "remainder"
+            remainder = "correction" if group["lean"] else "remainder"
             batch = None
             for param in group["params"]:
                 is_sharded = type(param) is DTensor
@@ -188,7 +187,7 @@ class AdamW(Optimizer):
                 if grad.is_sparse:
                     grad = grad.to_dense()
                 if batch is None or batch.index != param.get_device():
-                    settings = (*group["betas"], group["eps"], is_lean, group["kernels"])
+                    settings = (*group["betas"], group["eps"], group["lean"], group["kernels"])
                     key = (*settings, param.device)
                     if key not in batches:
                         batches[key] = _Batch(group, param.device, param.get_device())
@@ -219,9 +218,9 @@ class AdamW(Optimizer):
                         weight_decay,
                         dense,
                         mask,
-                        state.get("age") if has_ages else None,
-                        state["exp_avg_scale"] if is_lean else None,
-                        state["exp_avg_sq_scale"] if is_lean else None,
+                        state.get("age"),
+                        state.get("exp_avg_scale"),
+                        state.get("exp_avg_sq_scale"),
                     )
                 )
                 if is_sharded:
