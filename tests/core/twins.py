@@ -57,6 +57,18 @@ def twins(
     return samo.compress_(model, masks, **options), dense
 
 
+class Cast(nn.Module):
+    """The masked dense run of mixed precision: weights that are cast before every pass."""
+
+    def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.master, self.dtype = master, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        cast = {name: param.to(self.dtype) for name, param in self.master.named_parameters()}
+        return torch.func.functional_call(self.master, cast, (x,))
+
+
 def batches(steps: int, *, dtype: torch.dtype = torch.float32, seed: int = 1) -> Iterator[Tensor]:
     """Inputs of `mlp`."""
     generator = torch.Generator().manual_seed(seed)

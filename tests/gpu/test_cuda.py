@@ -72,48 +72,6 @@ def draw_update(numel: int, density: float | None, state: State = "exact") -> Ad
         return cases.draw_update(numel, density, cases.KINDS[1], 5, state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_learns_and_keeps_its_mask(dtype: torch.dtype) -> None:
-    model, masks = compressed_gpt(dtype, is_tied=True, is_checkpointed=True)
-    opt = samo.AdamW(samo.param_groups(model, lr=1e-2, weight_decay=0.1))
-    ids = batch()
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    losses = []
-    for _ in range(30):
-        loss = model(ids, ids)
-        scaler.scale(loss).backward()
-        scaler.step(opt)
-        scaler.update()
-        account = samo.ledger(model, opt)
-        opt.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-    assert is_masked(model, masks)
-    assert account.measured_bytes == account.predicted_bytes
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad: float) -> None:
-    model, _ = compressed_gpt(torch.bfloat16)
-    opt = samo.AdamW(model.parameters(), lr=0.1)
-    train(model, opt, 2)
-    before = copy.deepcopy(dict(model.state_dict()))
-    steps = [int(state["step"]) for state in opt.state.values()]
-    ids = batch()
-    model(ids, ids).backward()
-    values = next(model.parameters())
-    assert values.grad is not None
-    values.grad.view(-1)[3] = bad
-    with no_waiting():
-        opt.step()
-    assert opt.skipped_steps == 1
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [int(state["step"]) for state in opt.state.values()] == steps
-    opt.zero_grad()
-    train(model, opt, 1)
-    assert opt.skipped_steps == 1
-
-
 def test_a_whole_step_never_waits_for_the_device() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
     rate = torch.tensor(1e-2, device="cuda")

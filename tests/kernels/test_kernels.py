@@ -115,14 +115,20 @@ def test_kernels_follow_strides(kernels: Kernels, density: float | None) -> None
 
 @pytest.mark.parametrize("density", [0.3, None], ids=["pruned", "unpruned"])
 @pytest.mark.parametrize(
-    ("numel", "beta1", "is_lr_tensor"), [(1, 0.9, False), (2049, 0.3, True), (70_001, 0.9, False)]
+    ("numel", "settings", "is_lr_tensor"),
+    [
+        (1, (0.9, 0.95, 1e-8), False),
+        (2049, (0.3, 0.999999, 1e-3), True),
+        (70_001, (0.9, 0.0, 1e-8), False),
+        (33, (0.0, 0.95, 1e-8), False),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_adamw_equals_torch(
     kernels: Kernels,
     density: float | None,
     numel: int,
-    beta1: float,
+    settings: tuple[float, float, float],
     kind: Kind,
     is_lr_tensor: bool,
 ) -> None:
@@ -130,8 +136,9 @@ def test_adamw_equals_torch(
     update = draw_update(affordable(kernels, numel), density, kind, lr=lr)
     update.exp_avg.zero_(), update.exp_avg_sq.zero_()
     theirs = torch.nn.Parameter(master_of(update))
+    beta1, beta2, eps = settings
     optimizer = torch.optim.AdamW(
-        [theirs], lr=lr, betas=(beta1, 0.95), weight_decay=0.1, foreach=False
+        [theirs], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=0.1, foreach=False
     )
     steps = 1 if is_interpreted(kernels) else 3
     for step_number in range(steps):
@@ -139,7 +146,7 @@ def test_adamw_equals_torch(
         update.grad.copy_(torch.randn(update.grad.shape) * 0.01)
         theirs.grad = update.grad.to(theirs.dtype)
         optimizer.step()
-        kernels.adamw_([update], AdamWSettings(beta1, 0.95, 1e-8), None)
+        kernels.adamw_([update], AdamWSettings(*settings), None)
         ours = master_of(update)
         assert_copied(update)
         if kernels is reference:
