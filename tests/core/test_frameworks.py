@@ -9,18 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import samo
-from tests.core.twins import batches, loss_of, mlp, twins, worst
+from tests.core.twins import batches, loss_of, mlp, tiny_gpt2, twins, worst
 
 STEPS = 20
-
-
-def tiny_gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=12,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
 
 
 def texts() -> list[dict[str, Tensor]]:

@@ -23,6 +23,7 @@ from tests.core.twins import (
     mlp,
     pruned_entries,
     step,
+    tiny_gpt2,
     twins,
     worst,
 )
@@ -119,14 +120,6 @@ def test_a_mask_that_names_one_of_two_tied_names_keeps_them_tied(named: str) -> 
     copied = copy.deepcopy(model)
     assert copied["first"].weight is copied["second"].weight
     assert len(set(samo.dense_state_dict(model))) == 4
-
-
-def tiny_gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=12, resid_pdrop=0.0
-    )
-    return transformers.GPT2LMHeadModel(config)
 
 
 def test_a_language_model_ties_its_weights_again() -> None:

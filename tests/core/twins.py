@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,16 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 def mlp(width: int = 32) -> nn.Sequential:
     """The smallest model in which a wrong gradient spreads."""
     return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 6))
+
+
+def tiny_gpt2() -> Any:
+    """A language model of Hugging Face, with a tied head and without dropout."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=12,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
 
 
 def compressed(
