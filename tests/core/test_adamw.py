@@ -19,7 +19,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.kernels import lean
 from tests.core.twins import batches, compressed, loss_of, mlp, step
-from tests.meters import small_gpt, tokens
+from tests.meters import assert_same, small_gpt, tokens
 from tests.ranks import run_ranks
 
 X = torch.linspace(-1, 1, 36).view(3, 12)
@@ -49,13 +49,6 @@ def tensors_of(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor
     for index, state in opt.state_dict()["state"].items():
         found |= {f"{index}/{key}": value for key, value in state.items()}
     return copy.deepcopy(found)
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert list(ours) == list(theirs)
-    for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype
-        assert torch.equal(value, theirs[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

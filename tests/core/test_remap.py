@@ -18,7 +18,7 @@ from samo.core import remap
 from samo.core.compress import masks as masks_in
 from samo.core.modules import named_weights
 from samo.core.weight import Weight
-from tests.meters import LargestTensor
+from tests.meters import LargestTensor, assert_same
 from tests.ranks import run_ranks
 
 Make = Callable[[Any], Optimizer]
@@ -109,12 +109,6 @@ def dense_state(model: nn.Module, opt: Optimizer) -> dict[str, Tensor]:
                 dense[mask.to_bool().cpu()] = value.cpu()
                 found[f"{name} {key}"] = dense
     return found
-
-
-def assert_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    assert before.keys() == after.keys()
-    for what, value in after.items():
-        assert torch.equal(value, before[what]), what
 
 
 @pytest.mark.parametrize("kind", CASES)

@@ -19,7 +19,15 @@ from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from samo.core.streamed import LOCK
 from tests.core.twins import masked_twin, mlp, worst
-from tests.meters import Experts, Meter, SmallResNet, ignores_dynamo, small_gpt, tokens
+from tests.meters import (
+    Experts,
+    Meter,
+    SmallResNet,
+    assert_same,
+    ignores_dynamo,
+    small_gpt,
+    tokens,
+)
 
 X = torch.linspace(-1, 1, 96).view(8, 12)
 Run = Callable[..., Any]
@@ -69,19 +77,6 @@ def pass_of(net: Any, run: Run, x: Tensor | None = None) -> list[Any]:
     out = run(net, x)
     out.float().square().mean().backward()
     return [out.detach(), x.grad, *grads(net)]
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    """Compare tensors, and lists of them, bit for bit."""
-    if isinstance(ours, Tensor):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs):
-            assert_same(one, other)
-    else:
-        assert ours == theirs
 
 
 def assert_equal_passes(

@@ -106,22 +106,6 @@ def test_a_scripted_child_is_refused_and_the_model_left_as_it_was() -> None:
 # Identity ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", ["first", "second"])
-def test_a_mask_that_names_one_of_two_tied_names_keeps_them_tied(named: str) -> None:
-    model = nn.ModuleDict({"first": nn.Linear(6, 6), "second": nn.Linear(6, 6)})
-    model["second"].weight = model["first"].weight
-    mask = samo.prune(model, 0.5)["first.weight"]
-    samo.compress_(model, samo.Masks({f"{named}.weight": mask}))
-    assert model["first"].weight is model["second"].weight
-    assert model.get_parameter("first.weight") is model.get_parameter("second.weight")
-    names = [name for name, _ in model.named_parameters()]
-    assert names == ["first.weight", "first.bias", "second.bias"]
-    model["second"](model["first"](torch.ones(1, 6))).sum().backward()
-    copied = copy.deepcopy(model)
-    assert copied["first"].weight is copied["second"].weight
-    assert len(set(samo.dense_state_dict(model))) == 4
-
-
 def test_a_language_model_ties_its_weights_again() -> None:
     model = tiny_gpt2()
     embedding = next(name for name, param in model.named_parameters() if param.shape == (40, 16))

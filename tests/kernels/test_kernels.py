@@ -33,7 +33,7 @@ from tests.kernels.cases import (
     master_of,
     tensors_of,
 )
-from tests.meters import assert_ulps
+from tests.meters import assert_same as assert_equal, assert_ulps
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Dense gradients and what they are compressed to, and the other way for values and dense weights.
@@ -245,8 +245,7 @@ def test_entries_that_were_always_kept_follow_the_weight_at_any_step(
     settings = AdamWSettings(0.9, beta2, 1e-8)
     kernels.adamw_([ours], settings, None)
     kernels.adamw_([theirs], settings, None)
-    for name, expected in tensors_of(theirs).items():
-        assert torch.equal(tensors_of(ours)[name], expected), name
+    assert_equal(tensors_of(ours._replace(age=None)), tensors_of(theirs))
     assert ours.age is not None
     assert (ours.age == min(step + 1, OLDEST)).all()
 
@@ -259,8 +258,7 @@ def test_an_age_out_of_range_is_taken_for_a_new_entry(kernels: Kernels) -> None:
     theirs = copy_of(ours)._replace(age=ours.age.clamp(min=0))
     for update in (ours, theirs):
         kernels.adamw_([update], SETTINGS, None)
-    for name, expected in tensors_of(theirs).items():
-        assert torch.equal(tensors_of(ours)[name], expected), name
+    assert_equal(tensors_of(ours), tensors_of(theirs))
 
 
 def test_each_entry_is_updated_as_a_weight_of_its_age_would_be() -> None:
@@ -379,8 +377,7 @@ def test_two_threads_give_the_bits_of_one() -> None:
     finally:
         torch.set_num_threads(1)
     assert numba.get_num_threads() == before
-    for others in found[1:]:
-        assert all(torch.equal(tensor, others[name]) for name, tensor in found[0].items())
+    assert_equal(found[1:], found[:1] * 3)
 
 
 @pytest.mark.long
