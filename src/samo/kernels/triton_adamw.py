@@ -185,14 +185,6 @@ def power_of(base, exponents, SIZE: tl.constexpr):
     return result
 
 
-@triton.jit
-def corrections_of(counts, rate, beta1, beta2, SIZE: tl.constexpr):
-    """Return minus the step size and the denominator after so many updates, in fp64."""
-    step_size = rate / (1.0 - power_of(beta1, counts, SIZE))
-    denominator = tl.sqrt(1.0 - power_of(beta2, counts, SIZE))
-    return -step_size, denominator
-
-
 @triton.jit(do_not_specialize=["num_params"])
 def adamw_scalars_kernel(
     rows,
@@ -228,10 +220,10 @@ def adamw_scalars_kernel(
         decay = 1.0 - rate * tl.load(decays + index, mask=is_inside, other=0)
     else:
         decay = 1.0 - rate * weight_decay
-    step_size, denominator = corrections_of(steps.to(tl.int32), rate, beta1, beta2, SIZE)
+    counts = steps.to(tl.int32)
     target = scalars + index * SCALARS
-    tl.store(target, step_size, mask=is_inside)
-    tl.store(target + 1, denominator, mask=is_inside)
+    tl.store(target, -(rate / (1.0 - power_of(beta1, counts, SIZE))), mask=is_inside)
+    tl.store(target + 1, tl.sqrt(1.0 - power_of(beta2, counts, SIZE)), mask=is_inside)
     tl.store(target + 2, decay, mask=is_inside)
     tl.store(target + 3, rate, mask=is_inside)
 
