@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import samo
-from tests.core.twins import batches, loss_of, mlp, tiny_gpt2, twins, worst
+from tests.core.twins import batches, hugging_face, loss_of, mlp, twins, worst
 
 STEPS = 20
 
@@ -39,7 +39,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")  # of transformers and accelerate, about each other
 def test_hugging_face_trainer_trains_as_masked_dense_and_resumes_exactly(tmp_path: Path) -> None:
-    model = tiny_gpt2()
+    model = hugging_face("GPT2")
     model, dense = twins(model, samo.prune(model, 0.8))
     resumed = copy.deepcopy(model)
     saving = {"save_strategy": "steps", "save_steps": STEPS // 2}

@@ -18,7 +18,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from samo.core.streamed import LOCK
-from tests.core.twins import masked_twin, mlp, worst
+from tests.core.twins import hugging_face, masked_twin, mlp, worst
 from tests.meters import (
     Experts,
     Meter,
@@ -303,29 +303,6 @@ def test_autocast_over_fp32_equals_resident_autocast(name: str, dtype: torch.dty
 # Hugging Face -----------------------------------------------------------------------------------
 
 IDS = torch.arange(18).view(2, 9) * 7 % 64
-
-
-def hugging_face(name: str, **changes: Any) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    small = {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 16,
-    }
-    if name == "GPT2":
-        config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64)
-        return transformers.GPT2LMHeadModel(config).eval()
-    if name == "Llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
-    implementation = changes.pop("experts")
-    small |= {"num_experts_per_tok": 2, "num_local_experts": 4, **changes}
-    config = transformers.MixtralConfig(**small)
-    config._experts_implementation = implementation
-    return transformers.MixtralForCausalLM(config)
 
 
 def causal(model: Any) -> Tensor:

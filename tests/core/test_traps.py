@@ -19,11 +19,11 @@ from tests.core.twins import (
     assert_equal,
     batches,
     compressed,
+    hugging_face,
     loss_of,
     mlp,
     pruned_entries,
     step,
-    tiny_gpt2,
     twins,
     worst,
 )
@@ -107,8 +107,8 @@ def test_a_scripted_child_is_refused_and_the_model_left_as_it_was() -> None:
 
 
 def test_a_language_model_ties_its_weights_again() -> None:
-    model = tiny_gpt2()
-    embedding = next(name for name, param in model.named_parameters() if param.shape == (40, 16))
+    model = hugging_face("GPT2")
+    embedding = next(name for name, param in model.named_parameters() if param.shape == (64, 32))
     masks = {name: samo.Mask.from_bool(param > 0) for name, param in model.named_parameters()
              if param.dim() == 2}  # fmt: skip
     samo.compress_(model, samo.Masks(masks))
@@ -122,23 +122,23 @@ def test_a_language_model_ties_its_weights_again() -> None:
 
 
 def test_resizing_an_embedding_grows_a_dense_one_and_is_refused_for_a_pruned_one() -> None:
-    model = tiny_gpt2()
+    model = hugging_face("GPT2")
     samo.compress_(model, samo.prune(model, 0.5))
     old = model.get_input_embeddings().weight.detach().clone()
     with warnings.catch_warnings(action="ignore"):
-        model.resize_token_embeddings(44, mean_resizing=False)
-    assert torch.equal(model.get_input_embeddings().weight[:40], old)
-    ids = torch.arange(10)[None] + 33
+        model.resize_token_embeddings(68, mean_resizing=False)
+    assert torch.equal(model.get_input_embeddings().weight[:64], old)
+    ids = torch.arange(10)[None] + 57
     model(ids, labels=ids).loss.backward()
     assert all(
         param.grad.shape == param.shape for param in model.parameters() if param.grad is not None
     )
-    assert model.get_input_embeddings().weight.shape == (44, 16)
-    model = tiny_gpt2()
+    assert model.get_input_embeddings().weight.shape == (68, 32)
+    model = hugging_face("GPT2")
     mask = samo.Mask.from_bool(model.transformer.wte.weight > 0)
     samo.compress_(model, samo.Masks({"transformer.wte.weight": mask}))
-    with pytest.raises(samo.CompressionError, match=r"cannot be assigned \(44, 16\); call samo"):
-        model.resize_token_embeddings(44, mean_resizing=False)
+    with pytest.raises(samo.CompressionError, match=r"cannot be assigned \(68, 32\); call samo"):
+        model.resize_token_embeddings(68, mean_resizing=False)
 
 
 # Writes -----------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import samo
-from samo.kernels import AdamWUpdate, choose, reference
+from samo.kernels import AdamWUpdate, choose
 from samo.mask.mask import Mask
-from tests.kernels import cases
-from tests.kernels.cases import SETTINGS, State, assert_same, copy_of
+from tests.kernels.cases import SETTINGS
 from tests.meters import ignores_dynamo, small_gpt, tokens
 
 pytestmark = pytest.mark.gpu
@@ -67,11 +66,6 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[floa
     return losses
 
 
-def draw_update(numel: int, density: float | None, state: State = "exact") -> AdamWUpdate:
-    with torch.device("cuda"):
-        return cases.draw_update(numel, density, cases.KINDS[1], 5, state)
-
-
 def test_a_whole_step_never_waits_for_the_device() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
     rate = torch.tensor(1e-2, device="cuda")
@@ -103,25 +97,6 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
         # A table is sent again if a gradient lies elsewhere than in the last step.
         counts.append(sum(not name.startswith("Mem") for name in names))
     assert 0 < counts[0] == counts[1] < 20
-
-
-@pytest.mark.parametrize("state", ["exact", "ages", "lean"])
-def test_a_large_update_equals_the_reference(state: State) -> None:
-    update = draw_update(2**22 + 5, 0.1, state)
-    expected, before = copy_of(update), update.param.clone()
-    skip = torch.tensor(False, device="cuda")
-    kernels = choose(torch.device("cuda"))
-    kernels.adamw_([update], SETTINGS, skip)
-    reference.adamw_([expected], SETTINGS, skip)
-    assert_same(update, expected, before, at_most=4)
-    assert update.mask is not None
-    assert update.dense is not None
-    out = torch.zeros(update.mask.kept, device="cuda", dtype=torch.bfloat16)
-    kernels.compress_(update.dense, update.mask, out)
-    assert torch.equal(out, update.param.bfloat16())
-    back = torch.full_like(update.dense, float("nan"))
-    kernels.expand_(out, update.mask, back)
-    assert torch.equal(back, update.dense)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import samo
 from samo.models.gpt import GPTConfig
+from tests.core.twins import hugging_face
 from tests.meters import small_gpt, tokens
 
 
@@ -17,16 +18,8 @@ def language_loss(model: nn.Module) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=32,
-        intermediate_size=48, vocab_size=61, max_position_embeddings=16,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
 def test_a_hugging_face_model_is_saved_and_loaded_as_usual(tmp_path: Any) -> None:
-    model = llama()
+    model = hugging_face("Llama")
     samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16)
     dense = samo.dense_state_dict(model)
     samo.decompress_(model).save_pretrained(tmp_path)
@@ -40,7 +33,7 @@ def test_hugging_face_gradient_checkpointing_works() -> None:
     grads = {}
     for is_checkpointed in (False, True):
         torch.manual_seed(0)
-        model = llama()
+        model = hugging_face("Llama")
         samo.compress_(model, samo.prune(model, 0.5))
         if is_checkpointed:
             model.gradient_checkpointing_enable()
