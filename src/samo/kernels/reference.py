@@ -24,7 +24,7 @@ from samo.kernels import lean
 from samo.kernels.checks import check_pair, check_update
 from samo.kernels.pieces import flattened, kept_pieces, pieces, put, write_back
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
-from samo.kernels.rounding import convert_remainder, join, split
+from samo.kernels.rounding import join, split, to_correction
 from samo.mask.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
@@ -208,8 +208,8 @@ def _update(
         if groups is not None:
             bits = lean.random_bits(piece_Z.start, piece_Z.stop, flat.step)
             new = lean.quantise(exp_avg, exp_avg_sq, groups, scales[0].numel(), bits)
-            if remainder is not None and rest is not None:
-                rest = convert_remainder(rest, remainder.dtype, bits & 0xFF)
+            if rest is not None:
+                rest = to_correction(rest, bits & 0xFF)
         for target, source in [*zip(held, new), (param, values), (remainder, rest)]:
             if target is not None and source is not None:
                 put(target, source, skip)
