@@ -93,7 +93,7 @@ def draw_update(
         dense,
         mask,
     )
-    if state == "ages":
+    if state == "ages" and mask is not None:
         ages = torch.randint(0, reference.OLDEST + 1, (kept,), dtype=torch.int16)
         ages[:3] = reference.OLDEST
         update = update._replace(age=ages)

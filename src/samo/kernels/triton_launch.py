@@ -196,23 +196,16 @@ class _Launch(NamedTuple):
     options: dict[str, Any]
 
 
-class _Group(NamedTuple):
-    """Parameters with one kind of state."""
-
-    members: list[int]
-    table: Table  # their rows, without the gradients' addresses
-    has_ages: bool
-    launches: list[_Launch]
-    copies: list[tuple[Tensor, _Launch]]
-    """Tables of pruned weights with a dense copy, by types, and the launches that write them."""
-
-
 class _Plan(NamedTuple):
     """How each of some updates is done, by index."""
 
     others: list[int]  # by the reference
     refreshed: list[int]  # their dense copy is written afterwards
-    groups: list[_Group]
+    members: list[int]  # by the kernels
+    table: Table  # rows of the members, without the gradients' addresses
+    launches: list[_Launch]
+    copies: list[tuple[Tensor, _Launch]]
+    """Tables of pruned weights with a dense copy, by types, and the launches that write them."""
 
 
 _plans: list[tuple[list[object], _Plan]] = []
@@ -233,10 +226,9 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
             tables.hold(*reference.bias_corrections(settings.beta1, settings.beta2, where.device))
         # Without the copies, for which the reference would copy the mask's offsets to the host.
         reference.adamw_([update._replace(dense=None) for update in others], settings, skip)
-    for group in plan.groups:
-        members = group.members
+    if members := plan.members:
         together = updates if len(members) == len(updates) else [updates[i] for i in members]
-        _launch_group(where, group, together, settings, skip)
+        _launch(where, plan, together, settings, skip)
     for index in plan.refreshed:
         _refresh(updates[index], skip)
 
@@ -256,29 +248,26 @@ def _plan_of(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
 
 
 def _make_plan(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
-    others, refreshed = [], []
-    together: dict[tuple[bool, bool], list[int]] = {}
-    taken: list[AdamWUpdate] = []
+    others, refreshed, members = [], [], []
+    plain: list[AdamWUpdate] = []
     for index, update in enumerate(updates):
         check_update(update)
         if update.dense is not None and not update.dense.is_contiguous():
             refreshed.append(index)
             update = update._replace(dense=None)
-        taken.append(update)
         if is_plain(update, KINDS):
-            together.setdefault((update.is_lean, update.age is not None), []).append(index)
+            members.append(index)
+            plain.append(update)
         else:
             others.append(index)
             if update.dense is not None:
                 refreshed.append(index)
-    groups = [
-        _make_group(where, members, [taken[index] for index in members])
-        for members in together.values()
-    ]
-    return _Plan(others, refreshed, groups)
+    return _Plan(others, refreshed, members, *_make_launches(where, plain))
 
 
-def _make_group(where: Where, members: list[int], updates: list[AdamWUpdate]) -> _Group:
+def _make_launches(
+    where: Where, updates: list[AdamWUpdate]
+) -> tuple[Table, list[_Launch], list[tuple[Tensor, _Launch]]]:
     """Make the tables of plain parameters, and decide what is launched for which of them.
 
     Two passes, over the values and then over the dense copies of pruned weights, are faster than
@@ -293,13 +282,13 @@ def _make_group(where: Where, members: list[int], updates: list[AdamWUpdate]) ->
         if update.mask is not None and copy is not None:
             copied.setdefault((update.param.dtype, copy), []).append(index)
             copy = None
-        kind = (update.param.dtype, update.grad.dtype, copy, is_by_block)
+        types = (update.param.dtype, update.grad.dtype, copy)
+        kind = (*types, is_by_block, update.is_lean, update.age is not None)
         kinds.setdefault(kind, []).append(index)
     table = np.zeros((len(updates), COLUMNS.value), dtype=np.int64)
     launches = []
-    for (dtype, grad_dtype, copy, is_by_block), rows in kinds.items():
+    for (dtype, grad_dtype, copy, is_by_block, is_lean, has_ages), rows in kinds.items():
         chosen = [updates[row] for row in rows]
-        is_lean = chosen[0].is_lean
         options: dict[str, Any] = {
             "WEIGHT": KINDS[dtype],
             "REMAINDERS": tl.int8 if is_lean else tl.int16,  # only read for bfloat16
@@ -315,7 +304,7 @@ def _make_group(where: Where, members: list[int], updates: list[AdamWUpdate]) ->
         else:
             options |= {"PARTS": UNITS, "PART": PART, "num_warps": 8, "IS_LEAN": is_lean}
             options["COPY"] = None if copy is None else KINDS[copy]
-            options["OLDEST"] = 0 if chosen[0].age is None else reference.OLDEST
+            options["OLDEST"] = reference.OLDEST if has_ages else 0
         items = _fill(where, table, rows, chosen, is_by_block)
         if items.numel():
             is_aligned = are_aligned(table[rows, : BITMAP.value].flat)
@@ -331,7 +320,7 @@ def _make_group(where: Where, members: list[int], updates: list[AdamWUpdate]) ->
             options |= {"BLOCKS": UNITS, "num_warps": 2}
             launch = _Launch(triton_adamw.expand_rows_kernel, items, is_aligned, options)
             copies.append((tables.send(where, copy_table), launch))
-    return _Group(members, table, updates[0].age is not None, launches, copies)
+    return table, launches, copies
 
 
 def _fill(
@@ -358,17 +347,17 @@ def lean_slots(masks: Sequence[Mask]) -> int:
 _grad, _lr, _weight_decay = map(attrgetter, ("grad", "lr", "weight_decay"))
 
 
-def _launch_group(
+def _launch(
     where: Where,
-    group: _Group,
+    plan: _Plan,
     updates: Sequence[AdamWUpdate],
     settings: AdamWSettings,
     skip: Tensor | None,
 ) -> None:
-    """Count the steps of a group, update it and write its dense copies."""
+    """Count the steps of a plan's members, update them and write their dense copies."""
     beta1, beta2, eps = settings
     addresses = list(map(Tensor.data_ptr, map(_grad, updates)))
-    table = tables.with_addresses(where, group.table, GRAD.value, addresses)
+    table = tables.with_addresses(where, plan.table, GRAD.value, addresses)
     is_aligned, count = are_aligned(addresses), len(updates)
     scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=where.device)
     skip = torch.zeros((), dtype=torch.bool, device=where.device) if skip is None else skip
@@ -387,13 +376,13 @@ def _launch_group(
             SIZE=_SCALARS_SIZE,
         )
     by_age = (scalars, scalars)
-    if group.has_ages:
+    if any(launch.options.get("OLDEST") for launch in plan.launches):
         by_age = _corrections(beta1, beta2, where.device)
         if where.is_captured:
             tables.hold(*by_age)
     numbers = (1 - beta1, beta2, 1 - beta2, eps)
     with device_of(table):
-        for launch in group.launches:
+        for launch in plan.launches:
             changing = {"IS_SMALL": 1 - beta1 < 0.5}
             ages: tuple[Tensor, ...] = ()
             if launch.kernel is triton_adamw.adamw_kernel:
@@ -404,7 +393,7 @@ def _launch_group(
                 **changing,
                 **launch.options,
             )
-        for copy_table, launch in group.copies:
+        for copy_table, launch in plan.copies:
             launch.kernel[(launch.items.numel() * UNITS,)](
                 *(copy_table, launch.items, skip_at),
                 **launch.options,
