@@ -618,3 +618,60 @@ def test_an_optimizer_built_before_compress_is_refused(make: Any) -> None:
     loss_of(model, X).backward()
     with pytest.raises(samo.CompressionError, match=r"built before compress_ .* '0.weight' no"):
         opt.step()
+
+
+# Silent limits: docs/limits.md
+
+
+def test_values_lag_behind_a_write_to_the_weight_until_anybody_looks() -> None:
+    model = compressed()
+    values = model.get_parameter("0.weight")
+    before = values.detach().clone()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert torch.equal(values, before)  # in silence
+    assert model[0].weight is not None
+    assert torch.equal(values, 2 * before)
+
+
+def test_decay_by_the_number_of_dimensions_takes_values_for_biases() -> None:
+    model = compressed()
+    assert [name for name, param in model.named_parameters() if param.dim() >= 2] == []
+    decayed = {
+        id(param)
+        for group in samo.param_groups(model, weight_decay=0.1)
+        if group["weight_decay"]
+        for param in group["params"]
+    }
+    assert decayed == {id(model.get_parameter(name)) for name in ("0.weight", "2.weight")}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_tool_that_asks_for_the_exact_class_passes_over_compressed_modules() -> None:
+    model = compressed()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert isinstance(quantised[0], nn.Linear)  # in silence
+    plain = samo.decompress_(compressed())
+    quantised = torch.ao.quantization.quantize_dynamic(plain, {nn.Linear}, dtype=torch.qint8)
+    assert not isinstance(quantised[0], nn.Linear)
+
+
+def test_a_dense_tensor_put_into_the_dictionary_of_parameters_is_taken_as_it_is() -> None:
+    """As `torch.func.functional_call` does it; nothing tells them apart: see docs/limits.md."""
+    model = compressed()
+    model[0]._parameters["weight"] = nn.Parameter(torch.ones(32, 12))
+    assert (model[0].weight == 1).all()
+
+
+def test_autocast_casts_a_weight_anew_at_each_of_its_uses_in_one_pass() -> None:
+    for dtype, copies in ((torch.float32, 3), (torch.bfloat16, 1)):
+        model, saved = nn.Sequential(nn.Linear(64, 64)), []
+        samo.compress_(model, samo.prune(model, 0.5), dtype=dtype)
+
+        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autocast("cpu"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model(model(model(torch.randn(2, 64, requires_grad=True))))
+        assert len({t.data_ptr() for t in saved if t.numel() == 64 * 64}) == copies

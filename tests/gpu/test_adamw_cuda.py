@@ -161,3 +161,20 @@ def test_two_graphs_of_one_optimizer_take_turns() -> None:
         graphs[number % 2].replay()
         step(eager, opts[0], x)
     assert_same(tensors_of(graphed, opts[1]), tensors_of(eager, opts[0]))
+
+
+def test_a_first_step_is_not_captured() -> None:
+    model = build("exact")
+    opt = samo.AdamW(model.parameters())
+    x = batches(torch.bfloat16)[0]
+    with on_a_side_stream():
+        backward(model, x)
+        opt.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backward(model, x)
+        with pytest.raises(samo.CompressionError, match=r"call step\(\) once before the capture"):
+            opt.step()
+    assert not any(opt.state.values())
+    step(model, opt, x)
+    assert opt.skipped_steps == 0

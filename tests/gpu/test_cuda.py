@@ -210,3 +210,53 @@ def test_blocks_compiled_by_inductor_train() -> None:
         losses.append(train(each, samo.AdamW(each.parameters(), lr=1e-2), 5))
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0)
     assert is_masked(model, masks)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad: float) -> None:
+    model, _ = compressed_gpt(torch.bfloat16)
+    opt = samo.AdamW(model.parameters(), lr=0.1)
+    train(model, opt, 2)
+    before = copy.deepcopy(dict(model.state_dict()))
+    steps = [int(state["step"]) for state in opt.state.values()]
+    ids = batch()
+    model(ids, ids).backward()
+    values = next(model.parameters())
+    assert values.grad is not None
+    values.grad.view(-1)[3] = bad
+    with no_waiting():
+        opt.step()
+    assert opt.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [int(state["step"]) for state in opt.state.values()] == steps
+    opt.zero_grad()
+    train(model, opt, 1)
+    assert opt.skipped_steps == 1
+
+
+def test_forward_and_backward_in_a_cuda_graph_train_as_without() -> None:
+    eager, _ = compressed_gpt(torch.bfloat16)
+    graphed = copy.deepcopy(eager)
+    opts = [samo.AdamW(model.parameters(), lr=1e-3) for model in (eager, graphed)]
+    ids = batch()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # as torch asks for: lazy initialisation must not be captured
+            graphed(ids, ids).backward()
+            graphed.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = graphed(ids, ids)
+        loss.backward()
+    for _ in range(5):
+        expected = eager(ids, ids)
+        expected.backward()
+        graph.replay()
+        assert torch.equal(loss, expected)
+        for opt in opts:
+            opt.step()
+        opts[0].zero_grad()  # not of the graph's: its gradients stay where they are
+    for ours, theirs in zip(graphed.parameters(), eager.parameters()):
+        assert torch.equal(ours, theirs)

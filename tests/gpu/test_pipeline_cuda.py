@@ -43,3 +43,65 @@ def test_two_ranks_on_one_gpu_equal_one_process() -> None:
         got |= state
     for name, value in model.state_dict().items():
         torch.testing.assert_close(got[name], value.cpu())
+
+
+def in_float16(model: torch.nn.Module, step: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with a scale that overflows at first; return its course and the change of weights."""
+    samo.compress_(model, masks_for(model), dtype=torch.float16)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    scales = []
+    for seed in range(12):
+        step(scaler, *tokens(8, seed))
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        scales.append(scaler.get_scale())
+    changes = {n: (param.detach() - before[n]).cpu() for n, param in model.named_parameters()}
+    return scales, changes
+
+
+def masks_for(model: torch.nn.Module) -> samo.Masks:
+    masks, here = samo.prune(tiny_gpt(), 0.5), dict(model.named_parameters())
+    return samo.Masks({name: mask for name, mask in masks.items() if name in here})
+
+
+def replicas_in_float16(rank: int, num_ranks: int) -> Any:
+    torch.cuda.set_device(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+    pipeline = samo.Pipeline(tiny_gpt(), next_token_loss, mesh, 2, device="cuda:0", timeout_s=60)
+    place = mesh["data"].get_local_rank()
+
+    def step(scaler: torch.amp.GradScaler, x: torch.Tensor, y: torch.Tensor) -> None:
+        pipeline.step(x.chunk(2)[place], target=y.chunk(2)[place], scaler=scaler)
+
+    return in_float16(pipeline.module, step)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_replicated_stages_in_float16_skip_the_steps_of_one_process() -> None:
+    results = run_ranks(4, replicas_in_float16, timeout_s=100)
+    model = tiny_gpt().cuda()
+
+    def step(scaler: torch.amp.GradScaler, x: torch.Tensor, y: torch.Tensor) -> None:
+        for part, wanted in zip(
+            x.cuda().chunk(4), y.cuda().chunk(4)
+        ):  # 2 replicas, 2 micro-batches
+            scaler.scale(next_token_loss(model(part), wanted) * 0.5).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.div_(2)
+
+    scales, wanted = in_float16(model, step)
+    assert scales[0] < 2.0**24  # it did overflow
+    assert scales[-1] == scales[-2]  # and found its way
+    seen: set[str] = set()
+    for found, changes in results:
+        assert found == scales
+        seen |= changes.keys()
+        for name, change in changes.items():
+            # Sums in float16, in any order: 1 part in 2,048 for each of some.
+            assert (change - wanted[name]).abs().max() <= 0.01 * wanted[name].abs().max(), name
+    assert seen == wanted.keys()
