@@ -212,7 +212,8 @@ def test_checkpoints_are_written_after_minutes_and_while_training_continues(
     train(recorded(finished, save_every=100, save_minutes=1e-9), run)
     saves = lines(run, "save")
     assert sorted({line["step"] for line in saves}) == [*range(1, 9)]
-    assert all(0 < line["stall_s"] < line["seconds"] for line in saves)
+    assert all(0 < line["stall_s"] <= line["seconds"] for line in saves)
+    assert any(line["stall_s"] < line["seconds"] for line in saves)
 
 
 # Failures

@@ -424,6 +424,8 @@ class Trainer:
         ranks.run_on_rank0("the run folder", folder.check_in_place)
         if self.metrics is not None:
             progress.metrics_bytes = self.metrics.size
+        # A copy of dense state would nearly double the memory of a run on a CPU.
+        is_async = self.learner.phase == "samo" or self.learner.device.type != "cpu"
         self.saver.save(
             lambda: stage_run(
                 folder.last,
@@ -433,12 +435,16 @@ class Trainer:
                 progress,
                 shape=gpt_config(self.config.model, self.text.vocab_size),
                 tokenizer=self.text.tokenizer.name,
+                copies=is_async,
             ),
             progress.step,
             is_best=is_best,
             # Of stages, only the checkpoint holds all masks.
             writes_masks=ranks.num_stages > 1 and self.learner.phase == "samo",
+            is_async=is_async,
         )
+        if not is_async:
+            self.finish_save()
 
     def finish_save(self) -> None:
         """Wait for the save that is on its way."""
