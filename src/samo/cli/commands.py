@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, get_args
 from tyro.conf import Positional, arg, subcommand
 
 from samo.bench.settings import KernelsConfig, StepConfig
-from samo.train.config import Auto, OptionalPath, TrainConfig
+from samo.train.config import Auto, Names, OptionalPath, Pattern, TrainConfig
 
 __all__ = []
 
@@ -53,18 +53,18 @@ class Prune:
     source: Positional[Path]
     """A checkpoint, a run folder, or a folder with config.json and model weights."""
     out: Path = Path("masks.safetensors")
-    """Mask file to write."""
+    """Mask file to write, which must not exist yet."""
     sparsity: float | Auto = "auto"
     """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
     method: Literal["magnitude", "random", "zeros"] = "magnitude"
     """Keep the largest weights, or random ones. zeros: keep what is nonzero in a pruned model."""
     scope: Literal["tensor", "global", "erk"] = "tensor"
     """Prune each matrix to the sparsity, or all of them together. erk: small matrices less."""
-    pattern: str | None = None
+    pattern: Pattern = None
     """Keep n of every m neighbours along the inputs, such as "2:4"."""
-    skip: tuple[str, ...] = ()
-    """Patterns of weights that are not pruned, such as "blocks.0.*"."""
-    rules: dict[str, float] = field(default_factory=dict)
+    skip: Names = ()
+    """Weights that are not pruned: names or patterns, such as "blocks.0.*"."""
+    rules: Annotated[dict[str, float], arg(help_behavior_hint="")] = field(default_factory=dict)
     """Sparsities of individual weights: pairs of pattern and value."""
     seed: int = 0
     """Seed for the choice between weights of equal magnitude."""
@@ -74,10 +74,10 @@ class Prune:
 class Inspect:
     """Show masks, a checkpoint or a run; without a path, this machine and its kernels."""
 
-    path: Annotated[Positional[Path | None], arg(metavar="PATH")] = None
+    path: Positional[OptionalPath] = None
     """A mask file, a checkpoint or a run folder."""
     verify: bool = False
-    """Read the whole checkpoint and verify its checksums."""
+    """Read the whole checkpoint, or both of a run, and verify the checksums."""
     json: bool = False
     """Print JSON."""
 
@@ -86,10 +86,11 @@ class Inspect:
 class Report:
     """Make an HTML page of one run, or of several to compare: curves, memory, speed."""
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="")]
     """Run folders."""
     out: OptionalPath = None
-    """The page to write. By default report.html in the first run folder."""
+    """The page to write. By default report.html in the run folder, or in the folder that holds all
+    of several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,14 @@ class Bench:
 
 
 Command = Demo | Train | Launch | Prune | Inspect | Report | Bench
+
+USUAL: Final = frozenset(
+    {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}
+    | {"checkpointing", "sparsity", "dense_steps", "method", "masks", "lr", "state", "mode"}
+    | {"steps", "batch_size", "accumulate", "seed", "device", "dtype", "weights"}
+    | {"eval_every", "save_every", "pipe", "shard"}
+)
+"""The settings that ``samo train --help`` shows; ``--help-all`` shows the others too."""
 
 COMMANDS: Final[dict[str, type]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 """Commands by name; each has a module of that name with a function ``run``."""

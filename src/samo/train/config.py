@@ -47,9 +47,13 @@ Amount = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Sparsity = Annotated[float, Range(0, 1, "0.9 prunes 90 %")]
 Auto = Literal["auto"]
-OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
+OptionalPath = Annotated[DisallowNone[Path | None], arg(metavar="PATH", help_behavior_hint="")]
+Files = Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")]
+Pattern = Annotated[DisallowNone[str | None], arg(metavar="N:M", help_behavior_hint="")]
+Names = Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")]
 Method = Literal["magnitude", "random", "early-bird", "gradual", "set", "rigl"]
 DType = Literal["float32", "bfloat16", "float16"]
+ShortDType = Literal["fp32", "bf16", "fp16"]
 Weights = Literal["resident", "streamed"] | int
 Mode = Literal["samo", "dense"]
 
@@ -58,9 +62,9 @@ Mode = Literal["samo", "dense"]
 class DataConfig:
     """The text to train on."""
 
-    train: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE ...")] = ()
+    train: Positional[Files] = ()
     """Text files, or token files: .npy (integers) or .bin (16-bit, as nanoGPT writes them)."""
-    valid: tuple[Path, ...] = ()
+    valid: Files = ()
     """Files to validate on. By default the end of the training text is held out."""
     valid_fraction: Annotated[float, Range(1e-9, 1)] = 0.05
     """Fraction of the text to hold out if no validation files are given."""
@@ -75,7 +79,7 @@ class ModelConfig:
     """The GPT to train."""
 
     shape: ShapeName = "tiny"
-    """A named shape. The next four settings override parts of it."""
+    """A named shape; --num-layers, --width, --num-heads and --context override parts of it."""
     num_layers: Count | Auto = "auto"
     """Transformer blocks."""
     width: Count | Auto = "auto"
@@ -107,11 +111,11 @@ class PruneConfig:
     by gradient."""
     scope: Literal["tensor", "global", "erk"] = "tensor"
     """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
-    pattern: str | None = None
+    pattern: Pattern = None
     """Keep n of every m neighbours along the inputs, such as "2:4"."""
-    skip: tuple[str, ...] = ()
-    """Patterns of weights that are not pruned, such as "blocks.0.*"."""
-    rules: dict[str, Sparsity] = field(default_factory=dict)
+    skip: Names = ()
+    """Weights that are not pruned: names or patterns, such as "blocks.0.*"."""
+    rules: Annotated[dict[str, Sparsity], arg(help_behavior_hint="")] = field(default_factory=dict)
     """Sparsities of individual weights: pairs of pattern and value."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
@@ -174,16 +178,16 @@ class RunConfig:
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
-    dtype: DType | Auto = "auto"
+    dtype: Annotated[DType | ShortDType | Auto, arg(metavar="{auto,bf16,fp16,fp32}")] = "auto"
     """Compute dtype. auto: bfloat16 on a GPU that supports it, float32 on a CPU."""
     fp32_gradients: bool = False
     """Keep the gradients of a bfloat16 model in float32, also between ranks."""
     weights: Annotated[str | int, arg(metavar="{resident,streamed}|BYTES")] = "resident"
     """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an
     amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time."""
-    compile: DisallowNone[bool | None] = None
+    compile: Annotated[DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")] = None
     """Compile the model's blocks with torch.compile: the first steps take longer, and results round
-    differently. Off by default."""
+    differently."""
     eval_every: Count = 100
     """Steps between validations."""
     eval_batches: Count = 20
