@@ -45,8 +45,8 @@ def test_lines_of_steps_show_the_masks_and_the_state() -> None:
     assert "masks" not in numbers_of(*looks, pruned(50))
     assert "loss 2.000  90.0% pruned  16,850 tokens/s" in numbers_of(*gradual())
     alone, shared = accounted(1), accounted(1, rank_bytes=(3_000_000, 2_816_112))
-    assert "s  state 5.82 MB of 512 MB in all  left 0.0 s" in numbers_of(alone)
-    assert "s  rank 0: state 3.00 MB of 512 MB in all  left" in numbers_of(shared)
+    assert "s  state 5.82 MB  left 0.0 s" in numbers_of(alone)
+    assert "s  rank 0: state 3.00 MB  left" in numbers_of(shared)
     assert "state" not in numbers_of(alone, pruned(50))
 
 

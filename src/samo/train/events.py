@@ -159,6 +159,7 @@ class Saved(Event, name="save"):
 class Sampled(Event, name="sample"):
     """The model generated text."""
 
+    prompt: str
     text: str
 
 

@@ -38,6 +38,11 @@ def loss(value: float | None) -> str:
     return NOTHING if value is None or not math.isfinite(value) else f"{value:,.3f}"
 
 
+def perplexity(loss: float) -> str:
+    """Format the exponential of a loss, such as ``9.72``; ``over 1e6`` of a diverged model."""
+    return "over 1e6" if loss > math.log(1e6) else three_digits(math.exp(loss))
+
+
 def percent(fraction: float | None) -> str:
     """Format a fraction in percent, with one decimal if it has one: ``90 %``, ``60.5 %``."""
     if fraction is None or not math.isfinite(fraction):
