@@ -1,5 +1,6 @@
 """What the report says in numbers and sentences, and what it does not claim."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,10 @@ def with_losses(folder: Path, **losses: float) -> list[Run]:
     [
         ((2.331, 2.328, 2.2), "c reached the lowest validation loss, 2.200; the highest is 2.331"),
         ((2.1, 2.104, 2.2), "a and b reached the lowest validation loss, 2.100; the highest is"),
-        ((2.1, 2.11, 2.115), "All runs reach about the same validation loss, 2.100 to 2.115"),
+        (
+            (2.1, 2.11, 2.115),
+            "All runs end within 0.015 of each other: validation loss 2.100 to 2.115",
+        ),
     ],
 )
 def test_losses_are_ranked_only_beyond_noise(
@@ -106,6 +110,18 @@ def test_a_prediction_is_shown_if_it_differs_and_parts_only_if_they_add_up(tmp_p
     assert [bar.place for bar in found[2:]] == [None, 0]
 
 
+def test_a_diverged_run_says_so(tmp_path: Path) -> None:
+    path = write_run(tmp_path, changes={"data": {"vocab_size": 256}})
+    for last, words in {
+        5.6: "",
+        56.0: "it diverged: the validation loss is 56.000, and guessing gives 5.545; lower --lr",
+        math.nan: "it diverged: the validation loss is NaN; lower --lr",
+    }.items():
+        run = read_run(write_events(path, [stepped(8), evaluated(9, last)]))
+        assert findings.warnings(run).startswith(words)
+        assert bool(words) == bool(findings.warnings(run))
+
+
 def test_runs_that_hold_the_same_are_not_ranked(tmp_path: Path) -> None:
     runs = [run_of(tmp_path / name, accounted(1), name=name) for name in ("a", "b")]
     assert findings.memory_finding(runs) == "a and b hold 5.82 MB, dense training 13.9 MB"
@@ -118,11 +134,16 @@ def test_the_state_of_several_ranks_says_where_it_is(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", rank_bytes=sizes, changes=mesh))
     where = "5.82 MB in 2 stages together"
     assert findings.memory_finding([run]) == f"samo holds {where}, dense training 13.9 MB"
-    assert findings.held(run) == f"{where}, 58.1 % less than dense training, largest rank 3.00 MB"
+    assert (
+        findings.held(run)
+        == f"{where}, 58.1 % less than dense training (16.0 B/param), largest rank 3.00 MB"
+    )
     assert findings.ranks(run) == "4 ranks: 2 stages x 2 replicas"
     mesh = {"ranks": {"data": 2}}
     run = read_run(write_run(tmp_path / "b", rank_bytes=sizes[:2], changes=mesh))
-    assert findings.held(run) == "5.82 MB on each rank, 58.1 % less than dense training"
+    assert (
+        findings.held(run) == "5.82 MB on each rank, 58.1 % less than dense training (16.0 B/param)"
+    )
     assert "on 2 ranks: 2 replicas" in findings.summary([run])
     assert findings.bytes_per_param(run) == pytest.approx(5_816_112 / NUM_PARAMS)
 
