@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from samo.bench.rows import Results, Row, failures
 from samo.bench.settings import QUESTIONS
 from samo.cli.commands import Bench
-from samo.cli.console import columns, say
+from samo.cli.console import PatientConsole, columns, say
 from samo.errors import ConfigError, RunError
 from samo.train.launch_env import command_line
 from samo.train.run_dir import check_free, free_dir
@@ -29,7 +28,7 @@ def run(command: Bench) -> int:
     question = importlib.import_module(f"samo.bench.{name}")
     question.check(config)
     device = _device(config.device)
-    console = Console(width=None if sys.stdout.isatty() else 140)  # rich would wrap at 80
+    console = PatientConsole(width=None if sys.stdout.isatty() else 140)  # rich would wrap at 80
     out = config.out or _default_folder(name, device)
     check_free(out)
     results = Results(
