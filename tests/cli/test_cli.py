@@ -126,6 +126,7 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
     [
         ("train", 2, "no text to train on; name a file: samo train notes.txt"),
         ("trian notes.txt", 2, "no command 'trian' (did you mean 'train'?); choose among"),
+        ("launch train notes.txt -n 2", 2, "-n goes before the word train: samo launch -n"),
         ("train notes.txt --pattern 4:2", 2, "--pattern must be 'n:m' with 0 < n < m"),
         ("train notes.txt --init hugging", 2, "is a Hugging Face model; train that in Python"),
         ("train notes.txt --steps 0", 2, "samo: --steps must be 1 or more"),
