@@ -1,15 +1,13 @@
 """The display of a run: its lines and its bar."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from samo.cli.display import Display
-from samo.cli.main import main
 from samo.train import events
-from tests.report.runs import NUMEL, accounted, gradual, observed, pruned, stepped, write_run
+from tests.report.runs import NUMEL, accounted, gradual, observed, pruned, stepped
 
 
 def shown(*happened: events.Event) -> str:
@@ -61,14 +59,3 @@ def test_a_terminal_shows_a_live_bar_and_names_the_compilation() -> None:
     assert "\x1b[" in drawn  # it moves the cursor
     for part in ("compiling: ", "9/9", "loss 2.000", "tokens/s"):
         assert part in drawn
-
-
-def test_masks_of_a_run_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bird = write_run(tmp_path / "bird", reason="settled", more=observed(9))
-    changed = write_run(tmp_path / "changed", sparsity=0.0, more=gradual())
-    for path, words in (
-        (bird, "early-bird Masks settled at step 100: distance 0."),
-        (changed, "masks Masks were pruned further 3 times, to 90 % sparsity"),
-    ):
-        assert main(["inspect", str(path)]) == 0
-        assert words in " ".join(capsys.readouterr().out.split())
