@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samo import kernels
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import KernelsConfig, require
+from samo.bench.settings import KernelsConfig
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.core.adamw import AdamW
 from samo.core.compress import compress_
@@ -46,16 +46,6 @@ def floor_bytes(operation: str, numel: int, kept: int) -> int:
     """Return the fewest bytes that an operation can move."""
     by_weight, by_kept = FLOORS[operation]
     return int(by_weight * numel) + by_kept * kept
-
-
-def check(config: KernelsConfig) -> None:
-    """Raise ConfigError for a setting out of range."""
-    require(config.repeats >= 1, f"repeats must be 1 or more, got {config.repeats}")
-    for size in config.sizes:
-        require(10 <= size <= 34, f"sizes are powers of 2 from 10 to 34, got {size}")
-    require(bool(config.densities), "no densities to measure; leave them out for 0.1 and 0.2")
-    for density in config.densities:
-        require(0 < density < 1, f"densities must be between 0 and 1, got {density}")
 
 
 def measure(config: KernelsConfig, device: torch.device, save: Save, say: Say) -> list[Row]:

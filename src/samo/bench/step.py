@@ -18,9 +18,9 @@ from torch import Tensor
 
 from samo.bench.contenders import CONTENDERS, Contender
 from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import StepConfig, require
+from samo.bench.settings import StepConfig
 from samo.bench.timing import elapsed_ms, free, mark, ratio, spread
-from samo.errors import nearest
+from samo.errors import ConfigError, nearest
 from samo.memory.ledger import Ledger
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
@@ -39,22 +39,13 @@ _QUICK: Final = GPTConfig(
 )
 
 
-def check(config: StepConfig) -> None:
-    """Raise ConfigError for a setting out of range or an unknown contender."""
-    for name in ("repeats", "batch_size", "context", "rounds"):
-        value = getattr(config, name)
-        require(value == "auto" or value >= 1, f"{name} must be 1 or more, got {value}")
-    require(0 < config.sparsity < 1, f"sparsity must be between 0 and 1, got {config.sparsity}")
-    contenders(config)
-
-
 def contenders(config: StepConfig) -> list[str]:
     """Return the names that ``--only`` chooses, in the order of `CONTENDERS`."""
     wanted = [name for entry in config.only for name in entry.split(",") if name]
     for name in wanted:
-        guess = nearest(name, CONTENDERS)
-        known = ", ".join(CONTENDERS)
-        require(name in CONTENDERS, f"unknown contender '{name}'{guess}; choose among {known}")
+        if name not in CONTENDERS:
+            guess, known = nearest(name, CONTENDERS), ", ".join(CONTENDERS)
+            raise ConfigError(f"unknown contender '{name}'{guess}; choose among {known}")
     return [name for name in CONTENDERS if not wanted or name in wanted]
 
 

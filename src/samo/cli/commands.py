@@ -1,13 +1,13 @@
 """The commands of ``samo`` as dataclasses: each field is a flag, the string below it its help."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 from tyro.conf import Positional, arg, subcommand
 
 from samo.bench.settings import KernelsConfig, StepConfig
-from samo.train.config import Auto, Names, OptionalPath, Pattern, TrainConfig
+from samo.train.config import Count, MaskConfig, OptionalPath, Steps, TrainConfig
 
 __all__ = []
 
@@ -38,34 +38,24 @@ class Launch:
 
     command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND ...")]
     """The word train, and its files and flags."""
-    num_ranks: Annotated[int, arg(aliases=("-n",))] = 2
+    num_ranks: Annotated[Count, arg(aliases=("-n",))] = 2
     """Processes to start; with GPUs, one for each."""
-    max_restarts: int = 0
+    max_restarts: Steps = 0
     """How often to restart all ranks after a failure; they resume from the last checkpoint."""
     logs: OptionalPath = None
     """Folder for the output of all ranks but the first; their errors are printed too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prune:
+class Prune(MaskConfig):
     """Choose the weights to keep of a checkpoint, a run or a Hugging Face model folder."""
 
     source: Positional[Path]
     """A checkpoint, a run folder, or a folder with config.json and model weights."""
     out: Path = Path("masks.safetensors")
     """Mask file to write, which must not exist yet."""
-    sparsity: float | Auto = "auto"
-    """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
     method: Literal["magnitude", "random", "zeros"] = "magnitude"
     """Keep the largest weights, or random ones. zeros: keep what is nonzero in a pruned model."""
-    scope: Literal["tensor", "global", "erk"] = "tensor"
-    """Prune each matrix to the sparsity, or all of them together. erk: small matrices less."""
-    pattern: Pattern = None
-    """Keep n of every m neighbours along the inputs, such as "2:4"."""
-    skip: Names = ()
-    """Weights that are not pruned: names or patterns, such as "blocks.0.*"."""
-    rules: Annotated[dict[str, float], arg(help_behavior_hint="")] = field(default_factory=dict)
-    """Sparsities of individual weights: pairs of pattern and value."""
     seed: int = 0
     """Seed for the choice between weights of equal magnitude."""
 

@@ -8,7 +8,7 @@ from samo.errors import ConfigError
 from samo.integrations.model_folders import open_model
 from samo.mask.masks import Masks
 from samo.pruning.prune import prune
-from samo.train.resolve import resolve_sparsity
+from samo.train.resolve import check_ranges, resolve_sparsity
 
 __all__ = []
 
@@ -19,6 +19,7 @@ def run(command: Prune) -> int:
         raise ConfigError(f"--out must be a file in an existing folder, got '{command.out}'")
     if command.out.exists():
         raise ConfigError(f"'{command.out}' exists; choose another file with --out, or remove it")
+    check_ranges(command)
     model = open_model(command.source)
     try:
         if command.method == "zeros":

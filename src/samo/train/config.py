@@ -45,6 +45,7 @@ Count = Annotated[int, Range(1, 2**31)]
 Steps = Annotated[int, Range(0, 2**31)]
 Amount = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
+Share = Annotated[float, Range(1e-9, 1)]
 Sparsity = Annotated[float, Range(0, 1, "0.9 prunes 90 %")]
 Auto = Literal["auto"]
 OptionalPath = Annotated[DisallowNone[Path | None], arg(metavar="PATH", help_behavior_hint="")]
@@ -66,7 +67,7 @@ class DataConfig:
     """Text files, or token files: .npy (integers) or .bin (16-bit, as nanoGPT writes them)."""
     valid: Files = ()
     """Files to validate on. By default the end of the training text is held out."""
-    valid_fraction: Annotated[float, Range(1e-9, 1)] = 0.05
+    valid_fraction: Share = 0.05
     """Fraction of the text to hold out if no validation files are given."""
     tokenizer: Literal["bytes"] | Path = "bytes"
     """The word bytes, or a folder with a Hugging Face tokenizer (tokenizer.json)."""
@@ -97,18 +98,11 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PruneConfig:
-    """What to prune, and when."""
+class MaskConfig:
+    """Which weights to prune."""
 
     sparsity: Sparsity | Auto = "auto"
     """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
-    dense_steps: Steps | Auto = "auto"
-    """Dense steps before pruning. auto: a fifth of all steps; none with --init, --masks, set or
-    rigl. With early-bird, the latest step to prune at; auto: half of all steps."""
-    method: Method = "magnitude"
-    """magnitude or random: prune once. early-bird: prune once the masks are stable. gradual:
-    increase the sparsity over time. set, rigl: periodically drop and regrow weights, at random or
-    by gradient."""
     scope: Literal["tensor", "global", "erk"] = "tensor"
     """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
     pattern: Pattern = None
@@ -117,6 +111,19 @@ class PruneConfig:
     """Weights that are not pruned: names or patterns, such as "blocks.0.*"."""
     rules: Annotated[dict[str, Sparsity], arg(help_behavior_hint="")] = field(default_factory=dict)
     """Sparsities of individual weights: pairs of pattern and value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneConfig(MaskConfig):
+    """What to prune, and when."""
+
+    dense_steps: Steps | Auto = "auto"
+    """Dense steps before pruning. auto: a fifth of all steps; none with --init, --masks, set or
+    rigl. With early-bird, the latest step to prune at; auto: half of all steps."""
+    method: Method = "magnitude"
+    """magnitude or random: prune once. early-bird: prune once the masks are stable. gradual:
+    increase the sparsity over time. set, rigl: periodically drop and regrow weights, at random or
+    by gradient."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
     mask_every: Count | Auto = "auto"
@@ -131,7 +138,7 @@ class PruneConfig:
     """Largest distance at which masks agree (early-bird)."""
     distance: Literal["kept", "hamming"] = "kept"
     """Distance of two masks: the fraction of kept or of all weights that differ (early-bird)."""
-    drop: Annotated[float, Range(1e-9, 1)] = 0.3
+    drop: Share = 0.3
     """Fraction of the kept weights that the first update replaces (set, rigl)."""
 
 

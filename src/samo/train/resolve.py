@@ -75,7 +75,10 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     Raises:
         ConfigError: A setting is out of range, conflicts with another, or needs a GPU.
     """
-    _check_ranges(config)
+    if not config.data.train:
+        raise ConfigError("no text to train on; name a file: samo train notes.txt")
+    for section in fields(TrainConfig):
+        check_ranges(getattr(config, section.name))
     prune, steps = config.prune, config.run.steps
     shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
     is_trained = config.model.init is not None
@@ -110,7 +113,7 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
         # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager ones
         # took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
         run=ResolvedRun(
-            **_filled(config.run, compile=False, **_device_and_dtype(config.run.device))
+            **_filled(config.run, compile=False, **device_and_dtype(config.run.device))
             | {"weights": weights}
         ),
         mesh=config.mesh,
@@ -176,7 +179,7 @@ def gpt_config(model: ResolvedModel, vocab_size: int) -> GPTConfig:
     )
 
 
-def _device_and_dtype(wanted: str) -> dict[str, str]:
+def device_and_dtype(wanted: str) -> dict[str, str]:
     """Return the device that is wanted, and its usual dtype."""
     import torch  # here, so that help does not load it
 
@@ -220,19 +223,16 @@ def _filled(section: Any, **defaults: Any) -> dict[str, Any]:
 # What cannot work
 
 
-def _check_ranges(config: TrainConfig) -> None:
-    """Refuse settings that are out of range; "auto" never is."""
-    if not config.data.train:
-        raise ConfigError("no text to train on; name a file: samo train notes.txt")
-    for section in fields(TrainConfig):
-        for name, hint in get_type_hints(section.type, include_extras=True).items():
-            value = getattr(getattr(config, section.name), name)
-            values = value.values() if isinstance(value, dict) else value
-            numbers = values if isinstance(value, tuple | dict) else (value,)
-            for number, limits in itertools.product(numbers, _ranges(hint)):
-                is_number = isinstance(number, int | float)
-                if is_number and not limits.least <= number < limits.below:
-                    raise ConfigError(f"{flag(name)} must be {limits}, got {str(number)[:40]}")
+def check_ranges(settings: Any) -> None:
+    """Refuse settings of a dataclass that are out of their `Range`; "auto" never is."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        values = value.values() if isinstance(value, dict) else value
+        numbers = values if isinstance(value, tuple | dict) else (value,)
+        for number, limits in itertools.product(numbers, _ranges(hint)):
+            is_number = isinstance(number, int | float)
+            if is_number and not limits.least <= number < limits.below:
+                raise ConfigError(f"{flag(name)} must be {limits}, got {str(number)[:40]}")
 
 
 def _ranges(hint: Any) -> Iterator[Range]:
@@ -266,7 +266,9 @@ def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
     if run.mode == "dense":
         power = f"--density-power {optim.density_power}" if optim.density_power else ""
-        ignored = _changed(prune, [name for name in PruneConfig.__slots__ if name != "sparsity"])
+        ignored = _changed(
+            prune, [entry.name for entry in fields(PruneConfig) if entry.name != "sparsity"]
+        )
         yield ignored or power or shard or weights or lean, "--mode dense", ""
         return
     if prune.masks is not None:
