@@ -189,8 +189,9 @@ def _draw_phases(
 ) -> None:
     """Draw a quantity of the logged steps, faint, and its running mean within each phase."""
     colour, dashes = run_colour(run.place), run_dashes(run.place)
-    # Of a few runs the first is widest, and shows beneath an equal one.
-    width = 2.0 if len(runs) > 3 else 2.0 + 1.5 * (len(runs) - 1 - list(runs).index(run))
+    # The first is widest, and shows beneath equal ones.
+    after = len(runs) - 1 - list(runs).index(run)
+    width = 2.0 + min(1.5, 3 / len(runs)) * after
     for phase in run.phases:
         x = np.array([step.step for step in phase], dtype=float)
         y = np.array([value(step) for step in phase])
