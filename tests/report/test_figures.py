@@ -76,7 +76,9 @@ def test_losses_over_bytes_are_drawn_where_they_are(tmp_path: Path) -> None:
     found = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines]
     assert found == [(held, loss) for held, loss, _ in points]
     assert [run.label for _, _, run in points] == ["r0.9", "r0.8"]
-    assert findings.tradeoff_finding(runs).startswith("r0.9 holds 17.8 % less than r0.8, at a loss")
+    assert findings.tradeoff_finding(runs).startswith(
+        "r0.9 holds 17.8 % less than r0.8; their losses"
+    )
     assert not findings.tradeoff(runs[:1])
 
 

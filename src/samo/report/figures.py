@@ -198,7 +198,7 @@ def _draw_phases(
         marker = "o" if len(x) == 1 else None
         axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.9, marker=marker)
         x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        window = min(max(5, len(run.steps) // 50), len(x))
+        window = min(max(5, len(run.steps) // 50), (len(x) + 1) // 2)  # a short phase has a line
         if window:
             # Full windows only: a mean over fewer values at the ends would bend the curve.
             means = [np.convolve(z, np.full(window, 1 / window), "valid") for z in (x, y)]

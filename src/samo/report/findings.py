@@ -257,7 +257,7 @@ def tradeoff_finding(runs: Sequence[Run]) -> str:
     (small, low, least), *_, (large, high, most) = tradeoff(runs)
     less = f"{least.label} holds {percent(1 - small / large)} less than {most.label}"
     if abs(low - high) <= _SAME_LOSS * abs(high):
-        return f"{less}, at a loss within {loss(abs(low - high))}"
+        return f"{less}; their losses are within {loss(abs(low - high))}"
     return f"{less}, and its loss is {loss(abs(low - high))} {'higher' if low > high else 'lower'}"
 
 
