@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samo import kernels
-from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
+from samo.bench.rows import Row, Save, Say, Table, between, reason
 from samo.bench.settings import KernelsConfig
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.core.adamw import AdamW
@@ -21,7 +21,7 @@ from samo.core.compress import compress_
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
-from samo.utils.formatting import percent
+from samo.utils.formatting import percent, three_digits
 
 __all__ = []
 
@@ -188,9 +188,9 @@ def tabulate(rows: Sequence[Row]) -> Table:
             row.name,
             f"2^{row.parameters['numel'].bit_length() - 1}",
             percent(row.parameters["density"]),
-            digits(row.median),
+            three_digits(row.median),
             between(row),
-            *(digits(row.figures[key]) for key in ("floor_ms", "times_floor", "linear")),
+            *(three_digits(row.figures[key]) for key in ("floor_ms", "times_floor", "linear")),
         )
         for row in rows
         if row.median is not None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from samo.bench.contenders import CONTENDERS, Contender
-from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
+from samo.bench.rows import Row, Save, Say, Table, between, reason
 from samo.bench.settings import StepConfig
 from samo.bench.timing import elapsed_ms, free, mark, ratio, spread
 from samo.errors import ConfigError, nearest
@@ -26,7 +26,7 @@ from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
 from samo.pruning.prune import prune
 from samo.utils.environment import hardware
-from samo.utils.formatting import count
+from samo.utils.formatting import count, three_digits
 
 __all__ = []
 
@@ -147,8 +147,8 @@ class Contest:
         if self.compile == "graphs":
             found.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
         self.rounds.setdefault(name, []).append(found)
-        times = f"{digits(found.median_ms)} ms, {digits(found.in_a_row_ms)} in a row"
-        peak = f", peak {digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
+        times = f"{three_digits(found.median_ms)} ms, {three_digits(found.in_a_row_ms)} in a row"
+        peak = f", peak {three_digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
         self._say(f"{name}: {times}{peak}; warm-up {found.warm_up_s:.1f} s")
 
     def _warmed_up(self, name: str) -> tuple[Contender, Round]:
@@ -319,10 +319,15 @@ def tabulate(rows: Sequence[Row]) -> Table:
 
     def cell(row: Row, key: str) -> str:
         value = row.figures[key]
-        return digits(value / 1e9 if value and key == "peak_bytes" else value)
+        return three_digits(value / 1e9 if value and key == "peak_bytes" else value)
 
     lines = [
-        (row.name, digits(row.median), between(row), *(cell(row, key) for key in columns.values()))
+        (
+            row.name,
+            three_digits(row.median),
+            between(row),
+            *(cell(row, key) for key in columns.values()),
+        )
         for row in rows
         if row.median is not None
     ]
