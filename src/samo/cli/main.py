@@ -22,6 +22,7 @@ from samo.cli.commands import COMMANDS, USUAL, Command, Launch, Train
 from samo.errors import ConfigError, PeerError, SamoError, nearest
 from samo.train.config import TrainConfig
 from samo.train.config_io import read_toml
+from samo.utils.formatting import plain
 
 __all__ = ["main"]
 
@@ -48,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # a closed pipe shows here, not when Python exits
     except ConfigError as error:
         if rank == "0":  # all ranks have the same one
-            sys.stderr.write(f"{prefix}{error}\n")
+            _complain(f"{prefix}{error}")
         return 2
     except SamoError as error:
-        sys.stderr.write(f"{prefix}{error}\n")
+        _complain(f"{prefix}{error}")
         if isinstance(error, PeerError) and num_ranks > 1:
             # A normal exit closes connections, and would wait for the rank that has failed.
             sys.stdout.flush()
@@ -59,14 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             os._exit(1)
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write(f"{prefix}interrupted\n")
+        _complain(f"{prefix}interrupted")
         return 130
     except BrokenPipeError:  # as in samo inspect | head, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        sys.stderr.write(f"{prefix}{error.filename or 'the system'}: {error.strerror or error}\n")
+        _complain(f"{prefix}{error.filename or 'the system'}: {error.strerror or error}")
         return 1
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"{plain(text)}\n")  # a name in a file may have control characters
 
 
 def parse(arguments: Sequence[str]) -> Command:
