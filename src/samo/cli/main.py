@@ -43,10 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             command = parse(arguments or ["--help"])
-            module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
-            return int(module.run(command))
-        finally:
+        except SystemExit:  # help was printed
             sys.stdout.flush()  # a closed pipe shows here, not when Python exits
+            raise
+        module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
+        code = int(module.run(command))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         if rank == "0":  # all ranks have the same one
             _complain(f"{prefix}{error}")
