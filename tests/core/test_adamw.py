@@ -144,6 +144,8 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 
 def test_types_it_cannot_update_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"got the module Linear; use \.parameters\(\)"):
+        samo.AdamW(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a parameter of \(3,\) is torch.float16; samo.AdamW up"):
         samo.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
     model = compressed(torch.float64)
