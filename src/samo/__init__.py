@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from samo.checkpoint.load import load as load, load_masks as load_masks
-    from samo.checkpoint.save import save as save
+    from samo.checkpoint.save import async_save as async_save, save as save
     from samo.core.adamw import AdamW as AdamW
     from samo.core.compress import (
         compress_ as compress_,
@@ -73,6 +73,7 @@ _MODULES: Final = {
     "MaskError": "samo.errors",
     "Masks": "samo.mask.masks",
     "SamoError": "samo.errors",
+    "async_save": "samo.checkpoint.save",
     "compress_": "samo.core.compress",
     "decompress_": "samo.core.compress",
     "dense_state_dict": "samo.core.compress",

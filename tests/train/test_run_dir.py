@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from samo.errors import RunError
-from samo.train import events
+from samo.train import events, rank_group
 from samo.train.config import DataConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.metrics import MetricsFile
@@ -155,8 +155,10 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_the_first_signal_is_recorded_and_the_second_acts(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_the_first_signal_is_recorded_and_a_later_one_acts(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = []
     before = signal.signal(number, lambda *_: taken.append("second"))
     handler = signal.getsignal(number)
@@ -166,6 +168,10 @@ def test_the_first_signal_is_recorded_and_the_second_acts(number: signal.Signals
             assert interrupt.signal == number
             assert not taken
             signal.raise_signal(number)
+            if number != signal.SIGINT:  # the same one, passed on by a launcher
+                assert not taken
+                monkeypatch.setattr(rank_group, "_SAME_S", 0.0)
+                signal.raise_signal(number)
             assert taken == ["second"]
         with Interrupt():
             assert signal.getsignal(number) != handler

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,34 @@ def test_what_cannot_work_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
+# Checkpoints
+
+
+def test_older_checkpoints_are_kept_and_can_be_resumed(
+    tmp_path: Path, text: Path, finished: Path
+) -> None:
+    run = tmp_path / "run"
+    train(recorded(finished, save_every=2, keep=3), run)
+    kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert kept == ["step-4", "step-6", "step-8"]
+    assert read_progress(run, "step-6")["step"] == 6
+    resume(run / "checkpoints" / "step-4", listeners=[interrupt_at(5, signal.SIGUSR1)])
+    kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+    assert kept == ["step-4", "step-5"]  # later ones belong to steps that were dropped
+    resume(run)
+    assert_same_run(finished, run)
+
+
+def test_checkpoints_are_written_after_minutes_and_while_training_continues(
+    tmp_path: Path, finished: Path
+) -> None:
+    run = tmp_path / "run"
+    train(recorded(finished, save_every=100, save_minutes=1e-9), run)
+    saves = lines(run, "save")
+    assert sorted({line["step"] for line in saves}) == [*range(1, 9)]
+    assert all(0 < line["stall_s"] < line["seconds"] for line in saves)
+
+
 # Failures
 
 
@@ -195,7 +224,7 @@ def test_a_full_disk_ends_the_run_which_resumes(
 ) -> None:
     full = OSError(28, "No space left on device")
     broken = {
-        "checkpoint": ("samo.train.checkpointing.save", CheckpointError(str(full))),
+        "checkpoint": ("samo.checkpoint.save.write_tensors", full),
         "masks": ("samo.Masks.save", full),
     }
     target, error = broken[what]

@@ -21,6 +21,7 @@ from samo.bench.rows import Row, Save, Say, Table, between, reason
 from samo.bench.settings import StepConfig
 from samo.bench.timing import elapsed_ms, free, mark, ratio, spread
 from samo.errors import ConfigError, nearest
+from samo.kernels.operators import COMPILE_OPTIONS
 from samo.memory.ledger import Ledger
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
@@ -154,10 +155,11 @@ class Contest:
     def _warmed_up(self, name: str) -> tuple[Contender, Round]:
         model, masks = new_model(self._shape, self._device), self._masks.to(self._device)
         contender = CONTENDERS[name](model, masks)
-        mode = "reduce-overhead" if self.compile == "graphs" else None
-        if self.compile != "none":
-            for module in model.blocks if self.compile == "blocks" else [model]:
-                module.compile(fullgraph=True, mode=mode)  # a graph break is an error
+        if self.compile == "blocks":
+            for block in model.blocks:
+                block.compile(fullgraph=True, options=COMPILE_OPTIONS)  # a graph break is an error
+        elif self.compile == "graphs":
+            model.compile(fullgraph=True, mode="reduce-overhead")
         start = mark(self._device)
         for _ in range(self.warm_up - 1):
             self._whole_step(contender)

@@ -32,7 +32,7 @@ from samo.checkpoint.manifest import (
 from samo.errors import CheckpointError
 from samo.utils import atomic_io
 
-__all__ = ["copy", "verify"]
+__all__ = ["copy", "remove", "verify"]
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
@@ -66,6 +66,17 @@ def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
                 with open(file, "rb") as stream:
                     atomic_io.write_new(data / name, _chunks(stream))
         publish(data, encode_manifest(manifest.content | {"data": data.name}))
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint, but nothing in its folder that samo did not write."""
+    folder = Path(path)
+    with save_errors(folder), atomic_io.locked(folder):
+        _current_data(folder)  # refuses another program's manifest
+        (folder / NAME).unlink(missing_ok=True)  # first: what is left is no checkpoint
+        _remove_data(folder, keep=None)
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager

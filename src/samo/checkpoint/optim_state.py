@@ -24,7 +24,7 @@ from samo.checkpoint.manifest import damaged
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.reader import Checkpoint
 from samo.checkpoint.tensors import name_tensors, rows_of, with_rows
-from samo.core.adamw import AdamW, state_layout
+from samo.core.adamw import AdamW, check_counts, state_layout
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
 from samo.utils.validation import finite_number
@@ -158,12 +158,12 @@ class OptimizerState:
             raise saved.misfit(
                 f"its optimizer state of '{name}' is {held} instead of {expected}{hint}"
             )
-        step = content.get("step", 0)
-        if isinstance(step, json_values.TensorName):
-            step = saved.optimizer.read(step)
+        counts = {key: content[key] for key in ("step", "age") if key in content}
+        for key, value in counts.items():
+            if isinstance(value, json_values.TensorName):
+                counts[key] = saved.optimizer.read(value)
         try:
-            if finite_number("step", step) < 0:
-                raise ValueError(f"step must be 0 or more, got {step}")
+            check_counts(counts)
         except ValueError as error:
             raise damaged(saved.path, f"optimizer state of '{name}': {error}") from None
 

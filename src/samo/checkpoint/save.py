@@ -1,13 +1,14 @@
-"""`save`: write a model, its optimizer and what else belongs to a run as one checkpoint."""
+"""`save` and `async_save`: a model, its optimizer and what belongs to a run, as one checkpoint."""
 
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from samo import __version__
-from samo.checkpoint import json_values
+from samo.checkpoint import json_values, staging
 from samo.checkpoint.folder import draft, publish, save_errors
 from samo.checkpoint.layout import Layout, layout_of
 from samo.checkpoint.manifest import FORMAT, KINDS, VERSION, encode_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
-from samo.checkpoint.tensors import name_tensors, write_tensors
+from samo.checkpoint.tensors import local, name_tensors, rows_metadata, write_tensors
 from samo.errors import CheckpointError
 from samo.mask import mask_files
 from samo.mask.masks import Masks
@@ -30,7 +31,7 @@ from samo.utils import atomic_io
 if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline
 
-__all__ = ["save"]
+__all__ = ["async_save", "save"]
 
 
 @torch.no_grad()
@@ -79,37 +80,122 @@ def save(
             another rank failed.
         PeerError: Another rank does not answer.
     """
-    layout, folder = layout_of(model, mesh, timeout_s, "samo.save"), Path(path)
-    part = _Part(folder, layout)
-    with part.draft:
-        data = layout.ranks.run_all(
-            f"what goes into '{folder}'",
-            lambda: part.describe(opt, scaler, extra or {}),
-            part.begin,
-        )
-        layout.ranks.run_all(f"the files of '{folder}'", lambda: part.write(data), part.publish)
+    staging.wait_for_pending()
+    layout = layout_of(model, mesh, timeout_s, "samo.save")
+    _Part(Path(path), layout, opt, scaler, extra or {}).save()
     if layout.is_first:
         _warn_of_extra_state(layout.module)  # last: where warnings are errors, ranks would wait
+
+
+class SaveOptions(TypedDict, total=False):
+    """The keyword arguments of `save`."""
+
+    scaler: torch.amp.GradScaler | None
+    extra: Mapping[str, Any] | None
+    mesh: DeviceMesh | None
+    timeout_s: float
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: "nn.Module | Pipeline",
+    opt: Optimizer | None = None,
+    **options: Unpack[SaveOptions],
+) -> Future[None]:
+    """Save as `samo.save` does, in a thread: training continues once the state is copied.
+
+    The copy takes as much host memory as the checkpoint, and is reused by the next save. That one
+    waits for this save to end. A process that exits waits for it too.
+
+    Example:
+        >>> import tempfile, torch, samo
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = samo.async_save(folder, model, extra={"step": 100})
+        ...     # ... the next steps ...
+        ...     saving.result()  # raises what went wrong
+        ...     samo.load(folder, model)
+        {'step': 100}
+
+    Returns:
+        Done when the checkpoint is complete. Its ``result()`` raises what `samo.save` would.
+    """
+    return staging.submit(lambda: stage(path, model, opt, **options))
+
+
+@torch.no_grad()
+def stage(
+    path: str | os.PathLike[str],
+    model: "nn.Module | Pipeline",
+    opt: Optimizer | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    extra: Mapping[str, Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout_s: float = 600.0,
+) -> Callable[[], None]:
+    """Copy what `save` would write, and return a function that writes it, for `staging.submit`."""
+    layout = layout_of(model, mesh, timeout_s, "samo.save")
+    part = _Part(Path(path), layout, opt, scaler, extra or {})
+    part.stage()
+    if layout.is_first:
+        _warn_of_extra_state(layout.module)
+    return part.save
 
 
 class _Part:
     """What a rank writes of a checkpoint; on the first rank also the manifest."""
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        opt: Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+        extra: Mapping[str, Any],
+    ) -> None:
         self.folder: Final = folder
         self.layout: Final = layout
         self.draft: Final = ExitStack()
-        self.tensors: Final[dict[str, dict[str, Tensor]]] = {kind: {} for kind in KINDS}
+        self.tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
         self.metadata: Final[dict[str, dict[str, str]]] = {}
         self.content: Final[dict[str, Any]] = {}
+        self.error: BaseException | None = None
+        try:
+            self.share = self._describe(opt, scaler, extra)
+        except BaseException as error:  # raised in save(), on all ranks
+            self.error, self.share = error, None
+        for kind, tensors in self.tensors.items():
+            own = {name: t for name, t in tensors.items() if layout.writes(t)}
+            self.metadata[kind] = self.metadata.get(kind, {}) | rows_metadata(own)
+            self.tensors[kind] = {name: local(t).detach() for name, t in own.items()}
 
-    def describe(
+    def stage(self) -> None:
+        """Copy the tensors to the host, so that the model may change."""
+        try:
+            self.tensors = staging.stage(self.tensors)
+        except BaseException as error:
+            self.error = self.error or error
+
+    def save(self) -> None:
+        """Write the checkpoint together with the other ranks."""
+        ranks, folder = self.layout.ranks, self.folder
+        with self.draft:
+            data = ranks.run_all(f"what goes into '{folder}'", self.described, self.begin)
+            ranks.run_all(f"the files of '{folder}'", lambda: self.write(data), self.publish)
+
+    def described(self) -> dict[str, Any] | None:
+        """Return the share of this rank's stage, from its first replica."""
+        if self.error is not None:
+            raise self.error
+        return self.share
+
+    def _describe(
         self,
         opt: Optimizer | None,
         scaler: torch.amp.GradScaler | None,
         extra: Mapping[str, Any],
     ) -> dict[str, Any] | None:
-        """Find what this rank writes; return the share of its stage, from the first replica."""
         layout, tensors = self.layout, self.tensors
         if layout.ranks.place == 0:
             self.content["scaler"] = None if scaler is None else scaler.state_dict()
@@ -119,8 +205,8 @@ class _Part:
         if not layout.is_first and not layout.is_sharded:
             return None
         model = ModelState(layout)
-        tensors["weights"] = model.tensors
-        masks = {n: mask for n, mask in sorted(model.masks.items()) if n in model.tensors}
+        tensors["weights"] = own = model.tensors
+        masks = {name: mask for name, mask in sorted(model.masks.items()) if name in own}
         tensors["masks"] = {name: mask.words for name, mask in masks.items()}
         self.metadata["masks"] = mask_files.metadata(masks, Masks(masks).fingerprint())
         optimizer = None
@@ -149,11 +235,10 @@ class _Part:
         files: dict[str, Any] = {}
         with save_errors(self.folder):
             for kind, tensors in self.tensors.items():
-                own = {name: t for name, t in tensors.items() if self.layout.writes(t)}
                 name = f"{kind}{tag}.safetensors"
-                if own:
-                    file, metadata = self.folder / data / name, self.metadata.get(kind, {})
-                    files[name] = write_tensors(file, own, metadata, ranks.note_progress)
+                if tensors:
+                    file, metadata = self.folder / data / name, self.metadata[kind]
+                    files[name] = write_tensors(file, tensors, metadata, ranks.note_progress)
             if files:
                 atomic_io.sync_folder(self.folder / data)
         return files

@@ -112,25 +112,28 @@ def name_tensors(tensors: dict[str, Tensor]) -> Callable[[Any, str], str | None]
     return encode_tensor
 
 
+def rows_metadata(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the metadata that says which rows of tensors a file of this rank has."""
+    rows = {
+        name: [found.start, tensor.shape[0]]
+        for name, tensor in tensors.items()
+        if (found := rows_of(tensor)) is not None
+    }
+    return {"rows": json.dumps(rows)} if rows else {}
+
+
 def write_tensors(
     file: Path,
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str],
     on_chunk: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Write this rank's part of tensors, one in host memory at a time; return the file's entry."""
-    rows = {
-        name: [found.start, tensor.shape[0]]
-        for name, tensor in tensors.items()
-        if (found := rows_of(tensor)) is not None
-    }
-    if rows:
-        metadata = {**metadata, "rows": json.dumps(rows)}
+    """Write tensors, one in host memory at a time; return the file's entry in the manifest."""
     digest, num_bytes = hashlib.sha256(), 0
 
     def chunks() -> Iterator[memoryview]:
         nonlocal num_bytes
-        for piece in safetensors_io.encode({n: local(t) for n, t in tensors.items()}, metadata):
+        for piece in safetensors_io.encode(tensors, metadata):
             num_bytes += len(piece)
             for start in range(0, len(piece), _CHUNK_BYTES):
                 digest.update(piece[start : start + _CHUNK_BYTES])

@@ -63,6 +63,7 @@ def _launch(command: Launch, train: Train, logs: str) -> int:
         nproc_per_node=command.num_ranks,
         run_id=f"{RUN_ID_PREFIX}{os.getpid()}",
         rdzv_backend=_BACKEND,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         max_restarts=0,  # each restart is a launch of its own, so that this names the failed rank
         logs_specs=DefaultLogsSpecs(
             log_dir=logs,

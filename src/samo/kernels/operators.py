@@ -5,14 +5,19 @@ an NVIDIA GPU these are `torch.library.triton_op`, whose kernels Inductor launch
 they are opaque to it.
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from samo import kernels
-from samo.mask.bitmap import BLOCK_WORDS, num_blocks, num_words as num_words_of
+from samo.mask.bitmap import num_blocks, num_words as num_words_of
 from samo.mask.mask import Mask
 
 __all__ = []
+
+COMPILE_OPTIONS: Final = {"static_launch_user_defined_triton_kernels": True}
+"""Let Inductor launch these kernels without Python, which a host-bound step shows."""
 
 _SLOTS = 256
 """The same for all densities: another number would be another graph to compile."""
@@ -94,6 +99,6 @@ else:
         num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
         offsets, numel = bitmap[num_words:], dense.numel()
         torch.library.wrap_triton(expand_kernel)[(blocks,)](
-            values, bitmap, offsets, after, dense, numel, num_words, WORDS=BLOCK_WORDS, num_warps=2
+            values, bitmap, offsets, after, dense, numel, num_words, num_warps=2
         )
         return dense

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from samo.checkpoint import verify
 from samo.checkpoint.load import load, load_masks
-from samo.checkpoint.save import save
+from samo.checkpoint.save import stage
 from samo.data.batches import Batches
 from samo.errors import CheckpointError
 from samo.mask.masks import Masks
@@ -39,7 +40,7 @@ class Progress:
     skipped_steps: int = 0
 
 
-def save_run(
+def stage_run(
     path: Path,
     learner: Learner,
     masking: Masking,
@@ -48,8 +49,8 @@ def save_run(
     *,
     shape: GPTConfig,
     tokenizer: str,
-) -> None:
-    """Save a run: everything that its next steps depend on."""
+) -> Callable[[], None]:
+    """Copy all that the next steps of a run depend on; return a function that writes it."""
     progress.phase = learner.phase
     progress.position = batches.position
     progress.skipped_steps = learner.skipped_steps
@@ -62,7 +63,7 @@ def save_run(
     }
     if learner.device.type == "cuda":
         extra["random_cuda"] = torch.cuda.get_rng_state(learner.device)
-    save(
+    return stage(
         path,
         learner.whole,
         learner.opt,
@@ -74,7 +75,7 @@ def save_run(
 
 
 def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -> Progress:
-    """Restore what `save_run` saved into new objects, and return the progress of the run."""
+    """Restore what `stage_run` staged into new objects, and return the progress of the run."""
     progress, masks = learner.ranks.run_all("the checkpoint", lambda: _read(path))
     if masks is not None:
         learner.prune(learner.own_masks(masks).to(learner.device))

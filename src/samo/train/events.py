@@ -149,11 +149,12 @@ class Exchanged(Event, name="traffic"):
 
 
 class Saved(Event, name="save"):
-    """A checkpoint was written."""
+    """A checkpoint was written; training stood still for the first part of that time."""
 
     path: str
     bytes: int
     seconds: float
+    stall_s: float
 
 
 class Sampled(Event, name="sample"):

@@ -27,6 +27,7 @@ from samo.core.optimizers import param_groups
 from samo.core.rank_checks import compare_masks
 from samo.data.batches import IGNORE, Batch
 from samo.errors import MaskError
+from samo.kernels.operators import COMPILE_OPTIONS
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
@@ -91,7 +92,8 @@ class Learner:
         self._is_compiled = config.run.compile
         if self._is_compiled:  # larger units would delay the reduction of gradients between ranks
             for block in _blocks(model):
-                block.compile(backend=BACKEND)
+                options = COMPILE_OPTIONS if BACKEND == "inductor" else None
+                block.compile(backend=BACKEND, options=options)
         self.opt: torch.optim.Optimizer = torch.optim.AdamW(
             self._groups(), betas=self._optim.betas, eps=self._optim.eps, fused=True
         )

@@ -55,7 +55,8 @@ _METHODS: Final = {
 _UNUSED: Final = PruneConfig(sparsity=DEFAULT_SPARSITY, dense_steps=0, mask_every=1, mask_stop=0)
 """What "auto" becomes where a setting has no effect."""
 CHANGEABLE: Final = frozenset(
-    {"steps", "eval_every", "eval_batches", "save_every", "log_every", "sample_tokens"}
+    {"steps", "eval_every", "eval_batches", "save_every", "save_minutes", "keep", "log_every"}
+    | {"sample_tokens"}
     | {"weights", "compile", "train", "valid"}
     | {entry.name for entry in fields(MeshConfig)}
 )

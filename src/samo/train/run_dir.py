@@ -5,6 +5,7 @@ metrics.jsonl       what happened, a line each
 masks.safetensors   the masks, from pruning on, as they are now
 checkpoints/last    the newest checkpoint, to resume from
 checkpoints/best    the one with the lowest validation loss since pruning
+checkpoints/step-N  the ones before the last, if several are to be kept
 data/               tokens, where a tokenizer made them
 tensorboard/        event files, where TensorBoard is installed
 report.html         the report, as ``samo report`` makes it
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from samo.checkpoint import remove
 from samo.checkpoint.manifest import NAME
 from samo.errors import RunError
 from samo.train.config import ResolvedConfig
@@ -46,6 +48,22 @@ class RunDir:
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint is complete: the manifest is the last file to be written."""
         return any((path / NAME).exists() for path in (self.last, self.best))
+
+    def kept(self, step: int) -> Path:
+        """Return the place of a checkpoint that is kept besides the last one."""
+        return self.last.with_name(f"step-{step}")
+
+    def remove_kept(self, *, all_but: int, up_to: int | None = None) -> None:
+        """Remove the kept checkpoints but the newest ones, and those after step ``up_to``."""
+        found = {}
+        for path in self.last.parent.glob("step-*"):
+            number = path.name.removeprefix("step-")
+            if number.isascii() and number.isdigit():
+                found[int(number)] = path
+        newest = [step for step in sorted(found) if up_to is None or step <= up_to][-all_but:]
+        for step, path in found.items():
+            if step not in newest:
+                remove(path)
 
     @classmethod
     def create(cls, path: Path) -> "RunDir":

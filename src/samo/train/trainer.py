@@ -22,14 +22,13 @@ from typing import Final, NamedTuple
 import torch
 
 from samo.checkpoint import copy as copy_checkpoint
-from samo.checkpoint.load import load_masks
 from samo.data.batches import Batch, Batches, validation_batches
-from samo.errors import ConfigError, RunError
+from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.models.generate import generate
 from samo.train import events, setup
-from samo.train.checkpointing import Progress, load_run, save_run
+from samo.train.checkpointing import Progress, load_run, stage_run
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
@@ -45,6 +44,7 @@ from samo.train.resolve import (
     resolve_resumed,
 )
 from samo.train.run_dir import RunDir, check_free
+from samo.train.saver import Saver
 from samo.train.setup import Text
 from samo.train.state_bytes import accounted
 from samo.utils.environment import memory_in_use
@@ -165,6 +165,7 @@ def resume(
         def write_changes() -> None:
             if checkpoint != folder.last:
                 copy_checkpoint(checkpoint, folder.last)  # later steps are dropped
+                folder.remove_kept(all_but=run.keep, up_to=progress.step)
             folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
@@ -192,6 +193,10 @@ class Trainer:
         progress = self.progress
         self.ranks = self.learner.ranks
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
+        run = self.config.run
+        self.saver = Saver(
+            self.folder, is_first=self.ranks.is_first, keep=run.keep, minutes=run.save_minutes
+        )
 
     def run(self) -> Result:
         """Train to the end, or until a signal arrives."""
@@ -201,6 +206,8 @@ class Trainer:
             try:
                 signal = self.fit()
             except Exception:
+                with suppress(SamoError):
+                    self.finish_save()  # before the folder is released
                 with suppress(RunError):
                     self.report(events.Ended(step=self.progress.step, reason="failed"))
                 raise
@@ -259,11 +266,21 @@ class Trainer:
                 is_last, is_best = progress.step >= run.steps, False
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
-                signal = self.ranks.any_signal(interrupt.signal)
-                is_end = is_last or signal is not None
-                if is_end or is_best or progress.step % run.save_every == 0:
+                wish = self.ranks.agree(progress.step, self.wish(interrupt.signal))
+                signal = int(wish) if wish.isdigit() else None
+                if wish == "finish" or (self.saver.is_done and not self.saver.has_failed):
+                    self.finish_save()
+                is_due = wish == "save" or progress.step % run.save_every == 0
+                if is_last or is_best or is_due or signal is not None:
                     self.save(is_best=is_best)
+            self.finish_save()
         return signal
+
+    def wish(self, signal: int | None) -> str:
+        """Return what this rank wants all of them to do next: stop, save, or end for a failure."""
+        if self.saver.has_failed:
+            return "finish"
+        return str(signal) if signal is not None else "save" * self.saver.is_due
 
     def step(self) -> None:
         """Take one optimizer step, and write a line of metrics if one is due."""
@@ -343,7 +360,7 @@ class Trainer:
         )
         if self.ranks.size > 1:
             own = {**self.learner.traffic(), "memory_bytes": memory_bytes}
-            for rank, sent in enumerate(self.ranks.all_gather("the traffic", own)):
+            for rank, sent in enumerate(self.ranks.gather("the traffic", own)):
                 stage, replica = divmod(rank, self.ranks.num_replicas)
                 place = {"rank": rank, "stage": stage, "replica": replica}
                 self.report(events.Exchanged(step=progress.step, **place, **sent))
@@ -400,34 +417,38 @@ class Trainer:
             ) from error
 
     def save(self, *, is_best: bool) -> None:
-        """Write a checkpoint."""
+        """Copy the state of the run; a thread writes it while training continues."""
         folder, progress, ranks = self.folder, self.progress, self.ranks
+        self.finish_save()
         self.synchronize()
-        started = time.perf_counter()
         ranks.run_on_rank0("the run folder", folder.check_in_place)
         if self.metrics is not None:
             progress.metrics_bytes = self.metrics.size
-        save_run(
-            folder.last,
-            self.learner,
-            self.masking,
-            self.batches,
-            progress,
-            shape=gpt_config(self.config.model, self.text.vocab_size),
-            tokenizer=self.text.tokenizer.name,
+        self.saver.save(
+            lambda: stage_run(
+                folder.last,
+                self.learner,
+                self.masking,
+                self.batches,
+                progress,
+                shape=gpt_config(self.config.model, self.text.vocab_size),
+                tokenizer=self.text.tokenizer.name,
+            ),
+            progress.step,
+            is_best=is_best,
+            # Of stages, only the checkpoint holds all masks.
+            writes_masks=ranks.num_stages > 1 and self.learner.phase == "samo",
         )
-        if is_best and ranks.is_first:
-            copy_checkpoint(folder.last, folder.best)
-        if ranks.num_stages > 1 and ranks.is_first and self.learner.phase == "samo":
-            load_masks(folder.last).save(folder.masks)  # the checkpoint holds those of all stages
-        self.report(
-            events.Saved(
-                step=progress.step,
-                path=folder.last.relative_to(folder.path).as_posix(),
-                bytes=sum(f.stat().st_size for f in folder.last.rglob("*") if f.is_file()),
-                seconds=time.perf_counter() - started,
-            )
-        )
+
+    def finish_save(self) -> None:
+        """Wait for the save that is on its way."""
+        try:
+            saved = self.saver.finish()
+        except CheckpointError:
+            self.folder.check_in_place()  # the better error, if the folder was moved meanwhile
+            raise
+        if saved is not None:
+            self.report(saved)
 
     def generate_sample(self) -> None:
         """Let the model continue a piece of the validation text."""
