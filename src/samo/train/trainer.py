@@ -382,7 +382,7 @@ class Trainer:
             events.Evaluated(
                 step=progress.step,
                 valid_loss=loss,
-                perplexity=math.exp(min(loss, 700.0)),
+                perplexity=math.exp(loss) if loss < 700 else math.inf,
                 tokens=progress.tokens,
                 elapsed_s=progress.elapsed_s,
             )
@@ -463,6 +463,8 @@ class Trainer:
         runs_model = ranks.is_first or self.config.mesh.shard == "weights"
         if not run.sample_tokens or ranks.num_stages > 1 or not runs_model:
             return
+        if not math.isfinite(self.progress.valid_loss or 0.0):  # nothing to draw tokens from
+            return
         prompt_T = next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
         try:
             with self.learner.in_eager():  # every token is a new shape
@@ -476,8 +478,10 @@ class Trainer:
         except KeyboardInterrupt:  # everything is saved; the sample is left out
             return
         if ranks.is_first:
-            self.sample = self.text.tokenizer.decode(tokens_T.numpy())
-            self.report(events.Sampled(step=self.progress.step, text=self.sample))
+            decode, length = self.text.tokenizer.decode, len(prompt_T)
+            self.sample = decode(tokens_T[length:].numpy())
+            prompt = decode(tokens_T[:length].numpy())
+            self.report(events.Sampled(step=self.progress.step, prompt=prompt, text=self.sample))
 
     def report(self, event: Event) -> None:
         """Pass an event to all listeners; one that cannot write is removed."""
