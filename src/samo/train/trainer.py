@@ -312,7 +312,10 @@ class Trainer:
             self.evaluate()  # the loss before pruning, to compare with
         masks, pruned = self.masking.draw(progress.step)
         self.save_masks(masks)
-        self.learner.prune(masks)
+        try:
+            self.learner.prune(masks)
+        except ValueError as error:  # weights that are not finite, or too large for the dtype
+            raise self.diverged(str(error)) from error
         self.masking.start_changing()
         self.report(pruned)
         progress.best_loss = None  # dense losses do not count for a pruned model
@@ -366,11 +369,14 @@ class Trainer:
                 self.report(events.Exchanged(step=progress.step, **place, **sent))
         self.nonfinite_lines = 0 if math.isfinite(loss) else self.nonfinite_lines + 1
         if self.nonfinite_lines >= _LINES_UNTIL_DIVERGED:
-            raise RunError(
-                f"the run has diverged: no finite loss in {self.nonfinite_lines} lines of metrics, "
-                f"up to step {progress.step:,}; start a new one with a lower --lr, a longer "
-                "--warmup-steps, or --density-power 0"
-            )
+            raise self.diverged(f"no finite loss in {self.nonfinite_lines} lines of metrics")
+
+    def diverged(self, how: str) -> RunError:
+        """Return the error of a run that cannot recover."""
+        return RunError(
+            f"the run has diverged at step {self.progress.step:,}: {how}; start a new one with a "
+            "lower --lr, a longer --warmup-steps, or --density-power 0"
+        )
 
     def evaluate(self) -> bool:
         """Validate, and return whether the loss is the lowest so far."""
