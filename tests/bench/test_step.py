@@ -131,7 +131,11 @@ def test_the_operations_of_a_step_are_those_of_its_matrices() -> None:
 
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [("blocks", ["_Block", "_Block"]), ("graphs", ["GPT", "reduce-overhead"])],
+    [
+        ("blocks", ["_Block", "_Block"]),
+        ("model", ["GPT"]),
+        ("graphs", ["GPT", "reduce-overhead"]),
+    ],
 )
 def test_models_are_compiled_and_reset_between_contenders(
     how: Compile, expected: list[Any], monkeypatch: pytest.MonkeyPatch

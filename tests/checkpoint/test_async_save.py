@@ -1,11 +1,14 @@
 """samo.async_save: a checkpoint of the moment of the call, while training continues."""
 
+import gc
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -112,6 +115,47 @@ def test_a_process_that_exits_completes_its_save(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)])
     assert done.returncode == 3
     assert checkpoint.verify(tmp_path).extra == {"n": 1}
+
+
+def test_a_forked_process_saves_while_its_parent_does(tmp_path: Path) -> None:
+    script = """
+        import os, sys, time, torch, samo
+        from samo.checkpoint import tensors
+        write = tensors.atomic_io.write_new
+        tensors.atomic_io.write_new = lambda *args: time.sleep(0.3) or write(*args)
+        model = torch.nn.Linear(3, 3)
+        saving = samo.async_save(f"{sys.argv[1]}/parent", model)
+        child = os.fork()
+        samo.save(f"{sys.argv[1]}/{child and 'later'}", model)
+        if child:
+            os.waitpid(child, 0)
+            saving.result()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60)
+    for name in ("parent", "0", "later"):
+        checkpoint.verify(tmp_path / name)
+
+
+def test_what_was_saved_is_not_kept_alive(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError):
+        samo.async_save(tmp_path / "file", model).result()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    staging.release()
+    assert not staging._copies
+
+
+def test_ctrl_c_during_the_copy_is_for_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "stage", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        samo.async_save(tmp_path, nn.Linear(3, 3))
 
 
 def save_in_steps(rank: int, num_ranks: int, folder: Path) -> None:

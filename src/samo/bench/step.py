@@ -158,6 +158,8 @@ class Contest:
         if self.compile == "blocks":
             for block in model.blocks:
                 block.compile(fullgraph=True, options=COMPILE_OPTIONS)  # a graph break is an error
+        elif self.compile == "model":
+            model.compile(fullgraph=True, options=COMPILE_OPTIONS)
         elif self.compile == "graphs":
             model.compile(fullgraph=True, mode="reduce-overhead")
         start = mark(self._device)

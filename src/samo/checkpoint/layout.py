@@ -1,6 +1,6 @@
 """Which part of a model this rank has: all of it, a stage, or rows of its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +42,11 @@ class Layout(NamedTuple):
 
 
 def layout_of(
-    model: "nn.Module | Pipeline", mesh: DeviceMesh | None, timeout_s: float, caller: str
+    model: "nn.Module | Pipeline",
+    mesh: DeviceMesh | None,
+    timeout_s: float,
+    caller: str,
+    look_after: Callable[[], None] = lambda: None,
 ) -> Layout:
     """Return how a model lies on ranks; the arguments are those of `samo.save`, the caller."""
     if not timeout_s > 0:
@@ -78,7 +82,7 @@ def layout_of(
     here = dist.get_rank()
     for stage in stages:
         if here in stage:
-            together = Ranks(ranks, caller, timeout_s)
+            together = Ranks(ranks, caller, timeout_s, look_after)
             return Layout(module, together, stage[0], len(stages) > 1, sharded is not None, aliases)
     raise CheckpointError(f"rank {here} called {caller}, but the mesh has only ranks {ranks}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -104,8 +105,9 @@ def async_save(
 ) -> Future[None]:
     """Save as `samo.save` does, in a thread: training continues once the state is copied.
 
-    The copy takes as much host memory as the checkpoint, and is reused by the next save. That one
-    waits for this save to end. A process that exits waits for it too.
+    The copy takes as much host memory as the checkpoint, of a model on a GPU up to twice as much,
+    and is reused by the next save. That one waits for this save to end; so does a process that
+    exits.
 
     Example:
         >>> import tempfile, torch, samo
@@ -120,7 +122,10 @@ def async_save(
     Returns:
         Done when the checkpoint is complete. Its ``result()`` raises what `samo.save` would.
     """
-    return staging.submit(lambda: stage(path, model, opt, **options))
+    saving = staging.submit(lambda: stage(path, model, opt, **options))
+    if not dist.is_initialized() or dist.get_rank() == 0:  # last, as in save()
+        _warn_of_extra_state(model if isinstance(model, nn.Module) else model.module)
+    return saving
 
 
 @torch.no_grad()
@@ -134,17 +139,19 @@ def stage(
     mesh: DeviceMesh | None = None,
     timeout_s: float = 600.0,
     copies: bool = True,
+    look_after: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Copy what `save` would write, and return a function that writes it, for `staging.submit`.
 
-    Without ``copies``, the model must not change until that function has returned.
+    Without ``copies``, the model must not change until that function has returned. ``look_after``
+    is called every few seconds while this rank waits for others, and may raise.
     """
-    layout = layout_of(model, mesh, timeout_s, "samo.save")
+    layout = layout_of(model, mesh, timeout_s, "samo.save", look_after)
     part = _Part(Path(path), layout, opt, scaler, extra or {})
     if copies:
         part.stage()
-    if layout.is_first:
-        _warn_of_extra_state(layout.module)
+    if part.error is not None and not isinstance(part.error, Exception):
+        raise part.error  # Ctrl-C is for this thread
     return part.save
 
 

@@ -5,10 +5,11 @@ copies. Fresh memory would take several times as long, since the system clears i
 own stager spends 20 us of Python on each tensor, more than the copy itself.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ __all__ = []
 Result = TypeVar("Result")
 Tensors = dict[str, dict[str, Tensor]]
 
-_lock: Final = threading.Lock()
+_lock = threading.Lock()
 _pending: Future[Any] | None = None
 _copies: Tensors = {}
 
@@ -29,17 +30,33 @@ def submit(stage: Callable[[], Callable[[], Result]]) -> Future[Result]:
     with _lock:
         wait_for_pending()
         write = stage()
-        # A new thread for each save: after a fork, the child would wait for one of its parent.
         executor = ThreadPoolExecutor(1, thread_name_prefix="samo-save")
         _pending = future = executor.submit(write)
         executor.shutdown(wait=False)
+        future.add_done_callback(_forget)  # its error holds the model
         return future
+
+
+def _forget(future: Future[Any]) -> None:
+    global _pending
+    if _pending is future:
+        _pending = None
+
+
+def _reset() -> None:
+    """Start anew in a forked process, which has no thread of its parent."""
+    global _lock, _pending, _copies
+    _lock, _pending, _copies = threading.Lock(), None, {}
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset)
 
 
 def wait_for_pending() -> None:
     """Wait for an asynchronous save; its error is that of its future."""
-    if _pending is not None:
-        wait([_pending])
+    if (pending := _pending) is not None:
+        wait([pending])
 
 
 def stage(tensors: Tensors) -> Tensors:
@@ -53,10 +70,17 @@ def stage(tensors: Tensors) -> Tensors:
         }
         before.clear()  # frees memory before the next kind takes some
         if group:
-            torch._foreach_copy_([*_copies[kind].values()], [*group.values()], non_blocking=True)
-    if any(tensor.is_cuda for group in tensors.values() for tensor in group.values()):
-        torch.cuda.synchronize()
+            on_gpu = any(tensor.is_cuda for tensor in group.values())
+            torch._foreach_copy_([*_copies[kind].values()], [*group.values()], non_blocking=on_gpu)
+    for device in {t.device for group in tensors.values() for t in group.values() if t.is_cuda}:
+        torch.cuda.synchronize(device)
     return _copies
+
+
+def release() -> None:
+    """Give back the memory of the copies, after the save that reads them."""
+    wait_for_pending()
+    _copies.clear()
 
 
 def _room(tensor: Tensor, before: Tensor | None) -> Tensor:

@@ -84,9 +84,6 @@ class Ranks:
         """
         if self.is_alone:
             return decide([act()])
-        if self.place == 0 and self._step:  # all have read the last outcome: they have come here
-            for name in ("outcome", "readers", "read"):
-                self._store.delete_key(self._key(name))
         self._step += 1
         error, answer = self._attempt(act)
         try:
@@ -151,6 +148,8 @@ class Ranks:
         error, outcome = self._attempt(lambda: self._wait(what, keys))
         if error is not None:
             return error, outcome
+        for name in ("outcome", "readers", "read"):  # of the call before, which all have read
+            self._store.delete_key(f"{self._step - 1}/{name}")
         answers = [own]
         for key in keys:
             answers.append(json.loads(self._store.get(key)))

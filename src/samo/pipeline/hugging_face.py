@@ -66,10 +66,10 @@ def take_apart_causal_lm(model: Any) -> Layers:
 
     def record(find: Find, cache: Cache, own: Mapping[str, object], **inputs: Tensor) -> Tensor:
         call_body(find, own)(**inputs, use_cache=False)
-        for path, recorder in zip(paths, recorders):
-            cache[path], recorder.arguments = recorder.arguments, None
         hidden: Tensor = recorders[0].hidden
-        recorders[0].hidden = None
+        for path, recorder in zip(paths, recorders):
+            cache[path] = recorder.arguments
+            recorder.clear()
         return hidden
 
     def embed(find: Find, cache: Cache, tokens_BT: Tensor) -> Tensor:
@@ -90,6 +90,8 @@ def take_apart_causal_lm(model: Any) -> Layers:
         called = copy.copy(bare_model)
         called._modules = {prefix: call_body(find, last, x_BTD), head_path: find(head_path)}
         logits: Tensor = called(inputs_embeds=x_BTD, use_cache=False).logits
+        for recorder in recorders:
+            recorder.clear()
         return logits
 
     middle = [
@@ -115,6 +117,10 @@ class _Recorder(nn.Module):
         # A forward() may ask a layer for its kind of attention.
         plain = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
         vars(self).update(plain)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the tensors of a pass."""
         self.hidden: Any = None
         self.arguments: Any = None
         self.replacement: Any = None

@@ -315,7 +315,7 @@ class Pipeline:
                 return found.reshape(()) * factor
 
         scale = None if scaler is None else scaler.scale
-        seed = int(torch.randint(2**47, ())) + self._replica if is_training else None
+        seed = int(torch.randint(2**47, (), device="cpu")) + self._replica if is_training else None
         return Batch(self.micro_batches, inputs, loss, is_training, scale, seed)
 
     def _reduce_gradients(self, is_last: bool) -> None:

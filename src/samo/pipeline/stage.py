@@ -43,14 +43,24 @@ class Stage(nn.Module):
         output: Any = inputs
         generators = [] if seed is None else _generators(inputs)
         before = [generator.get_state() for generator in generators]
-        for number, unit in self._pieces[piece].items():
-            for generator in generators:
-                generator.manual_seed(((seed or 0) << 16) + number)
-            output = unit.call(self.get_submodule, cache, *inputs)
-            inputs = output if isinstance(output, tuple) else (output,)
-        for generator, state in zip(generators, before):
-            generator.set_state(state)
+        try:
+            for number, unit in self._pieces[piece].items():
+                for generator in generators:
+                    generator.manual_seed(_mixed(seed or 0, number))
+                output = unit.call(self.get_submodule, cache, *inputs)
+                inputs = output if isinstance(output, tuple) else (output,)
+        finally:
+            for generator, state in zip(generators, before):
+                generator.set_state(state)
         return output
+
+
+def _mixed(seed: int, number: int) -> int:
+    """Return a seed of 64 bits for a layer; a CPU's generator takes the lower 32 alone."""
+    x = (seed * 0x9E3779B97F4A7C15 + number + 1) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ x >> shift) * factor % 2**64
+    return x ^ x >> 31
 
 
 def _generators(inputs: Iterable[Any]) -> list[torch.Generator]:

@@ -73,6 +73,7 @@ def stage_run(
         mesh=learner.ranks.mesh,
         timeout_s=learner.ranks.timeout_s,
         copies=copies,
+        look_after=learner.ranks.look_after,
     )
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -60,6 +61,9 @@ class RankGroup:
         self.data: dist.ProcessGroup | None = None  # the replicas of this stage, if several
         self.watchdog = watchdog
         self._together = Ranks()
+        self._runs = 0
+        self._posted = ""
+        self._steps: deque[torch.cuda.Event] = deque()
         self._owns_process_group = watchdog is not None
         if mesh is None:
             return
@@ -67,7 +71,7 @@ class RankGroup:
         self.num_stages, self.num_replicas = mesh.size(0), mesh.size(1)
         self.stage, self.replica = divmod(self.rank, self.num_replicas)
         self._together = Ranks(
-            range(self.size), "samo.train", timeout_s, self._look_after, PeerError
+            range(self.size), "samo.train", timeout_s, self.look_after, PeerError
         )
         if watchdog is None:
             store, key = self._together.store, f"{self._together.key}/watchdog"
@@ -135,7 +139,9 @@ class RankGroup:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Attribute a failure to its root cause, and stop watching at the end."""
+        """Attribute a failure to its root cause, and stop watching at the end of a run."""
+        self._runs += 1  # no wish of another run counts
+        self._posted = ""
         try:
             yield
         except PeerError as error:
@@ -176,7 +182,7 @@ class RankGroup:
             message += f" ({', '.join(stages)} of {self.num_stages})"
         return PeerError(message, ranks, is_diagnosed=True)
 
-    def _look_after(self) -> None:
+    def look_after(self) -> None:
         """Raise if a rank that others wait for has stopped."""
         stopped = () if self.watchdog is None else self.watchdog.stopped()
         if stopped:
@@ -235,18 +241,30 @@ class RankGroup:
             )
 
     def agree(self, step: int, wish: str) -> str:
-        """Return what any rank wished before its last step, so that all do it after the same one.
+        """Return what any rank wished a step or two ago, so that all do it after the same step.
 
-        No rank can end step ``n + 1`` before another has begun it, and left its wish of step ``n``.
-        One process gets its own wish at once. Among several wishes, the last one counts: a rank
-        whose wish was not met repeats it.
+        Every step has a reduction, or messages, that need all ranks. So a rank that has computed
+        step ``n + 1`` knows that all have begun it, after they left their wishes of step ``n``. On
+        a GPU the host runs ahead of that: it asks a step later, and waits until the one before is
+        computed. One process gets its own wish at once. Among several wishes the last one counts,
+        and a rank whose wish was not met repeats it.
         """
         if self.size == 1:
             return wish
+        delay = 1
+        if self.mesh is not None and self.mesh.device_type == "cuda":
+            delay = 2
+            self._steps.append(torch.cuda.current_stream().record_event())
+            if len(self._steps) > 1:
+                self._steps.popleft().synchronize()
         with self._waiting("the store of the ranks"):
-            if wish:
-                self._together.post(str(step + 1), wish)
-            return self._together.read(str(step))
+            found = self._together.read(f"{self._runs} {step}")
+            if found:
+                self._posted = ""
+            elif wish and wish != self._posted:
+                self._together.post(f"{self._runs} {step + delay}", wish)
+                self._posted = wish
+            return found
 
     def all_reduce_(self, tensor: Tensor, what: str) -> Tensor:
         """Sum a tensor over the replicas, in place."""

@@ -63,13 +63,16 @@ class Saver:
 
             def complete() -> Saved:
                 write()
+                num_bytes = 0
                 if self._is_first:
                     self._follow_up(step, is_best=is_best, writes_masks=writes_masks)
-                last, seconds = self._folder.last, time.perf_counter() - started
+                    files = [file for file in self._folder.last.rglob("*") if file.is_file()]
+                    num_bytes = sum(file.stat().st_size for file in files)
+                seconds = time.perf_counter() - started
                 return Saved(
                     step=step,
-                    path=last.relative_to(self._folder.path).as_posix(),
-                    bytes=sum(file.stat().st_size for file in last.rglob("*") if file.is_file()),
+                    path=self._folder.last.relative_to(self._folder.path).as_posix(),
+                    bytes=num_bytes,
                     seconds=seconds,
                     stall_s=stall_s if is_async else seconds,
                 )

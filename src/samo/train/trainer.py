@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from samo.checkpoint import copy as copy_checkpoint
+from samo.checkpoint import copy as copy_checkpoint, staging
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
@@ -205,9 +205,11 @@ class Trainer:
                 self.open_files(files)
             try:
                 signal = self.fit()
-            except Exception:
-                with suppress(SamoError):
-                    self.finish_save()  # before the folder is released
+            except BaseException as error:
+                # Before the folder is released; but ranks that failed end no save.
+                if self.ranks.size == 1 or not isinstance(error, RuntimeError):
+                    with suppress(Exception):
+                        self.finish_save()
                 with suppress(RunError):
                     self.report(events.Ended(step=self.progress.step, reason="failed"))
                 raise
@@ -219,6 +221,7 @@ class Trainer:
             sample=self.sample,
             ledger=self.learner.ledger(),
         )
+        staging.release()
         self.learner.close()
         self.ranks.leave()
         return result
@@ -314,6 +317,8 @@ class Trainer:
         self.save_masks(masks)
         try:
             self.learner.prune(masks)
+        except SamoError:
+            raise
         except ValueError as error:  # weights that are not finite, or too large for the dtype
             raise self.diverged(str(error)) from error
         self.masking.start_changing()
