@@ -235,8 +235,12 @@ class Trainer:
         self.metrics = files.enter_context(closing(MetricsFile(self.folder.metrics, size=size)))
         self.listeners.append(self.metrics)
         if TensorBoard.is_installed():
-            board = TensorBoard(self.folder.path / "tensorboard", step=progress.step)
-            self.listeners.append(files.enter_context(closing(board)))
+            try:
+                board = TensorBoard(self.folder.path / "tensorboard", step=progress.step)
+            except OSError as error:
+                _logger.warning("TensorBoard gets no events: %s", error)
+            else:
+                self.listeners.append(files.enter_context(closing(board)))
 
     def fit(self) -> int | None:
         """Train, and generate a sample at the end; return the signal that interrupted it."""
@@ -252,6 +256,8 @@ class Trainer:
         if progress.step < run.steps:
             self.report(events.Ended(step=progress.step, reason="interrupted"))
             return signal
+        if progress.valid_loss is not None and not math.isfinite(progress.valid_loss):
+            raise _diverged(f"its validation loss is {progress.valid_loss}")
         self.generate_sample()
         self.report(events.Ended(step=progress.step, reason="done"))
         return None
@@ -316,7 +322,12 @@ class Trainer:
             self.evaluate()  # the loss before pruning, to compare with
         masks, pruned = self.masking.draw(progress.step)
         self.save_masks(masks)
-        self.learner.prune(masks)
+        try:
+            self.learner.prune(masks)
+        except ValueError as error:
+            if isinstance(error, SamoError):
+                raise
+            raise _diverged(str(error)) from error
         self.masking.start_changing()
         self.report(pruned)
         progress.best_loss = None  # dense losses do not count for a pruned model
@@ -370,11 +381,8 @@ class Trainer:
                 self.report(events.Exchanged(step=progress.step, **place, **sent))
         self.nonfinite_lines = 0 if math.isfinite(loss) else self.nonfinite_lines + 1
         if self.nonfinite_lines >= _LINES_UNTIL_DIVERGED:
-            raise RunError(
-                f"the run has diverged: no finite loss in {self.nonfinite_lines} lines of metrics, "
-                f"up to step {progress.step:,}; start a new one with a lower --lr, a longer "
-                "--warmup-steps, or --density-power 0"
-            )
+            count, last = self.nonfinite_lines, progress.step
+            raise _diverged(f"no finite loss in {count} lines of metrics, up to step {last:,}")
 
     def evaluate(self) -> bool:
         """Validate, and return whether the loss is the lowest so far."""
@@ -489,3 +497,10 @@ class Trainer:
             started = time.perf_counter()
             torch.cuda.synchronize(self.learner.device)
             self.progress.elapsed_s += time.perf_counter() - started
+
+
+def _diverged(why: str) -> RunError:
+    return RunError(
+        f"the run has diverged: {why}; start a new one with a lower --lr, a longer --warmup-steps, "
+        "--density-power 0, or --dtype bfloat16 instead of float16"
+    )
