@@ -255,6 +255,7 @@ def test_a_launch_that_cannot_work_is_refused(settings: dict[str, Any], message:
     ("codes", "code", "message"),
     [
         ({1: 2, 0: -15}, 2, ""),  # wrong usage, which rank 0 has reported
+        ({0: 138, 1: 138}, 138, ""),  # a signal to one of them: all have saved
         ({0: 1, 1: -9}, 137, "rank 1 (stage 1 of 2) was killed by signal 9, the first rank to ex"),
         ({0: 3, 1: -15}, 3, "rank 0 (stage 0 of 2) failed with exit code 3, the first rank to ex"),
         ({}, 130, ""),
