@@ -81,6 +81,7 @@ class Saver:
     def follow_up(self) -> None:
         """Copy ``last`` to where else it belongs; all that it takes to know where is in it."""
         folder = self._folder
+        folder.check_in_place()
         progress = read_manifest(folder.last).extra["progress"]
         step = progress["step"]
         if progress.get("best_step") == step:
