@@ -21,6 +21,7 @@ from samo.cli.commands import COMMANDS, Command, Launch, Train
 from samo.errors import ConfigError, PeerError, SamoError
 from samo.train.config import TrainConfig
 from samo.train.config_io import read_toml
+from samo.train.launch_env import end_with_launcher
 
 __all__ = ["main"]
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, num_ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
     prefix = "samo: " if num_ranks == 1 else f"samo: rank {rank}: "
     try:
+        end_with_launcher()
         command = parse(arguments or ["--help"])
         module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
         return int(module.run(command))
