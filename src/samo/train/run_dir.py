@@ -97,6 +97,9 @@ class RunDir:
             raise RunError(
                 f"another process is training in '{self.path}'; wait for it, or use another folder"
             ) from None
+        for file in (self.run_file, self.masks):  # what a kill has left of their next versions
+            for leftover in self.path.glob(f".{file.name}.????????"):
+                leftover.unlink(missing_ok=True)
 
     def check_in_place(self) -> None:
         """Refuse to write if the path no longer leads to the locked folder."""
