@@ -45,7 +45,6 @@ SETTINGS: Final = (
 )
 AT_START: Final = 0.15
 """Part of the kills that come within some seconds after the start, wherever the run is then."""
-PATIENCE_S: Final = 60.0
 RESULTS: Final = Path(__file__).parent / "results" / "kills.jsonl"
 
 
@@ -99,8 +98,9 @@ class Run:
     def finish(self) -> str:
         """Run it to its end; return what went wrong."""
         launched = self.start()
-        if not launched.wait_until_gone(time.monotonic(), 600) or launched.process.returncode:
-            launched.end()
+        is_over = launched.wait_until_gone(time.monotonic(), 600)
+        launched.end()
+        if not is_over or launched.process.returncode:
             return f"exit code {launched.process.returncode}: {launched.said()[-2000:]}"
         return ""
 
@@ -175,7 +175,7 @@ def kill(run: Run, draw: random.Random) -> Row | None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    row["all_gone"] = launched.wait_until_gone(killed_s, PATIENCE_S)
+    row["all_gone"] = launched.wait_until_gone(killed_s, 60)
     row["seconds"] = time.monotonic() - killed_s
     launched.end()
     row["exit_code"] = launched.process.returncode
