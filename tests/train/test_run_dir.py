@@ -34,6 +34,11 @@ def test_what_a_killed_write_has_left_is_removed(tmp_path: Path) -> None:
     run.lock()
     run.close()
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
+    started = tmp_path / "started"
+    started.mkdir()
+    (started / ".run.json.0a1b2c3d").touch()
+    RunDir.create(started).close()
+    assert not [*started.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ def check_free(path: Path) -> None:
         )
     with _writing(path):
         found = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    others = found - {"data", "run.lock"}  # left by a start that was killed
+    # The exceptions are left by a start that was killed.
+    others = {n for n in found - {"data", "run.lock"} if not n.startswith(".run.json.")}
     if others:
         raise RunError(f"'{path}' is not empty (it holds '{min(others)}'); choose another --out")
 
