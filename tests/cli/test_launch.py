@@ -3,24 +3,33 @@
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samo.cli.commands import Launch
 from samo.cli.launch import run as launch
 from samo.cli.main import main, parse
-from samo.errors import ConfigError
-from samo.train.launch_env import RESTARTS, command_line, restarted_dir, resume_command
+from samo.errors import ConfigError, PeerError
+from samo.train.launch_env import (
+    RESTARTS,
+    command_line,
+    end_with_launcher,
+    restarted_dir,
+    resume_command,
+)
 from tests.train.test_many_ranks import text
 
 __all__ = ["text"]  # the fixture
@@ -85,8 +94,8 @@ def wait_for(process: "subprocess.Popen[str]", is_done: Callable[[], bool]) -> d
     return children(process.pid)
 
 
-def listening(pid: int) -> set[str]:
-    """Return the addresses on which a process listens, in hexadecimal."""
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Return the addresses, in hexadecimal, and ports on which a process listens."""
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -96,7 +105,8 @@ def listening(pid: int) -> set[str]:
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in sockets:
-                found.add(fields[1].partition(":")[0])
+                host, _, port = fields[1].partition(":")
+                found.add((host, int(port, 16)))
     return found
 
 
@@ -121,8 +131,6 @@ def test_all_ranks_restart_from_the_last_checkpoint_when_one_is_killed(
         manifest = run / "checkpoints" / "last" / "manifest.json"
         ranks = wait_for(process, manifest.exists)
         assert sorted(ranks) == [0, 1]
-        for pid in (process.pid, *ranks.values()) if is_ours else ():
-            assert listening(pid) <= {"0100007F"}  # 127.0.0.1
         os.kill(ranks[1], signal.SIGKILL)
         said = process.communicate(timeout=120)[0]
         assert process.returncode == 0, said
@@ -135,6 +143,57 @@ def test_all_ranks_restart_from_the_last_checkpoint_when_one_is_killed(
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] >= 2 for line in found if line["event"] == "resume"] == [True]
     assert [e["step"] for e in found if e["event"] == "step"] == list(range(1, 41))
+
+
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.slow
+def test_a_launch_lets_nobody_in_and_no_rank_outlives_it(tmp_path: Path, text: Path) -> None:
+    manifest = tmp_path / "run" / "checkpoints" / "last" / "manifest.json"
+    command = f"samo launch -n 2 train notes.txt --out run --pipe 2 --steps 100000 {FLAGS}"
+    with started(*command.split(), cwd=tmp_path) as process:
+        ranks = wait_for(process, manifest.exists)
+        found = {address for pid in (process.pid, *ranks.values()) for address in listening(pid)}
+        assert {host for host, _ in found} == {"0100007F"}  # 127.0.0.1
+        # torch's c10d rendezvous would unpickle this key every few seconds.
+        attack = b64encode(pickle.dumps(Touch(tmp_path / "unpickled")))
+        ports = [port for _, port in listening(process.pid)]
+        assert len(ports) == 1
+        store = dist.TCPStore("127.0.0.1", ports[0], is_master=False, wait_for_workers=False)
+        for key in (f"torch.rendezvous.samo-{process.pid}", "torch.rendezvous."):
+            store.set(key, attack)
+        size = manifest.stat().st_mtime_ns
+        wait_for(process, lambda: manifest.stat().st_mtime_ns > size)  # it trains on
+        time.sleep(6)
+        assert not (tmp_path / "unpickled").exists()
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 5
+        while not all(map(is_gone, ranks.values())):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_rank_whose_launcher_has_ended_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with mock.patch("ctypes.CDLL") as library:
+        end_with_launcher()
+        assert not library.called
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"samo-{os.getppid()}")
+        end_with_launcher()
+        assert library().prctl.call_args[0] == (1, signal.SIGKILL)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "samo-1000000000")
+        with pytest.raises(PeerError, match="the launcher has ended before this rank was ready"):
+            end_with_launcher()
 
 
 @pytest.mark.long
@@ -195,6 +254,7 @@ def test_a_launch_that_cannot_work_is_refused(settings: dict[str, Any], message:
     ("codes", "code", "message"),
     [
         ({1: 2, 0: -15}, 2, ""),  # wrong usage, which rank 0 has reported
+        ({0: 138, 1: 138}, 138, ""),  # a signal to one of them: all have saved
         ({0: 1, 1: -9}, 137, "rank 1 (stage 1 of 2) was killed by signal 9, the first rank to ex"),
         ({0: 3, 1: -15}, 3, "rank 0 (stage 0 of 2) failed with exit code 3, the first rank to ex"),
         ({}, 130, ""),

@@ -21,6 +21,7 @@ from samo.train import events, learner as stepping
 from samo.train.config import PruneConfig
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
+from samo.train.saver import Saver
 from samo.train.trainer import resume, train
 from tests.meters import ignores_dynamo
 from tests.train.helpers import (
@@ -95,6 +96,28 @@ def test_a_run_that_crashed_has_closed_its_files_and_resumes_from_its_last_check
         assert lines(run, "end")[-1]["reason"] == "failed"
         resume(run)
         assert_same_run(finished, run)
+
+
+def test_what_follows_from_a_checkpoint_is_done_after_a_kill_in_between(
+    tmp_path: Path, text: Path
+) -> None:
+    config = small(text, steps=6, eval_every=2, save_every=1, keep=2)
+    whole = train(config, tmp_path / "whole").folder
+    follow_up = Saver.follow_up
+    for step in (4, 6):  # and right at the end, where a resume has no step left to take
+        run = tmp_path / f"killed-{step}"
+
+        def fail(saver: Saver, step: int = step) -> None:
+            if read_progress(saver._folder.path)["step"] == step:
+                raise CrashError
+            follow_up(saver)
+
+        with mock.patch.object(Saver, "follow_up", fail), pytest.raises(CrashError):
+            train(config, run)
+        resume(run)
+        assert_same_run(whole, run)
+        names = [{p.name for p in (r / "checkpoints").iterdir()} for r in (whole, run)]
+        assert names[0] == names[1] == {"last", "best", "step-5", "step-6"}
 
 
 KILLED = {

@@ -27,6 +27,20 @@ def test_a_new_folder_is_made_with_its_parents_and_locked(tmp_path: Path) -> Non
     RunDir(folder.path).lock()
 
 
+def test_what_a_killed_write_has_left_is_removed(tmp_path: Path) -> None:
+    for name in (".masks.safetensors.0a1b2c3d", ".run.json.0a1b2c3d", ".mine"):
+        (tmp_path / name).touch()
+    run = RunDir(tmp_path)
+    run.lock()
+    run.close()
+    assert [path.name for path in tmp_path.iterdir()] == [".mine"]
+    started = tmp_path / "started"
+    started.mkdir()
+    (started / ".run.json.0a1b2c3d").touch()
+    RunDir.create(started).close()
+    assert not [*started.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -279,6 +280,10 @@ def test_a_display_or_a_board_that_cannot_write_is_left_out(
     assert "Broken gets no more events: [Errno 5] Input/output error" in caplog.text
     assert "TensorBoard gets no more events: [Errno 28] No space left on device" in caplog.text
     assert lines(tmp_path / "run", "end")[-1]["reason"] == "done"
+    shutil.rmtree(tmp_path / "run" / "tensorboard")
+    (tmp_path / "run" / "tensorboard").touch()
+    assert resume(tmp_path / "run").step == 8
+    assert "TensorBoard gets no events: [Errno 17] File exists" in caplog.text
 
 
 def test_an_interrupted_sample_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,10 +318,22 @@ def test_a_diverged_run_ends_with_advice(
         train(config, tmp_path / "run", listeners=[Watcher(3, poison)])
     assert lines(tmp_path / "run", "end")[-1]["reason"] == "failed"
     assert lines(tmp_path / "run", "step")[-1]["loss"] is None
+    with pytest.raises(
+        RunError, match=r"has diverged at .*: its validation loss is nan; start a new"
+    ):
+        train(
+            replace(config, run=replace(config.run, steps=6)),
+            tmp_path / "short",
+            listeners=[Watcher(3, poison)],
+        )
 
 
-def test_weights_that_cannot_be_pruned_end_the_run_with_advice(tmp_path: Path, text: Path) -> None:
-    config = replace(small(text, dtype="float16"), optim=OptimConfig(lr=1e6))
-    with pytest.raises(RunError, match=r"has diverged at step 3: .* cannot represent; .* --lr"):
+def test_a_run_whose_weights_do_not_fit_into_their_type_ends_with_advice(
+    tmp_path: Path, text: Path
+) -> None:
+    config = replace(small(text, dtype="float16"), optim=OptimConfig(lr=1e6, warmup_steps=0))
+    message = (
+        r"has diverged at .*: parameter .* which torch.float16 cannot represent; start a new one"
+    )
+    with pytest.raises(RunError, match=message):
         train(config, tmp_path / "run")
-    assert lines(tmp_path / "run", "end")[-1]["reason"] == "failed"

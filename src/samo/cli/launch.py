@@ -81,8 +81,8 @@ def _launch(command: Launch, train: Train, logs: str) -> int:
             return 128 + int(error.sigval)
         except ChildFailedError as error:
             rank, code = _first_failure(error.failures)
-        if code == 2:  # wrong usage: the same on all ranks, and rank 0 has printed it
-            return 2
+        if code == 2 or code > 128:  # wrong usage, or a signal to a rank: rank 0 has reported it
+            return code
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         name = rank_name(train.mesh, command.num_ranks, rank)
         sys.stderr.write(f"samo: {name} {how}, the first rank to exit\n")

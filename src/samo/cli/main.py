@@ -22,6 +22,7 @@ from samo.cli.commands import COMMANDS, USUAL, Command, Launch, Train
 from samo.errors import ConfigError, PeerError, SamoError, nearest
 from samo.train.config import TrainConfig
 from samo.train.config_io import read_toml
+from samo.train.launch_env import end_with_launcher
 from samo.utils.formatting import plain
 
 __all__ = ["main"]
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, num_ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
     prefix = "samo: " if num_ranks == 1 else f"samo: rank {rank}: "
     try:
+        end_with_launcher()
         try:
             command = parse(arguments or ["--help"])
         except SystemExit:  # help was printed

@@ -93,12 +93,12 @@ def _train(command: Train, console: Console, display: Display) -> Result:
 
 def _summarise(console: Console, result: Result) -> None:
     """Print the result, and where it is."""
-    from samo.report.page import write_report  # loads matplotlib
-
     if result.signal is not None:
         say(console, f"interrupted at step {result.step:,}, and saved. To resume:")
         say(console, f"  {launch_env.resume_command(result.folder)}")
         return
+    from samo.report.page import write_report  # loads matplotlib, for which there may be no time
+
     try:
         page = str(write_report([result.folder], result.folder / "report.html"))
     except RunError as error:

@@ -34,6 +34,7 @@ class Progress:
     valid_loss: float | None = None
     valid_step: int | None = None
     best_loss: float | None = None
+    best_step: int | None = None
     metrics_bytes: int = 0
     phase: Phase = "dense"
     accounted: Phase | None = None

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from samo.errors import RunError
+from samo.errors import PeerError, RunError
 from samo.train.run_dir import RunDir
 
 __all__ = []
@@ -55,10 +55,14 @@ def restarted_dir(out: Path | None, parent: Path, name: str) -> Path | None:
 
 
 def end_with_launcher() -> None:
-    """Ask Linux for a SIGTERM when the launcher dies, even of a SIGKILL."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Let Linux kill this rank when the launcher dies: without its store, ranks cannot save."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None or sys.platform != "linux":
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if run.startswith(RUN_ID_PREFIX) and run != f"{RUN_ID_PREFIX}{os.getppid()}":
+        raise PeerError("the launcher has ended before this rank was ready; start it again")
 
 
 def command_line() -> str:

@@ -27,7 +27,7 @@ from samo.distributed.ranks import Ranks
 from samo.distributed.watchdog import Watchdog, listed
 from samo.errors import ConfigError, PeerError, SamoError, first_words
 from samo.train.config import MeshConfig
-from samo.train.launch_env import end_with_launcher, num_ranks
+from samo.train.launch_env import num_ranks
 from samo.utils.collectives import backend_of
 
 __all__ = []
@@ -103,7 +103,6 @@ class RankGroup:
         watchdog: Watchdog | None = None
         try:
             if not is_initialized:
-                end_with_launcher()
                 store = meshes.rendezvous(timedelta(seconds=timeout_s))
                 rank, end = int(os.environ["RANK"]), partial(_end_process, settings, size)
                 watchdog = Watchdog(store, rank, size, timeout_s=timeout_s, on_lost=end)

@@ -97,6 +97,9 @@ class RunDir:
             raise RunError(
                 f"another process is training in '{self.path}'; wait for it, or use another folder"
             ) from None
+        for file in (self.run_file, self.masks):  # what a kill has left of their next versions
+            for leftover in self.path.glob(f".{file.name}.????????"):
+                leftover.unlink(missing_ok=True)
 
     def check_in_place(self) -> None:
         """Refuse to write if the path no longer leads to the locked folder."""
@@ -153,7 +156,8 @@ def check_free(path: Path) -> None:
         )
     with _writing(path):
         found = {entry.name for entry in path.iterdir()} if path.exists() else set()
-    others = found - {"data", "run.lock"}  # left by a start that was killed
+    # The exceptions are left by a start that was killed.
+    others = {n for n in found - {"data", "run.lock"} if not n.startswith(".run.json.")}
     if others:
         raise RunError(f"'{path}' is not empty (it holds '{min(others)}'); choose another --out")
 

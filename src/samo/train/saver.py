@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final
 
-from samo.checkpoint import copy, staging
+from samo.checkpoint import copy, read_manifest, staging
 from samo.checkpoint.load import load_masks
 from samo.train.events import Saved
 from samo.train.run_dir import RunDir
@@ -14,13 +14,19 @@ __all__ = []
 
 
 class Saver:
-    """Writes ``last``, and on rank 0 what follows from it: ``best`` and the ones to keep."""
+    """Writes ``last``, and on rank 0 what follows from it: ``best`` and the ones to keep.
 
-    def __init__(self, folder: RunDir, *, is_first: bool, keep: int, minutes: float) -> None:
+    ``writes_masks`` writes the mask file too: of stages, only the checkpoint holds all masks.
+    """
+
+    def __init__(
+        self, folder: RunDir, *, is_first: bool, keep: int, minutes: float, writes_masks: bool
+    ) -> None:
         self._folder: Final = folder
         self._is_first: Final = is_first
         self._keep: Final = keep
         self._every_s: Final = 60 * minutes
+        self._writes_masks: Final = writes_masks
         self._started = time.monotonic()
         self._saving: Future[Saved] | None = None
 
@@ -39,19 +45,10 @@ class Saver:
         """Whether the save that is done has failed, which `finish` raises."""
         return self.is_done and self._saving is not None and self._saving.exception() is not None
 
-    def save(
-        self,
-        stage: Callable[[], Callable[[], None]],
-        step: int,
-        *,
-        is_best: bool,
-        writes_masks: bool,
-        is_async: bool,
-    ) -> None:
-        """Copy the state with ``stage``, and write it in a thread; `finish` the one before first.
+    def save(self, stage: Callable[[], Callable[[], None]], step: int, *, is_async: bool) -> None:
+        """Copy the state with ``stage`` and write it in a thread; `finish` the one before first.
 
-        ``writes_masks`` writes the run's mask file too, from the checkpoint. If it is not
-        asynchronous, ``stage`` need not copy, and `finish` follows at once.
+        If it is not asynchronous, ``stage`` need not copy, and `finish` follows at once.
         """
         assert self._saving is None, "its result would be lost"
         started = time.perf_counter()
@@ -65,7 +62,7 @@ class Saver:
                 write()
                 num_bytes = 0
                 if self._is_first:
-                    self._follow_up(step, is_best=is_best, writes_masks=writes_masks)
+                    self.follow_up()
                     files = [file for file in self._folder.last.rglob("*") if file.is_file()]
                     num_bytes = sum(file.stat().st_size for file in files)
                 seconds = time.perf_counter() - started
@@ -86,11 +83,15 @@ class Saver:
         saving, self._saving = self._saving, None
         return None if saving is None else saving.result()
 
-    def _follow_up(self, step: int, *, is_best: bool, writes_masks: bool) -> None:
+    def follow_up(self) -> None:
+        """Copy ``last`` to where else it belongs; all that it takes to know where is in it."""
         folder = self._folder
-        if is_best:
+        folder.check_in_place()
+        progress = read_manifest(folder.last).extra["progress"]
+        step = progress["step"]
+        if progress.get("best_step") == step:
             copy(folder.last, folder.best)
-        if writes_masks:
+        if self._writes_masks and progress["phase"] == "samo":
             load_masks(folder.last).save(folder.masks)
         if self._keep > 1:
             copy(folder.last, folder.kept(step))

@@ -195,7 +195,11 @@ class Trainer:
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
         run = self.config.run
         self.saver = Saver(
-            self.folder, is_first=self.ranks.is_first, keep=run.keep, minutes=run.save_minutes
+            self.folder,
+            is_first=self.ranks.is_first,
+            keep=run.keep,
+            minutes=run.save_minutes,
+            writes_masks=self.ranks.num_stages > 1,
         )
 
     def run(self) -> Result:
@@ -234,8 +238,12 @@ class Trainer:
         self.metrics = files.enter_context(closing(MetricsFile(self.folder.metrics, size=size)))
         self.listeners.append(self.metrics)
         if TensorBoard.is_installed():
-            board = TensorBoard(self.folder.path / "tensorboard", step=progress.step)
-            self.listeners.append(files.enter_context(closing(board)))
+            try:
+                board = TensorBoard(self.folder.path / "tensorboard", step=progress.step)
+            except OSError as error:
+                _logger.warning("TensorBoard gets no events: %s", error)
+            else:
+                self.listeners.append(files.enter_context(closing(board)))
 
     def fit(self) -> int | None:
         """Train, and generate a sample at the end; return the signal that interrupted it."""
@@ -245,12 +253,14 @@ class Trainer:
         self.report(start(step=first, steps=run.steps, time=time.time()))
         if self.learner.masks is not None:
             self.save_masks(self.learner.masks)  # the file may hold those of a later step
+        if first:  # the run may have been killed before it did that
+            self.ranks.run_on_rank0("the checkpoints", self.saver.follow_up)
         signal = self.loop()
         if progress.step < run.steps:
             self.report(events.Ended(step=progress.step, reason="interrupted"))
             return signal
-        if progress.step > first:
-            self.report(accounted(progress.step, self.learner))
+        if progress.valid_loss is not None and not math.isfinite(progress.valid_loss):
+            raise self.diverged(f"its validation loss is {progress.valid_loss}")
         self.generate_sample()
         self.report(events.Ended(step=progress.step, reason="done"))
         return None
@@ -267,6 +277,8 @@ class Trainer:
                 self.update_masks()
                 self.report(events.Ticked(step=progress.step))
                 is_last, is_best = progress.step >= run.steps, False
+                if is_last:
+                    self.report(accounted(progress.step, self.learner))
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
                 wish = self.ranks.agree(progress.step, self.wish(interrupt.signal))
@@ -275,7 +287,7 @@ class Trainer:
                     self.finish_save()
                 is_due = wish == "save" or progress.step % run.save_every == 0
                 if is_last or is_best or is_due or signal is not None:
-                    self.save(is_best=is_best)
+                    self.save()
             self.finish_save()
         return signal
 
@@ -325,7 +337,7 @@ class Trainer:
         self.report(pruned)
         progress.best_loss = None  # dense losses do not count for a pruned model
         if progress.step and self.evaluate():
-            self.save(is_best=True)
+            self.save()
 
     def update_masks(self) -> None:
         """Observe the masks of a dense model, or change those of a pruned one, if that is due."""
@@ -400,7 +412,7 @@ class Trainer:
         )
         is_best = progress.best_loss is None or loss < progress.best_loss
         if is_best and math.isfinite(loss):
-            progress.best_loss = loss
+            progress.best_loss, progress.best_step = loss, progress.step
             return True
         return False
 
@@ -427,7 +439,7 @@ class Trainer:
                 "space, then resume with --resume"
             ) from error
 
-    def save(self, *, is_best: bool) -> None:
+    def save(self) -> None:
         """Copy the state of the run; a thread writes it while training continues."""
         folder, progress, ranks = self.folder, self.progress, self.ranks
         self.finish_save()
@@ -449,9 +461,6 @@ class Trainer:
                 copies=is_async,
             ),
             progress.step,
-            is_best=is_best,
-            # Of stages, only the checkpoint holds all masks.
-            writes_masks=ranks.num_stages > 1 and self.learner.phase == "samo",
             is_async=is_async,
         )
         if not is_async:
