@@ -1,6 +1,7 @@
 """`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,12 @@ def load(
 ) -> dict[str, Any]:
     """Fill a model, its optimizer and its scaler from a checkpoint, to resume training exactly.
 
-    Everything is checked before anything is changed. A compressed checkpoint goes into a model
-    compressed with its masks (see `samo.load_masks`), or, without ``opt``, into an ordinary one,
-    with zeros where pruned. Tensors go to the device of the model.
+    A compressed checkpoint goes into a model compressed with its masks (see `samo.load_masks`), or,
+    without ``opt``, into an ordinary one, with zeros where pruned. Tensors go to the device of the
+    model.
+
+    An error leaves model, optimizer and scaler as they were. Everything is checked before anything
+    is changed; a failure after that is undone, from a copy that is kept on the host meanwhile.
 
     On several ranks, all call it, in any layout. Each reads its part; if one fails, all do.
 
@@ -76,7 +80,11 @@ def load(
     layout = layout_of(model, mesh, timeout_s, "samo.load")
     task = _Load(Path(path), layout, opt, scaler)
     layout.ranks.run_all(f"whether '{path}' fits everywhere", task.check)
-    layout.ranks.run_all(f"'{path}' to be read everywhere", task.fill)
+    # What is filled is first copied to the host, to undo it all if anything fails on any rank. To
+    # read the checkpoint into memory instead would take as much, and not undo a failed copy.
+    with ExitStack() as undo:
+        layout.ranks.run_all(f"'{path}' to be read everywhere", lambda: task.fill(undo))
+        undo.pop_all()
     return task.extra
 
 
@@ -97,7 +105,7 @@ def load_masks(path: str | os.PathLike[str]) -> Masks:
         CheckpointError: The checkpoint is damaged.
     """
     folder = Path(path)
-    if not (folder / NAME).exists():
+    if not os.path.lexists(folder / NAME):
         return Masks.load(folder)
     manifest = read_manifest(folder)
     if not manifest.is_compressed:
@@ -141,10 +149,10 @@ class _Load:
             )
         self.extra = saved.read_extra()
 
-    @torch.no_grad()
-    def fill(self) -> None:
-        self.model.fill(self.saved)
+    def fill(self, undo: ExitStack) -> None:
+        self.model.fill(self.saved, undo)
         if self.optimizer is not None:
-            self.optimizer.fill(self.saved)
+            self.optimizer.fill(self.saved, undo)
         if self.scaler is not None:
+            undo.callback(self.scaler.load_state_dict, self.scaler.state_dict())
             self.scaler.load_state_dict(self.saved.manifest.scaler or {})
