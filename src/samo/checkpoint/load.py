@@ -1,7 +1,7 @@
 """`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,11 @@ from samo.checkpoint.manifest import NAME, read_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
 from samo.checkpoint.reader import Checkpoint, read_masks
-from samo.errors import MaskError
+from samo.checkpoint.tensors import SavedTensors
+from samo.errors import CheckpointError, MaskError
 from samo.mask.masks import Masks
+from samo.models.gpt import GPT
+from samo.models.shapes import GPTConfig
 
 if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline
@@ -116,6 +119,27 @@ def load_masks(path: str | os.PathLike[str]) -> Masks:
     for name in manifest.files_of("masks"):
         check_file(folder / manifest.data / name, manifest.files[name])
     return Masks(read_masks(folder, manifest))
+
+
+def check_shape(path: str | os.PathLike[str], config: GPTConfig) -> None:
+    """Refuse a checkpoint of another GPT, by the headers of its files, before one takes memory."""
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        check_file(folder / manifest.data / name, entry, size_only=True)
+    specs = SavedTensors(folder, manifest, "weights").specs
+    masks = read_masks(folder, manifest)
+    found = {name: masks[name].shape if name in masks else specs[name].shape for name in specs}
+    own: dict[str, tuple[int, ...]] = {}
+    with suppress(OverflowError, RuntimeError, TypeError), torch.device("meta"):  # sizes over 2**63
+        if config.num_layers <= len(found):
+            own = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
+    for name in sorted(found.keys() | own.keys() - manifest.tied.keys()):
+        if found.get(name) != own.get(name):
+            raise CheckpointError(
+                f"'{folder}' does not fit: '{name}' has shape {found.get(name)} in the checkpoint, "
+                f"{own.get(name)} in a {config}"
+            )
 
 
 @dataclass

@@ -12,7 +12,7 @@ from samo.checkpoint import verify
 from samo.checkpoint.load import load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
-from samo.errors import CheckpointError
+from samo.errors import CheckpointError, SamoError, first_words
 from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
 from samo.train.config_io import typed
@@ -87,12 +87,21 @@ def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -
         mesh=learner.ranks.mesh,
         timeout_s=learner.ranks.timeout_s,
     )
-    masking.load_state_dict(extra)
     batches.position = progress.position
     learner.skipped_before += progress.skipped_steps - learner.skipped_steps
-    torch.set_rng_state(extra["random_cpu"])
-    if "random_cuda" in extra and torch.cuda.is_available():
-        torch.cuda.set_rng_state(extra["random_cuda"])
+    try:
+        masking.load_state_dict(extra)
+        torch.set_rng_state(extra["random_cpu"])
+        if "random_cuda" in extra and torch.cuda.is_available():
+            torch.cuda.set_rng_state(extra["random_cuda"])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, SamoError):
+            raise
+        reason = f"{type(error).__name__}: {first_words(error)}"
+        raise CheckpointError(
+            f"'{path}' is damaged: its random state or masks make no sense ({reason}); use another "
+            "checkpoint of this run"
+        ) from None
     return progress
 
 

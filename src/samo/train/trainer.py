@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 import torch
 
 from samo.checkpoint import copy as copy_checkpoint
+from samo.checkpoint.load import check_shape
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
@@ -145,6 +146,10 @@ def resume(
         # A run that was killed before its first checkpoint was complete starts again.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         shape = gpt_config(resolved.model, text.vocab_size)
+        if has_checkpoint:
+            ranks.run_all("the checkpoint", lambda: check_shape(checkpoint, shape))
+        else:
+            setup.check_memory(resolved, shape)
         learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
         masking = Masking(resolved, learner)
         batches = setup.new_batches(resolved, text, ranks)
