@@ -5,9 +5,9 @@
 
 ``samo train --method early-bird`` with the defaults of shape tiny on text of this Python's library,
 but with a threshold of 0, so that no ticket settles and every fifth step (``--every``) is looked at
-to the end. All distances are in its metrics; from them follows for each interval and threshold the
-step at which five masks in a row would have settled, and how many of the weights kept then are not
-kept at the last look.
+to the end, and a queue of all looks, so that the distances between all masks are in its metrics.
+From them follows for each interval and threshold the step at which five masks in a row would have
+settled, and how many of the weights kept then are not kept at the last look.
 """
 
 import argparse
@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from samo.data.library import write_library_text
-from samo.train.config import DataConfig, PruneConfig, RunConfig, TrainConfig
+from samo.train.config import DataConfig, OptimConfig, PruneConfig, RunConfig, TrainConfig
+from samo.train.resolve import first_observation
 from samo.train.trainer import train
 
 __all__ = []
@@ -50,15 +51,17 @@ def observe(
 ) -> tuple[list[int], list[list[float]]]:
     """Train, and return the steps of all looks, and the distances of each to those before it."""
     training, validation = write_library_text(folder / "text")
+    warmup = steps // 20
     config = TrainConfig(
         data=DataConfig(train=(training,), valid=(validation,)),
         prune=PruneConfig(
             method="early-bird",
             threshold=0.0,
-            queue=QUEUE,
+            queue=1 + (steps - 1 - first_observation(every, warmup)) // every,
             mask_every=every,
             dense_steps=steps - 1,
         ),
+        optim=OptimConfig(warmup_steps=warmup),
         run=RunConfig(steps=steps, batch_size=batch_size, eval_every=steps, sample_tokens=0),
     )
     train(config, folder / "run")

@@ -3,7 +3,8 @@
 import gc
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import pytest
 import torch
@@ -172,6 +173,10 @@ class SmallResNet(nn.Module):
         x = torch.relu(self.bn1(self.conv1(x)))
         x = torch.relu(self.bn2(self.conv2(x)) + x)
         return self.fc(x.mean((2, 3)))
+
+
+assert_same: Final = partial(torch.testing.assert_close, rtol=0, atol=0)
+"""Compare tensors, and containers of them, bit for bit."""
 
 
 def assert_ulps(ours: Tensor, theirs: Tensor, before: Tensor, *, at_most: int) -> None:

@@ -214,3 +214,11 @@ def test_pictures_are_small_enough_to_be_committed() -> None:
     make = importlib.import_module("screenshots.make")
     for name in ("terminal.png", "report.png"):
         assert (ROOT / "screenshots" / name).stat().st_size <= make.MAX_BYTES
+
+
+def test_every_silent_limit_has_its_test() -> None:
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests" / "core").glob("*.py"))
+    silent = section_of("limits.md", "Silent")
+    named = re.findall(r"`(test_\w+)`", silent)
+    assert len(named) == silent.count("\n**")
+    assert all(f"def {name}(" in tests for name in named)

@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from samo import checkpoint
-from samo.checkpoint import ranks, reader, tensors
+from samo.checkpoint import reader, tensors
 from samo.checkpoint.save import merge
+from samo.distributed import ranks
 from samo.errors import CheckpointError, PeerError
 from samo.utils import atomic_io
 from tests.checkpoint.cases import Case, Layout, Run, contents, draw

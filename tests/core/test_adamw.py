@@ -13,33 +13,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import samo
 from samo.core.compress import masks as masks_of
 from samo.kernels import lean
 from tests.core.twins import batches, compressed, loss_of, mlp, step
-from tests.meters import small_gpt, tokens
+from tests.meters import assert_same, small_gpt, tokens
 from tests.ranks import run_ranks
 
 X = torch.linspace(-1, 1, 36).view(3, 12)
 
-# How models are compressed, and the state that their optimizer keeps.
-KINDS: dict[str, tuple[dict[str, Any], str]] = {
-    "fp32": ({"dtype": torch.float32}, "exact"),
-    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, "exact"),
-    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, "exact"),
-    "fp16": ({"dtype": torch.float16}, "exact"),
-    "lean fp32": ({"dtype": torch.float32}, "lean"),
-    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, "lean"),
+# How models are compressed, and what their optimizer keeps.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({"dtype": torch.float32}, {}),
+    "bf16": ({"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}, {}),
+    "bf16 values": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {}),
+    "fp16": ({"dtype": torch.float16}, {}),
+    "ages": ({"dtype": torch.bfloat16}, {"entry_steps": True}),
+    "lean fp32": ({"dtype": torch.float32}, {"state": "lean"}),
+    "lean": ({"dtype": torch.bfloat16, "value_dtype": torch.bfloat16}, {"state": "lean"}),
 }
 
 
 def build(kind: str, lr: float = 0.05) -> tuple[nn.Sequential, samo.AdamW, torch.dtype]:
     torch.manual_seed(0)
-    options, state = KINDS[kind]
+    options, settings = KINDS[kind]
     model = compressed(**options)
-    opt = samo.AdamW(model.parameters(), lr=lr, state=state)  # type: ignore[arg-type]
+    opt = samo.AdamW(model.parameters(), lr=lr, **settings)
     return model, opt, options["dtype"]
 
 
@@ -48,13 +49,6 @@ def tensors_of(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor
     for index, state in opt.state_dict()["state"].items():
         found |= {f"{index}/{key}": value for key, value in state.items()}
     return copy.deepcopy(found)
-
-
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert list(ours) == list(theirs)
-    for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype
-        assert torch.equal(value, theirs[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,15 +146,21 @@ def test_types_it_cannot_update_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "own"), [("fp32", "lean fp32"), ("lean", "bf16 values"), ("fp32", "bf16 values")]
+    ("saved", "own"),
+    [
+        ("fp32", "lean fp32"),
+        ("lean", "bf16 values"),
+        ("fp32", "bf16 values"),
+        ("ages", "bf16"),
+        ("bf16", "ages"),
+    ],
 )
 def test_state_of_another_kind_is_refused(saved: str, own: str) -> None:
     model, opt, dtype = build(saved)
     step(model, opt, X.to(dtype))
     own_model, other, _ = build(own)  # names are the model's, and an optimizer does not hold it
-    with pytest.raises(
-        samo.MaskError, match=r"state of '0.weight' has .* but this optimizer needs"
-    ):
+    needed = f"but this optimizer needs .* with entry_steps={saved == 'ages'}, state='"
+    with pytest.raises(samo.MaskError, match=rf"state of '0.weight' has .* {needed}"):
         other.load_state_dict(opt.state_dict())
     assert not other.state
     with pytest.raises(ValueError, match="different number of parameter groups"):
@@ -227,6 +227,60 @@ def test_moments_of_another_optimizer_are_refused_and_none_are_taken() -> None:
     assert not opt.state
 
 
+# Ages of entries --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry_steps", [True, False])
+def test_the_first_update_of_a_late_entry_is_no_larger_than_the_rate(entry_steps: bool) -> None:
+    """Adam's first update is lr; with the step count of the tensor it is 3.16 times as large."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    half = samo.Mask.from_bool(torch.arange(1024).view(32, 32) % 2 == 0)
+    samo.compress_(model, samo.Masks({"0.weight": half}))
+    opt = samo.AdamW(
+        model.parameters(), lr=1e-3, weight_decay=0.0, eps=0.0, entry_steps=entry_steps
+    )
+    (values,) = model.parameters()
+    model(torch.randn(4, 32)).square().mean().backward()
+    opt.step()
+    opt.state[values]["step"].fill_(20_000)
+    opt.zero_grad()
+    samo.remap_(model, samo.Masks({"0.weight": samo.Mask.ones((32, 32))}), opt)
+    model(torch.randn(4, 32)).square().mean().backward()
+    opt.step()
+    late = model[0].weight.abs()[~half.to_bool()]
+    expected = 1e-3 if entry_steps else 1e-3 * 0.1 / 0.001**0.5
+    torch.testing.assert_close(late, torch.full_like(late, expected), rtol=1e-3, atol=0)
+
+
+def test_a_carried_over_state_is_as_old_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    dense = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(1, 8)).sum().backward()
+        dense.step()
+    samo.compress_(model, samo.prune(model, 0.5))
+    opt = samo.AdamW(model.parameters(), entry_steps=True)
+    opt.carry_over(dense)
+    values = next(model.parameters())
+    assert torch.equal(opt.state[values]["age"], torch.full((32,), 3, dtype=torch.int16))
+
+
+def test_ages_and_counts_out_of_range_are_refused(tmp_path: Path) -> None:
+    model, opt, dtype = build("ages")
+    step(model, opt, X.to(dtype))
+    state = opt.state[model.get_parameter("0.weight")]
+    for key, message in (("age", "ages must be 0 or more, got -7"), ("step", "step must be 0 or")):
+        good = state[key].clone()
+        state[key].fill_(-7)
+        with pytest.raises(samo.MaskError, match=rf"state of '0.weight' is damaged: {message}"):
+            opt.load_state_dict(opt.state_dict())
+        samo.save(tmp_path / key, model, opt)
+        with pytest.raises(samo.CheckpointError, match=rf"state of '0.weight': {message}"):
+            samo.load(tmp_path / key, model, opt)
+        state[key].copy_(good)
+    opt.load_state_dict(opt.state_dict())
+
+
 # Lean state -------------------------------------------------------------------------------------
 
 
@@ -278,71 +332,47 @@ def test_moments_of_a_dense_phase_are_carried_over_to_lean_state() -> None:
 # Shards -----------------------------------------------------------------------------------------
 
 
-def train_all_shards(rank: int, num_ranks: int) -> list[dict[str, Any]]:
-    return [train_shards((4,)), train_shards((2, 2))]
-
-
-def train_shards(dims: tuple[int, ...]) -> dict[str, Any]:
-    """Train parameters in shards, of which some are uneven and some empty, beside whole ones."""
-    mesh = init_device_mesh("cpu", dims)
-    placements = [Replicate()] * (len(dims) - 1) + [Shard(0)]
+def train_shards(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Train bfloat16 parameters in shards, uneven and empty ones, beside whole ones."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
     draw = torch.Generator().manual_seed(0)
-    wholes = [
-        nn.Parameter(torch.randn(shape, generator=draw).to(dtype))
-        for shape in ((7, 3), (1,), (4, 2))
-        for dtype in (torch.float64, torch.bfloat16)
-    ]
-    shards = [nn.Parameter(distribute_tensor(param.detach(), mesh, placements)) for param in wholes]
+    wholes = [nn.Parameter(torch.randn(n, 3, generator=draw).bfloat16()) for n in (7, 1, 4)]
+    shards = [nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])) for param in wholes]
     reference, opt = (samo.AdamW(params, lr=0.1) for params in (wholes, shards))
     for number in range(5):
         if number == 3:
             saved, opt = opt.state_dict(), samo.AdamW(shards, lr=1.0)
             opt.load_state_dict(saved)
         for whole, shard in zip(wholes, shards):
-            whole.grad = torch.randn(whole.shape, generator=draw).to(whole.dtype)
+            whole.grad = torch.randn(whole.shape, generator=draw).bfloat16()
             if number == 1:
                 whole.grad[-1] = float("nan")  # on one rank alone
-            shard.grad = distribute_tensor(whole.grad, mesh, placements)
+            shard.grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
         reference.step()
         opt.step()
     opt.zero_grad()
     opt.step()  # nobody has gradients, and all agree
-    refused = []
-    for settings in ({"state": "lean"}, {"entry_steps": True}):
-        with pytest.raises(ValueError) as error:  # noqa: PT011 - messages are compared below
-            samo.AdamW(shards[1:2], **settings)
-        refused.append(str(error.value))
-    with pytest.raises(samo.MaskError) as error:
+    for settings, message in (
+        ({"state": "lean"}, "state='lean' is for whole parameters"),
+        ({"entry_steps": True}, "entry_steps=True is for whole parameters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            samo.AdamW(shards, **settings)
+    with pytest.raises(samo.MaskError, match="load sharded state with set_optimizer_state_dict"):
         opt.load_state_dict(reference.state_dict())
+    assert reference.skipped_steps == 1
+    assert all(torch.equal(a, b.full_tensor()) for a, b in zip(wholes, shards))
     return {
-        "equal": all(torch.equal(a, b.full_tensor()) for a, b in zip(wholes, shards)),
-        "sizes": [shard.to_local().numel() for shard in shards[::2]],
-        "state": {
-            key: (value.placements == (*placements,), value.to_local().numel())
-            for key, value in opt.state[shards[1]].items()
-            if key != "step"
-        },
-        "skipped": reference.skipped_steps,
-        "refused": [*refused, str(error.value)],
+        key: (value.placements == (Shard(0),), value.to_local().numel())
+        for key, value in opt.state[shards[0]].items()
+        if key != "step"
     }
 
 
 def test_shards_are_updated_as_whole_parameters() -> None:
-    """Empty shards and uneven ones, hybrid sharding, and a NaN that one rank alone sees."""
-    sizes = {4: ([6, 6, 6, 3], [1, 0, 0, 0], [2] * 4), 2: ([12, 9], [1, 0], [4, 4])}
-    for rank, (flat, hybrid) in enumerate(run_ranks(4, train_all_shards)):
-        for found, num_shards in ((flat, 4), (hybrid, 2)):
-            assert found["equal"]
-            assert found["skipped"] == 1
-            mine = [size[rank % num_shards] for size in sizes[num_shards]]
-            assert found["sizes"] == mine
-            assert found["state"] == dict.fromkeys(
-                ("exp_avg", "exp_avg_sq", "remainder"), (True, mine[0])
-            )
-            lean, aged, whole = found["refused"]
-            assert "state='lean' is for whole parameters" in lean
-            assert "entry_steps=True is for whole parameters" in aged
-            assert "load sharded state with set_optimizer_state_dict" in whole
+    """With a NaN that one rank alone sees."""
+    for found, size in zip(run_ranks(4, train_shards), (6, 6, 6, 3)):
+        assert found == dict.fromkeys(("exp_avg", "exp_avg_sq", "remainder"), (True, size))
 
 
 # What a step costs the host ---------------------------------------------------------------------

@@ -231,31 +231,6 @@ def test_dense_gradients_die_as_they_are_compressed(is_tied: bool, style: str) -
 # Checkpoints and compiled code ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("style", ["plain", "checkpointed", "reentrant"])
-def test_gradients_are_the_dense_ones_at_the_kept_places(is_tied: bool, style: str) -> None:
-    model = small_gpt(is_tied=is_tied, is_checkpointed=style == "checkpointed")
-    masks = samo.prune(model, sparsity=0.9)
-    masks.apply_(model)
-    batch = tokens()
-    model(batch, batch).backward()
-    expected = {name: param.grad for name, param in model.named_parameters()}
-    model.zero_grad()
-    if style == "reentrant":
-        for block in model.blocks:
-            forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=True)
-    samo.compress_(model, masks)
-    model(batch, batch).backward()
-    for name, param in model.named_parameters():
-        dense = expected[name]
-        kept = dense[masks[name].to_bool()] if name in masks else dense
-        if is_tied and name == "embed.weight":
-            torch.testing.assert_close(param.grad, kept)  # sums in another order
-        else:
-            assert torch.equal(param.grad, kept), name
-
-
 @ignores_dynamo
 @pytest.mark.parametrize(("scope", "weights"), [("tensor", "resident"), ("global", "streamed")])
 def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: Any) -> None:

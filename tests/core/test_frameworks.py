@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, Accelerate and Lightning against masked dense training."""
+"""Hugging Face Trainer, which is Accelerate's too, and Lightning against masked dense training."""
 
 import copy
 from pathlib import Path
@@ -9,18 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import samo
-from tests.core.twins import batches, loss_of, mlp, twins, worst
+from tests.core.twins import batches, hugging_face, loss_of, mlp, twins, worst
 
 STEPS = 20
-
-
-def tiny_gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=1, n_head=2, n_embd=16, vocab_size=40, n_positions=12,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
 
 
 def texts() -> list[dict[str, Tensor]]:
@@ -48,7 +39,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")  # of transformers and accelerate, about each other
 def test_hugging_face_trainer_trains_as_masked_dense_and_resumes_exactly(tmp_path: Path) -> None:
-    model = tiny_gpt2()
+    model = hugging_face("GPT2")
     model, dense = twins(model, samo.prune(model, 0.8))
     resumed = copy.deepcopy(model)
     saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
@@ -66,40 +57,6 @@ def test_hugging_face_trainer_trains_as_masked_dense_and_resumes_exactly(tmp_pat
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     assert logged(again, "loss") == losses[0]  # of the first half, as saved
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_accelerate_trains_as_masked_dense_and_resumes_exactly(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model, dense = twins(mlp())
-    losses: dict[str, list[float]] = {}
-
-    def train(net: nn.Module, name: str, rows: list[Tensor], start: Any = None) -> Any:
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        opt = torch.optim.AdamW(net.parameters(), lr=3e-3)
-        net, opt = accelerator.prepare(net, opt)
-        if start is not None:
-            accelerator.load_state(start)
-        losses[name] = []
-        for x in rows:
-            with accelerator.accumulate(net):
-                loss = loss_of(net, x)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(net.parameters(), 0.05)
-                opt.step()
-                opt.zero_grad()
-            losses[name].append(float(loss.detach()))
-        return accelerator
-
-    rows = list(batches(2 * STEPS))
-    fresh, straight = copy.deepcopy(model), copy.deepcopy(model)
-    train(dense, "dense", rows)
-    train(straight, "whole", rows)
-    train(model, "first", rows[:STEPS]).save_state(str(tmp_path))
-    train(fresh, "resumed", rows[STEPS:], str(tmp_path))
-    assert losses["first"] + losses["resumed"] == losses["whole"]
-    assert losses["whole"] == pytest.approx(losses["dense"], abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")

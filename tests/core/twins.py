@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +17,31 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 def mlp(width: int = 32) -> nn.Sequential:
     """The smallest model in which a wrong gradient spreads."""
     return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 6))
+
+
+def hugging_face(name: str, **changes: Any) -> Any:
+    """A language model of one layer, without dropout."""
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 16,
+    }
+    if name == "GPT2":
+        sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64}
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    if name == "Llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+    implementation = changes.pop("experts")
+    small |= {"num_experts_per_tok": 2, "num_local_experts": 4, **changes}
+    config = transformers.MixtralConfig(**small)
+    config._experts_implementation = implementation
+    return transformers.MixtralForCausalLM(config)
 
 
 def compressed(
@@ -55,6 +81,18 @@ def twins(
     masks = samo.prune(model, 0.9) if masks is None else masks
     dense = masked_twin(model, masks)
     return samo.compress_(model, masks, **options), dense
+
+
+class Cast(nn.Module):
+    """The masked dense run of mixed precision: weights that are cast before every pass."""
+
+    def __init__(self, master: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.master, self.dtype = master, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        cast = {name: param.to(self.dtype) for name, param in self.master.named_parameters()}
+        return torch.func.functional_call(self.master, cast, (x,))
 
 
 def batches(steps: int, *, dtype: torch.dtype = torch.float32, seed: int = 1) -> Iterator[Tensor]:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import samo
-from samo.distributed.mesh import check_sizes, join
+from samo.distributed.mesh import check_sizes, join, mesh
+from samo.errors import ConfigError
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
@@ -75,3 +76,11 @@ def test_a_mesh_reads_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> 
         assert first["data"].size() == second["pipe"].size() == 1
     finally:
         dist.destroy_process_group()
+
+
+def test_an_environment_that_no_launcher_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="lacks RANK, MASTER_ADDR, MASTER_PORT; start ranks with"):
+        mesh(device="cpu")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import samo
+from tests.meters import assert_same
 
 pytestmark = pytest.mark.gpu
 
@@ -93,12 +94,6 @@ def tensors_of(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor
     return found | {f"dense/{index}": model[index].weight for index in (0, 3)}
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
-    assert list(ours) == list(theirs)
-    wrong = [name for name, value in ours.items() if not torch.equal(value, theirs[name])]
-    assert not wrong, f"{what}: {wrong}"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["lr", "tensor lr"])
 def test_a_captured_training_step_trains_as_without_a_graph(kind: str, is_tensor: bool) -> None:
@@ -124,9 +119,7 @@ def test_a_captured_training_step_trains_as_without_a_graph(kind: str, is_tensor
     with torch.cuda.graph(graph):
         backward(graphed, held)
         opts[1].step()
-    assert_same(
-        tensors_of(graphed, opts[1]), tensors_of(eager, opts[0]), "a capture changes nothing"
-    )
+    assert_same(tensors_of(graphed, opts[1]), tensors_of(eager, opts[0]))  # nothing has changed
     for number, x in zip(range(REPLAYS), later):
         if is_tensor:
             for rate in rates:
@@ -142,7 +135,7 @@ def test_a_captured_training_step_trains_as_without_a_graph(kind: str, is_tensor
         held.copy_(x)
         graph.replay()
         step(eager, opts[0], x)
-        assert_same(tensors_of(graphed, opts[1]), tensors_of(eager, opts[0]), f"replay {number}")
+        assert_same(tensors_of(graphed, opts[1]), tensors_of(eager, opts[0]))
     assert [opt.skipped_steps for opt in opts] == [1, 1]
     assert float(opts[1].state_dict()["state"][0]["step"]) == WARM + REPLAYS
 
@@ -167,7 +160,7 @@ def test_two_graphs_of_one_optimizer_take_turns() -> None:
         held.copy_(x)
         graphs[number % 2].replay()
         step(eager, opts[0], x)
-    assert_same(tensors_of(graphed, opts[1]), tensors_of(eager, opts[0]), "in turns")
+    assert_same(tensors_of(graphed, opts[1]), tensors_of(eager, opts[0]))
 
 
 def test_a_first_step_is_not_captured() -> None:

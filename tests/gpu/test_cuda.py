@@ -1,4 +1,4 @@
-"""The same behaviour on a CUDA device, with the Triton kernels and with the reference."""
+"""Models and large updates on a CUDA device; tests/kernels runs the kernels there too."""
 
 import copy
 import warnings
@@ -12,27 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 import samo
-from samo.kernels import AdamWUpdate, Kernels, choose, reference
-from samo.kernels.rounding import split
+from samo.kernels import AdamWUpdate, choose
 from samo.mask.mask import Mask
-from tests.kernels import cases
-from tests.kernels.cases import (
-    SETTINGS,
-    Kind,
-    State,
-    assert_copied,
-    assert_same,
-    copy_of,
-    master_of,
-)
-from tests.meters import assert_ulps, ignores_dynamo, small_gpt, tokens
+from tests.kernels.cases import SETTINGS
+from tests.meters import ignores_dynamo, small_gpt, tokens
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(params=["auto", "reference"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return choose(torch.device("cuda"), request.param)
 
 
 def batch() -> Tensor:
@@ -81,113 +66,6 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("density", [0.1, 0.5])
-def test_kernels_on_the_device_equal_those_on_the_cpu(
-    kernels: Kernels, dtype: torch.dtype, out_dtype: torch.dtype, density: float
-) -> None:
-    keep = torch.rand(70_001) < density
-    mask = Mask.from_bool(keep)
-    dense = torch.randn(70_001).to(dtype)
-    results = []
-    for device, path in (("cpu", reference), ("cuda", kernels)):
-        there = mask.to(device)
-        out = torch.zeros(mask.kept, dtype=out_dtype, device=device)
-        path.compress_(dense.to(device), there, out)
-        back = torch.ones(70_001, dtype=dtype, device=device)
-        path.expand_(out, there, back)
-        results.append((out.cpu(), back.cpu()))
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_bf16_rounds_half_away_from_zero_on_the_device() -> None:
-    master = torch.randn(100_000, device="cuda")
-    values, remainder = split(master, torch.bfloat16)
-    cpu_values, cpu_remainder = split(master.cpu(), torch.bfloat16)
-    assert torch.equal(values.cpu(), cpu_values)
-    assert remainder is not None
-    assert cpu_remainder is not None
-    assert torch.equal(remainder.cpu(), cpu_remainder)
-
-
-KINDS = [
-    (torch.float32, torch.bfloat16, torch.bfloat16),
-    (torch.float32, torch.float32, torch.float16),
-    (torch.float32, torch.float32, None),
-    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-]
-
-
-def draw_update(
-    numel: int, density: float | None, kind: Kind, state: State = "exact"
-) -> AdamWUpdate:
-    with torch.device("cuda"):
-        return cases.draw_update(numel, density, kind, 5, state)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("density", [0.1, None], ids=str)
-def test_a_step_equals_torch_on_an_fp32_master(
-    kernels: Kernels,
-    kind: Kind,
-    density: float | None,
-) -> None:
-    update = draw_update(70_001, density, kind)
-    for part in (update.exp_avg, update.exp_avg_sq, update.step):
-        part.zero_()
-    master = master_of(update)
-    kernels.adamw_([update], SETTINGS, torch.tensor(False, device="cuda"))
-    theirs = nn.Parameter(master.clone())
-    theirs.grad = update.grad.float()
-    torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False).step()
-    # torch's addcdiv divides before it multiplies there, and the other way round on a CPU.
-    assert_ulps(master_of(update), theirs.detach(), master, at_most=3)
-    assert_copied(update)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_learns_and_keeps_its_mask(dtype: torch.dtype) -> None:
-    model, masks = compressed_gpt(dtype, is_tied=True, is_checkpointed=True)
-    opt = samo.AdamW(samo.param_groups(model, lr=1e-2, weight_decay=0.1))
-    ids = batch()
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    losses = []
-    for _ in range(30):
-        loss = model(ids, ids)
-        scaler.scale(loss).backward()
-        scaler.step(opt)
-        scaler.update()
-        account = samo.ledger(model, opt)
-        opt.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
-    assert is_masked(model, masks)
-    assert account.measured_bytes == account.predicted_bytes
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad: float) -> None:
-    model, _ = compressed_gpt(torch.bfloat16)
-    opt = samo.AdamW(model.parameters(), lr=0.1)
-    train(model, opt, 2)
-    before = copy.deepcopy(dict(model.state_dict()))
-    steps = [int(state["step"]) for state in opt.state.values()]
-    ids = batch()
-    model(ids, ids).backward()
-    values = next(model.parameters())
-    assert values.grad is not None
-    values.grad.view(-1)[3] = bad
-    with no_waiting():
-        opt.step()
-    assert opt.skipped_steps == 1
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert [int(state["step"]) for state in opt.state.values()] == steps
-    opt.zero_grad()
-    train(model, opt, 1)
-    assert opt.skipped_steps == 1
-
-
 def test_a_whole_step_never_waits_for_the_device() -> None:
     model, _ = compressed_gpt(torch.bfloat16)
     rate = torch.tensor(1e-2, device="cuda")
@@ -219,43 +97,6 @@ def test_launches_do_not_grow_with_the_number_of_layers() -> None:
         # A table is sent again if a gradient lies elsewhere than in the last step.
         counts.append(sum(not name.startswith("Mem") for name in names))
     assert 0 < counts[0] == counts[1] < 20
-
-
-def test_rates_that_differ_go_into_one_launch_without_waiting() -> None:
-    kernels = choose(torch.device("cuda"))
-    updates = [draw_update(5000, density, KINDS[0]) for density in (0.1, None, 0.3, None)]
-    updates = [
-        update._replace(lr=0.01 * (1 + index), weight_decay=0.1 * index)
-        for index, update in enumerate(updates)
-    ]
-    expected = [copy_of(update) for update in updates]
-    before = [update.param.clone() for update in updates]
-    kernels.adamw_([copy_of(update) for update in updates], SETTINGS, None)  # compiles
-    with no_waiting():
-        kernels.adamw_(updates, SETTINGS, None)
-    reference.adamw_(expected, SETTINGS, None)
-    for ours, theirs, old in zip(updates, expected, before):
-        assert_ulps(ours.param, theirs.param, old, at_most=3)
-        assert_copied(ours)
-
-
-@pytest.mark.parametrize("state", ["exact", "ages", "lean"])
-def test_a_large_update_equals_the_reference(state: State) -> None:
-    update = draw_update(2**22 + 5, 0.1, KINDS[0], state)
-    expected, before = copy_of(update), update.param.clone()
-    skip = torch.tensor(False, device="cuda")
-    kernels = choose(torch.device("cuda"))
-    kernels.adamw_([update], SETTINGS, skip)
-    reference.adamw_([expected], SETTINGS, skip)
-    assert_same(update, expected, before, at_most=4)
-    assert update.mask is not None
-    assert update.dense is not None
-    out = torch.zeros(update.mask.kept, device="cuda", dtype=torch.bfloat16)
-    kernels.compress_(update.dense, update.mask, out)
-    assert torch.equal(out, update.param.bfloat16())
-    back = torch.full_like(update.dense, float("nan"))
-    kernels.expand_(out, update.mask, back)
-    assert torch.equal(back, update.dense)
 
 
 @pytest.mark.slow
@@ -357,6 +198,42 @@ def test_the_ledger_agrees_with_the_allocator() -> None:
     assert told <= held <= 1.01 * told, (told, held)  # the allocator rounds to 512 bytes
 
 
+@ignores_dynamo
+def test_blocks_compiled_by_inductor_train() -> None:
+    model, masks = compressed_gpt(torch.bfloat16)
+    plain = copy.deepcopy(model)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile()
+    losses = []
+    for each in (model, plain):
+        torch.manual_seed(0)  # for the same batch
+        losses.append(train(each, samo.AdamW(each.parameters(), lr=1e-2), 5))
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0)
+    assert is_masked(model, masks)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad: float) -> None:
+    model, _ = compressed_gpt(torch.bfloat16)
+    opt = samo.AdamW(model.parameters(), lr=0.1)
+    train(model, opt, 2)
+    before = copy.deepcopy(dict(model.state_dict()))
+    steps = [int(state["step"]) for state in opt.state.values()]
+    ids = batch()
+    model(ids, ids).backward()
+    values = next(model.parameters())
+    assert values.grad is not None
+    values.grad.view(-1)[3] = bad
+    with no_waiting():
+        opt.step()
+    assert opt.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [int(state["step"]) for state in opt.state.values()] == steps
+    opt.zero_grad()
+    train(model, opt, 1)
+    assert opt.skipped_steps == 1
+
+
 def test_forward_and_backward_in_a_cuda_graph_train_as_without() -> None:
     eager, _ = compressed_gpt(torch.bfloat16)
     graphed = copy.deepcopy(eager)
@@ -383,17 +260,3 @@ def test_forward_and_backward_in_a_cuda_graph_train_as_without() -> None:
         opts[0].zero_grad()  # not of the graph's: its gradients stay where they are
     for ours, theirs in zip(graphed.parameters(), eager.parameters()):
         assert torch.equal(ours, theirs)
-
-
-@ignores_dynamo
-def test_blocks_compiled_by_inductor_train() -> None:
-    model, masks = compressed_gpt(torch.bfloat16)
-    plain = copy.deepcopy(model)
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.compile()
-    losses = []
-    for each in (model, plain):
-        torch.manual_seed(0)  # for the same batch
-        losses.append(train(each, samo.AdamW(each.parameters(), lr=1e-2), 5))
-    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=0.02, atol=0)
-    assert is_masked(model, masks)

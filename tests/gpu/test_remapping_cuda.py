@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import samo
-from tests.core.test_remap import CASES, assert_same, dense_state, random_masks, trained
+from tests.core.test_remap import CASES, dense_state, random_masks, trained
+from tests.meters import assert_same
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samo.kernels import AdamWSettings, AdamWUpdate, Kernels, choose, cpu, lean, reference
-from samo.kernels.rounding import convert_remainder, join, master_dtype, split
+from samo.kernels.rounding import join, master_dtype, split, to_correction
 from samo.mask.mask import Mask
 from tests.meters import assert_ulps
 
@@ -93,7 +93,7 @@ def draw_update(
         dense,
         mask,
     )
-    if state == "ages":
+    if state == "ages" and mask is not None:
         ages = torch.randint(0, reference.OLDEST + 1, (kept,), dtype=torch.int16)
         ages[:3] = reference.OLDEST
         update = update._replace(age=ages)
@@ -107,7 +107,7 @@ def draw_update(
             exp_avg_sq_scale=codes.exp_avg_sq_scale_G,
         )
         if remainder is not None:
-            update = update._replace(remainder=convert_remainder(remainder, torch.int8))
+            update = update._replace(remainder=to_correction(remainder, 0x80))
     return update._replace(**changes)
 
 

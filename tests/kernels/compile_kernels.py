@@ -38,17 +38,17 @@ Variant = tuple[Any, dict[str, str], dict[str, Any], int]
 
 def variants() -> Iterator[Variant]:
     yield from mask_variants()
-    for has_flags, rate in product((False, True), (None, tl.float32, tl.float64)):
+    for has_flags in (False, True):
         types = {"rows": "*i64", "scalars": "*fp64", "rates": "*fp64", "decays": "*fp64"}
-        types |= {"skip": "*i8" if has_flags else "*fp64", "num_params": "i32"}
+        types |= {"skip": "*i8", "num_params": "i32"}
         types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2"), "fp64")
-        flags = dict.fromkeys(("HAS_RATES", "HAS_DECAYS", "HAS_SKIP"), has_flags)
-        yield triton_adamw.adamw_scalars_kernel, types, {"RATE_TYPE": rate, "SIZE": 128} | flags, 4
+        flags = dict.fromkeys(("HAS_RATES", "HAS_DECAYS"), has_flags)
+        yield triton_adamw.adamw_scalars_kernel, types, {"SIZE": 128} | flags, 4
     # Flags in turns over the types: together only where one changes what another does.
     for (dtype, grad_dtype, copy_dtype), is_first in zip(LEAN_KINDS, cycle((False, True))):
         copy = None if copy_dtype is None else KINDS[copy_dtype]
         kept = {"WEIGHT": KINDS[dtype], "GRADIENT": KINDS[grad_dtype]}
-        kept |= {"HAS_SKIP": is_first, "IS_SMALL": not is_first}
+        kept |= {"IS_SMALL": not is_first}
         parts = {"COPY": copy, "IS_ALIGNED": is_first}
         parts |= {"PARTS": launch.UNITS, "PART": launch.PART}
         for is_lean, oldest in ((False, 0), (False, reference.OLDEST), (True, 0)):
@@ -60,10 +60,9 @@ def variants() -> Iterator[Variant]:
         kept |= {"REMAINDERS": tl.int8, "BLOCKS": launch.UNITS, "SLOTS": 128 if is_first else 32}
         yield triton_adamw.adamw_lean_kept_kernel, TYPES, kept, 1
         if copy is not None:
-            types = {"rows": "*i64", "items": "*i32", "skip": "*i8" if is_first else "*i32"}
             constants = {"VALUES": KINDS[dtype], "COPY": copy, "BLOCKS": launch.UNITS}
-            constants |= {"HAS_SKIP": is_first, "IS_ALIGNED": is_first}
-            yield triton_adamw.expand_rows_kernel, types, constants, 2
+            constants |= {"IS_ALIGNED": is_first}
+            yield triton_adamw.expand_rows_kernel, TYPES, constants, 2
     for kind, exponent in launch.EXPONENTS.values():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
@@ -78,9 +77,9 @@ def mask_variants() -> Iterator[Variant]:
         common |= {"num_pairs": "i64", "numel": "i64", "num_words": "i32"}
         types = common | {"dense": "*" + NAMES[source], "out": "*" + NAMES[target]}
         yield triton_masks.compress_by_slot_kernel, types, {"SLOTS": 256}, 1
-        yield triton_masks.compress_by_entry_kernel, types, {"WORDS": 64}, 2
+        yield triton_masks.compress_by_entry_kernel, types, {}, 2
         types = common | {"values": "*" + NAMES[source], "dense": "*" + NAMES[target]}
-        yield triton_masks.expand_kernel, types, {"WORDS": 64}, 2
+        yield triton_masks.expand_kernel, types, {}, 2
 
 
 def compile_kernel(variant: Variant, capability: int) -> Any:
@@ -122,7 +121,7 @@ def check_writes() -> None:
         (
             triton_masks.expand_kernel,
             {"values": entries[:400], "after": entries, "dense": entries}
-            | {"numel": 4096, "num_words": 128, "WORDS": 64},
+            | {"numel": 4096, "num_words": 128},
             "dense",
         ),
     ):

@@ -33,34 +33,27 @@ def assert_as_predicted(account: Ledger) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "grad_dtype"),
-    [(torch.float16, None), (torch.float32, torch.bfloat16), (torch.float64, None)],
+    ("dtype", "settings", "pruned", "unpruned", "dense"),
+    [
+        (torch.bfloat16, {"grad_dtype": torch.bfloat16}, 3.53, 16.06, 20),  # of matrices alone
+        (torch.bfloat16, {}, 3.73, 18.0, 20),
+        (torch.bfloat16, {"value_dtype": torch.bfloat16}, 2.84, 7.03, 20),
+        (torch.float16, {}, 3.73, 18.0, 20),
+        (torch.float32, {"grad_dtype": torch.bfloat16}, 5.53, 16.0, 16),
+        (torch.float64, {}, 11.33, 32.0, 32),
+    ],
     ids=str,
 )
-def test_measured_equals_predicted(dtype: torch.dtype, grad_dtype: torch.dtype | None) -> None:
-    model = small_gpt()
-    assert_as_predicted(samo.ledger(model, trained(model, dtype, grad_dtype=grad_dtype)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "pruned", "unpruned"),
-    [
-        ({"grad_dtype": torch.bfloat16}, 3.53, 16.06),  # vectors have fp32 gradients
-        ({}, 3.73, 18.0),
-        ({"value_dtype": torch.bfloat16}, 2.84, 7.03),
-    ],
-    ids=["bf16 gradients", "fp32 gradients", "lean"],
-)
 def test_a_gpt_at_90_percent_holds_the_bytes_of_the_table(
-    settings: dict[str, Any], pruned: float, unpruned: float
+    dtype: torch.dtype, settings: dict[str, Any], pruned: float, unpruned: float, dense: int
 ) -> None:
     model = GPT(GPTConfig(num_layers=2, width=256, num_heads=4, vocab_size=331))
-    account = samo.ledger(model, trained(model, torch.bfloat16, **settings))
+    account = samo.ledger(model, trained(model, dtype, **settings))
     assert_as_predicted(account)
     share = account.pruned
     assert round(sum(share.measured.values()) / share.num_params, 2) == pruned
     assert share.paper / share.num_params == pytest.approx(4.4, abs=0.01)
-    assert share.dense / share.num_params == 20
+    assert share.dense / share.num_params == dense
     share = account.unpruned
     assert round(sum(share.measured.values()) / share.num_params, 2) == unpruned
 

@@ -29,24 +29,36 @@ def tokens(rows: int = 8, seed: int = 5) -> tuple[Tensor, Tensor]:
     return batch_BT[:, :-1], batch_BT[:, 1:]
 
 
-def tiny_hf(family: str, *, is_tied: bool = False) -> nn.Module:
+FAMILIES = {
+    "gpt2": "GPT2", "gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
+    "qwen3": "Qwen3", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3", "phi3": "Phi3",
+}  # fmt: skip
+"""Of Hugging Face, that a pipeline takes."""
+
+
+def tiny_hf(family: str, *, is_tied: bool = False, dropout: float = 0.0) -> nn.Module:
     import transformers
 
     torch.manual_seed(2)
-    common = {"vocab_size": 32, "tie_word_embeddings": is_tied}
+    common = {"vocab_size": 32, "tie_word_embeddings": is_tied, "pad_token_id": 0}
     if family == "gpt2":
+        sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "n_positions": 8}
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
         return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                n_layer=4, n_embd=16, n_head=2, n_positions=8, resid_pdrop=0, embd_pdrop=0,
-                attn_pdrop=0, bos_token_id=0, eos_token_id=0, **common,
-            )
-        )  # fmt: skip
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=4, hidden_size=16, intermediate_size=24, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=8, **common,
+            transformers.GPT2Config(**sizes, **drops, **ends, **common)
         )
-    )  # fmt: skip
+    sizes = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 8, "head_dim": 8}
+    if family != "gpt_neox":
+        sizes["num_key_value_heads"] = 1
+    if family in ("mistral", "gemma2", "gemma3"):
+        sizes["sliding_window"] = 3  # in some layers
+    name = FAMILIES[family]
+    config = f"{name}TextConfig" if family == "gemma3" else f"{name}Config"
+    settings = getattr(transformers, config)(**sizes, **common, attention_dropout=dropout)
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(settings)
+    return model
 
 
 def optimizer(name: str, module: nn.Module, *, is_compressed: bool) -> torch.optim.Optimizer:

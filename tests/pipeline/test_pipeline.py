@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import samo
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport.nccl import NcclTransport
+from samo.utils.collectives import all_gather_json, backend_of
 from tests.pipeline.cases import (
     accumulate,
     compress,
@@ -27,6 +29,7 @@ from tests.pipeline.cases import (
     optimizer,
     reference,
     tiny_gpt,
+    tiny_hf,
     tokens,
 )
 from tests.pipeline.test_engine import check_possible
@@ -130,7 +133,7 @@ def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
     results["one"] = one_micro_batch(mesh)
     results["refusal"] = refusals(mesh, rank)
     results["nccl"] = nccl_way(mesh, rank, num_ranks)
-    results["dropout"] = [dropout(mesh, rank, delay) for delay in (0.0, 0.01)]
+    results["dropout"] = [dropout(mesh, *how) for how in ((1, 0.0), (1, 0.01), (2, 0.0))]
     results["masks"] = different_masks(mesh, rank)
     return results
 
@@ -144,14 +147,17 @@ def timeline(mesh: Any) -> Any:
         return pipeline.timeline()
 
 
-def dropout(mesh: Any, rank: int, delay: float) -> Tensor:
-    """Return the loss of stages with dropout, of which the last may be slow."""
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(3)]
-    layers[2].register_forward_hook(lambda *_: time.sleep(delay))
-    with samo.Pipeline(layers, F.mse_loss, mesh, 4, timeout_s=20) as pipeline:
-        torch.manual_seed(7 + rank)
-        return pipeline.step(torch.ones(8, 8), target=torch.zeros(8, 8))
+def dropout(mesh: Any, stages_per_rank: int = 1, delay: float = 0.0) -> list[Any]:
+    """Return losses and gradients of a model with dropout and checkpointing."""
+    model = tiny_hf("gpt2", dropout=0.3)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.transformer.h[3].register_forward_hook(lambda *_: time.sleep(delay))
+    settings = {"stages_per_rank": stages_per_rank, "timeout_s": 20}
+    with samo.Pipeline(model, next_token_loss, mesh, 4, **settings) as pipeline:
+        torch.manual_seed(7 if pipeline.stage == 0 else 8)
+        losses = [pipeline.step(*tokens(8, seed)[:1], target=tokens(8, seed)[1]) for seed in (0, 1)]
+        params = dict(pipeline.module.named_parameters())
+        return [losses, {name: param.grad.clone() for name, param in params.items()}]
 
 
 def different_masks(mesh: Any, rank: int) -> list[str]:
@@ -217,9 +223,13 @@ def test_three_ranks_equal_one_process_and_refuse_the_same() -> None:
     check_equal([results["cases"] for results in everyone])
     check_tied(everyone)
     text = "tied weight '0.weight' has different masks on stages (0, 2)"
+    drawn = dropout(None)
+    assert not torch.equal(*drawn[0])
     for results in everyone:
         assert results["masks"] == [text] * 3
-        assert torch.equal(*results["dropout"])  # masks of dropout do not depend on delays
+        for losses, grads in results["dropout"]:
+            assert torch.equal(torch.stack(losses), torch.stack(drawn[0]))
+            assert all(torch.equal(grad, drawn[1][name]) for name, grad in grads.items())
         check_possible(results["timeline"], 3)
         assert all(results["timeline"].peak_in_flight(stage) <= 2 for stage in range(6))
         assert torch.equal(*results["one"])
@@ -392,3 +402,35 @@ def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int,
         assert f"rank {bad} (stage {bad} of 4)" in text
         assert re.search(said, text)
         assert seconds < 2 * TIMEOUT
+
+
+def test_a_mesh_whose_backend_torch_has_chosen() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pipe", "data"))
+        group = mesh["pipe"].get_group()
+        assert dist.get_backend(group) == "undefined"
+        assert (backend_of(group, "cpu"), backend_of(group, "cuda")) == ("gloo", "")
+        assert all_gather_json({"a": 1}, group) == [{"a": 1}]
+        model, ones = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
+        with samo.Pipeline(model, F.mse_loss, mesh, 2) as pipeline:
+            assert torch.equal(pipeline.eval(ones, target=ones), F.mse_loss(model(ones), ones))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "got"),
+    [
+        (lambda y, target: (y.sum(), y), "tuple"),
+        (lambda y, target: y, r"\(2, 2\)"),
+        (lambda y, target: 1.0, "float"),
+    ],
+)
+def test_a_loss_function_that_returns_no_scalar_is_named(loss_fn: Any, got: str) -> None:
+    ones = torch.ones(2, 2)
+    with (
+        samo.Pipeline(nn.Sequential(nn.Linear(2, 2)), loss_fn, None, 1) as pipeline,
+        pytest.raises(TypeError, match=f"loss_fn must return a scalar tensor, got {got}"),
+    ):
+        pipeline.step(ones, target=ones)

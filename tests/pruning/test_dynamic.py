@@ -158,24 +158,6 @@ def test_micro_batches_add_up_and_an_earlier_step_leaves_nothing_behind() -> Non
     assert grown_by_parts(8, None) >= 0.999  # sums in another order round otherwise
 
 
-def test_a_weight_that_is_used_twice_counts_both_gradients() -> None:
-    layer = nn.Linear(20, 20, bias=False)
-    dense = nn.Sequential(layer, nn.Tanh(), layer)
-    model = copy.deepcopy(dense)
-    samo.compress_(model, samo.prune(model, 0.8, method="random"))
-    dense.load_state_dict(samo.dense_state_dict(model))
-    opt = samo.AdamW(model.parameters())
-    moving = samo.DynamicSparse(model, opt, grow="gradient", every=1, stop=10**6, candidates=16)
-    kept = masks_of(model)["0.weight"]
-    x = torch.randn(8, 20)
-    backward(model, x)
-    backward(dense, x)
-    masks = moving.step()
-    assert masks is not None
-    expected = rigl_retold(layer.weight.detach(), kept, gradient_of(dense, "0.weight"), 24)[1]
-    assert torch.equal(masks["0.weight"].to_bool(), expected)
-
-
 def test_rigl_holds_at_most_the_largest_dense_gradient() -> None:
     model = small_gpt(is_tied=True, is_checkpointed=True)
     masks = samo.prune(model, sparsity=0.9)

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samo.checkpoint.ranks import Ranks
 from samo.checkpoint.tensors import rows_of
+from samo.distributed.ranks import Ranks
 from samo.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from samo.checkpoint.manifest import damaged
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.reader import Checkpoint
 from samo.checkpoint.tensors import name_tensors, rows_of, with_rows
-from samo.core.adamw import AdamW, state_layout
+from samo.core.adamw import AdamW, check_counts, state_layout
 from samo.errors import CheckpointError
 from samo.utils.safetensors_io import DTYPE_NAMES, DTYPES
 from samo.utils.validation import finite_number
@@ -166,16 +166,14 @@ class OptimizerState:
             raise saved.misfit(
                 f"its optimizer state of '{name}' is {held} instead of {expected}{hint}"
             )
-        for key in {"step", "age"} & content.keys():  # kernels look up corrections by age
-            value = content[key]
+        counts = {key: content[key] for key in ("step", "age") if key in content}
+        for key, value in counts.items():
             if isinstance(value, json_values.TensorName):
-                value = saved.optimizer.read(value)
-                value = value.min() if key == "age" and value.numel() else value
-            try:
-                if finite_number(key, value) < 0:
-                    raise ValueError(f"{key} must be 0 or more, got {value}")
-            except ValueError as error:
-                raise damaged(saved.path, f"optimizer state of '{name}': {error}") from None
+                counts[key] = saved.optimizer.read(value)
+        try:
+            check_counts(counts)
+        except ValueError as error:
+            raise damaged(saved.path, f"optimizer state of '{name}': {error}") from None
 
     def _torch_layout(
         self, param: Tensor, settings: dict[str, Any], held: dict[str, Any]

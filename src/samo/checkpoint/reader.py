@@ -6,8 +6,8 @@ from typing import Any, Final
 from samo.checkpoint import json_values
 from samo.checkpoint.folder import check_file
 from samo.checkpoint.manifest import Manifest, damaged, read_manifest
-from samo.checkpoint.ranks import Ranks
 from samo.checkpoint.tensors import SavedTensors
+from samo.distributed.ranks import Ranks
 from samo.errors import CheckpointError, MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks

@@ -205,8 +205,8 @@ class _Part:
         if not layout.is_first and not layout.is_sharded:
             return None
         model = ModelState(layout)
-        tensors["weights"] = model.tensors
-        masks = {n: mask for n, mask in sorted(model.masks.items()) if n in model.tensors}
+        tensors["weights"] = own = model.tensors
+        masks = {name: mask for name, mask in sorted(model.masks.items()) if name in own}
         tensors["masks"] = {name: mask.words for name, mask in masks.items()}
         self.metadata["masks"] = mask_files.metadata(masks, Masks(masks).fingerprint())
         optimizer = None

@@ -1,23 +1,26 @@
 """Asynchronous saves: tensors are copied to the host, and a thread writes them.
 
-One save is on its way at a time. The next one waits for it, since torch's stager reuses the host
-memory of a tensor, which is pinned if the tensor is on a GPU.
+One save is on its way at a time: the next one waits for it, and takes over the memory of its
+copies. Fresh memory would take several times as long, since the system clears it first. torch's
+own stager spends 20 us of Python on each tensor, more than the copy itself.
 """
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor
 
 __all__ = []
 
 Result = TypeVar("Result")
+Tensors = dict[str, dict[str, Tensor]]
 
 _lock: Final = threading.Lock()
 _pending: Future[Any] | None = None
+_copies: Tensors = {}
 
 
 def submit(stage: Callable[[], Callable[[], Result]]) -> Future[Result]:
@@ -39,26 +42,25 @@ def wait_for_pending() -> None:
         wait([_pending])
 
 
-def stage(tensors: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+def stage(tensors: Tensors) -> Tensors:
     """Return copies on the host, which are valid until the next call."""
-    # A conjugate is a bit of the tensor, not of the memory that is copied.
-    plain = {
-        kind: {name: tensor.resolve_conj().resolve_neg() for name, tensor in group.items()}
-        for kind, group in tensors.items()
-    }
-    on_gpu = any(tensor.is_cuda for group in plain.values() for tensor in group.values())
-    staged: dict[str, dict[str, Tensor]] = _stager(on_gpu).stage(plain)
-    return staged
+    global _copies
+    old, _copies = _copies, {}
+    for kind, group in tensors.items():
+        before = old.pop(kind, {})
+        _copies[kind] = {
+            name: _room(tensor, before.pop(name, None)) for name, tensor in group.items()
+        }
+        before.clear()  # frees memory before the next kind takes some
+        if group:
+            torch._foreach_copy_([*_copies[kind].values()], [*group.values()], non_blocking=True)
+    if any(tensor.is_cuda for group in tensors.values() for tensor in group.values()):
+        torch.cuda.synchronize()
+    return _copies
 
 
-@cache
-def _stager(on_gpu: bool) -> Any:
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # slow to load
-
-    options = StagingOptions(
-        use_pinned_memory=on_gpu,
-        use_non_blocking_copy=on_gpu,
-        use_shared_memory=False,
-        use_async_staging=False,
-    )
-    return DefaultStager(options)
+def _room(tensor: Tensor, before: Tensor | None) -> Tensor:
+    """Return memory for a copy: what was there before, if it fits."""
+    if before is not None and (before.dtype, before.shape) == (tensor.dtype, tensor.shape):
+        return before
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

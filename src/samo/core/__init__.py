@@ -12,7 +12,7 @@ Reading ``module.weight``
     traced.py       inside torch.compile and torch.export
 
 Training
-    optim.py        `AdamW`
+    adamw.py        `AdamW`
     optimizers.py   any optimizer: `param_groups`, before and after its step
     remap.py        `remap_`: new masks for a model in training
     rank_checks.py  replicas and shards must have the same masks

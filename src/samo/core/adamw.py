@@ -1,8 +1,7 @@
 """`AdamW` for compressed models and any other parameters: one fused pass, exact or lean state."""
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -14,13 +13,13 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from samo import kernels as _kernels
-from samo.core import weight as _weight
 from samo.core.weight import Weight, local_of, weight_from, weight_of
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.lean import num_groups, quantise_weight
 from samo.kernels.reference import ages_at
 from samo.kernels.rounding import master_dtype, remainder_dtype
+from samo.utils.validation import finite_number
 
 __all__ = ["AdamW"]
 
@@ -112,8 +111,6 @@ class AdamW(Optimizer):
             if not isinstance(value, Tensor) and not value >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
         self.group = group
-        self._weights: dict[Tensor, weakref.ref[Weight] | None] = {}
-        self._generation = -1
         # All settings are in the groups: a copied optimizer has nothing else.
         defaults = {
             "lr": lr,
@@ -173,15 +170,12 @@ class AdamW(Optimizer):
 
         Small models are host-bound on this loop: it calls no function of Python that it need not.
         """
-        if self._generation != _weight.generation:
-            self._generation, self._weights = _weight.generation, {}
-        weights, states = self._weights, self.state
+        states = self.state
         batches: dict[tuple[Any, ...], _Batch] = {}
         sharded: list[DTensor] = []
         for group in self.param_groups:
             lr, weight_decay = group["lr"], group["weight_decay"]
-            is_lean, has_ages = group["lean"], group["entry_steps"]
-            remainder = "correction" if is_lean else "remainder"
+            remainder = "correction" if group["lean"] else "remainder"
             batch = None
             for param in group["params"]:
                 is_sharded = type(param) is DTensor
@@ -193,17 +187,12 @@ class AdamW(Optimizer):
                 if grad.is_sparse:
                     grad = grad.to_dense()
                 if batch is None or batch.index != param.get_device():
-                    settings = (*group["betas"], group["eps"], is_lean, group["kernels"])
+                    settings = (*group["betas"], group["eps"], group["lean"], group["kernels"])
                     key = (*settings, param.device)
                     if key not in batches:
                         batches[key] = _Batch(group, param.device, param.get_device())
                     batch = batches[key]
-                try:
-                    ref = weights[param]
-                except KeyError:
-                    weight = None if is_sharded else weight_of(param)
-                    ref = weights[param] = None if weight is None else weakref.ref(weight)
-                weight = None if ref is None else ref()
+                weight = None if is_sharded else weight_of(param)
                 dense = mask = None
                 if weight is not None:
                     dense = weight.dense
@@ -229,9 +218,9 @@ class AdamW(Optimizer):
                         weight_decay,
                         dense,
                         mask,
-                        state.get("age") if has_ages else None,
-                        state["exp_avg_scale"] if is_lean else None,
-                        state["exp_avg_sq_scale"] if is_lean else None,
+                        state.get("age"),
+                        state.get("exp_avg_scale"),
+                        state.get("exp_avg_sq_scale"),
                     )
                 )
                 if is_sharded:
@@ -307,7 +296,7 @@ class AdamW(Optimizer):
 
         Raises:
             ValueError: The groups do not match.
-            MaskError: The state belongs to other masks, dtypes or settings.
+            MaskError: The state belongs to other masks, dtypes or settings, or is damaged.
         """
         own, saved = self.param_groups, state_dict["param_groups"]
         found = []
@@ -334,7 +323,6 @@ class AdamW(Optimizer):
             for key in ("lean", "entry_steps", "kernels"):
                 group.setdefault(key, self.defaults[key])
         self.__dict__.setdefault("group", None)
-        self._generation = -1
 
     @torch.no_grad()
     def carry_over(self, dense: Optimizer) -> None:
@@ -509,6 +497,21 @@ def _check_loaded(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -
             "and the masks and dtypes of the saved run, and load sharded state with "
             "set_optimizer_state_dict of torch.distributed.checkpoint"
         )
+    try:
+        check_counts(state)
+    except ValueError as error:
+        raise MaskError(
+            f"the saved optimizer state of {_name(param)} is damaged: {error}"
+        ) from None
+
+
+def check_counts(state: Mapping[str, Any]) -> None:
+    """Raise ValueError if a saved step count or the age of an entry is out of range."""
+    step, age = finite_number("step", state.get("step", 0)), state.get("age")
+    if step < 0:
+        raise ValueError(f"step must be 0 or more, got {step}")
+    if isinstance(age, Tensor) and bool((age < 0).any()):
+        raise ValueError(f"ages must be 0 or more, got {int(age.min())}")
 
 
 def _check_param(param: Tensor, group: dict[str, Any]) -> None:

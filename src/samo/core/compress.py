@@ -29,6 +29,7 @@ from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
+from samo.utils.validation import check_model
 
 __all__ = ["compress_", "decompress_", "dense_state_dict", "masks"]
 
@@ -268,8 +269,7 @@ def check_whole(model: nn.Module, what: str, instead: str) -> None:
 
 
 def _check_arguments(model: nn.Module, weights: str | int, options: dict[str, Any]) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     for name, _ in named_weights(model):
         raise CompressionError(
             f"the model is compressed already (see '{name}'); to change its masks, call "

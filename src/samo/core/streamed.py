@@ -73,6 +73,17 @@ class Expansion:
             dense = layout.expand(values.detach(), dtype)
         return dense.transpose(-2, -1) if self._is_flipped else dense
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        found = None if handler is None else handler(*args, **kwargs)
+        if found is not None:
+            return found
+        return func(*_expanded(args), **dict(zip(kwargs, _expanded(kwargs.values()))))
+
     def _like(self, values: Tensor, layout: Layout, is_flipped: bool) -> Any:
         """Return another expansion of the same kind and dtype."""
         raise NotImplementedError
@@ -93,7 +104,7 @@ class Expansion:
         return self._like(self._param, self._layout, not self._is_flipped)
 
 
-def expanded(args: Any) -> list[Any]:
+def _expanded(args: Any) -> list[Any]:
     return [_expanded_one(arg) for arg in args]
 
 
@@ -101,7 +112,7 @@ def _expanded_one(arg: Any) -> Any:
     if isinstance(arg, Expansion):
         return arg._expand()
     if type(arg) in (list, tuple):
-        return type(arg)(expanded(arg))
+        return type(arg)(_expanded(arg))
     return arg
 
 
@@ -143,16 +154,10 @@ class StreamedWeight(Expansion, DenseWeight):
                 "torch.jit.trace would bake in the weights; use torch.export, or call "
                 "samo.decompress_(model) first"
             )
-        kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            found = handler(*args, **kwargs)
-            if found is not None:
-                return found
-        elif func in _FACTS:
+        if func in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        found = func(*expanded(args), **dict(zip(kwargs, expanded(kwargs.values()))))
+                return func(*args, **(kwargs or {}))
+        found = super().__torch_function__(func, types, args, kwargs)
         # An in-place operation returns the expansion it wrote to; return the weight instead, as
         # torch would.
         if type(found) is Tensor and args and getattr(found, "_samo_expansion_of", None) is args[0]:

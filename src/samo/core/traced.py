@@ -1,13 +1,13 @@
 """Reading a weight inside `torch.compile` and `torch.export`, through operators they can trace."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samo.core.dense import Expand
-from samo.core.streamed import HANDLERS, Expansion, expanded
+from samo.core.streamed import Expansion
 from samo.kernels.operators import compress, expand
 
 __all__ = []
@@ -50,18 +50,6 @@ class TracedLayout(NamedTuple):
 
 class TracedExpansion(Expansion):
     """An `Expansion` with the attributes and operators of tensors that compiled code uses."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            found = handler(*args, **kwargs)
-            if found is not None:
-                return found
-        return func(*expanded(args), **dict(zip(kwargs, expanded(kwargs.values()))))
 
     def _like(self, values: Tensor, layout: Any, is_flipped: bool) -> "TracedExpansion":
         return TracedExpansion(values, layout, self._dtype, is_flipped)

@@ -310,7 +310,6 @@ class Weight:
 
         Eagerly, because compiled code cannot build it and would expand in every pass.
         """
-        global generation
         if isinstance(values, DTensor):
             if self.mesh is None:
                 self.retire()
@@ -326,8 +325,7 @@ class Weight:
         self.handed = []
         self._version = self._dense_version = -1
         self._address = 0
-        _WEIGHTS[values] = weakref.ref(self)
-        generation += 1
+        _WEIGHTS[id(values)] = self
         if self.is_resident:
             self.sync()
         if not isinstance(values, DTensor):
@@ -389,7 +387,7 @@ class Weight:
     def release(self) -> None:
         """Drop references until `follow`: torch only swaps tensors without other references."""
         self.sync_written()
-        _WEIGHTS.pop(self.values, None)
+        _WEIGHTS.pop(id(self.values), None)
         self.dense = self._plain = self._tracked = self._streamed = self._taken = None
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -438,11 +436,8 @@ def mark_ragged(weights: list[Weight], *, were_remapped: bool = False) -> None:
 
 # From a tensor to its weight --------------------------------------------------------------------
 
-_WEIGHTS: Final = WeakTensorKeyDictionary()
-"""From values to their weight."""
-
-generation = 0
-"""Number of changes to `_WEIGHTS`, for those who keep what they looked up."""
+_WEIGHTS: Final[weakref.WeakValueDictionary[int, Weight]] = weakref.WeakValueDictionary()
+"""From the ids of values to their weight. An id may be reused, so `weight_of` looks at both."""
 
 ORIGINS: Final = WeakTensorKeyDictionary()
 """From the dense parameter that a weight was, which an optimizer may still hold, to the weight."""
@@ -453,8 +448,7 @@ RETIRED: Final = WeakTensorKeyDictionary()
 
 def weight_of(param: Tensor) -> Weight | None:
     """Return the weight whose values ``param`` is, if any."""
-    found = _WEIGHTS.get(param)
-    weight = None if found is None else found()
+    weight = _WEIGHTS.get(id(param))
     return weight if weight is not None and weight.values is param else None
 
 

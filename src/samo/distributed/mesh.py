@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
+from samo.errors import ConfigError
+
 __all__ = ["mesh"]
 
 _logger: Final = logging.getLogger(__name__)
@@ -57,7 +59,8 @@ def mesh(
     sizes = check_sizes({"pipe": pipe, "data": data}, num_ranks)
     if not is_joined:
         timeout = timedelta(seconds=timeout_s)
-        join(device, timeout, rendezvous(timeout) if "RANK" in os.environ else None)
+        is_launched = "RANK" in os.environ or num_ranks > 1
+        join(device, timeout, rendezvous(timeout) if is_launched else None)
     return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
@@ -79,6 +82,13 @@ def check_sizes(sizes: Mapping[str, int | None], num_ranks: int) -> dict[str, in
 
 def rendezvous(timeout: timedelta) -> Any:
     """Return the store through which the ranks of torchrun or samo launch find each other."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"the environment of this rank lacks {', '.join(missing)}; start ranks with torchrun "
+            "or samo launch, which set them"
+        )
     store, _, _ = next(torch_rendezvous("env://", timeout=timeout))
     # A launcher may keep its store over restarts, with the addresses of ranks that have ended.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

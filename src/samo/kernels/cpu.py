@@ -4,8 +4,7 @@ Work is split among as many threads as torch uses. They are OpenMP's, as torch's
 spin for some milliseconds after every torch operation, and would compete with any others.
 ``docs/decisions/0003-cpu-kernels.md`` compares alternatives.
 
-The loops only move float16, and torch converts it. ``reference`` does the rest: float16 parameters,
-8-bit state, tensors with strides.
+``reference`` does the rest: float16, 8-bit state, tensors with strides.
 """
 
 import importlib.util
@@ -41,13 +40,8 @@ def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
         reference.compress_(dense, mask, out)
         return
     check_pair(out, mask, dense)
-    kept = out.detach().view(-1)
-    if _needs_torch(dense.dtype, out.dtype):
-        kept = torch.empty_like(kept, dtype=dense.dtype)
-    shared = cpu_loops.compress_shared
-    _move(cpu_loops.compress_blocks, shared, mask, dense.detach().reshape(-1), kept)
-    if kept.dtype != out.dtype:
-        out.detach().view(-1).copy_(kept)
+    kernels = cpu_loops.compress_blocks, cpu_loops.compress_shared
+    _move(*kernels, mask, dense.detach().reshape(-1), out.detach().view(-1))
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
@@ -57,10 +51,8 @@ def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
         reference.expand_(values, mask, dense)
         return
     check_pair(values, mask, dense)
-    kept = values.detach().reshape(-1)
-    if _needs_torch(values.dtype, dense.dtype):
-        kept = kept.to(dense.dtype)
-    _move(cpu_loops.expand_blocks, cpu_loops.expand_shared, mask, kept, dense.detach().view(-1))
+    kernels = cpu_loops.expand_blocks, cpu_loops.expand_shared
+    _move(*kernels, mask, values.detach().reshape(-1), dense.detach().view(-1))
 
 
 @torch.no_grad()
@@ -69,14 +61,9 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     if skip is not None and bool(skip):
         return
     together: dict[tuple[torch.dtype | bool, ...], list[AdamWUpdate]] = {}
-    others, refreshed = [], []
+    others = []
     for update in updates:
         if not update.is_lean and is_plain(update, _SEEN_AS):
-            if update.grad.dtype == torch.float16:
-                update = update._replace(grad=update.grad.float())
-            if update.dense is not None and update.dense.dtype == torch.float16:
-                refreshed.append(update)
-                update = update._replace(dense=None)
             copy = update.param if update.dense is None else update.dense
             key = update.param.dtype, update.grad.dtype, copy.dtype, update.age is not None
             together.setdefault(key, []).append(update)
@@ -85,9 +72,6 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
     reference.adamw_(others, settings, None)
     for members in together.values():
         _update_rows(members, settings)
-    for update in refreshed:
-        assert update.dense is not None
-        expand_(update.param, update.mask, update.dense)
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -118,7 +102,6 @@ _SEEN_AS: Final[dict[torch.dtype, Any]] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
     torch.bfloat16: np.uint16,
-    torch.float16: np.uint16,
 }
 """The numpy type in which the loops get each type."""
 
@@ -181,11 +164,6 @@ def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
     step_size, denominator, decay = map(float, count_step(update, settings, None))
     beta1, beta2, eps = settings
     return decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator
-
-
-def _needs_torch(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return whether torch converts one type to another, because the loops have no float16."""
-    return source != target and torch.float16 in (source, target)
 
 
 def _move(

@@ -187,74 +187,48 @@ def _vector_step(is_gather: bool) -> Any:
 _gather_step, _scatter_step = _vector_step(is_gather=True), _vector_step(is_gather=False)
 
 
-# Gathering and scattering are spelled out, not made by one factory. In its cache on disk, numba
-# tells functions of the same types apart by qualified name alone: of two with the same name, the
-# cached one would run in place of the other.
-
-
 @_jit
-def _walk_gather(part, pairs, block, kept):
+def _walk(part, pairs, block, kept, gathers):
     count = 0
     first = block * BLOCK_PAIRS
     for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
         bits = pairs[index]
         while bits != 0:
-            kept[count] = part[(index - first) * PAIR_BITS + _lowest_bit(bits)]
+            place = (index - first) * PAIR_BITS + _lowest_bit(bits)
+            if gathers:
+                kept[count] = part[place]
+            else:
+                part[place] = kept[count]
             count += 1
             bits &= bits - np.uint64(1)
     return count
 
 
-@_jit
-def _walk_scatter(part, pairs, block, kept):
-    count = 0
-    first = block * BLOCK_PAIRS
-    for index in range(first, min(first + BLOCK_PAIRS, pairs.size)):
-        bits = pairs[index]
-        while bits != 0:
-            part[(index - first) * PAIR_BITS + _lowest_bit(bits)] = kept[count]
-            count += 1
-            bits &= bits - np.uint64(1)
-
-
 @_chosen_by_type
-def _gather(part, pairs, block, kept):
-    """Copy a block's kept entries to a buffer, and return how many they are."""
+def _move(part, pairs, block, kept, gathers):
+    """Copy a block's kept entries to a buffer, or back, and return how many they are.
+
+    The block's other entries are 0 before they are copied back, and after.
+    """
     lanes = _LANES[part.dtype]
 
-    def leap_gather(part, pairs, block, kept):
+    def leap(part, pairs, block, kept, gathers):
         if part.size < BLOCK_BITS:  # the last block: a vector would reach past its end
-            return _walk_gather(part, pairs, block, kept)
+            return _walk(part, pairs, block, kept, gathers)
         count = 0
         first = block * BLOCK_PAIRS
         for index in range(BLOCK_PAIRS):
             bits = pairs[first + index]
             for lane in range(0, PAIR_BITS, lanes):
-                _gather_step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
-                count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
+                place, some = index * PAIR_BITS + lane, bits >> np.uint64(lane)
+                if gathers:
+                    _gather_step(part, place, some, kept, count)
+                else:
+                    _scatter_step(part, place, some, kept, count)
+                count += _count_bits(some & np.uint64((1 << lanes) - 1))
         return count
 
-    return leap_gather if lanes else _walk_gather.py_func
-
-
-@_chosen_by_type
-def _scatter(part, pairs, block, kept):
-    """Copy a buffer to a block's kept entries; the others are 0 before and after."""
-    lanes = _LANES[part.dtype]
-
-    def leap_scatter(part, pairs, block, kept):
-        if part.size < BLOCK_BITS:
-            _walk_scatter(part, pairs, block, kept)
-            return
-        count = 0
-        first = block * BLOCK_PAIRS
-        for index in range(BLOCK_PAIRS):
-            bits = pairs[first + index]
-            for lane in range(0, PAIR_BITS, lanes):
-                _scatter_step(part, index * PAIR_BITS + lane, bits >> np.uint64(lane), kept, count)
-                count += _count_bits((bits >> np.uint64(lane)) & np.uint64((1 << lanes) - 1))
-
-    return leap_scatter if lanes else _walk_scatter.py_func
+    return leap if lanes else _walk.py_func
 
 
 @_jit
@@ -270,7 +244,7 @@ def compress_blocks(dense, pairs, offsets, out, first, end):
     kept = np.empty(BLOCK_BITS + _SLACK, dtype=dense.dtype)
     for block in range(first, end):
         at = offsets[block]
-        count = _gather(_block(dense, block), pairs, block, kept)
+        count = _move(_block(dense, block), pairs, block, kept, True)
         _convert(kept[:count], out[at : at + count])
 
 
@@ -283,7 +257,7 @@ def expand_blocks(values, pairs, offsets, dense, first, end):
         part = _block(dense, block)
         part[:] = 0
         _convert(values[at:to], kept)
-        _scatter(part, pairs, block, kept)
+        _move(part, pairs, block, kept, False)
 
 
 # Shared among threads: one function each, since numba does not cache functions that close over
@@ -440,7 +414,7 @@ def adamw_rows(rows, scalars, ends, oldest, like, start, stop):
             _split(master, values, remainders)
             if pairs.size:
                 _convert(values, buffer)
-                _scatter(_block(dense, block), pairs, block, buffer)
+                _move(_block(dense, block), pairs, block, buffer, False)
             elif dense.size:
                 _convert(values, dense[span])
 

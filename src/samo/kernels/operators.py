@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from samo import kernels
-from samo.mask.bitmap import BLOCK_WORDS, num_blocks, num_words as num_words_of
+from samo.mask.bitmap import num_blocks, num_words as num_words_of
 from samo.mask.mask import Mask
 
 __all__ = []
@@ -99,6 +99,6 @@ else:
         num_words, blocks = num_words_of(dense.numel()), num_blocks(dense.numel())
         offsets, numel = bitmap[num_words:], dense.numel()
         torch.library.wrap_triton(expand_kernel)[(blocks,)](
-            values, bitmap, offsets, after, dense, numel, num_words, WORDS=BLOCK_WORDS, num_warps=2
+            values, bitmap, offsets, after, dense, numel, num_words, num_warps=2
         )
         return dense

@@ -24,7 +24,7 @@ from samo.kernels import lean
 from samo.kernels.checks import check_pair, check_update
 from samo.kernels.pieces import flattened, kept_pieces, pieces, put, write_back
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
-from samo.kernels.rounding import convert_remainder, join, split
+from samo.kernels.rounding import join, split, to_correction
 from samo.mask.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
@@ -182,10 +182,9 @@ def _update(
     flat: AdamWUpdate, settings: AdamWSettings, skip: Tensor | None, corrections: Corrections
 ) -> None:
     """Update vectors in place, piece by piece."""
-    by_age = None
     if flat.age is not None:
-        younger = flat.age < OLDEST
-        flat.age.add_(younger if skip is None else younger & ~skip)
+        ages = flat.age.clamp(0, OLDEST - 1).add_(1)  # always an index of the table
+        put(flat.age, ages, skip)
         by_age = corrections_by_age(flat, settings)
     for piece_Z, groups, piece_G in _pieces(flat):
         param = flat.param[piece_Z]
@@ -199,8 +198,8 @@ def _update(
             held = lean.Moments(*moments, *scales)
             moments = lean.dequantise(held, groups)
         own = corrections
-        if flat.age is not None and by_age is not None:
-            own = _look_up(flat.age[piece_Z], by_age, corrections)
+        if flat.age is not None:
+            own = _look_up(ages[piece_Z], by_age, corrections)
         master = join(param, remainder)
         grad = flat.grad[piece_Z].to(master.dtype)
         master, exp_avg, exp_avg_sq = adamw_values(master, grad, *moments, own, settings)
@@ -209,8 +208,8 @@ def _update(
         if groups is not None:
             bits = lean.random_bits(piece_Z.start, piece_Z.stop, flat.step)
             new = lean.quantise(exp_avg, exp_avg_sq, groups, scales[0].numel(), bits)
-            if remainder is not None and rest is not None:
-                rest = convert_remainder(rest, remainder.dtype, bits & 0xFF)
+            if rest is not None:
+                rest = to_correction(rest, bits & 0xFF)
         for target, source in [*zip(held, new), (param, values), (remainder, rest)]:
             if target is not None and source is not None:
                 put(target, source, skip)

@@ -57,14 +57,10 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return master.to(dtype), None
 
 
-def convert_remainder(remainder: Tensor, dtype: torch.dtype, dither: Tensor | int = 0x80) -> Tensor:
-    """Return remainders as 8-bit corrections, or the reverse: 0x1234 gives 0x12, that gives 0x1200.
+def to_correction(remainder: Tensor, dither: Tensor | int) -> Tensor:
+    """Return remainders as 8-bit corrections: 0x1234 gives 0x12.
 
     ``dither``, 0 to 255, is added before the lower 8 bits are cut off; if it is random, the mean of
     many roundings is the remainder. The largest correction is 0x7F, since 0x80 would be -0x80.
     """
-    if remainder.dtype == dtype:
-        return remainder
-    if dtype == torch.int8:
-        return ((remainder.to(torch.int32) + dither) >> 8).clamp_(max=0x7F).to(torch.int8)
-    return remainder.to(dtype) << 8
+    return ((remainder.to(torch.int32) + dither) >> 8).clamp_(max=0x7F).to(torch.int8)

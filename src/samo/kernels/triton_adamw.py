@@ -30,9 +30,8 @@ __all__ = []
 # Columns of a parameter's row in a table, all int64: addresses, 0 if missing; then entries, words
 # of the mask, and the first item in the list.
 PARAM, REMAINDER, GRAD, EXP_AVG, EXP_AVG_SQ, DENSE = map(tl.constexpr, range(6))
-BITMAP, OFFSETS, STEP, RATE, AGE = map(tl.constexpr, range(6, 11))
-EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = map(tl.constexpr, range(11, 13))
-SIZE, NUM_WORDS, FIRST, COLUMNS = map(tl.constexpr, range(13, 17))
+BITMAP, OFFSETS, STEP, AGE, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = map(tl.constexpr, range(6, 12))
+SIZE, NUM_WORDS, FIRST, COLUMNS = map(tl.constexpr, range(12, 16))
 
 SCALARS = tl.constexpr(4)
 """Per parameter, in fp64: minus the step size, the denominator, the decay, the rate."""
@@ -186,14 +185,6 @@ def power_of(base, exponents, SIZE: tl.constexpr):
     return result
 
 
-@triton.jit
-def corrections_of(counts, rate, beta1, beta2, SIZE: tl.constexpr):
-    """Return minus the step size and the denominator after so many updates, in fp64."""
-    step_size = rate / (1.0 - power_of(beta1, counts, SIZE))
-    denominator = tl.sqrt(1.0 - power_of(beta2, counts, SIZE))
-    return -step_size, denominator
-
-
 @triton.jit(do_not_specialize=["num_params"])
 def adamw_scalars_kernel(
     rows,
@@ -206,31 +197,22 @@ def adamw_scalars_kernel(
     beta1: tl.float64,
     beta2: tl.float64,
     num_params,
-    RATE_TYPE: tl.constexpr,
     HAS_RATES: tl.constexpr,
     HAS_DECAYS: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Count every parameter's step unless ``skip`` is set, and compute its scalars in fp64.
 
     Example: a first step with lr 0.1, betas 0.9 and 0.99 gives -1 (lr / (1 - 0.9), negative) and
-    0.1 (the square root of 1 - 0.99). Rates are on the device at addresses in the table, or in
-    ``rates``, or all ``lr``.
+    0.1 (the square root of 1 - 0.99). Rates are in ``rates``, or all ``lr``.
     """
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_inside = index < num_params
     row = rows + index * COLUMNS
     step_at = tl.load(row + STEP, mask=is_inside, other=0).to(tl.pointer_type(tl.float32))
     steps = tl.load(step_at, mask=is_inside, other=0) + 1
-    if HAS_SKIP:
-        tl.store(step_at, steps, mask=is_inside & (tl.load(skip) == 0))
-    else:
-        tl.store(step_at, steps, mask=is_inside)
-    if RATE_TYPE is not None:
-        rate_at = tl.load(row + RATE, mask=is_inside, other=0).to(tl.pointer_type(RATE_TYPE))
-        rate = tl.load(rate_at, mask=is_inside, other=0).to(tl.float64)
-    elif HAS_RATES:
+    tl.store(step_at, steps, mask=is_inside & (tl.load(skip) == 0))
+    if HAS_RATES:
         rate = tl.load(rates + index, mask=is_inside, other=0)
     else:
         rate = tl.full([SIZE], 0.0, tl.float64) + lr
@@ -238,10 +220,10 @@ def adamw_scalars_kernel(
         decay = 1.0 - rate * tl.load(decays + index, mask=is_inside, other=0)
     else:
         decay = 1.0 - rate * weight_decay
-    step_size, denominator = corrections_of(steps.to(tl.int32), rate, beta1, beta2, SIZE)
+    counts = steps.to(tl.int32)
     target = scalars + index * SCALARS
-    tl.store(target, step_size, mask=is_inside)
-    tl.store(target + 1, denominator, mask=is_inside)
+    tl.store(target, -(rate / (1.0 - power_of(beta1, counts, SIZE))), mask=is_inside)
+    tl.store(target + 1, tl.sqrt(1.0 - power_of(beta2, counts, SIZE)), mask=is_inside)
     tl.store(target + 2, decay, mask=is_inside)
     tl.store(target + 3, rate, mask=is_inside)
 
@@ -253,7 +235,6 @@ def expand_rows_kernel(
     skip,
     VALUES: tl.constexpr,
     COPY: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -261,15 +242,13 @@ def expand_rows_kernel(
     row, _, block = find_item(rows, items, BLOCKS)
     words = address_in(row, BITMAP, tl.int32, IS_ALIGNED)
     num_words = tl.load(row + NUM_WORDS)
-    is_kept, ranks = ranks_of(words, block * BLOCK_WORDS, num_words, BLOCK_WORDS)
+    is_kept, ranks = ranks_of(words, block, num_words)
     is_inside = block * BLOCK_WORDS < num_words
     begin = tl.load(address_in(row, OFFSETS, tl.int64) + block, mask=is_inside, other=0)
     entry = block * BLOCK_BITS + tl.arange(0, BLOCK_BITS)
     values = tl.load(address_in(row, PARAM, VALUES) + begin + ranks, mask=is_kept, other=0)
     dense = address_in(row, DENSE, COPY, IS_ALIGNED)
-    numel = tl.load(row + SIZE)
-    if HAS_SKIP:
-        numel = tl.where(tl.load(skip) == 0, numel, 0)
+    numel = tl.where(tl.load(skip) == 0, tl.load(row + SIZE), 0)
     if block * BLOCK_BITS + BLOCK_BITS <= numel:  # without a mask, for vector stores
         tl.store(dense + entry, convert(values, COPY))
     else:
@@ -502,7 +481,6 @@ def adamw_lean_kept_kernel(
     WEIGHT: tl.constexpr,
     REMAINDERS: tl.constexpr,
     GRADIENT: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     IS_SMALL: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -514,8 +492,7 @@ def adamw_lean_kept_kernel(
     num_pairs = tl.load(row + NUM_WORDS) // 2
     _, _, ends, count = read_block(words, block, num_pairs)
     begin = tl.load(offsets + block, mask=block * BLOCK_PAIRS < num_pairs, other=0)
-    if HAS_SKIP:
-        count = tl.where(tl.load(skip) == 0, count, 0)
+    count = tl.where(tl.load(skip) == 0, count, 0)
     state = state_at(row, WEIGHT, REMAINDERS, GRADIENT, True, None, False)
     scale_at = address_in(row, EXP_AVG_SCALE, tl.float32) + block * BLOCK_GROUPS
     root_scale_at = address_in(row, EXP_AVG_SQ_SCALE, tl.float32) + block * BLOCK_GROUPS
@@ -590,7 +567,6 @@ def adamw_kernel(
     COPY: tl.constexpr,
     IS_LEAN: tl.constexpr,
     OLDEST: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     IS_SMALL: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -599,9 +575,7 @@ def adamw_kernel(
     """Update a part of a parameter, without its mask; ``OLDEST`` is 0 without ages."""
     row, param, part = find_item(rows, items, PARTS)
     start = part * PART
-    size = tl.load(row + SIZE)
-    if HAS_SKIP:
-        size = tl.where(tl.load(skip) == 0, size, 0)
+    size = tl.where(tl.load(skip) == 0, tl.load(row + SIZE), 0)
     state = state_at(row, WEIGHT, REMAINDERS, GRADIENT, IS_LEAN, COPY, IS_ALIGNED)
     settings = (lerp, beta2, lerp2, eps)
     shared = scalars + param * SCALARS

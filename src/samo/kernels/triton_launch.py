@@ -19,6 +19,7 @@ from torch import Tensor
 
 from samo.kernels import lean, reference, triton_adamw, triton_masks, triton_tables as tables
 from samo.kernels.checks import check_pair, check_update, is_plain
+from samo.kernels.pieces import put
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.triton_adamw import BITMAP, COLUMNS, DENSE, GRAD, SCALARS
 from samo.kernels.triton_masks import KINDS
@@ -46,8 +47,6 @@ _FEW: Final = 0.2
 
 _MAX_REGISTERS: Final = {32: None, 64: None, 128: 72, 256: 128}
 """By slots: with fewer registers more programs run at once (H200, 2026-11-15: 3 to 10 %)."""
-
-_RATE_KINDS: Final = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 assert PART % lean.UNPRUNED_GROUP == 0
 
@@ -101,7 +100,6 @@ def launch_compress(slots: int | None, dense: Tensor, mask: Mask, out: Tensor) -
         if slots is None:
             triton_masks.compress_by_entry_kernel[grid](
                 *(source, mask.words, mask.offsets, target, mask.numel, words),
-                WORDS=bitmap.BLOCK_WORDS,
                 num_warps=2,
             )
         else:
@@ -123,7 +121,6 @@ def launch_expand(values: Tensor, mask: Mask, dense: Tensor) -> None:
         triton_masks.expand_kernel[(mask.offsets.numel(),)](
             *(source, mask.words, mask.offsets, source, _raw(dense), mask.numel),
             mask.words.numel(),
-            WORDS=bitmap.BLOCK_WORDS,
             num_warps=2,
         )
 
@@ -199,24 +196,16 @@ class _Launch(NamedTuple):
     options: dict[str, Any]
 
 
-class _Group(NamedTuple):
-    """Parameters with learning rates of one type and one kind of state."""
-
-    members: list[int]
-    table: Table  # their rows, without the gradients' addresses
-    rate_type: torch.dtype | None
-    has_ages: bool
-    launches: list[_Launch]
-    copies: list[tuple[Tensor, _Launch]]
-    """Tables of pruned weights with a dense copy, by types, and the launches that write them."""
-
-
 class _Plan(NamedTuple):
     """How each of some updates is done, by index."""
 
     others: list[int]  # by the reference
     refreshed: list[int]  # their dense copy is written afterwards
-    groups: list[_Group]
+    members: list[int]  # by the kernels
+    table: Table  # rows of the members, without the gradients' addresses
+    launches: list[_Launch]
+    copies: list[tuple[Tensor, _Launch]]
+    """Tables of pruned weights with a dense copy, by types, and the launches that write them."""
 
 
 _plans: list[tuple[list[object], _Plan]] = []
@@ -237,10 +226,9 @@ def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor
             tables.hold(*reference.bias_corrections(settings.beta1, settings.beta2, where.device))
         # Without the copies, for which the reference would copy the mask's offsets to the host.
         reference.adamw_([update._replace(dense=None) for update in others], settings, skip)
-    for group in plan.groups:
-        members = group.members
+    if members := plan.members:
         together = updates if len(members) == len(updates) else [updates[i] for i in members]
-        _launch_group(where, group, together, settings, skip)
+        _launch(where, plan, together, settings, skip)
     for index in plan.refreshed:
         _refresh(updates[index], skip)
 
@@ -260,40 +248,26 @@ def _plan_of(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
 
 
 def _make_plan(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
-    others, refreshed = [], []
-    together: dict[tuple[torch.dtype | None, bool, bool], list[int]] = {}
-    taken: list[AdamWUpdate] = []
+    others, refreshed, members = [], [], []
+    plain: list[AdamWUpdate] = []
     for index, update in enumerate(updates):
         check_update(update)
         if update.dense is not None and not update.dense.is_contiguous():
             refreshed.append(index)
             update = update._replace(dense=None)
-        taken.append(update)
         if is_plain(update, KINDS):
-            key = _rate_type(update), update.is_lean, update.age is not None
-            together.setdefault(key, []).append(index)
+            members.append(index)
+            plain.append(update)
         else:
             others.append(index)
             if update.dense is not None:
                 refreshed.append(index)
-    groups = [
-        _make_group(where, members, [taken[index] for index in members], key[0])
-        for key, members in together.items()
-    ]
-    return _Plan(others, refreshed, groups)
+    return _Plan(others, refreshed, members, *_make_launches(where, plain))
 
 
-def _rate_type(update: AdamWUpdate) -> torch.dtype | None:
-    """Return the type of a learning rate on the parameter's device; None if the host has it."""
-    lr = update.lr
-    if isinstance(lr, Tensor) and lr.dtype in _RATE_KINDS and lr.device == update.param.device:
-        return lr.dtype
-    return None
-
-
-def _make_group(
-    where: Where, members: list[int], updates: list[AdamWUpdate], rate: torch.dtype | None
-) -> _Group:
+def _make_launches(
+    where: Where, updates: list[AdamWUpdate]
+) -> tuple[Table, list[_Launch], list[tuple[Tensor, _Launch]]]:
     """Make the tables of plain parameters, and decide what is launched for which of them.
 
     Two passes, over the values and then over the dense copies of pruned weights, are faster than
@@ -308,13 +282,13 @@ def _make_group(
         if update.mask is not None and copy is not None:
             copied.setdefault((update.param.dtype, copy), []).append(index)
             copy = None
-        kind = (update.param.dtype, update.grad.dtype, copy, is_by_block)
+        types = (update.param.dtype, update.grad.dtype, copy)
+        kind = (*types, is_by_block, update.is_lean, update.age is not None)
         kinds.setdefault(kind, []).append(index)
     table = np.zeros((len(updates), COLUMNS.value), dtype=np.int64)
     launches = []
-    for (dtype, grad_dtype, copy, is_by_block), rows in kinds.items():
+    for (dtype, grad_dtype, copy, is_by_block, is_lean, has_ages), rows in kinds.items():
         chosen = [updates[row] for row in rows]
-        is_lean = chosen[0].is_lean
         options: dict[str, Any] = {
             "WEIGHT": KINDS[dtype],
             "REMAINDERS": tl.int8 if is_lean else tl.int16,  # only read for bfloat16
@@ -330,7 +304,7 @@ def _make_group(
         else:
             options |= {"PARTS": UNITS, "PART": PART, "num_warps": 8, "IS_LEAN": is_lean}
             options["COPY"] = None if copy is None else KINDS[copy]
-            options["OLDEST"] = 0 if chosen[0].age is None else reference.OLDEST
+            options["OLDEST"] = reference.OLDEST if has_ages else 0
         items = _fill(where, table, rows, chosen, is_by_block)
         if items.numel():
             is_aligned = are_aligned(table[rows, : BITMAP.value].flat)
@@ -346,7 +320,7 @@ def _make_group(
             options |= {"BLOCKS": UNITS, "num_warps": 2}
             launch = _Launch(triton_adamw.expand_rows_kernel, items, is_aligned, options)
             copies.append((tables.send(where, copy_table), launch))
-    return _Group(members, table, rate, updates[0].age is not None, launches, copies)
+    return table, launches, copies
 
 
 def _fill(
@@ -373,49 +347,43 @@ def lean_slots(masks: Sequence[Mask]) -> int:
 _grad, _lr, _weight_decay = map(attrgetter, ("grad", "lr", "weight_decay"))
 
 
-def _launch_group(
+def _launch(
     where: Where,
-    group: _Group,
+    plan: _Plan,
     updates: Sequence[AdamWUpdate],
     settings: AdamWSettings,
     skip: Tensor | None,
 ) -> None:
-    """Count the steps of a group, update it and write its dense copies."""
+    """Count the steps of a plan's members, update them and write their dense copies."""
     beta1, beta2, eps = settings
     addresses = list(map(Tensor.data_ptr, map(_grad, updates)))
-    table = tables.with_addresses(where, group.table, GRAD.value, addresses)
-    is_aligned, has_skip = are_aligned(addresses), skip is not None
-    count = len(updates)
+    table = tables.with_addresses(where, plan.table, GRAD.value, addresses)
+    is_aligned, count = are_aligned(addresses), len(updates)
     scalars = torch.empty(count, SCALARS.value, dtype=torch.float64, device=where.device)
-    # A pointer that is not used still needs a tensor.
-    skip_at = scalars if skip is None else skip.view(torch.int8)
-    kind, rates, lr = None, None, 0.0
-    if group.rate_type is None:
-        rates, lr = tables.numbers(where, list(map(float, map(_lr, updates))))
-    else:
-        kind = _RATE_KINDS[group.rate_type]
-    decays, decay = tables.numbers(where, list(map(float, map(_weight_decay, updates))))
+    skip = torch.zeros((), dtype=torch.bool, device=where.device) if skip is None else skip
+    skip_at = skip.view(torch.int8)
+    rates, lr = tables.numbers(where, list(map(_lr, updates)))
+    decays, decay = tables.numbers(where, list(map(_weight_decay, updates)))
     with device_of(scalars):
         triton_adamw.adamw_scalars_kernel[(-(-count // _SCALARS_SIZE),)](
             *(table, scalars, skip_at),
+            # A pointer that is not used still needs a tensor.
             scalars if rates is None else rates,
             scalars if decays is None else decays,
             *(lr, decay, float(beta1), float(beta2), count),
-            RATE_TYPE=kind,
             HAS_RATES=rates is not None,
             HAS_DECAYS=decays is not None,
-            HAS_SKIP=has_skip,
             SIZE=_SCALARS_SIZE,
         )
     by_age = (scalars, scalars)
-    if group.has_ages:
+    if any(launch.options.get("OLDEST") for launch in plan.launches):
         by_age = _corrections(beta1, beta2, where.device)
         if where.is_captured:
             tables.hold(*by_age)
     numbers = (1 - beta1, beta2, 1 - beta2, eps)
     with device_of(table):
-        for launch in group.launches:
-            changing = {"HAS_SKIP": has_skip, "IS_SMALL": 1 - beta1 < 0.5}
+        for launch in plan.launches:
+            changing = {"IS_SMALL": 1 - beta1 < 0.5}
             ages: tuple[Tensor, ...] = ()
             if launch.kernel is triton_adamw.adamw_kernel:
                 changing["IS_ALIGNED"] = is_aligned and launch.is_aligned
@@ -425,10 +393,9 @@ def _launch_group(
                 **changing,
                 **launch.options,
             )
-        for copy_table, launch in group.copies:
+        for copy_table, launch in plan.copies:
             launch.kernel[(launch.items.numel() * UNITS,)](
-                *(copy_table, launch.items, launch.items if skip is None else skip_at),
-                HAS_SKIP=has_skip,
+                *(copy_table, launch.items, skip_at),
                 **launch.options,
             )
 
@@ -442,11 +409,7 @@ def _corrections(beta1: float, beta2: float, device: torch.device) -> tuple[Tens
 
 def _refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
     """Write a parameter to its dense copy, whatever its strides."""
-    dense = update.dense
-    assert dense is not None
-    if skip is None:
-        expand_(update.param, update.mask, dense)
-    else:
-        new = torch.empty_like(dense, memory_format=torch.contiguous_format)
-        expand_(update.param, update.mask, new)
-        dense.detach().copy_(torch.where(skip, dense.detach(), new))
+    assert update.dense is not None
+    new = torch.empty_like(update.dense, memory_format=torch.contiguous_format)
+    expand_(update.param, update.mask, new)
+    put(update.dense.detach(), new, skip)

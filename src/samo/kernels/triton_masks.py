@@ -137,16 +137,16 @@ def places_of(low, high, ends, slots, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def ranks_of(words, first, num_words, WORDS: tl.constexpr):
-    """Return for each entry of some words whether it is kept, and how many kept ones precede it.
+def ranks_of(words, block, num_words):
+    """Return for each entry of a block whether it is kept, and how many kept ones precede it.
 
     Example: bits 1, 0, 0, 1 give ranks 0, 0, 0, 1; those of pruned entries have no meaning.
     """
-    index = first + tl.arange(0, WORDS)
+    index = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     word = tl.load(words + index, mask=index < num_words, other=0).to(tl.uint32, bitcast=True)
     counts = popcount(word)
     before = tl.cumsum(counts, 0) - counts
-    entry = tl.arange(0, WORDS * 32)
+    entry = tl.arange(0, BLOCK_BITS)
     # The entry's own bit on top, and the bits below it under that.
     under = tl.gather(word, entry // 32, 0) << (31 - entry % 32).to(tl.uint32)
     rank = tl.gather(before, entry // 32, 0) + popcount(under) - 1
@@ -177,27 +177,27 @@ def compress_by_slot_kernel(dense, words, offsets, out, num_pairs, SLOTS: tl.con
 
 
 @triton.jit
-def compress_by_entry_kernel(dense, words, offsets, out, numel, num_words, WORDS: tl.constexpr):
-    """Read all entries of some blocks and write the kept ones to their ranks."""
-    index = tl.program_id(0).to(tl.int64)
-    is_kept, ranks = ranks_of(words, index * WORDS, num_words, WORDS)
-    begin = tl.load(offsets + index * (WORDS // BLOCK_WORDS))
-    entry = index * WORDS * 32 + tl.arange(0, WORDS * 32)
+def compress_by_entry_kernel(dense, words, offsets, out, numel, num_words):
+    """Read all entries of a block and write the kept ones to their ranks."""
+    block = tl.program_id(0).to(tl.int64)
+    is_kept, ranks = ranks_of(words, block, num_words)
+    begin = tl.load(offsets + block)
+    entry = block * BLOCK_BITS + tl.arange(0, BLOCK_BITS)
     entries = tl.load(dense + entry, mask=entry < numel, other=0)
     tl.store(out + begin + ranks, convert(entries, out.dtype.element_ty), mask=is_kept)
 
 
 @triton.jit
-def expand_kernel(values, words, offsets, after, dense, numel, num_words, WORDS: tl.constexpr):
-    """Write values to the kept entries of some blocks, and 0 to the others.
+def expand_kernel(values, words, offsets, after, dense, numel, num_words):
+    """Write values to the kept entries of a block, and 0 to the others.
 
     Example: [5, 8] with bits 1, 0, 0, 1 gives [5, 0, 0, 8]. ``after`` is not read: see
     ``operators.py``.
     """
-    index = tl.program_id(0).to(tl.int64)
-    is_kept, ranks = ranks_of(words, index * WORDS, num_words, WORDS)
+    block = tl.program_id(0).to(tl.int64)
+    is_kept, ranks = ranks_of(words, block, num_words)
     offsets = offsets.to(tl.pointer_type(tl.int64))  # operators give it as int32
-    begin = tl.load(offsets + index * (WORDS // BLOCK_WORDS))
-    entry = index * WORDS * 32 + tl.arange(0, WORDS * 32)
+    begin = tl.load(offsets + block)
+    entry = block * BLOCK_BITS + tl.arange(0, BLOCK_BITS)
     entries = tl.load(values + begin + ranks, mask=is_kept, other=0)
     tl.store(dense + entry, convert(entries, dense.dtype.element_ty), mask=entry < numel)

@@ -85,11 +85,28 @@ def hold(*tensors: Tensor) -> None:
     _HELD.extend(tensors)
 
 
-def numbers(where: Where, values: Sequence[float]) -> tuple[Tensor | None, float]:
-    """Return numbers on the device, in fp64; or None and the number if all are the same."""
-    if values.count(values[0]) == len(values):
-        return None, values[0]
-    return send(where, np.array(values, dtype=np.float64)), 0.0
+def numbers(where: Where, values: Sequence[float | Tensor]) -> tuple[Tensor | None, float]:
+    """Return numbers on the device, in fp64; or None and the number if all are the same.
+
+    The host does not read those that are tensors on the device.
+    """
+    distinct = {id(value): value for value in values}
+    there = {
+        key: value.double().reshape(())
+        for key, value in distinct.items()
+        if isinstance(value, Tensor) and value.device == where.device
+    }
+    if not there:
+        known = list(map(float, values))
+        if known.count(known[0]) == len(known):
+            return None, known[0]
+        return send(where, np.array(known)), 0.0
+    for key in distinct.keys() - there.keys():
+        value = float(distinct[key])
+        there[key] = torch.full((), value, dtype=torch.float64, device=where.device)
+    place = {key: index for index, key in enumerate(there)}
+    places = send(where, np.array([place[id(value)] for value in values]))
+    return torch.stack(list(there.values()))[places], 0.0
 
 
 def list_items(
@@ -118,12 +135,11 @@ def are_aligned(addresses: Iterable[int]) -> bool:
 
 def row_of(update: AdamWUpdate, size: int, first: int) -> tuple[int, ...]:
     """Return a parameter's row in the order of the kernels' columns, without the gradient."""
-    param, remainder, _, exp_avg, exp_avg_sq, step, lr, _, dense, mask, *others = update
+    param, remainder, _, exp_avg, exp_avg_sq, step, _, _, dense, mask, *others = update
     words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
     state = (param, remainder, None, exp_avg, exp_avg_sq, dense, words, offsets, step)
-    rate = lr if isinstance(lr, Tensor) else None
     num_words = 0 if mask is None else mask.words.numel()
-    addresses = [0 if part is None else part.data_ptr() for part in (*state, rate, *others)]
+    addresses = [0 if part is None else part.data_ptr() for part in (*state, *others)]
     return *addresses, size, num_words, first
 
 
@@ -131,12 +147,12 @@ _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
 
 
 def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
-    """Return all that decides how updates are done, except the addresses of their gradients.
+    """Return all that decides how updates are done, but for numbers and addresses of gradients.
 
     Equal fingerprints mean tensors of the same sizes and types at the same addresses. No tensor is
     kept alive. A small model waits for this in each step: ``map`` costs a third of a loop.
     """
-    param, remainder, grad, exp_avg, exp_avg_sq, step, lr, _, dense, mask, *others = zip(*updates)
+    param, remainder, grad, exp_avg, exp_avg_sq, step, _, _, dense, mask, *others = zip(*updates)
     state = [*param, *exp_avg, *exp_avg_sq]
     copies: list[Tensor] = []
     found: list[object] = [where, len(updates)]
@@ -161,11 +177,4 @@ def fingerprint(where: Where, updates: Sequence[AdamWUpdate]) -> list[object]:
             found.append(None)
         else:
             found += (each.words.data_ptr(), each.offsets.data_ptr(), each.kept, each.numel)
-    # Many parameters share a rate: look at each once.
-    rates = {id(rate): rate for rate in lr}
-    kinds = {
-        key: (rate.data_ptr(), rate.dtype, rate.device) if isinstance(rate, Tensor) else None
-        for key, rate in rates.items()
-    }
-    found += map(kinds.__getitem__, map(id, lr))
     return found

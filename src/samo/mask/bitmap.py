@@ -76,11 +76,6 @@ def popcount(words: Tensor) -> Tensor:
     return (x + (x >> 16)) & 0x3F
 
 
-def count_common(a: Tensor, b: Tensor) -> int:
-    """Count the bits that are set in both of two bitmaps of one size, on one device."""
-    return int(popcount(a & b).sum())
-
-
 def block_offsets(words: Tensor) -> tuple[Tensor, int]:
     """Return the int64 running count at the start of each block, and the count of all set bits."""
     ones = torch.nn.functional.pad(popcount(words), (0, -words.numel() % BLOCK_WORDS))

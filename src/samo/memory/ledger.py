@@ -18,7 +18,6 @@ from samo.core.adamw import AdamW
 from samo.core.modules import CompressedModule
 from samo.core.weight import local_of, weight_of
 from samo.errors import CompressionError
-from samo.kernels.reference import bias_corrections
 from samo.memory.predict import KINDS, Kind, TensorSpec, dense_bytes, paper_bytes, predict
 
 __all__ = ["Ledger", "ledger"]
@@ -53,7 +52,7 @@ class Ledger:
 
     pruned: Share  # parameters with a mask
     unpruned: Share  # parameters without: embeddings, norms, biases
-    other_bytes: int  # step counts, padding, tables
+    other_bytes: int  # step counts, padding
     buffer_bytes: int  # the model's own buffers
     unknown: tuple[str, ...] = ()  # optimizers that cannot be predicted before their first step
 
@@ -172,14 +171,13 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
             for owner in owners.get(id(param), ()):
                 row.add_state(param, *owner, meter)
             rows.append(row)
-    other = meter.shared_bytes + sum(meter.count(table) for table in _tables(opts))
     state = tree_leaves([dict(one.state) for one in opts])
-    other += sum(meter.count(leaf) for leaf in state if isinstance(leaf, Tensor))
+    other = sum(meter.count(leaf) for leaf in state if isinstance(leaf, Tensor))
     is_known = bool(opts) and all(row.is_known for row in rows)
     return Ledger(
         pruned=_share([row for row in rows if row.spec.is_pruned], is_known=is_known),
         unpruned=_share([row for row in rows if not row.spec.is_pruned], is_known=is_known),
-        other_bytes=other,
+        other_bytes=meter.shared_bytes + other,
         buffer_bytes=buffer_bytes,
         unknown=tuple(dict.fromkeys(name for row in rows for name in row.unknown)),
     )
@@ -305,19 +303,6 @@ def _share(rows: list[_Row], *, is_known: bool) -> Share:
         dense=sum(dense_bytes(row.spec) for row in rows) if is_known else None,
         paper=sum(paper_bytes(row.spec) for row in rows),
     )
-
-
-def _tables(opts: list[Any]) -> list[Tensor]:
-    """Return the tables of bias corrections by age, which parameters share."""
-    found = {
-        (*group["betas"], param.device)
-        for opt in opts
-        if isinstance(opt, AdamW)
-        for group in opt.param_groups
-        for param in group["params"]
-        if "age" in opt.state.get(param, {})
-    }
-    return [table for key in found for table in bias_corrections(*key)]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -112,11 +112,11 @@ def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]
     }
 
 
-def total(tensors: Iterable[TensorSpec], *, has_buckets: bool = False) -> dict[Kind, int]:
+def total(tensors: Iterable[TensorSpec]) -> dict[Kind, int]:
     """Return the bytes of many parameters by kind, as `predict` does for one."""
     sums: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
-        for kind, size in predict(tensor, has_buckets=has_buckets).items():
+        for kind, size in predict(tensor).items():
             sums[kind] += size
     return sums
 

@@ -20,14 +20,15 @@ from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.gradients import average_gradients, partial_norm, sync_found_inf
 from samo.pipeline.microbatch import Reduction, Tensors, cut, loss_weights, zero_loss
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.split import LayersLike, check_cuts, take_apart
+from samo.pipeline.split import check_cuts, take_apart
 from samo.pipeline.stage import Source, build_stage
 from samo.pipeline.tied import check_tied_masks, find_tied
 from samo.pipeline.timeline import Event, Timeline
 from samo.pipeline.transport.base import Transport
 from samo.pipeline.transport.gloo import GlooTransport, new_group
 from samo.pipeline.transport.nccl import NcclTransport
-from samo.utils.collectives import all_gather_json
+from samo.pipeline.units import LayersLike
+from samo.utils.collectives import all_gather_json, backend_of
 
 __all__ = ["Pipeline"]
 
@@ -58,9 +59,9 @@ class Pipeline:
         True
 
     Args:
-        layers: ``nn.Sequential``, a list of layers or of functions that build one, samo's GPT, or
-            Hugging Face's GPT-2 or Llama. Functions, and layers on the meta device, take memory
-            only on the rank that holds them.
+        layers: ``nn.Sequential``, a list of layers or of functions that build one, samo's GPT, or a
+            causal language model of Hugging Face. Functions, and layers on the meta device, take
+            memory only on the rank that holds them.
         loss_fn: Called with the output and the target of a micro-batch; returns a scalar.
         mesh: A device mesh with a dimension "pipe", and "data" if stages have replicas; None for
             one stage in this process.
@@ -127,13 +128,14 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._reduction: Final[Reduction] = loss_reduction
         self._is_last: Final = self.stage == num_ranks - 1
-        self._replicas: Final = _data_groups(mesh, timeout_s)
+        self._replicas: Final = _data_groups(mesh, self.device.type, timeout_s)
+        self._replica: Final = 0 if self._replicas is None else dist.get_rank(self._replicas[0])
         self._links: GlooTransport | None = None
         if group is not None:
-            is_nccl = self.device.type == "cuda" and dist.get_backend(group) == "nccl"
+            is_nccl = self.device.type == "cuda" and backend_of(group, "cuda") == "nccl"
             connect = NcclTransport if is_nccl else GlooTransport
             self._links = connect(group, self.device, timeout_s=timeout_s, is_ring=per_rank > 1)
-        self._ties: Final = find_tied(split, self.cuts, group, timeout_s)
+        self._ties: Final = find_tied(split, self.cuts, group, self.device.type, timeout_s)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
         transport = self._links or Transport()
         # A program that ends without close() runs this before torch's own exit handlers.
@@ -300,10 +302,15 @@ class Pipeline:
                 wanted, factor = targets[micro_batch], factors[micro_batch]
                 if factor == 0:  # a mean over no targets, which is NaN
                     return zero_loss(output)
-                return self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted) * factor
+                found = self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted)
+                if not isinstance(found, Tensor) or found.numel() != 1:
+                    what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                    raise TypeError(f"loss_fn must return a scalar tensor, got {what}")
+                return found.reshape(()) * factor
 
         scale = None if scaler is None else scaler.scale
-        return Batch(self.micro_batches, inputs, loss, is_training, scale)
+        seed = int(torch.randint(2**47, ())) + self._replica if is_training else None
+        return Batch(self.micro_batches, inputs, loss, is_training, scale, seed)
 
     def _reduce_gradients(self, is_last: bool) -> None:
         """Sum those of tied weights over stages; after the last batch, average over replicas."""
@@ -335,13 +342,13 @@ def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 
 def _data_groups(
-    mesh: DeviceMesh | None, timeout_s: float
+    mesh: DeviceMesh | None, device: str, timeout_s: float
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
     """Return groups of this stage's replicas, for gradients and, on the host, for masks."""
     if mesh is None or "data" not in (mesh.mesh_dim_names or ()) or mesh["data"].size() == 1:
         return None
     given = mesh["data"].get_group()
-    ranks, backend = dist.get_process_group_ranks(given), dist.get_backend(given)
+    ranks, backend = dist.get_process_group_ranks(given), backend_of(given, device)
     # Not the mesh's own group, whose timeout is half an hour.
     group = new_group(ranks, backend, timeout_s)
     return group, group if backend == "gloo" else new_group(ranks, "gloo", timeout_s)

@@ -45,6 +45,7 @@ class Batch:
     loss: Callable[[int, Any], Tensor] | None = None  # weighted, by micro-batch and its output
     is_training: bool = True
     scale: Callable[[Tensor], Tensor] | None = None  # of a loss before backward
+    seed: int | None = None  # of what layers draw; the first stage's counts
 
 
 @dataclass
@@ -55,6 +56,7 @@ class _Held:
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     loss: tuple[Tensor, ...] = ()  # one, once it is known
+    seeds: dict[int, int | None] = field(default_factory=dict)
 
 
 class Runner:
@@ -140,6 +142,8 @@ class Runner:
         held = {stage: _Held() for stage in self._layers}
         if batch.inputs is not None:
             held[0].inputs = dict(enumerate(batch.inputs))
+            if batch.seed is not None:
+                held[0].seeds = {i: _mixed(batch.seed, i) for i in range(count)}
         self.transport.begin()
         while (action := engine.next()).kind != "step":
             if action.kind == "receive":
@@ -162,7 +166,9 @@ class Runner:
 
     def _forward(self, action: Action, held: _Held, batch: Batch) -> None:
         micro_batch = action.micro_batch
-        output = self._layers[action.stage](*map(non_leaf, held.inputs[micro_batch]))
+        inputs = map(non_leaf, held.inputs[micro_batch])
+        seed = held.seeds.get(micro_batch)
+        output = self._layers[action.stage](*inputs, **({} if seed is None else {"seed": seed}))
         if action.stage < self._num_stages - 1:
             held.outputs[micro_batch] = as_tuple(output)
             return
@@ -205,8 +211,9 @@ class Runner:
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         values = tuple(tensor.detach() for tensor in tensors)
         flags = tuple(tensor.requires_grad for tensor in tensors)
+        seed = held.seeds.get(micro_batch)
         packet = Packet(
-            kind, self.steps, micro_batch, target, values, flags, is_training=is_training
+            kind, self.steps, micro_batch, target, values, flags, is_training=is_training, seed=seed
         )
         self.transport.send(self._place(target), packet)
 
@@ -226,6 +233,7 @@ class Runner:
             self._fail(sender, str(error))
         own = held[packet.stage]
         if kind == "activation":
+            own.seeds[packet.micro_batch] = packet.seed
             own.inputs[packet.micro_batch] = tuple(
                 tensor.requires_grad_(flag)
                 for tensor, flag in zip(packet.tensors, packet.needs_grad, strict=True)
@@ -349,6 +357,11 @@ class Runner:
         for stage in stages:
             self.transport.send(stage, Packet("abort", self.steps, stage=origin, reason=what))
         self.transport.flush(min(_ABORT_S, self.timeout_s), stages)
+
+
+def _mixed(seed: int, micro_batch: int) -> int:
+    """Return a seed of 47 bits for a micro-batch."""
+    return (seed + (micro_batch + 1) * 0x9E3779B97F4A7C15) % 2**47
 
 
 def _describe(error: Exception) -> str:

@@ -1,14 +1,13 @@
 """Split a model into layers, and the layers into stages.
 
 It takes `nn.Sequential`, a list of layers or of functions that build one, samo's GPT, and Hugging
-Face's GPT-2 and Llama. Attention masks and rotary tables are computed on each stage and never sent.
+Face's causal language models.
 """
 
 import operator
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from typing import Any
@@ -17,52 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["Layers", "LayersLike", "Unit", "parameter_costs", "partition", "take_apart"]
+from samo.pipeline import hugging_face
+from samo.pipeline.units import Cache, Call, Find, Layers, LayersLike, Unit
 
-LayersLike = nn.Module | Sequence[nn.Module | Callable[[], nn.Module]]
-Find = Callable[[str], nn.Module]
-Cache = dict[str, Any]
-Call = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A layer, which is never cut: its modules by their paths in the model, and how to call them.
-
-    Attributes:
-        modules: Modules with weights; on the meta device if there is a `build`.
-        call: Called with a function that finds a module by path, a dict that lives for one forward
-            pass of the stage, and the inputs.
-        build: Builds the modules on the stage that computes with them.
-        local: Modules without weights that each stage builds for itself, such as rotary tables.
-    """
-
-    modules: Mapping[str, nn.Module]
-    call: Call
-    build: Callable[[], Mapping[str, nn.Module]] | None = None
-    local: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter with its name in the whole model, duplicates included."""
-        for path, module in self.modules.items():
-            yield from module.named_parameters(prefix=path, remove_duplicate=False)
-
-    def tensor_names(self) -> Iterator[str]:
-        """Yield the name of each parameter and persistent buffer in the whole model, in order."""
-        for path, module in self.modules.items():
-            for inner, part in module.named_modules(prefix=path, remove_duplicate=False):
-                for name in (*part._parameters, *part._buffers):
-                    if name not in part._non_persistent_buffers_set:
-                        yield f"{inner}.{name}"
-
-
-@dataclass(frozen=True)
-class Layers:
-    """A model as a sequence of units, in the order of the forward pass."""
-
-    units: tuple[Unit, ...]
-    tied: tuple[tuple[str, ...], ...] = ()  # groups of parameter names that are one weight
-    init: Callable[[nn.Module], object] | None = None  # the model's own way to initialize a module
+__all__ = ["parameter_costs", "partition", "take_apart"]
 
 
 def take_apart(model: LayersLike) -> Layers:
@@ -161,12 +118,16 @@ def _layers_of(model: LayersLike) -> Layers:
         return Layers(tuple(_unit(str(i), layer) for i, layer in enumerate(model)))
     if isinstance(model, nn.Module):
         for cls in type(model).__mro__:
-            split = _FAMILIES.get(f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}")
-            if split is not None and type(model).forward is vars(cls).get("forward"):
-                return split(model)
+            if type(model).forward is vars(cls).get("forward"):
+                package, name = cls.__module__.partition(".")[0], cls.__qualname__
+                if (package, name) == ("samo", "GPT"):
+                    return _gpt(model)
+                if package == "transformers" and name in hugging_face.FAMILIES:
+                    return hugging_face.take_apart_causal_lm(model)
     raise TypeError(
-        "a pipeline takes nn.Sequential, a list of layers or of functions that build one, or one "
-        f"of {', '.join(_FAMILIES)}; got {type(model).__name__}. Pass its layers as a list"
+        "a pipeline takes nn.Sequential, a list of layers or of functions that build one, samo's "
+        f"GPT, or one of {', '.join(hugging_face.FAMILIES)}; got {type(model).__name__}. Pass its "
+        "layers as a list"
     )
 
 
@@ -197,31 +158,6 @@ def _unit(path: str, layer: nn.Module | Callable[[], nn.Module]) -> Unit:
     return Unit({path: shape}, _chain(path), build=lambda: {path: layer()})
 
 
-# Language models: an embedding, blocks, and a norm with the head
-
-
-def _decoder(
-    model: Any,
-    embed: Call,
-    block: Callable[[str], Call],
-    init: Callable[[nn.Module], object],
-    *,
-    first: Sequence[str],
-    blocks: str,
-    last: tuple[str, str],
-    local: Mapping[str, Callable[[], nn.Module]] | None = None,
-) -> Layers:
-    """Return the units of a language model, whose modules are given by their paths."""
-
-    def modules(*paths: str) -> dict[str, nn.Module]:
-        return {path: model.get_submodule(path) for path in paths}
-
-    paths = [f"{blocks}.{i}" for i in range(len(model.get_submodule(blocks)))]
-    middle = [Unit(modules(path), block(path), local=local or {}) for path in paths]
-    head = Unit(modules(*last), _chain(*last))
-    return Layers((Unit(modules(*first), embed), *middle, head), init=init)
-
-
 def _gpt(model: Any) -> Layers:
     from samo.models.gpt import init_weights  # here, since not every pipeline holds a GPT
 
@@ -239,74 +175,8 @@ def _gpt(model: Any) -> Layers:
 
         return call
 
-    return _decoder(
-        model,
-        embed,
-        block,
-        lambda module: init_weights(module, config),
-        first=("embed", "position"),
-        blocks="blocks",
-        last=("norm", "head"),
-    )
-
-
-def _gpt2(model: Any) -> Layers:
-    def embed(find: Find, cache: Cache, tokens_BT: Tensor) -> Tensor:
-        x_BTD = find("transformer.wte")(tokens_BT)
-        positions_1T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).unsqueeze(0)
-        return find("transformer.drop")(x_BTD + find("transformer.wpe")(positions_1T))
-
-    return _decoder(
-        model,
-        embed,
-        lambda path: _hf_block(model, model.transformer, path),
-        lambda module: module.apply(model._init_weights),
-        first=("transformer.wte", "transformer.wpe", "transformer.drop"),
-        blocks="transformer.h",
-        last=("transformer.ln_f", "lm_head"),
-    )
-
-
-def _llama(model: Any) -> Layers:
-    rotary = type(model.model.rotary_emb)
-    return _decoder(
-        model,
-        _chain("model.embed_tokens"),
-        lambda path: _hf_block(model, model.model, path, rotary="model.rotary_emb"),
-        lambda module: module.apply(model._init_weights),
-        first=("model.embed_tokens",),
-        blocks="model.layers",
-        last=("model.norm", "lm_head"),
-        local={"model.rotary_emb": lambda: rotary(config=model.config)},
-    )
-
-
-def _hf_block(model: Any, body: Any, path: str, *, rotary: str | None = None) -> Call:
-    """Return how to call a Hugging Face block; a stage computes mask and tables once a pass."""
-    config, make_mask = model.config, sys.modules[type(body).__module__].create_causal_mask
-
-    def call(find: Find, cache: Cache, x_BTD: Tensor) -> Tensor:
-        if not cache:
-            positions_1T = torch.arange(x_BTD.shape[1], device=x_BTD.device).unsqueeze(0)
-            mask = make_mask(
-                config=config,
-                inputs_embeds=x_BTD,
-                attention_mask=None,
-                past_key_values=None,
-                position_ids=positions_1T,
-            )
-            cache |= {"attention_mask": mask, "position_ids": positions_1T, "use_cache": False}
-            if rotary is not None:
-                cache["position_embeddings"] = find(rotary)(x_BTD, position_ids=positions_1T)
-        out = find(path)(x_BTD, **cache)
-        return out[0] if isinstance(out, tuple) else out
-
-    return call
-
-
-_FAMILIES: dict[str, Callable[[Any], Layers]] = {
-    "samo.GPT": _gpt,
-    "transformers.GPT2LMHeadModel": _gpt2,
-    "transformers.LlamaForCausalLM": _llama,
-}
-"""By package and class: other packages may have classes of the same name."""
+    first = {"embed": model.embed, "position": model.position}
+    last = {"norm": model.norm, "head": model.head}
+    middle = [Unit({f"blocks.{i}": b}, block(f"blocks.{i}")) for i, b in enumerate(model.blocks)]
+    units = (Unit(first, embed), *middle, Unit(last, _chain(*last)))
+    return Layers(units, init=lambda module: init_weights(module, config))

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from samo.pipeline.split import Cache, Layers, Unit
+from samo.pipeline.units import Cache, Layers, Unit
 
 __all__ = ["Stage", "build_stage"]
 
@@ -23,9 +23,11 @@ Source = Mapping[str, Tensor] | str | Path
 class Stage(nn.Module):
     """The layers of one rank, a piece for each of its stages, under their paths in the model."""
 
-    def __init__(self, pieces: Sequence[Sequence[Unit]], modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, pieces: Sequence[Mapping[int, Unit]], modules: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__()
-        self._pieces = tuple(map(tuple, pieces))
+        self._pieces = tuple(map(dict, pieces))  # units by their numbers in the model
         for path, module in modules.items():
             parents, _, name = path.rpartition(".")
             place: nn.Module = self
@@ -35,14 +37,27 @@ class Stage(nn.Module):
                 place = place.get_submodule(parent)
             place.add_module(name, module)
 
-    def forward(self, *inputs: Any, piece: int = 0) -> Any:
-        """Compute one stage of this rank."""
+    def forward(self, *inputs: Any, piece: int = 0, seed: int | None = None) -> Any:
+        """Compute one stage of this rank; with a seed, draw the same numbers in every layout."""
         cache: Cache = {}
         output: Any = inputs
-        for unit in self._pieces[piece]:
+        generators = [] if seed is None else _generators(inputs)
+        before = [generator.get_state() for generator in generators]
+        for number, unit in self._pieces[piece].items():
+            for generator in generators:
+                generator.manual_seed(((seed or 0) << 16) + number)
             output = unit.call(self.get_submodule, cache, *inputs)
             inputs = output if isinstance(output, tuple) else (output,)
+        for generator, state in zip(generators, before):
+            generator.set_state(state)
         return output
+
+
+def _generators(inputs: Iterable[Any]) -> list[torch.Generator]:
+    """Return the generators that dropout draws from."""
+    devices = {tensor.device for tensor in inputs if isinstance(tensor, Tensor)}
+    found = [torch.cuda.default_generators[d.index or 0] for d in devices if d.type == "cuda"]
+    return [torch.default_generator, *found]
 
 
 def build_stage(
@@ -64,7 +79,8 @@ def build_stage(
             for path, module in made.items():
                 modules[path] = _initialized(module, device, layers.init)
             modules |= {path: make() for path, make in unit.local.items() if path not in modules}
-    stage = Stage([layers.units[start:stop] for start, stop in cuts], modules)
+    pieces = [{n: layers.units[n] for n in range(start, stop)} for start, stop in cuts]
+    stage = Stage(pieces, modules)
     _tie(stage, layers.tied)
     if weights is not None:
         _load(stage, weights, layers.tied)

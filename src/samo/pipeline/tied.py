@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from samo.core.weight import weight_of
 from samo.errors import MaskError
-from samo.pipeline.split import Layers
 from samo.pipeline.transport.gloo import new_group
-from samo.utils.collectives import all_gather_json
+from samo.pipeline.units import Layers
+from samo.utils.collectives import all_gather_json, backend_of
 
 __all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
 
@@ -71,6 +71,7 @@ def find_tied(
     layers: Layers,
     cuts: Sequence[tuple[int, int]],
     pipe: dist.ProcessGroup | None,
+    device: str,
     timeout_s: float,
 ) -> list[TiedWeight]:
     """Return the weights that are on several ranks, with groups of these; all ranks call it."""
@@ -91,7 +92,7 @@ def find_tied(
             ranks = [global_ranks[stage] for stage in stages]
             # A stage without the weight creates a group of itself alone, see new_group.
             ranks = ranks if own in ranks else [own]
-            groups[stages] = new_group(ranks, dist.get_backend(pipe), timeout_s)
+            groups[stages] = new_group(ranks, backend_of(pipe, device), timeout_s)
         found.append(TiedWeight(names, stages, groups[stages]))
     return found
 

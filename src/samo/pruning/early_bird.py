@@ -40,22 +40,18 @@ def distance_of(a: Masks, b: Masks, distance: Distance = "kept") -> float:
 
 @dataclass
 class Settling:
-    """A queue of the newest masks, and the distances of each new one to the others.
-
-    With ``keeps_all``, masks that leave the queue are kept, and new ones are compared with them.
-    """
+    """A queue of the newest masks, and the distances of each new one to the others."""
 
     queue: int
     threshold: float
     distance: Distance
-    keeps_all: bool = False
     masks: list[Masks] = field(default_factory=list)
     rows: list[list[float]] = field(default_factory=list)
     """Distances of each observation to earlier ones, oldest first."""
 
     def add(self, masks: Masks) -> bool:
         """Add a new mask, and return whether masks have settled."""
-        older = self.masks if self.keeps_all else self.masks[-(self.queue - 1) :]
+        older = self.masks[-(self.queue - 1) :]
         self.rows.append([distance_of(masks, other, self.distance) for other in older])
         self.masks = [*older, masks]
         return self.has_settled
@@ -63,7 +59,7 @@ class Settling:
     @property
     def recent(self) -> list[float]:
         """Distances of the newest mask to the others in the queue, oldest first."""
-        return self.rows[-1][-(self.queue - 1) :] if self.rows else []
+        return self.rows[-1] if self.rows else []
 
     @property
     def has_settled(self) -> bool:
@@ -105,15 +101,13 @@ class EarlyBird:
     Args:
         model: The model itself, not a wrapper such as DDP, which would change the names of masks.
         sparsity: Fraction to prune.
-        queue: Number of masks that must agree, the newest included; 5 as published.
+        queue: Number of masks that must agree, the newest included; 5 as published. They are held
+            on the devices of the weights: 1/8 byte per weight and mask.
         threshold: Largest distance at which masks agree.
         distance: ``"kept"``: fraction of the kept weights not shared, over all tensors together. It
             means the same at any sparsity. ``"hamming"``, as published: fraction of all weights on
             which masks differ; at sparsity 0.9 at most 0.2, and 0.18 for random masks.
         scope, pattern, skip, rules, seed: As in `samo.prune`.
-        history: Keep all masks, on the CPU, and compare each with all before it in `distances`. By
-            default only the queue is kept, on the devices of the weights: 1/8 byte per weight and
-            mask.
     """
 
     def __init__(
@@ -129,7 +123,6 @@ class EarlyBird:
         skip: Iterable[str] = (),
         rules: Mapping[str, float] | None = None,
         seed: int = 0,
-        history: bool = False,
     ) -> None:
         check_model(model)
         _check_dense(model)
@@ -152,17 +145,16 @@ class EarlyBird:
             "queue": queue,
             "threshold": threshold,
             "distance": distance,
-            "history": history,
         }
         self.model: Final = model
-        self._settling: Final = Settling(queue, threshold, distance, keeps_all=history)
+        self._settling: Final = Settling(queue, threshold, distance)
         self.masks: Masks | None = None  # the ticket, once it is drawn
 
     def observe(self) -> Masks | None:
         """Observe the model, and return its masks if they have settled, now or earlier."""
         if self.masks is None:
             masks = self._take()
-            if self._settling.add(masks.to("cpu") if self._settings["history"] else masks):
+            if self._settling.add(masks):
                 return self._draw(masks)
         return self.masks
 
@@ -177,7 +169,7 @@ class EarlyBird:
 
     @property
     def distances(self) -> list[list[float]]:
-        """The distances of each observation to the earlier ones still held, oldest first."""
+        """The distances of each observation to the earlier ones in the queue, oldest first."""
         return [list(row) for row in self._settling.rows]
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,11 +198,9 @@ class EarlyBird:
         parameters = dense_parameters(self.model)
         held: dict[str, Masks] = {}
         for key, names in values["masks"].items():
-            is_on_cpu = self._settings["history"] and key != "drawn"
             masks: dict[str, Mask] = {}
             for name in names:
-                device = "cpu" if is_on_cpu else parameters[name].device
-                words = state[f"{_KEY}/{key}/{name}"].to(device)
+                words = state[f"{_KEY}/{key}/{name}"].to(parameters[name].device)
                 masks[name] = Mask(parameters[name].shape, words)
             held[key] = Masks(masks)
         rows = [list(row) for row in values["distances"]]
@@ -224,8 +214,7 @@ class EarlyBird:
 
     def _draw(self, masks: Masks) -> Masks:
         self.masks = masks
-        if not self._settling.keeps_all:
-            self._settling.masks = []
+        self._settling.masks = []
         return masks
 
 

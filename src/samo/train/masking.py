@@ -26,8 +26,6 @@ from samo.train.resolve import MOVING, first_observation
 __all__ = []
 
 _CHANGES: Final = "mask_changes"
-_HISTORY_PARAMS: Final = 30_000_000
-"""Largest model whose masks are all kept, for the report, which takes about 200 MB."""
 
 
 class Masking:
@@ -50,7 +48,6 @@ class Masking:
                     queue=settings.queue,
                     threshold=settings.threshold,
                     distance=settings.distance,
-                    history=learner.num_params <= _HISTORY_PARAMS,
                 )
 
     def check(self) -> None:
@@ -216,7 +213,7 @@ class Masking:
     def _queue_distances(self) -> list[float]:
         """Return the distances of the newest masks to the others in the queue."""
         rows = [] if self._bird is None else self._bird.distances
-        return rows[-1][-(self._config.prune.queue - 1) :] if rows else []
+        return rows[-1] if rows else []
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """The ranks of a run, as one of them sees them: join, collectives, and who caused a failure.
 
-A single process has a `RankGroup` too, whose collectives are no-ops. Objects, errors and signals go
-over a gloo group of all ranks, on any device; sums of losses go over the axis `data`, as gradients
-do.
+A single process has a `RankGroup` too, whose collectives are no-ops. Plain data, errors and signals
+go through the store of the ranks; sums of losses go over the axis `data`, as gradients do.
 """
 
 import os
@@ -21,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store
 
 from samo.distributed import mesh as meshes
+from samo.distributed.ranks import Ranks
 from samo.distributed.watchdog import Watchdog, listed
 from samo.errors import ConfigError, PeerError, SamoError, first_words
 from samo.train.config import MeshConfig
 from samo.train.launch_env import end_with_launcher, num_ranks
-from samo.utils.collectives import all_gather_json
+from samo.utils.collectives import backend_of
 
 __all__ = []
 
@@ -60,26 +59,25 @@ class RankGroup:
         self.size = self.num_stages = self.num_replicas = 1
         self.data: dist.ProcessGroup | None = None  # the replicas of this stage, if several
         self.watchdog = watchdog
-        self._host: dist.ProcessGroup | None = None
+        self._together = Ranks()
         self._owns_process_group = watchdog is not None
         if mesh is None:
             return
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_stages, self.num_replicas = mesh.size(0), mesh.size(1)
         self.stage, self.replica = divmod(self.rank, self.num_replicas)
-        timeout = timedelta(seconds=timeout_s)
-        # On the host, so that no rank waits for a GPU to hear of a signal.
-        self._host = dist.new_group(backend="gloo", timeout=timeout)
+        self._together = Ranks(
+            range(self.size), "samo.train", timeout_s, self._look_after, PeerError
+        )
         if watchdog is None:
-            key = f"samo/{self._host.group_name}"
-            store = _get_default_store()
+            store, key = self._together.store, f"{self._together.key}/watchdog"
             self.watchdog = Watchdog(store, self.rank, self.size, timeout_s=timeout_s, key=key)
         if self.num_replicas > 1:  # the groups of a mesh have a timeout of half an hour
             axis = mesh["data"].get_group()
             self.data = dist.new_group(
                 dist.get_process_group_ranks(axis),
-                timeout=timeout,
-                backend=dist.get_backend(axis),
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend_of(axis, mesh.device_type),
                 use_local_synchronization=True,
             )
 
@@ -178,6 +176,16 @@ class RankGroup:
             message += f" ({', '.join(stages)} of {self.num_stages})"
         return PeerError(message, ranks, is_diagnosed=True)
 
+    def _look_after(self) -> None:
+        """Raise if a rank that others wait for has stopped."""
+        stopped = () if self.watchdog is None else self.watchdog.stopped()
+        if stopped:
+            raise PeerError(
+                f"{listed(stopped)} stopped; resume from the last checkpoint with --resume",
+                stopped,
+                is_diagnosed=True,
+            )
+
     def leave(self) -> None:
         """Destroy the process group that `join` has made."""
         if self._owns_process_group:
@@ -189,19 +197,9 @@ class RankGroup:
 
     def run_all(self, what: str, function: Callable[[], Result]) -> Result:
         """Call a function on all ranks; if it fails on one rank, it fails on all."""
-        failure: SamoError | None = None
-        result: Result | None = None
-        try:
-            result = function()
-        except SamoError as error:
-            failure = error
-        messages = self.all_gather(what, None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise PeerError(f"rank {rank} stopped: {message}", (rank,), is_diagnosed=True)
-        return result  # type: ignore[return-value]
+        results: list[Result] = []
+        self._together.run_all(what, lambda: results.append(function()))
+        return results[0]
 
     def run_on_rank0(self, what: str, function: Callable[[], Result]) -> Result | None:
         """Call a function on rank 0 while the others wait; they return None."""
@@ -214,29 +212,41 @@ class RankGroup:
 
     def all_gather(self, what: str, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, in their order."""
-        if self._host is None:
-            return [value]
-        with self._waiting(what):
-            return all_gather_json(value, self._host)
+        found: list[Any] = self._together.run_all(what, lambda: value, lambda values: values)
+        return found
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks on rank 0; on others an empty list."""
+        found: list[Any] = []
+        self._together.run_all(what, lambda: value, found.extend)
+        return found
 
     def check_same(self, what: str, value: object) -> None:
         """Refuse ranks that were started differently."""
-        values = self.all_gather(what, value)
-        for rank, other in enumerate(values):
-            if other != values[self.rank]:
-                raise ConfigError(
-                    f"rank {rank} and rank {self.rank} do not have the same {what}; start all "
-                    "ranks with one command"
-                )
 
-    def maxima(self, what: str, *numbers: int) -> list[int]:
-        """Return the highest of all ranks of each number, so that all do the same next."""
-        if self._host is None:
-            return [*numbers]
-        highest = torch.tensor(numbers)
-        with self._waiting(what):
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._host)
-        return highest.tolist()
+        def first_other(values: list[object]) -> int | None:
+            return next((rank for rank, v in enumerate(values) if v != values[0]), None)
+
+        other = self._together.run_all(f"the {what}", lambda: value, first_other)
+        if other is not None:
+            raise ConfigError(
+                f"rank 0 and rank {other} do not have the same {what}; start all ranks with one "
+                "command"
+            )
+
+    def agree(self, step: int, wish: str) -> str:
+        """Return what any rank wished before its last step, so that all do it after the same one.
+
+        No rank can end step ``n + 1`` before another has begun it, and left its wish of step ``n``.
+        One process gets its own wish at once. Among several wishes, the last one counts: a rank
+        whose wish was not met repeats it.
+        """
+        if self.size == 1:
+            return wish
+        with self._waiting("the store of the ranks"):
+            if wish:
+                self._together.post(str(step + 1), wish)
+            return self._together.read(str(step))
 
     def all_reduce_(self, tensor: Tensor, what: str) -> Tensor:
         """Sum a tensor over the replicas, in place."""

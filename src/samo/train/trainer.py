@@ -271,19 +271,21 @@ class Trainer:
                 is_last, is_best = progress.step >= run.steps, False
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
-                number, is_due, has_failed = self.ranks.maxima(
-                    "signals and saves",
-                    interrupt.signal or 0,
-                    self.saver.is_due or progress.step % run.save_every == 0,
-                    self.saver.has_failed,
-                )
-                signal = number or None
-                if has_failed or self.saver.is_done:
+                wish = self.ranks.agree(progress.step, self.wish(interrupt.signal))
+                signal = int(wish) if wish.isdigit() else None
+                if wish == "finish" or (self.saver.is_done and not self.saver.has_failed):
                     self.finish_save()
+                is_due = wish == "save" or progress.step % run.save_every == 0
                 if is_last or is_best or is_due or signal is not None:
                     self.save(is_best=is_best)
             self.finish_save()
         return signal
+
+    def wish(self, signal: int | None) -> str:
+        """Return what this rank wants all of them to do next: stop, save, or end for a failure."""
+        if self.saver.has_failed:
+            return "finish"
+        return str(signal) if signal is not None else "save" * self.saver.is_due
 
     def step(self) -> None:
         """Take one optimizer step, and write a line of metrics if one is due."""
@@ -363,7 +365,7 @@ class Trainer:
         )
         if self.ranks.size > 1:
             own = {**self.learner.traffic(), "memory_bytes": memory_bytes}
-            for rank, sent in enumerate(self.ranks.all_gather("the traffic", own)):
+            for rank, sent in enumerate(self.ranks.gather("the traffic", own)):
                 stage, replica = divmod(rank, self.ranks.num_replicas)
                 place = {"rank": rank, "stage": stage, "replica": replica}
                 self.report(events.Exchanged(step=progress.step, **place, **sent))

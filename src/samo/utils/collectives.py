@@ -9,12 +9,21 @@ import torch.distributed as dist
 __all__ = []
 
 
+def backend_of(group: dist.ProcessGroup | None, device: str) -> str:
+    """Return the backend of a group for a kind of device, "" if it has none.
+
+    `torch.distributed.get_backend` is "undefined" for groups whose backend torch has chosen.
+    """
+    pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return {kind: backend for kind, backend in pairs}.get(device, "")
+
+
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return a JSON value of every rank. Tuples come back as lists.
 
     `torch.distributed.all_gather_object` unpickles what peers send; this runs no code of theirs.
     """
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = "cpu" if backend_of(group, "cpu") else "cuda"
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = torch.tensor([len(own)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

@@ -38,6 +38,7 @@ class Packet:
     needs_grad: tuple[bool, ...] = ()  # for each activation, whether to send its gradient back
     reason: str = ""  # for "abort", how the stage failed
     is_training: bool = True  # whether the batch has a backward pass
+    seed: int | None = None  # of what layers draw for this micro-batch
 
 
 def encode(packet: Packet, sequence: int) -> Tensor:

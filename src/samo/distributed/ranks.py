@@ -1,4 +1,4 @@
-"""How ranks save and load as one: what fails on any rank is raised on all.
+"""How ranks do something as one: what fails on any rank is raised on all.
 
     every rank       acts, and posts its result or its error
     the first one    waits for all, decides, and posts the outcome
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from samo import errors
 from samo.errors import CheckpointError, PeerError, first_words
 
 __all__ = []
@@ -28,15 +29,28 @@ __all__ = []
 _calls: Final[Counter[str]] = Counter()
 """How many calls these ranks have made: each counts for itself, and all get the same keys."""
 
+_LOOK_S: Final = 5.0
+
 
 class Ranks:
     """The global ranks that all make a call, of which the first decides; by default one process.
 
-    After ``timeout_s`` without progress on any rank, those that are missing are given up.
+    After ``timeout_s`` without progress on any rank, those that are missing are given up. While a
+    rank waits, it calls ``look_after`` every few seconds, which raises if it knows better. The
+    failure of another rank is raised as ``error``.
     """
 
-    def __init__(self, ranks: Sequence[int] = (), caller: str = "", timeout_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] = (),
+        caller: str = "",
+        timeout_s: float = 0.0,
+        look_after: Callable[[], None] = lambda: None,
+        error: type[CheckpointError | PeerError] = CheckpointError,
+    ) -> None:
         self.ranks: Final = tuple(ranks) or (0,)
+        self._look_after: Final = look_after
+        self._error: Final = error
         self.rank: Final = dist.get_rank() if ranks else 0
         self.place: Final = self.ranks.index(self.rank)
         self.is_alone: Final = len(self.ranks) == 1
@@ -52,8 +66,9 @@ class Ranks:
         store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         if hasattr(store, "clone"):
             store = store.clone()  # other threads wait on that one
-        prefix = f"{key}/{_calls[key]}"
-        self._store: Final = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self.store: Final = store
+        self.key: Final = f"{key}/{_calls[key]}"
+        self._store: Final = dist.PrefixStore(self.key, store)  # type: ignore[attr-defined]
 
     def run_all(
         self,
@@ -64,11 +79,14 @@ class Ranks:
         """Call ``act`` on all ranks, then ``decide`` on the first one; return what that returns.
 
         ``decide`` gets the results of all ranks, in their order. Both return JSON. An error of this
-        rank is raised as it is, that of another one as CheckpointError, and PeerError if a rank
-        does not answer. ``what`` says in errors what ranks wait for.
+        rank is raised as it is, and PeerError if another one does not answer. ``what`` says in
+        errors what ranks wait for.
         """
         if self.is_alone:
             return decide([act()])
+        if self.place == 0 and self._step:  # all have read the last outcome: they have come here
+            for name in ("outcome", "readers", "read"):
+                self._store.delete_key(self._key(name))
         self._step += 1
         error, answer = self._attempt(act)
         try:
@@ -91,7 +109,7 @@ class Ranks:
         if error is not None:
             raise error
         if "failure" in outcome:
-            raise _error(**outcome["failure"])
+            raise self._remote_error(**outcome["failure"])
         return outcome["value"]
 
     def note_progress(self) -> None:
@@ -99,6 +117,15 @@ class Ranks:
         if not self.is_alone and time.monotonic() - self._noted > 0.1 * self._limit_s:
             self._noted = time.monotonic()
             self._store.add("progress", 1)
+
+    def post(self, key: str, note: str) -> None:
+        """Leave a note for all ranks; a later one under the same key replaces it."""
+        self._store.set(f"note {key}", note)
+
+    def read(self, key: str) -> str:
+        """Return the note that was left under a key, "" if there is none."""
+        name = f"note {key}"
+        return self._store.get(name).decode() if self._store.check([name]) else ""
 
     def _key(self, name: str) -> str:
         return f"{self._step}/{name}"
@@ -144,7 +171,8 @@ class Ranks:
 
     def _wait(self, what: str, missing: dict[str, int]) -> None:
         """Wait until ranks have set their keys, for as long as any rank makes progress."""
-        begun, progress = time.monotonic(), 0
+        looked = begun = time.monotonic()
+        progress = 0
         while missing:
             try:
                 self._store.wait(list(missing), timedelta(seconds=min(1.0, self._limit_s)))
@@ -153,6 +181,9 @@ class Ranks:
                 raise
             except dist.DistStoreError:  # that second is over
                 missing = {k: rank for k, rank in missing.items() if not self._store.check([k])}
+            if time.monotonic() - looked > _LOOK_S:
+                self._look_after()
+                looked = time.monotonic()
             if (now := self._store.add("progress", 0)) != progress:
                 begun, progress = time.monotonic(), now
             if missing and time.monotonic() - begun > self._limit_s:
@@ -164,10 +195,11 @@ class Ranks:
                     lost,
                 )
 
-
-def _error(rank: int, kind: str, message: str, lost: list[int]) -> Exception:
-    """Return the error of another rank."""
-    if kind == PeerError.__name__:
-        return PeerError(message, tuple(lost))
-    kind = "" if kind == CheckpointError.__name__ else f"{kind}: "
-    return CheckpointError(f"rank {rank} failed: {kind}{message}")
+    def _remote_error(self, rank: int, kind: str, message: str, lost: list[int]) -> Exception:
+        if kind == PeerError.__name__:
+            return PeerError(message, tuple(lost))
+        kind = "" if kind.endswith("Error") and kind in vars(errors) else f"{kind}: "
+        text = f"rank {rank} failed: {kind}{message}"
+        if self._error is PeerError:
+            return PeerError(text, (rank,), is_diagnosed=True)
+        return self._error(text)
