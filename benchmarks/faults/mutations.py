@@ -134,7 +134,7 @@ def work(
     torch.set_num_threads(1)
     os.fsync = lambda file: None  # type: ignore[assignment]  # nothing here outlives the machine
     warnings.simplefilter("ignore")
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     place = home / str(worker)
     expected: dict[str, str] = {}
     for kind in names:

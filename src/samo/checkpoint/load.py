@@ -166,7 +166,10 @@ class _Load:
             self.optimizer.check_fits(saved)
         own = {} if self.scaler is None else self.scaler.state_dict()  # {} if disabled, too
         found = saved.manifest.scaler or {}
-        if own.keys() != found.keys() and (self.opt is not None or self.scaler is not None):
+        is_same = own.keys() == found.keys() and all(
+            isinstance(found.get(key, 0), int) for key in ("growth_interval", "_growth_tracker")
+        )
+        if not is_same and (self.opt is not None or self.scaler is not None):
             raise saved.misfit(
                 f"it was saved with loss scaler {found} and this one is {own}; give the same "
                 "scaler=, or load with opt=None and scaler=None"

@@ -176,6 +176,11 @@ def _values(tensor: type) -> Callable[[Any], None]:
     return lambda value: _check(json_values.decode(value, lambda t: _check(t, tensor)), dict)
 
 
+def _amount(value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < 2**127:
+        raise ValueError(f"{value!r} where an amount was expected")
+
+
 _COUNT: Final = range(2**63)
 _MODEL: Final = {
     "is_compressed": bool,
@@ -197,7 +202,7 @@ _SCHEMA: Final = {
     "files": (DATA_FILE, {"bytes": _COUNT, "sha256": re.compile("[0-9a-f]{64}")}),
     "model": _MODEL,
     "optimizer": _or_none(_OPTIMIZER),
-    "scaler": _or_none((str, lambda number: number + 0.0)),
+    "scaler": _or_none((str, _amount)),
     "extra": _values(str),
 }
 
