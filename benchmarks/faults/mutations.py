@@ -124,7 +124,7 @@ def describe(names: list[str], seed: int, number: int) -> Row:
     draw = random.Random(f"{seed} {number}")
     kind = draw.choice(names)
     is_checkpoint = kind.startswith(("load", "inspect", "resume, rigl", "resume, early"))
-    return {"number": number, "kind": kind, "sealed": is_checkpoint and draw.random() < 0.6}
+    return {"number": number, "kind": kind, "sealed": is_checkpoint and draw.random() < 0.75}
 
 
 def work(
