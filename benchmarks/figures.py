@@ -21,8 +21,7 @@ from benchmarks.drawing import (
     to_png,
     to_svg,
 )
-from samo.bench.rows import digits
-from samo.utils.formatting import percent
+from samo.utils.formatting import percent, three_digits
 
 __all__ = ["kernels_figure", "step_figure"]
 
@@ -87,7 +86,7 @@ def step_figure(rows: Sequence[Row]) -> Figure:
             left = 150 + 370 * column
             axes = place(figure, left=left, right=_WIDTH - left - 280, top=44, bottom=12)
             bars = axes.barh(places, values, color=colours, height=0.62)
-            axes.bar_label(bars, [digits(value) for value in values], padding=6, fontsize=11)
+            axes.bar_label(bars, [three_digits(value) for value in values], padding=6, fontsize=11)
             axes.invert_yaxis()
             axes.set_xticks([])
             axes.set_yticks(places, [row["name"] for row in rows] if column == 0 else [])

@@ -20,9 +20,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from samo.bench.rows import Results, Row, Save, Table, between, digits, markdown, reason
+from samo.bench.rows import Results, Row, Save, Table, between, markdown, reason
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
-from samo.utils.formatting import count, percent
+from samo.utils.formatting import count, percent, three_digits
 
 __all__ = []
 
@@ -209,9 +209,9 @@ def tabulate(rows: Sequence[Row]) -> Table:
                 count(row.parameters["tokens"]),
                 percent(row.parameters["sparsity"]),
                 str(row.parameters["dtype"]),
-                digits(row.median),
+                three_digits(row.median),
                 between(row),
-                digits(row.figures["against_dense"]),
+                three_digits(row.figures["against_dense"]),
             )
             for row in rows
             if row.median is not None

@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.step import command
 from benchmarks.streamed.frontier import frontier_figure
 from benchmarks.streamed.lines import LINES
-from samo.bench.rows import Table, digits, markdown
+from samo.bench.rows import Table, markdown
 from samo.utils import atomic_io
-from samo.utils.formatting import NOTHING
+from samo.utils.formatting import NOTHING, three_digits
 
 __all__ = ["merge", "read_rows", "tabulate", "write"]
 
@@ -94,14 +94,14 @@ def _line(row: Row) -> tuple[str, ...]:
     return (
         line.title,
         row["name"],
-        digits(row["median"]),
-        f"{digits(row['p20'])}-{digits(row['p80'])}",
+        three_digits(row["median"]),
+        f"{three_digits(row['p20'])}-{three_digits(row['p80'])}",
         _beside(found["over_masked"], goal and goal.step),
-        digits(found["in_a_row_ms"]),
+        three_digits(found["in_a_row_ms"]),
         _beside(found.get("in_a_row_over_masked"), goal and goal.step),
-        digits(peak and peak / 1e9),
+        three_digits(peak and peak / 1e9),
         _beside(found["peak_over_masked"], goal and goal.peak),
-        digits(found["state_bytes_per_param"]),
+        three_digits(found["state_bytes_per_param"]),
         f"{found['warm_up_s']:.1f}",
         _compilations(found),
     )

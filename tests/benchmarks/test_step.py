@@ -18,8 +18,9 @@ from benchmarks.streamed.lines import LINES
 
 import samo
 from samo.bench.contenders import CONTENDERS
-from samo.bench.step import check, contenders as chosen, new_model
+from samo.bench.step import contenders as chosen, new_model
 from samo.models.shapes import GPTConfig
+from samo.train.resolve import check_ranges
 
 CPU = torch.device("cpu")
 SMALL = GPTConfig(num_layers=1, width=64, num_heads=2, context=16, vocab_size=128)
@@ -98,7 +99,7 @@ def row_of(name: str, ms: float, gb: float, line: str = "frontier") -> dict[str,
 
 def test_every_line_can_be_measured_and_its_goals_are_for_its_contenders() -> None:
     for line in LINES.values():
-        check(line.config)
+        check_ranges(line.config)
         assert set(line.goals) <= set(chosen(line.config))
         assert "masked" in chosen(line.config) or not line.goals
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import signal
@@ -52,8 +53,24 @@ def test_no_arguments_show_the_commands(capsys: pytest.CaptureFixture[str]) -> N
         main([])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
+    assert "samo --version" in shown
     for command in ("demo", "train", "prune", "inspect", "report", "bench"):
         assert f" {command} " in shown
+
+
+def test_help_of_train_is_short_and_the_rest_is_in_help_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lengths = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main(["train", flag])
+        shown = capsys.readouterr()
+        assert not re.search(r"default: (None)?\)|None\|", shown.out)
+        assert ("--mask-every" in shown.out) == (flag == "--help-all")
+        assert shown.err == ""
+        lengths[flag] = shown.out.count("\n")
+    assert lengths["--help"] <= 100 < lengths["--help-all"]
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(here: Path) -> None:
@@ -89,9 +106,9 @@ def test_flags_become_settings() -> None:
     [
         (["train", "notes.txt", "--sparcity", "0.5"], "--sparsity"),
         (["train", "notes.txt", "--frobnicate"], "run samo train --help"),
-        (["train", "notes.txt", "--sparsity", "abc"], "FLOAT|{auto}"),
+        (["train", "notes.txt", "--sparsity", "abc"], "takes a number or auto, got"),
+        (["train", "notes.txt", "--steps", "abc"], "it takes a whole number, got 'abc'"),
         (["train", "notes.txt", "--mode", "sparse"], "samo"),
-        (["trian"], "train"),
         (["prune"], "required"),
     ],
 )
@@ -108,6 +125,10 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
     ("typed", "code", "message"),
     [
         ("train", 2, "no text to train on; name a file: samo train notes.txt"),
+        ("trian notes.txt", 2, "no command 'trian' (did you mean 'train'?); choose among"),
+        ("launch train notes.txt -n 2", 2, "-n goes before the word train: samo launch -n"),
+        ("train notes.txt --pattern 4:2", 2, "--pattern must be 'n:m' with 0 < n < m"),
+        ("train notes.txt --init hugging", 2, "is a Hugging Face model; train that in Python"),
         ("train notes.txt --steps 0", 2, "samo: --steps must be 1 or more"),
         (
             "train notes.txt --sparsity 90",
@@ -135,8 +156,10 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("inspect .", 1, "has no run.json or manifest.json; pass a mask file"),
         ("inspect notes.txt", 1, "'notes.txt' is not a mask file"),
         ("inspect --verify", 2, "--verify needs a checkpoint"),
+        ("inspect hugging", 1, "choose the weights to keep with: samo prune hugging"),
         ("prune nothing", 1, "'nothing' does not exist"),
         ("prune full", 1, "holds none of manifest.json, run.json, config.json"),
+        ("prune full --out notes.txt", 2, "'notes.txt' exists; choose another file with"),
         ("prune full --out no/folder/m", 2, "--out must be a file in an existing folder"),
     ],
 )
@@ -145,7 +168,9 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
 ) -> None:
     (here / "short.txt").write_text("short")
     (here / "bad.toml").write_text("[run]\nstepz = 3")
-    (here / "full").mkdir()
+    for name in ("full", "hugging"):
+        (here / name).mkdir()
+    (here / "hugging" / "config.json").touch()
     (here / "full" / "thesis.tex").touch()
     before = sorted(here.rglob("*"))
     assert main(typed.split()) == code
@@ -184,7 +209,7 @@ def test_train_resume_report_inspect_and_prune(
     assert "These may change: --compile, --data, --eval-batches" in complaint
 
     assert main(["train", "--resume", "runs/notes-2"]) == 0
-    assert "the run is complete; extend it with --steps" in capsys.readouterr().out
+    assert capsys.readouterr().out == "'runs/notes-2' is complete; extend it with --steps\n"
     shutil.rmtree("runs/notes-2/checkpoints")
     assert main(["train", "--resume", "runs/notes-2"]) == 0
     again = "the run has no checkpoint yet: it starts again at its first step\n"
@@ -197,6 +222,10 @@ def test_train_resume_report_inspect_and_prune(
     assert "8 of 8" in capsys.readouterr().out
     assert main(["inspect", "runs/notes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 6
+    assert main(["report", "runs/notes", "runs/notes-2"]) == 0
+    assert capsys.readouterr().out.split() == ["runs/report.html"]
+    assert main(["inspect", "runs/notes", "--verify"]) == 0
+    assert capsys.readouterr().out.count("checksums correct") == 2
     assert main(["inspect", "runs/notes/checkpoints/last", "--verify"]) == 0
     shown = capsys.readouterr().out
     assert "checksums         correct" in shown
@@ -207,8 +236,6 @@ def test_train_resume_report_inspect_and_prune(
     assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "few.safetensors"]) == 0
     assert "95 %" in capsys.readouterr().out
     assert samo.Masks.load("few.safetensors").sparsity == pytest.approx(0.95, abs=1e-3)
-    assert main(["prune", "runs/notes", "--sparsity", "0.95", "--out", "notes.txt"]) == 1
-    assert "'notes.txt' is not a mask file" in capsys.readouterr().err
     assert main(["inspect", "few.safetensors", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 4
     zeros = ["prune", "runs/notes", "--method", "zeros", "--out", "zeros.safetensors"]
@@ -220,6 +247,17 @@ def test_train_resume_report_inspect_and_prune(
     assert "was not saved by samo train, so its model is not known" in capsys.readouterr().err
     assert main(["prune", "runs/notes", "--skip", "nothing"]) == 2
     assert "cannot prune 'runs/notes'" in capsys.readouterr().err
+
+
+def test_names_in_a_mask_file_cannot_control_the_terminal(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masks = samo.Masks({"\x1b[2Jweight": samo.Mask.from_bool(torch.eye(4) > 0)})
+    masks.save("masks")
+    assert main(["inspect", "masks"]) == 0
+    shown = capsys.readouterr().out
+    assert "?[2Jweight" in shown
+    assert "\x1b" not in shown
 
 
 def test_the_machine_and_its_kernels_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,19 +277,21 @@ def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixtu
     assert main(["prune", "llama", "--sparsity", "0.75"]) == 0
     assert "model.layers.0.mlp.up_proj.weight" in capsys.readouterr().out
     assert samo.Masks.load("masks.safetensors").sparsity == pytest.approx(0.75, abs=1e-3)
-    assert main(["prune", "llama", "--pattern", "2:4"]) == 0
-    masks = samo.Masks.load("masks.safetensors")
+    assert main(["prune", "llama", "--pattern", "2:4", "--out", "pattern"]) == 0
+    masks = samo.Masks.load("pattern")
     keep = masks["model.layers.0.mlp.down_proj.weight"].to_bool()
     assert (keep.view(32, 12, 4).sum(2) == 2).all()
-    assert main(["prune", "llama", "--scope", "erk", "--sparsity", "0.8"]) == 0
-    masks = samo.Masks.load("masks.safetensors")
+    assert main(["prune", "llama", "--scope", "erk", "--sparsity", "0.8", "--out", "erk"]) == 0
+    masks = samo.Masks.load("erk")
     assert masks.kept == masks.numel - round(masks.numel * 0.8)
     assert len({round(mask.sparsity, 2) for mask in masks.values()}) == 2
     capsys.readouterr()
-    assert main(["prune", "llama", "--pattern", "2:4", "--sparsity", "0.9"]) == 2
+    assert main(["prune", "llama", "--method", "zeros", "--out", "zeros"]) == 2
+    assert "less than 5.0%; leave out --method zeros to prune it" in capsys.readouterr().err
+    assert main(["prune", "llama", "--pattern", "2:4", "--sparsity", "0.9", "--out", "no"]) == 2
     assert "'2:4' prunes 0.5 of the weights, which contradicts" in capsys.readouterr().err
     (here / "llama" / "config.json").write_text("{}")
-    assert main(["prune", "llama"]) == 1
+    assert main(["prune", "llama", "--out", "no"]) == 1
     assert "cannot be read as a Hugging Face model" in capsys.readouterr().err
 
 
@@ -262,7 +302,7 @@ def test_the_demo_tells_the_whole_story(
     monkeypatch.setattr("samo.cli.demo.DENSE_STEPS", 2)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
-    for part in ("saved", "The model that samo trained writes:", "report.html"):
+    for part in ("saved", 'The model continues "', "report.html"):
         assert part in shown
     for mode in ("samo", "dense"):
         assert Path("runs/demo", mode, "checkpoints/last/manifest.json").exists()
@@ -337,7 +377,7 @@ def test_an_interrupted_run_saves_and_says_how_to_resume(here: Path) -> None:
 
 def test_a_pipe_that_closes_early_is_no_crash(here: Path) -> None:
     (here / "run.json").write_text('{"format": "samo-run", "version": 1}')
-    script = f"{sys.executable} -m samo inspect . | true"
+    script = f"{sys.executable} -m samo inspect . | true; exit ${{PIPESTATUS[0]}}"
     shown = subprocess.run(["bash", "-c", script], capture_output=True, check=True)
     assert shown.stderr == b""
 

@@ -1,15 +1,13 @@
 """The display of a run: its lines and its bar."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from samo.cli.display import Display
-from samo.cli.main import main
 from samo.train import events
-from tests.report.runs import NUMEL, accounted, gradual, observed, pruned, stepped, write_run
+from tests.report.runs import NUMEL, accounted, gradual, observed, pruned, stepped
 
 
 def shown(*happened: events.Event) -> str:
@@ -45,8 +43,8 @@ def test_lines_of_steps_show_the_masks_and_the_state() -> None:
     assert "masks" not in numbers_of(*looks, pruned(50))
     assert "loss 2.000  90.0% pruned  16,850 tokens/s" in numbers_of(*gradual())
     alone, shared = accounted(1), accounted(1, rank_bytes=(3_000_000, 2_816_112))
-    assert "s  state 5.82 MB of 512 MB in all  left 0.0 s" in numbers_of(alone)
-    assert "s  rank 0: state 3.00 MB of 512 MB in all  left" in numbers_of(shared)
+    assert "s  state 5.82 MB  left 0.0 s" in numbers_of(alone)
+    assert "s  rank 0: state 3.00 MB  left" in numbers_of(shared)
     assert "state" not in numbers_of(alone, pruned(50))
 
 
@@ -61,14 +59,3 @@ def test_a_terminal_shows_a_live_bar_and_names_the_compilation() -> None:
     assert "\x1b[" in drawn  # it moves the cursor
     for part in ("compiling: ", "9/9", "loss 2.000", "tokens/s"):
         assert part in drawn
-
-
-def test_masks_of_a_run_are_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bird = write_run(tmp_path / "bird", reason="settled", more=observed(9))
-    changed = write_run(tmp_path / "changed", sparsity=0.0, more=gradual())
-    for path, words in (
-        (bird, "early-bird Masks settled at step 100: distance 0."),
-        (changed, "masks Masks were pruned further 3 times, to 90 % sparsity"),
-    ):
-        assert main(["inspect", str(path)]) == 0
-        assert words in " ".join(capsys.readouterr().out.split())

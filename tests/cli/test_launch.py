@@ -165,10 +165,9 @@ def test_a_stopped_rank_ends_all_in_time_and_ctrl_c_saves(tmp_path: Path, text: 
 
 
 def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> None:
-    command = parse(["launch", "-n", "4", "train", "a.txt", "--max-restarts", "9"])
+    command = parse(["launch", "-n", "4", "train", "a.txt", "--out", "9"])
     assert isinstance(command, Launch)
-    assert (command.num_ranks, command.max_restarts) == (4, 0)
-    assert command.command == ("train", "a.txt", "--max-restarts", "9")
+    assert (command.num_ranks, command.command) == (4, ("train", "a.txt", "--out", "9"))
     for flag, code in (("--frobnicate", 2), ("--help", 0)):
         with pytest.raises(SystemExit) as ended:
             main(["launch", "-n", "2", "train", "a.txt", flag])
@@ -181,7 +180,7 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_ranks": 0}, r"--num-ranks \(-n\) must be 1 or more, got 0"),
+        ({"num_ranks": 0}, r"--num-ranks must be 1 or more .* got 0"),
         ({"command": ("bench",)}, "samo launch can start train only: samo launch -n 4 train"),
         ({"command": ()}, "samo launch can start train only"),
         ({"command": ("train", "a.txt", "--steps", "0")}, "steps must be 1 or more"),

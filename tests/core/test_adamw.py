@@ -126,7 +126,7 @@ def test_it_updates_plain_models_and_parameters_added_later() -> None:
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
         ({"eps": -1e-8}, "eps must be 0 or more"),
         ({"weight_decay": float("nan")}, "weight_decay must be 0 or more, got nan"),
-        ({"state": "short"}, "state must be 'exact' or 'lean', got 'short'"),
+        ({"state": "8bit"}, r"state must be 'exact' \(fp32\) or 'lean' \(8-bit\), got '8bit'"),
         ({"kernels": "fast"}, "kernels must be one of"),
         ({"state": "lean", "entry_steps": True}, "entry_steps=True goes with state='exact' alone"),
     ],
@@ -138,6 +138,8 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 
 def test_types_it_cannot_update_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"got the module Linear; use \.parameters\(\)"):
+        samo.AdamW(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a parameter of \(3,\) is torch.float16; samo.AdamW up"):
         samo.AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float16))])
     model = compressed(torch.float64)

@@ -665,7 +665,8 @@ def test_a_dense_tensor_put_into_the_dictionary_of_parameters_is_taken_as_it_is(
 
 def test_autocast_casts_a_weight_anew_at_each_of_its_uses_in_one_pass() -> None:
     for dtype, copies in ((torch.float32, 3), (torch.bfloat16, 1)):
-        model, saved = nn.Sequential(nn.Linear(64, 64)), []
+        model = nn.Sequential(nn.Linear(64, 64))
+        saved: list[Tensor] = []
         samo.compress_(model, samo.prune(model, 0.5), dtype=dtype)
 
         def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from samo.pipeline.runner import Batch, Runner
@@ -415,6 +417,11 @@ def test_a_mesh_whose_backend_torch_has_chosen() -> None:
         model, ones = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
         with samo.Pipeline(model, F.mse_loss, mesh, 2) as pipeline:
             assert torch.equal(pipeline.eval(ones, target=ones), F.mse_loss(model(ones), ones))
+            with pytest.raises(TypeError, match="layer '0' is wrapped in DistributedDataParallel"):
+                samo.Pipeline([DistributedDataParallel(model)], F.mse_loss, mesh, 2)
+            fully_shard(pipeline.module, mesh=mesh["data"])
+            with pytest.raises(TypeError, match="cannot be sharded with FSDP2"):
+                pipeline.step(ones, target=ones)
     finally:
         dist.destroy_process_group()
 

@@ -68,7 +68,7 @@ def write_run(
             events.append(pruned(step, kept, reason=reason))
             events.append(accounted(step + 1, kept, dtype, rank_bytes))
     if sample is not None:
-        events.append(ev.Sampled(step=steps, text=sample))
+        events.append(ev.Sampled(step=steps, prompt="Once upon", text=sample))
     events = sorted([*events, *more], key=lambda event: event.step)  # keeps the order of equals
     if end is not None:
         why: Any = end

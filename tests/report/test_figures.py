@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from samo.report import figures
+from samo.report import figures, findings
 from samo.report.figures import spread
 from samo.report.memory_bars import bars
 from samo.report.runs import Run, read_run, read_runs
@@ -52,6 +52,34 @@ def test_losses_are_averaged_within_each_phase(tmp_path: Path) -> None:
     assert high < run.steps[0].loss, "the first steps do not stretch the axis"
     assert all(low < e.valid_loss < high for e in run.evals)
     assert axes.get_xlim() == (0, 300)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.9, 2.8), (2.0, 2.2), (0.3, 6.1), (2.0, 56.0)])
+def test_labels_of_the_axis_are_where_their_numbers_are(low: float, high: float) -> None:
+    steps = [stepped(i, low + (high - low) * (i % 40) / 39) for i in range(1, 400)]
+    with drawing():
+        figure = draw("loss", [Run(Path("a"), {}, steps)])
+        svg = to_svg(figure)
+    ticks = re.findall(r'text-anchor: end;.* y="([\d.]+)".*>([\d.]+)</text>', svg)
+    y, values = np.array(ticks, dtype=float).T
+    assert len(y) >= 4
+    (axes,) = figure.axes
+    places = [axes.transData.transform((0, value))[1] for value in values]
+    assert np.ptp(y + places) < 0.01  # SVG counts from the top
+
+
+def test_losses_over_bytes_are_drawn_where_they_are(tmp_path: Path) -> None:
+    paths = [write_run(tmp_path / f"{p}", name=f"r{p}", sparsity=p, seed=1) for p in (0.8, 0.9)]
+    runs = read_runs(paths)
+    points = findings.tradeoff(runs)
+    (axes,) = draw("tradeoff", points).axes
+    found = [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines]
+    assert found == [(held, loss) for held, loss, _ in points]
+    assert [run.label for _, _, run in points] == ["r0.9", "r0.8"]
+    assert findings.tradeoff_finding(runs).startswith(
+        "r0.9 holds 17.8 % less than r0.8; their losses"
+    )
+    assert not findings.tradeoff(runs[:1])
 
 
 def test_the_parts_of_a_bar_are_its_bytes(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_page_has_its_sections_in_order(source: str) -> None:
         "Masks settled at step 100",
         "Masks were pruned further 3 times, to 90 % sparsity",
         "The runs side by side",
-        "What the model writes",
+        "How the model continues a text",
         "Settings that differ",
         "How it was measured",
     ]
@@ -116,7 +116,7 @@ def test_figures_refer_to_ids_and_colours_of_the_page(source: str) -> None:
     wanted |= set(re.findall(r"url\(#([^)]*)\)", source))
     assert wanted
     assert wanted <= set(ids)
-    assert len(page.values("aria-label")) == len(re.findall("<svg", source)) == 5
+    assert len(page.values("aria-label")) == len(re.findall("<svg", source)) == 6
     used = set(re.findall(r"var\(--(\w+)\)", source)) - {"font", "mono", "colour"}
     assert used <= set(LIGHT)
     assert source.count("--page: ") == 2  # light and dark
@@ -177,6 +177,14 @@ def test_many_runs_share_a_page(tmp_path: Path) -> None:
     assert "not all trained on the same data" in source
     assert "samo, float32, 2 ranks: 2 stages, finished" in source
     assert "model state is that of one replica" in source
+
+
+def test_a_link_in_a_run_folder_is_not_followed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    (tmp_path / "mine").write_text("mine")
+    (run / "report.html").symlink_to(tmp_path / "mine")
+    write_report([run], run / "report.html")
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_report_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Run folders read back: whole, cut off, and folders that are not runs."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,12 @@ def test_runs_that_were_killed_or_have_not_begun_are_read(tmp_path: Path) -> Non
 
 
 def test_the_last_finite_loss_and_the_last_end_count(tmp_path: Path) -> None:
-    events = [evaluated(1, 3.0), evaluated(2, math.nan), Ended(step=3, reason="interrupted")]
+    events = [
+        evaluated(1, 3.0),
+        evaluated(2, math.nan),
+        evaluated(2**65, 1.0),
+        Ended(step=3, reason="interrupted"),
+    ]
     run = read_run(write_events(write_run(tmp_path), events))
     assert run.last_eval is run.evals[0]
     assert (run.last_step, run.end) == (3, "interrupted")
@@ -56,6 +62,10 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
         write_run(tmp_path / name, steps=1)
     with pytest.raises(samo.RunError, match=r"it has no run\.json; pass its runs: '.*/a', '.*/b'"):
         read_run(tmp_path)
+    (tmp_path / "b" / "metrics.jsonl").unlink()
+    os.mkfifo(tmp_path / "b" / "metrics.jsonl")
+    with pytest.raises(samo.RunError, match="is not a regular file; leave this run out"):
+        read_run(tmp_path / "b")
     (tmp_path / "a" / "run.json").write_text("[" * 100_000)
     with pytest.raises(samo.RunError, match="cannot be read"):
         read_run(tmp_path / "a")

@@ -12,7 +12,7 @@ from samo.utils import atomic_io
 from tests.utils.system import failing_at, record
 
 
-def test_a_file_is_written_and_replaced_and_a_link_stays_one(
+def test_a_file_is_written_and_replaced_and_a_link_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = os.write
@@ -21,8 +21,8 @@ def test_a_file_is_written_and_replaced_and_a_link_stays_one(
     atomic_io.write_bytes(path, b"old")
     link.symlink_to("file")
     atomic_io.write_bytes(str(link), bytes(range(100)))
-    assert link.is_symlink()
-    assert path.read_bytes() == bytes(range(100))
+    assert not link.is_symlink()
+    assert (path.read_bytes(), link.read_bytes()) == (b"old", bytes(range(100)))
     atomic_io.write_new(tmp_path / "new", iter([b"a", b"", b"bc"]))
     assert (tmp_path / "new").read_bytes() == b"abc"
     with pytest.raises(FileExistsError):

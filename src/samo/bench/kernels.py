@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from samo import kernels
-from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import KernelsConfig, require
+from samo.bench.rows import Row, Save, Say, Table, between, reason
+from samo.bench.settings import KernelsConfig
 from samo.bench.timing import flusher, free, in_turns, ratio, spread
 from samo.core.adamw import AdamW
 from samo.core.compress import compress_
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
-from samo.utils.formatting import percent
+from samo.utils.formatting import percent, three_digits
 
 __all__ = []
 
@@ -46,16 +46,6 @@ def floor_bytes(operation: str, numel: int, kept: int) -> int:
     """Return the fewest bytes that an operation can move."""
     by_weight, by_kept = FLOORS[operation]
     return int(by_weight * numel) + by_kept * kept
-
-
-def check(config: KernelsConfig) -> None:
-    """Raise ConfigError for a setting out of range."""
-    require(config.repeats >= 1, f"repeats must be 1 or more, got {config.repeats}")
-    for size in config.sizes:
-        require(10 <= size <= 34, f"sizes are powers of 2 from 10 to 34, got {size}")
-    require(bool(config.densities), "no densities to measure; leave them out for 0.1 and 0.2")
-    for density in config.densities:
-        require(0 < density < 1, f"densities must be between 0 and 1, got {density}")
 
 
 def measure(config: KernelsConfig, device: torch.device, save: Save, say: Say) -> list[Row]:
@@ -198,9 +188,9 @@ def tabulate(rows: Sequence[Row]) -> Table:
             row.name,
             f"2^{row.parameters['numel'].bit_length() - 1}",
             percent(row.parameters["density"]),
-            digits(row.median),
+            three_digits(row.median),
             between(row),
-            *(digits(row.figures[key]) for key in ("floor_ms", "times_floor", "linear")),
+            *(three_digits(row.figures[key]) for key in ("floor_ms", "times_floor", "linear")),
         )
         for row in rows
         if row.median is not None

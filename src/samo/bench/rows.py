@@ -21,7 +21,7 @@ from samo.bench.timing import spread
 from samo.errors import RunError
 from samo.utils import atomic_io
 from samo.utils.environment import hardware, versions
-from samo.utils.formatting import NOTHING, size
+from samo.utils.formatting import NOTHING, size, three_digits
 
 __all__ = ["Row"]
 
@@ -126,17 +126,9 @@ def markdown(table: Table) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def digits(value: float | None) -> str:
-    """Return a number with three significant digits, such as 0.00512, 1.00 and 341."""
-    if value is None:
-        return NOTHING
-    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
-    return text.replace(".e", "e")
-
-
 def between(row: Row) -> str:
     """Return the 20th and the 80th percentile of a row."""
-    return NOTHING if row.median is None else f"{digits(row.p20)}-{digits(row.p80)}"
+    return NOTHING if row.median is None else f"{three_digits(row.p20)}-{three_digits(row.p80)}"
 
 
 def environment(device: torch.device) -> dict[str, Any]:

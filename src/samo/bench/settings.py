@@ -5,13 +5,13 @@ from typing import Annotated, Final, Literal
 
 from tyro.conf import arg
 
-from samo.errors import ConfigError
 from samo.models.shapes import ShapeName
-from samo.train.config import Auto, OptionalPath
+from samo.train.config import Auto, Count, Names, OptionalPath, Range, Share
 
 __all__ = ["BenchConfig", "KernelsConfig", "StepConfig"]
 
 Compile = Literal["none", "blocks", "model", "graphs"]
+Power = Annotated[int, Range(10, 35, "a power of 2")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class BenchConfig:
     """Where to measure; auto: on a GPU if there is one."""
     quick: bool = False
     """Tiny sizes and two repeats, only to check that it runs; the times mean nothing."""
-    repeats: int = 50
+    repeats: Count = 50
     """How often each operation is timed."""
 
 
@@ -32,9 +32,9 @@ class BenchConfig:
 class KernelsConfig(BenchConfig):
     """Time compress, expand and the update beside the bytes that they must move."""
 
-    sizes: Annotated[tuple[int, ...], arg(metavar="POWER ...")] = ()
+    sizes: Annotated[tuple[Power, ...], arg(metavar="POWER ...", help_behavior_hint="")] = ()
     """Weights, as powers of 2; by default 26 to 30 on a GPU, 18 to 22 on a CPU. 32 takes 120 GB."""
-    densities: Annotated[tuple[float, ...], arg(metavar="FRACTION ...")] = (0.1, 0.2)
+    densities: Annotated[tuple[Share, ...], arg(metavar="FRACTION ...")] = (0.1, 0.2)
     """Fractions of the weights that are kept."""
 
 
@@ -42,32 +42,26 @@ class KernelsConfig(BenchConfig):
 class StepConfig(BenchConfig):
     """Time training steps of a pruned GPT: dense, masked dense, and samo in all its modes."""
 
-    repeats: int = 12
+    repeats: Count = 12
     """Timed steps of each contender, after some warm-up steps."""
     shape: ShapeName | Auto = "auto"
     """Shape of the GPT; auto: gpt3-2.7b on a GPU of 100 GB or more, a smaller one elsewhere."""
-    batch_size: int = 8
+    batch_size: Count = 8
     """Sequences for each step."""
-    context: int = 1024
+    context: Count = 1024
     """Length of a sequence, in tokens."""
-    sparsity: float = 0.9
+    sparsity: Share = 0.9
     """Fraction of the weights that is pruned, in every matrix that is pruned by default."""
     checkpointed: bool = True
     """Recompute the activations of blocks in backward instead of storing them."""
-    only: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
+    only: Names = ()
     """Contenders to measure, separated by commas or spaces; by default all."""
     compile: Compile = "none"
     """Compile each block of every model, or the whole model; graphs: with CUDA graphs too."""
-    rounds: int | Auto = "auto"
+    rounds: Count | Auto = "auto"
     """How often each contender is built again, to share the repeats; contenders are compared within
     each round. auto: 3, or 1 if compiled."""
 
 
 QUESTIONS: Final[dict[type[BenchConfig], str]] = {KernelsConfig: "kernels", StepConfig: "step"}
-"""The name of each subcommand, and of its module, with ``check``, ``measure`` and ``tabulate``."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ConfigError unless a condition is true."""
-    if not condition:
-        raise ConfigError(message)
+"""The name of each subcommand, and of its module, with ``measure`` and ``tabulate``."""

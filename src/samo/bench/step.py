@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from samo.bench.contenders import CONTENDERS, Contender
-from samo.bench.rows import Row, Save, Say, Table, between, digits, reason
-from samo.bench.settings import StepConfig, require
+from samo.bench.rows import Row, Save, Say, Table, between, reason
+from samo.bench.settings import StepConfig
 from samo.bench.timing import elapsed_ms, free, mark, ratio, spread
-from samo.errors import nearest
+from samo.errors import ConfigError, nearest
 from samo.kernels.operators import COMPILE_OPTIONS
 from samo.memory.ledger import Ledger
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
 from samo.pruning.prune import prune
 from samo.utils.environment import hardware
-from samo.utils.formatting import count
+from samo.utils.formatting import count, three_digits
 
 __all__ = []
 
@@ -40,22 +40,13 @@ _QUICK: Final = GPTConfig(
 )
 
 
-def check(config: StepConfig) -> None:
-    """Raise ConfigError for a setting out of range or an unknown contender."""
-    for name in ("repeats", "batch_size", "context", "rounds"):
-        value = getattr(config, name)
-        require(value == "auto" or value >= 1, f"{name} must be 1 or more, got {value}")
-    require(0 < config.sparsity < 1, f"sparsity must be between 0 and 1, got {config.sparsity}")
-    contenders(config)
-
-
 def contenders(config: StepConfig) -> list[str]:
     """Return the names that ``--only`` chooses, in the order of `CONTENDERS`."""
     wanted = [name for entry in config.only for name in entry.split(",") if name]
     for name in wanted:
-        guess = nearest(name, CONTENDERS)
-        known = ", ".join(CONTENDERS)
-        require(name in CONTENDERS, f"unknown contender '{name}'{guess}; choose among {known}")
+        if name not in CONTENDERS:
+            guess, known = nearest(name, CONTENDERS), ", ".join(CONTENDERS)
+            raise ConfigError(f"unknown contender '{name}'{guess}; choose among {known}")
     return [name for name in CONTENDERS if not wanted or name in wanted]
 
 
@@ -157,8 +148,8 @@ class Contest:
         if self.compile == "graphs":
             found.compiled["cudagraph_skips"] = counters["inductor"]["cudagraph_skips"]
         self.rounds.setdefault(name, []).append(found)
-        times = f"{digits(found.median_ms)} ms, {digits(found.in_a_row_ms)} in a row"
-        peak = f", peak {digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
+        times = f"{three_digits(found.median_ms)} ms, {three_digits(found.in_a_row_ms)} in a row"
+        peak = f", peak {three_digits(found.peak_bytes / 1e9)} GB" if found.peak_bytes else ""
         self._say(f"{name}: {times}{peak}; warm-up {found.warm_up_s:.1f} s")
 
     def _warmed_up(self, name: str) -> tuple[Contender, Round]:
@@ -330,10 +321,15 @@ def tabulate(rows: Sequence[Row]) -> Table:
 
     def cell(row: Row, key: str) -> str:
         value = row.figures[key]
-        return digits(value / 1e9 if value and key == "peak_bytes" else value)
+        return three_digits(value / 1e9 if value and key == "peak_bytes" else value)
 
     lines = [
-        (row.name, digits(row.median), between(row), *(cell(row, key) for key in columns.values()))
+        (
+            row.name,
+            three_digits(row.median),
+            between(row),
+            *(cell(row, key) for key in columns.values()),
+        )
         for row in rows
         if row.median is not None
     ]

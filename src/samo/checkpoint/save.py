@@ -133,11 +133,16 @@ def stage(
     extra: Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
     timeout_s: float = 600.0,
+    copies: bool = True,
 ) -> Callable[[], None]:
-    """Copy what `save` would write, and return a function that writes it, for `staging.submit`."""
+    """Copy what `save` would write, and return a function that writes it, for `staging.submit`.
+
+    Without ``copies``, the model must not change until that function has returned.
+    """
     layout = layout_of(model, mesh, timeout_s, "samo.save")
     part = _Part(Path(path), layout, opt, scaler, extra or {})
-    part.stage()
+    if copies:
+        part.stage()
     if layout.is_first:
         _warn_of_extra_state(layout.module)
     return part.save

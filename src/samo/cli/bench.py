@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from samo.bench.rows import Results, Row, failures
-from samo.bench.settings import QUESTIONS
+from samo.bench.settings import QUESTIONS, StepConfig
 from samo.cli.commands import Bench
-from samo.cli.console import columns, say
-from samo.errors import ConfigError, RunError
+from samo.cli.console import PatientConsole, columns, say
+from samo.errors import RunError
 from samo.train.launch_env import command_line
+from samo.train.resolve import check_ranges, device_and_dtype
 from samo.train.run_dir import check_free, free_dir
 from samo.utils.environment import hardware
 
@@ -27,9 +27,11 @@ def run(command: Bench) -> int:
     config = command.question
     name = QUESTIONS[type(config)]
     question = importlib.import_module(f"samo.bench.{name}")
-    question.check(config)
-    device = _device(config.device)
-    console = Console(width=None if sys.stdout.isatty() else 140)  # rich would wrap at 80
+    check_ranges(config)
+    if isinstance(config, StepConfig):
+        question.contenders(config)  # refuses unknown names before anything is written
+    device = torch.device(device_and_dtype(config.device)["device"])
+    console = PatientConsole(width=None if sys.stdout.isatty() else 140)  # rich would wrap at 80
     out = config.out or _default_folder(name, device)
     check_free(out)
     results = Results(
@@ -57,13 +59,6 @@ def run(command: Bench) -> int:
         say(console, f"not measured: {entry}")
     say(console, f"rows and table: {out}")
     return 0
-
-
-def _device(wanted: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda needs a GPU that torch can use; leave it out for the CPU")
-    return torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
 
 
 def _default_folder(name: str, device: torch.device) -> Path:

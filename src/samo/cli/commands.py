@@ -1,13 +1,13 @@
 """The commands of ``samo`` as dataclasses: each field is a flag, the string below it its help."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 from tyro.conf import Positional, arg, subcommand
 
 from samo.bench.settings import KernelsConfig, StepConfig
-from samo.train.config import Auto, OptionalPath, TrainConfig
+from samo.train.config import Count, MaskConfig, OptionalPath, Steps, TrainConfig
 
 __all__ = []
 
@@ -38,34 +38,24 @@ class Launch:
 
     command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND ...")]
     """The word train, and its files and flags."""
-    num_ranks: Annotated[int, arg(aliases=("-n",))] = 2
+    num_ranks: Annotated[Count, arg(aliases=("-n",))] = 2
     """Processes to start; with GPUs, one for each."""
-    max_restarts: int = 0
+    max_restarts: Steps = 0
     """How often to restart all ranks after a failure; they resume from the last checkpoint."""
     logs: OptionalPath = None
     """Folder for the output of all ranks but the first; their errors are printed too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prune:
+class Prune(MaskConfig):
     """Choose the weights to keep of a checkpoint, a run or a Hugging Face model folder."""
 
     source: Positional[Path]
     """A checkpoint, a run folder, or a folder with config.json and model weights."""
     out: Path = Path("masks.safetensors")
-    """Mask file to write."""
-    sparsity: float | Auto = "auto"
-    """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
+    """Mask file to write, which must not exist yet."""
     method: Literal["magnitude", "random", "zeros"] = "magnitude"
     """Keep the largest weights, or random ones. zeros: keep what is nonzero in a pruned model."""
-    scope: Literal["tensor", "global", "erk"] = "tensor"
-    """Prune each matrix to the sparsity, or all of them together. erk: small matrices less."""
-    pattern: str | None = None
-    """Keep n of every m neighbours along the inputs, such as "2:4"."""
-    skip: tuple[str, ...] = ()
-    """Patterns of weights that are not pruned, such as "blocks.0.*"."""
-    rules: dict[str, float] = field(default_factory=dict)
-    """Sparsities of individual weights: pairs of pattern and value."""
     seed: int = 0
     """Seed for the choice between weights of equal magnitude."""
 
@@ -74,10 +64,10 @@ class Prune:
 class Inspect:
     """Show masks, a checkpoint or a run; without a path, this machine and its kernels."""
 
-    path: Annotated[Positional[Path | None], arg(metavar="PATH")] = None
+    path: Positional[OptionalPath] = None
     """A mask file, a checkpoint or a run folder."""
     verify: bool = False
-    """Read the whole checkpoint and verify its checksums."""
+    """Read the whole checkpoint, or both of a run, and verify the checksums."""
     json: bool = False
     """Print JSON."""
 
@@ -86,10 +76,11 @@ class Inspect:
 class Report:
     """Make an HTML page of one run, or of several to compare: curves, memory, speed."""
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...", help_behavior_hint="")]
     """Run folders."""
     out: OptionalPath = None
-    """The page to write. By default report.html in the first run folder."""
+    """The page to write. By default report.html in the run folder, or in the folder that holds all
+    of several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +93,14 @@ class Bench:
 
 
 Command = Demo | Train | Launch | Prune | Inspect | Report | Bench
+
+USUAL: Final = frozenset(
+    {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}
+    | {"checkpointing", "sparsity", "dense_steps", "method", "masks", "lr", "state", "mode"}
+    | {"steps", "batch_size", "accumulate", "seed", "device", "dtype", "weights"}
+    | {"eval_every", "save_every", "pipe", "shard"}
+)
+"""The settings that ``samo train --help`` shows; ``--help-all`` shows the others too."""
 
 COMMANDS: Final[dict[str, type]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 """Commands by name; each has a module of that name with a function ``run``."""

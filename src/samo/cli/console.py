@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from samo.mask.masks import Masks
-from samo.utils.formatting import count, percent, plain
+from samo.report.runs import Run
+from samo.utils.formatting import count, percent, plain, shortened
 
 __all__ = []
 
@@ -57,9 +58,16 @@ def mask_table(masks: Masks) -> Table:
     for name, mask in masks.items():
         shape = " x ".join(map(str, mask.shape))
         table.add_row(
-            Text(name), shape, count(mask.kept), count(mask.numel), percent(mask.sparsity)
+            Text(plain(name)), shape, count(mask.kept), count(mask.numel), percent(mask.sparsity)
         )
     table.add_section()
     tensors = f"{len(masks)} tensors"
     table.add_row("all", tensors, count(masks.kept), count(masks.numel), percent(masks.sparsity))
     return table
+
+
+def show_sample(console: Console, run: Run) -> None:
+    """Print the text that a model generated, if it did, and its prompt."""
+    if run.sample is not None:
+        say(console, f'\nThe model continues "{shortened(run.sample.prompt, 60)}":\n')
+        say(console, plain(run.sample.text))

@@ -11,7 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from samo.cli.commands import Demo, Train
-from samo.cli.console import PatientConsole, columns, say
+from samo.cli.console import PatientConsole, columns, say, show_sample
 from samo.cli.display import Display
 from samo.cli.main import parse
 from samo.data.library import write_library_text
@@ -21,7 +21,7 @@ from samo.report.runs import read_run
 from samo.train.config import Mode
 from samo.train.run_dir import check_free, free_dir
 from samo.train.trainer import Result, train
-from samo.utils.formatting import duration, plain
+from samo.utils.formatting import duration
 
 __all__ = []
 
@@ -76,10 +76,9 @@ def _show(console: Console, results: dict[Mode, Result]) -> None:
     say(console, "\nThe bytes of samo's model state, measured and predicted:\n")
     console.print(str(results["samo"].ledger), highlight=False)
     table = columns("run", *_SHOWN)
-    for mode, result in results.items():
-        run = read_run(result.folder)
+    runs = {mode: read_run(result.folder) for mode, result in results.items()}
+    for mode, run in runs.items():
         table.add_row(TITLES[mode], *(NUMBERS[name](run) for name in _SHOWN))
     console.print()
     console.print(table)
-    say(console, "The model that samo trained writes:\n")
-    say(console, plain(results["samo"].sample or ""))
+    show_sample(console, runs["samo"])

@@ -11,7 +11,7 @@ from samo.cli.console import say
 from samo.report.runs import read_run
 from samo.train import events
 from samo.train.events import Event
-from samo.utils.formatting import duration, size
+from samo.utils.formatting import duration, perplexity, size
 
 __all__ = []
 
@@ -57,8 +57,8 @@ class Display:
             case events.Compiling():
                 self._say(event.step, "compiling: the next step takes longer")
             case events.Evaluated():
-                loss, perplexity = f"{event.valid_loss:.3f}", f"{event.perplexity:,.2f}"
-                self._say(event.step, f"validation loss {loss}, perplexity {perplexity}")
+                loss = event.valid_loss
+                self._say(event.step, f"validation loss {loss:.3f}, perplexity {perplexity(loss)}")
             case events.Observed() if event.largest is not None:
                 self._masks = f"masks differ by {event.largest:.3f}  "
             case events.Pruned():
@@ -68,7 +68,7 @@ class Display:
                 self._masks = f"{event.sparsity:.1%} pruned  "
             case events.Accounted():
                 which = "rank 0: " if len(event.rank_bytes) > 1 else ""
-                self._state = f"{which}state {size(event.rank_bytes[0])} of "
+                self._state = f"  {which}state {size(event.rank_bytes[0])}"
 
     def _start(self, event: events.Started) -> None:
         run = None if self.folder is None else read_run(self.folder)
@@ -80,16 +80,13 @@ class Display:
         if run is not None and run.state is not None:
             self.on(run.state)  # as before the run was interrupted
         if isinstance(event, events.Resumed):
-            is_over = event.step >= event.steps
-            what = "the run is complete; extend it with --steps" if is_over else "resumed"
-            self._say(event.step, what)
+            self._say(event.step, "resumed")
         name = self.title or "train"
         self._progress.add_task(name, total=event.steps, completed=event.step, numbers="")
 
     def _step(self, event: events.Stepped) -> None:
         numbers = (
-            f"loss {event.loss:.3f}  {self._masks}{event.tokens_per_s:,.0f} tokens/s  "
-            f"{self._state}{size(event.memory_bytes)} in all"
+            f"loss {event.loss:.3f}  {self._masks}{event.tokens_per_s:,.0f} tokens/s{self._state}"
         )
         title = "" if self.title == event.phase else self.title
         description = f"{title} {event.phase}".strip()

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from samo.cli.commands import Inspect
-from samo.cli.console import facts, mask_table
+from samo.cli.console import PatientConsole, facts, mask_table
 from samo.errors import CheckpointError, ConfigError
 from samo.mask.masks import Masks
 from samo.utils.formatting import count, duration, loss, size
@@ -23,12 +21,12 @@ Facts = dict[str, Any]
 def run(command: Inspect) -> int:
     """Show a path, or this machine."""
     path, masks = command.path, None
-    if command.verify and (path is None or not (path / "manifest.json").is_file()):
-        raise ConfigError("--verify needs a checkpoint, such as RUN/checkpoints/last")
+    if command.verify and (path is None or path.is_file()):
+        raise ConfigError("--verify needs a checkpoint or a run folder")
     if path is None:
         found = _machine()
     elif (path / "run.json").is_file():
-        found = _run(path)
+        found = _run(path, verify=command.verify)
     elif (path / "manifest.json").is_file():
         found, masks = _checkpoint(path, verify=command.verify)
     elif path.is_file():
@@ -36,12 +34,16 @@ def run(command: Inspect) -> int:
         found = {"masks": str(path), "fingerprint": masks.fingerprint()}
     else:
         what = "has no run.json or manifest.json" if path.exists() else "does not exist"
-        raise CheckpointError(f"'{path}' {what}; pass a mask file, a checkpoint or a run folder")
+        next_step = "pass a mask file, a checkpoint or a run folder"
+        if (path / "config.json").is_file():
+            what = "is a Hugging Face model, not one of samo's folders"
+            next_step = f"choose the weights to keep with: samo prune {path}"
+        raise CheckpointError(f"'{path}' {what}; {next_step}")
     if command.json:
         json.dump(_records(found, masks), sys.stdout, default=str)
         sys.stdout.write("\n")
         return 0
-    console = Console()
+    console = PatientConsole()
     console.print(facts({k: v[0] if isinstance(v, tuple) else v for k, v in found.items()}))
     if masks is not None:
         console.print(mask_table(masks))
@@ -80,7 +82,8 @@ def _machine() -> Facts:
     return found
 
 
-def _run(path: Path) -> Facts:
+def _run(path: Path, *, verify: bool) -> Facts:
+    from samo import checkpoint
     from samo.report import findings
     from samo.report.runs import read_run
 
@@ -109,9 +112,13 @@ def _run(path: Path) -> Facts:
     if run.state is not None:
         found["model state"] = findings.held(run), run.state.measured_bytes
     for name in ("last", "best"):
-        checkpoint = path / "checkpoints" / name
-        if (checkpoint / "manifest.json").is_file():
-            found[f"{name} checkpoint"] = str(checkpoint)
+        folder = path / "checkpoints" / name
+        if (folder / "manifest.json").is_file():
+            if verify:
+                checkpoint.verify(folder)
+            found[f"{name} checkpoint"] = f"{folder}{', checksums correct' if verify else ''}"
+    if verify and "last checkpoint" not in found:
+        raise CheckpointError(f"the run '{path}' has no checkpoint to verify yet")
     return found
 
 

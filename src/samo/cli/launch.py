@@ -26,7 +26,7 @@ from samo.cli.main import parse
 from samo.errors import ConfigError
 from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
-from samo.train.resolve import resolve
+from samo.train.resolve import check_ranges, resolve
 
 __all__ = []
 
@@ -35,10 +35,7 @@ _BACKEND: Final = "samo-local"
 
 def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
-    if command.num_ranks < 1:
-        raise ConfigError(f"--num-ranks (-n) must be 1 or more, got {command.num_ranks}")
-    if command.max_restarts < 0:
-        raise ConfigError(f"--max-restarts must be 0 or more, got {command.max_restarts}")
+    check_ranges(command)
     if command.command[:1] != ("train",):
         raise ConfigError("samo launch can start train only: samo launch -n 4 train notes.txt")
     train = parse(command.command)  # reports wrong flags before any rank starts

@@ -10,17 +10,19 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal, get_args
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from samo import __version__
-from samo.cli.commands import COMMANDS, Command, Launch, Train
-from samo.errors import ConfigError, PeerError, SamoError
+from samo.cli.commands import COMMANDS, USUAL, Command, Launch, Train
+from samo.errors import ConfigError, PeerError, SamoError, nearest
 from samo.train.config import TrainConfig
 from samo.train.config_io import read_toml
+from samo.utils.formatting import plain
 
 __all__ = ["main"]
 
@@ -39,15 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank, num_ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
     prefix = "samo: " if num_ranks == 1 else f"samo: rank {rank}: "
     try:
-        command = parse(arguments or ["--help"])
+        try:
+            command = parse(arguments or ["--help"])
+        except SystemExit:  # help was printed
+            sys.stdout.flush()  # a closed pipe shows here, not when Python exits
+            raise
         module = importlib.import_module(f"samo.cli.{type(command).__name__.lower()}")
-        return int(module.run(command))
+        code = int(module.run(command))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         if rank == "0":  # all ranks have the same one
-            sys.stderr.write(f"{prefix}{error}\n")
+            _complain(f"{prefix}{error}")
         return 2
     except SamoError as error:
-        sys.stderr.write(f"{prefix}{error}\n")
+        _complain(f"{prefix}{error}")
         if isinstance(error, PeerError) and num_ranks > 1:
             # A normal exit closes connections, and would wait for the rank that has failed.
             sys.stdout.flush()
@@ -55,14 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             os._exit(1)
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write(f"{prefix}interrupted\n")
+        _complain(f"{prefix}interrupted")
         return 130
-    except BrokenPipeError:  # as in samo inspect | head
+    except BrokenPipeError:  # as in samo inspect | head, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 0
     except OSError as error:
-        sys.stderr.write(f"{prefix}{error.filename or 'the system'}: {error.strerror or error}\n")
+        _complain(f"{prefix}{error.filename or 'the system'}: {error.strerror or error}")
         return 1
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"{plain(text)}\n")  # a name in a file may have control characters
 
 
 def parse(arguments: Sequence[str]) -> Command:
@@ -71,19 +83,82 @@ def parse(arguments: Sequence[str]) -> Command:
     if name == "launch" and "train" in arguments:  # flags after that word are not launch's own
         place = arguments.index("train")
         arguments, launched = arguments[: place + 1], tuple(arguments[place:])
+        for flag in {"-n", "--num-ranks", "--max-restarts", "--logs"} & {*launched}:
+            raise ConfigError(f"{flag} goes before the word train: samo launch {flag} ... train")
     kind: Any = Command
-    prog, text = "samo", "Train pruned neural networks with a fraction of the memory."
+    prog, text, default = "samo", _ABOUT, tyro.MISSING_NONPROP
     if name in COMMANDS:  # errors then point to the help of this command
         kind, prog, text, arguments = COMMANDS[name], f"samo {name}", "", arguments[1:]
+    elif not name.startswith("-"):
+        guess = nearest(name, COMMANDS)
+        raise ConfigError(f"no command '{name}'{guess}; choose among {', '.join(COMMANDS)}")
+    if kind is Train and "--help-all" in arguments:
+        arguments = ["--help"]
+    elif kind is Train and {"-h", "--help"} & {*arguments}:
+        kind, text = _usual(Train), f"{Train.__doc__}\n\nAll settings: samo train --help-all"
+    elif kind is Train:
+        default = _train_defaults(arguments)
     command: Command = tyro.cli(
         kind,
         prog=prog,
         description=text or None,
         args=arguments,
-        default=_train_defaults(arguments) if name == "train" else tyro.MISSING_NONPROP,
+        default=default,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        registry=_NUMBERS,
     )
     return replace(command, command=launched) if isinstance(command, Launch) else command
+
+
+_ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
+
+  samo demo                          see it work, in two minutes
+  samo train notes.txt               train a GPT on your text
+  samo train --resume runs/notes     after Ctrl-C or a crash
+  samo prune my-llama --sparsity 0.8 masks for a Hugging Face model
+  samo COMMAND --help                its settings
+  samo --version"""
+
+_NUMBERS: Final = ConstructorRegistry()
+"""How tyro reads numbers, with errors in the words of a user."""
+
+
+@_NUMBERS.primitive_rule
+def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Read a whole number, a number, or either or the word auto."""
+    options = get_args(info.type) or [info.type]
+    kinds = [getattr(option, "__origin__", option) for option in options]  # without a Range
+    kind, is_auto = kinds[0], kinds[1:] == [Literal]
+    if kind not in (int, float) or not (is_auto or len(kinds) == 1):
+        return None
+
+    def read(words: list[str]) -> Any:
+        try:
+            return words[0] if is_auto and words[0] == "auto" else kind(words[0])
+        except ValueError:
+            number = "a whole number" if kind is int else "a number"
+            rule = f"{number} or auto" if is_auto else number
+            raise ValueError(f"it takes {rule}, got {words[0]!r}") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper() + "|auto" * is_auto,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int | float) or value == "auto",
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _usual(kind: Any) -> Any:
+    """Return a dataclass of settings, with all but the usual ones hidden from help."""
+    found = []
+    for entry in fields(kind):
+        if is_dataclass(entry.type):
+            usual = _usual(entry.type)
+            found.append((entry.name, usual, field(default_factory=usual)))
+        elif entry.name not in USUAL:
+            found.append((entry.name, Annotated[None, tyro.conf.Suppress], field(default=None)))
+    return make_dataclass(kind.__name__, found, bases=(kind,), frozen=True, kw_only=True)
 
 
 def _train_defaults(arguments: Sequence[str]) -> Train:

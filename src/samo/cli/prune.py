@@ -1,16 +1,14 @@
 """``samo prune``: masks from a model, and a summary."""
 
-from rich.console import Console
 from torch import nn
 
 from samo.cli.commands import Prune
-from samo.cli.console import mask_table, say
+from samo.cli.console import PatientConsole, mask_table, say
 from samo.errors import ConfigError
 from samo.integrations.model_folders import open_model
-from samo.mask import mask_files
 from samo.mask.masks import Masks
 from samo.pruning.prune import prune
-from samo.train.resolve import resolve_sparsity
+from samo.train.resolve import check_ranges, resolve_sparsity
 
 __all__ = []
 
@@ -20,7 +18,8 @@ def run(command: Prune) -> int:
     if command.out.is_dir() or not command.out.parent.is_dir():
         raise ConfigError(f"--out must be a file in an existing folder, got '{command.out}'")
     if command.out.exists():
-        mask_files.read(command.out)  # refuses to overwrite other files
+        raise ConfigError(f"'{command.out}' exists; choose another file with --out, or remove it")
+    check_ranges(command)
     model = open_model(command.source)
     try:
         if command.method == "zeros":
@@ -37,10 +36,16 @@ def run(command: Prune) -> int:
                 seed=command.seed,
             )
     except ValueError as error:
+        if command.method == "zeros":
+            why = str(error).partition(";")[0]  # the rest is for Python
+            raise ConfigError(
+                f"'{command.source}' cannot be read as a pruned model: {why}; leave out --method "
+                "zeros to prune it, or --skip a weight"
+            ) from error
         raise ConfigError(f"cannot prune '{command.source}': {error}") from error
     _check_zeros(model, masks, command)
     masks.save(command.out)
-    console = Console()
+    console = PatientConsole()
     console.print(mask_table(masks))
     say(console, f"written to {command.out}")
     return 0

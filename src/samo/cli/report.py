@@ -1,5 +1,6 @@
 """``samo report``: the page of a run or of several."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ __all__ = []
 
 
 def run(command: Report) -> int:
-    """Write the page, and print its path."""
-    out = command.out or Path(*command.runs[:1], "report.html")
+    """Write the page, by default into the folder that the runs share, and print its path."""
+    is_absolute = any(path.is_absolute() for path in command.runs)
+    paths = [path.absolute() if is_absolute else path for path in command.runs]
+    out = command.out or Path(os.path.commonpath(paths) if paths else "", "report.html")
     sys.stdout.write(f"{write_report(command.runs, out)}\n")
     return 0

@@ -7,19 +7,19 @@ from pathlib import Path
 from rich.console import Console
 
 from samo.cli.commands import Train
-from samo.cli.console import PatientConsole, facts, say
+from samo.cli.console import PatientConsole, facts, say, show_sample
 from samo.cli.display import Display
 from samo.errors import RunError, SamoError, first_words
-from samo.report.findings import held, ranks as mesh_of
+from samo.report.findings import held, ranks as mesh_of, warnings
 from samo.report.runs import read_run
 from samo.train import launch_env
 from samo.train.events import Listener
 from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup, is_out_of_memory
-from samo.train.resolve import resolve
+from samo.train.resolve import doubts, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
-from samo.utils.formatting import loss, plain
+from samo.utils.formatting import loss
 
 __all__ = []
 
@@ -30,6 +30,10 @@ def run(command: Train) -> int:
     display = Display(console)
     try:
         with display if is_first_rank() else nullcontext():
+            if command.resume is not None and _is_complete(command):
+                if is_first_rank():
+                    say(console, f"'{command.resume}' is complete; extend it with --steps")
+                return 0
             result = _train(command, console, display)
     except SamoError:
         raise
@@ -51,6 +55,16 @@ def run(command: Train) -> int:
     return 0 if result.signal is None else 128 + result.signal
 
 
+def _is_complete(command: Train) -> bool:
+    """Return whether a run has reached its last step, and nothing else is asked for."""
+    assert command.resume is not None
+    folder = RunDir.find(command.resume)
+    recorded = folder.config()
+    resolved = resolve_resumed(recorded, command)  # refuses settings that may not change
+    is_done = command.resume == folder.path and read_run(folder.path).end == "done"
+    return is_done and folder.has_checkpoint and resolved.run.steps == recorded.run.steps
+
+
 def _train(command: Train, console: Console, display: Display) -> Result:
     listeners: list[Listener] = [display] if is_first_rank() else []
     if command.resume is not None:
@@ -62,6 +76,9 @@ def _train(command: Train, console: Console, display: Display) -> Result:
             path = folder.path
         return resume(path, config=command, listeners=listeners)
     resolved = resolve(command)  # before anything is created
+    if is_first_rank():
+        for doubt in doubts(resolved):
+            say(console, f"warning: {doubt}")
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.data.train[0].stem, Path("runs")
     before = launch_env.restarted_dir(command.out, runs, name) if is_restarted() else None
@@ -96,6 +113,6 @@ def _summarise(console: Console, result: Result) -> None:
     rows["report"] = page
     console.print()
     console.print(facts(rows))
-    if result.sample:
-        say(console, "\nthe model writes:\n")
-        say(console, plain(result.sample))
+    if wrong := warnings(run):
+        say(console, f"warning: {wrong}")
+    show_sample(console, run)

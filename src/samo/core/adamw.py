@@ -100,7 +100,10 @@ class AdamW(Optimizer):
         capturable: bool = True,
     ) -> None:
         if state not in ("exact", "lean"):
-            raise ValueError(f"state must be 'exact' or 'lean', got {state!r}")
+            raise ValueError(f"state must be 'exact' (fp32) or 'lean' (8-bit), got {state!r}")
+        if isinstance(params, torch.nn.Module):
+            name = type(params).__name__
+            raise TypeError(f"params must be tensors, got the module {name}; use .parameters()")
         if entry_steps and state == "lean":
             raise ValueError("entry_steps=True goes with state='exact' alone, got state='lean'")
         if kernels not in _kernels.PATHS:

@@ -4,16 +4,18 @@ name.npy        a 1-D array of integers, as numpy.save writes it
 name.bin        16-bit tokens, little endian, no header (nanoGPT's format)
 anything else   text
 
-The name of a cache file, ``notes.txt-1f3a5c7e9b2d.tokens``, has a hash of the source file's path,
-size and time and of the tokenizer, and it is renamed into place when complete: a file with the
-right name has the right tokens.
+The name of a cache file, ``notes.txt-1f3a5c7e9b2d-8a01f6c2.tokens``, has a hash of the path, size
+and time of the source and of the tokenizer, and the CRC-32 of its content: a damaged one is encoded
+again. It is renamed into place when complete.
 """
 
+import glob
 import hashlib
 import io
 import logging
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -100,22 +102,37 @@ def encoded(path: Path, tokenizer: Tokenizer, cache: Path) -> NDArray[Any]:
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
     facts = (str(source), stat.st_size, stat.st_mtime_ns, tokenizer.fingerprint, dtype)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    target = cache / f"{path.name}-{digest[:12]}.tokens"
-    if not target.exists():
-        _log.info("encoding '%s' with tokenizer '%s' into '%s'", path, tokenizer.name, target)
-        chunks = (tokenizer.encode(text).astype(dtype).tobytes() for text in pieces(path))
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache, prefix=".") as folder:
-                temporary = Path(folder, "tokens")
-                atomic_io.write_new(temporary, chunks)
-                if not temporary.stat().st_size:
-                    raise DataError(f"tokenizer '{tokenizer.name}' finds no tokens in '{path}'")
-                os.replace(temporary, target)
-        except OSError as error:
-            raise DataError(
-                f"cannot write the tokens of '{path}' to '{target}': {error.strerror}"
-            ) from None
+    prefix = f"{path.name}-{digest[:12]}-"
+    for found in cache.glob(f"{glob.escape(prefix)}*.tokens"):
+        if found.stat().st_size:  # an empty file cannot be mapped
+            mapped = np.asarray(np.memmap(found, dtype=np.uint8, mode="r"))
+            if found.name == f"{prefix}{zlib.crc32(mapped.data):08x}.tokens":
+                return mapped.view(dtype)
+        _log.warning("'%s' is damaged, and is encoded again", found)
+        found.unlink()
+    _log.info("encoding '%s' with tokenizer '%s' into '%s'", path, tokenizer.name, cache)
+    checksum = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal checksum
+        for text in pieces(path):
+            chunk = tokenizer.encode(text).astype(dtype).tobytes()
+            checksum = zlib.crc32(chunk, checksum)
+            yield chunk
+
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=".") as folder:
+            temporary = Path(folder, "tokens")
+            atomic_io.write_new(temporary, chunks())
+            if not temporary.stat().st_size:
+                raise DataError(f"tokenizer '{tokenizer.name}' finds no tokens in '{path}'")
+            target = cache / f"{prefix}{checksum:08x}.tokens"
+            os.replace(temporary, target)
+    except OSError as error:
+        raise DataError(
+            f"cannot write the tokens of '{path}' to '{cache}': {error.strerror}"
+        ) from None
     return np.asarray(np.memmap(target, dtype=dtype, mode="r"))
 
 

@@ -75,10 +75,11 @@ def open_tokenizer(name: str) -> Tokenizer:
     file = Path(name, _FILE)
     if not file.is_file():
         beside = Path(name).parent.glob(f"*/{_FILE}")
-        known = [ByteTokenizer.name, *(str(path.parent) for path in beside)]
+        known = [ByteTokenizer.name, *(path.parent.name for path in beside)]
+        guess = nearest(Path(name).name, known, likeness=0.7)
         what = f"folder '{name}' has no {_FILE}" if Path(name).is_dir() else f"no folder '{name}'"
         raise DataError(
-            f"{what}{nearest(name, known)}; pass --tokenizer bytes, or a folder written by "
+            f"{what}{guess}; pass --tokenizer bytes, or a folder written by "
             "transformers' tokenizer.save_pretrained(folder)"
         )
     try:

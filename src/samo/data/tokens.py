@@ -115,6 +115,11 @@ def open_tokens(
     has_text = any(path.suffix not in files.TOKEN_SUFFIXES for path in given)
     if vocab_size is None and (has_text or not is_bytes):
         vocab_size = tokenizer.vocab_size
+    if vocab_size is not None and vocab_size > files.MAX_VOCAB_SIZE:
+        raise DataError(
+            f"tokenizer '{tokenizer.name}' has tokens up to {vocab_size - 1:,}, more than "
+            f"{files.MAX_VOCAB_SIZE - 1:,}; check its file"
+        )
 
     segments: list[NDArray[Any]] = []
     largest, limit = 0, vocab_size or files.MAX_VOCAB_SIZE

@@ -60,7 +60,10 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             found = file.metadata() or {}
             words = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors_io.READ_ERRORS as error:
-        raise MaskError(f"'{path}' is not a mask file: {error}") from None
+        raise MaskError(
+            f"'{path}' is not a mask file, or it is damaged; write one with Masks.save(path) or "
+            "samo prune"
+        ) from error
     if found.get("format") != _FORMAT:
         raise MaskError(
             f"'{path}' is not a mask file: its format is {found.get('format')!r}, not {_FORMAT!r}; "

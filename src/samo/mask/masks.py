@@ -113,8 +113,8 @@ class Masks(Mapping[str, Mask]):
         if not masks:
             most = max((mask.sparsity for mask in found.values()), default=0.0)
             raise MaskError(
-                f"the model is not pruned: of {len(found)} tensors the sparsest has {most:.1%} "
-                f"zeros (min_sparsity={min_sparsity}); prune it with samo.prune(model, sparsity)"
+                f"the model is not pruned: the sparsest of {len(found)} tensors has {most:.1%} "
+                f"zeros, less than {min_sparsity:.1%}; prune it with samo.prune(model, sparsity)"
             )
         return cls(masks)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_module_states
 
 from samo.core.compress import masks as masks_of
@@ -277,6 +278,11 @@ class Pipeline:
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise PeerError("the pipeline was closed, and its links with it; build a new one")
+        if isinstance(next(self.module.parameters(), None), DTensor):
+            raise TypeError(
+                "the layers of a stage cannot be sharded with FSDP2; use replicas, a mesh with an "
+                "axis 'data', or FSDP2 without a pipeline"
+            )
 
     def _batch(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from samo.pipeline import hugging_face
@@ -29,6 +30,12 @@ def take_apart(model: LayersLike) -> Layers:
     for unit in found.units:
         for name, param in unit.named_parameters():
             names[id(param)].append(name)
+        for path, module in unit.modules.items():
+            if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+                raise TypeError(
+                    f"layer '{path}' is wrapped in DistributedDataParallel; pass it bare: a mesh "
+                    "with an axis 'data' gives stages replicas"
+                )
     tied = tuple(tuple(group) for group in names.values() if len(group) > 1)
     return replace(found, tied=tied)
 

@@ -117,6 +117,21 @@ def memory_figure(bars: Sequence[Bar]) -> Figure:
     return figure
 
 
+def tradeoff_figure(points: Sequence[tuple[float, float, Run]]) -> Figure:
+    """Draw the validation loss of runs over their model state."""
+    runs = [run for _, _, run in points]
+    figure, axes = _curve_figure(264, runs, "0.000")
+    for held, loss, run in points:
+        axes.plot([held], [loss], "o", color=run_colour(run.place), markersize=8)
+    axes.margins(0.08, 0.15)
+    _finish(axes, runs, "validation loss")
+    axes.set_xlim(0, 1.08 * max(held for held, _, _ in points))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda held, _: formatting.size(held)))
+    axes.set_xlabel("model state", fontsize=11)
+    _label_ends(axes, [_end_label(run, formatting.loss(loss), loss) for _, loss, run in points])
+    return figure
+
+
 def ticket_figure(run: Run) -> Figure:
     """Draw the largest distance between early-bird's last masks over steps."""
     looks = [look for look in run.observations if look.largest is not None]
@@ -174,15 +189,16 @@ def _draw_phases(
 ) -> None:
     """Draw a quantity of the logged steps, faint, and its running mean within each phase."""
     colour, dashes = run_colour(run.place), run_dashes(run.place)
-    # Of a few runs the first is widest, and shows beneath an equal one.
-    width = 2.0 if len(runs) > 3 else 2.0 + 1.5 * (len(runs) - 1 - list(runs).index(run))
+    # The first is widest, and shows beneath equal ones.
+    after = len(runs) - 1 - list(runs).index(run)
+    width = 2.0 + min(1.5, 3 / len(runs)) * after
     for phase in run.phases:
         x = np.array([step.step for step in phase], dtype=float)
         y = np.array([value(step) for step in phase])
         marker = "o" if len(x) == 1 else None
         axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.9, marker=marker)
         x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        window = min(max(5, len(run.steps) // 50), len(x))
+        window = min(max(5, len(run.steps) // 50), (len(x) + 1) // 2)  # a short phase has a line
         if window:
             # Full windows only: a mean over fewer values at the ends would bend the curve.
             means = [np.convolve(z, np.full(window, 1 / window), "valid") for z in (x, y)]

@@ -70,7 +70,7 @@ NUMBERS: Final[dict[str, Callable[[Run], str]]] = {
     "saved against dense": lambda run: percent(saved(run)),
     "tokens/s": lambda run: count(tokens_per_s(run)),
     "step, ms": lambda run: three_digits(step_ms(run)),
-    "memory in use": lambda run: size(run.steps[-1].memory_bytes if run.steps else None),
+    "memory of the process": lambda run: size(run.steps[-1].memory_bytes if run.steps else None),
     "checkpoint": lambda run: size(run.saved.bytes if run.saved else None),
     "training time": lambda run: duration(run.elapsed_s),
     "ended": lambda run: status(run),
@@ -99,9 +99,10 @@ def held(run: Run) -> str:
     if run.state is None:
         return NOTHING
     less = saved(run) or 0
+    dense = three_digits(run.state.dense_bytes / max(run.state.num_params, 1))
     parts = [
         f"{size(run.state.measured_bytes)}{_where(run)}",
-        f"{percent(less)} less than dense training" if less > 0 else "",
+        f"{percent(less)} less than dense training ({dense} B/param)" if less > 0 else "",
         largest_rank(run) if run.num_stages > 1 else "",
     ]
     return ", ".join(filter(None, parts))
@@ -128,12 +129,24 @@ def warnings(run: Run) -> str:
     """Return what is wrong with a run; empty if nothing is."""
     lost = sum(math.isnan(step.loss) for step in run.steps)
     notes = [
+        diverged(run),
         f"{lost:,} of {len(run.steps):,} logged losses are not finite" if lost else "",
         f"unreadable lines in metrics.jsonl: {run.broken_lines:,}" if run.broken_lines else "",
         "it failed" if run.end == "failed" else "",
         "" if run.steps else "no step was logged",
     ]
     return "; ".join(filter(None, notes))
+
+
+def diverged(run: Run) -> str:
+    """Say that the loss is far above that of guessing, or not finite; empty if it is not."""
+    last, words = run.evals[-1].valid_loss if run.evals else 0.0, run.section("data")
+    size = words.get("vocab_size")
+    guessing = math.log(size) if type(size) is int and size > 1 else math.inf
+    if math.isfinite(last) and last <= 1.5 * guessing:
+        return ""
+    found = f"{loss(last)}, and guessing gives {loss(guessing)}" if math.isfinite(last) else "NaN"
+    return f"it diverged: the validation loss is {found}; lower --lr, or raise --warmup-steps"
 
 
 def pruned(run: Run) -> str:
@@ -212,7 +225,7 @@ def _ranking(judged: Sequence[tuple[float, Run]]) -> str:
     if differ(runs, DATA):
         return f"Validation losses from {span}, on different texts"
     if high - low <= _SAME_LOSS * abs(low):
-        return f"All runs reach about the same validation loss, {span}"
+        return f"All runs end within {loss(high - low)} of each other: validation loss {span}"
     best = [run.label for value, run in judged if value - low <= _SAME_LOSS * abs(low)]
     text = f"{listed(best)} reached the lowest validation loss, {loss(low)}; "
     text += f"the highest is {loss(high)}"
@@ -228,6 +241,24 @@ def memory_finding(runs: Sequence[Run]) -> str:
     verb = "holds" if len(names) == 1 else "hold"
     dense = run.state.dense_bytes if run.state else None
     return f"{listed(names)} {verb} {size(least)}{_where(run)}, dense training {size(dense)}"
+
+
+def tradeoff(runs: Sequence[Run]) -> list[tuple[float, float, Run]]:
+    """Return bytes and validation loss of runs to compare; empty if fewer than two are."""
+    found = [
+        (r.state.measured_bytes, r.last_eval.valid_loss, r) for r in runs if r.state and r.last_eval
+    ]
+    is_comparable = len({size(held) for held, _, _ in found}) > 1 and not differ(runs, DATA)
+    return sorted(found, key=lambda point: point[0]) if is_comparable else []
+
+
+def tradeoff_finding(runs: Sequence[Run]) -> str:
+    """Say what the run with the least state saves, and what it costs."""
+    (small, low, least), *_, (large, high, most) = tradeoff(runs)
+    less = f"{least.label} holds {percent(1 - small / large)} less than {most.label}"
+    if abs(low - high) <= _SAME_LOSS * abs(high):
+        return f"{less}; their losses are within {loss(abs(low - high))}"
+    return f"{less}, and its loss is {loss(abs(low - high))} {'higher' if low > high else 'lower'}"
 
 
 def throughput_finding(runs: Sequence[Run]) -> str:

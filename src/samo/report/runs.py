@@ -98,6 +98,8 @@ def read_run(path: str | Path) -> Run:
         runs = [f"'{file.parent}'" for file in sorted(folder.path.glob("*/run.json"))]
         hint = f"its runs: {', '.join(runs[:3])}" if runs else "a folder that 'samo train' wrote"
         raise RunError(f"'{path}' is not a run folder: {found}; pass {hint}")
+    if folder.metrics.exists() and not folder.metrics.is_file():  # a pipe would block
+        raise RunError(f"'{folder.metrics}' is not a regular file; leave this run out")
     return Run(folder.path, folder.read_run(), *read_events(folder.metrics))
 
 

@@ -49,8 +49,9 @@ def stage_run(
     *,
     shape: GPTConfig,
     tokenizer: str,
+    copies: bool,
 ) -> Callable[[], None]:
-    """Copy all that the next steps of a run depend on; return a function that writes it."""
+    """Find, or copy, all that the next steps depend on; return a function that writes it."""
     progress.phase = learner.phase
     progress.position = batches.position
     progress.skipped_steps = learner.skipped_steps
@@ -71,6 +72,7 @@ def stage_run(
         extra=extra,
         mesh=learner.ranks.mesh,
         timeout_s=learner.ranks.timeout_s,
+        copies=copies,
     )
 
 

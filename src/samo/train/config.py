@@ -45,11 +45,16 @@ Count = Annotated[int, Range(1, 2**31)]
 Steps = Annotated[int, Range(0, 2**31)]
 Amount = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
+Share = Annotated[float, Range(1e-9, 1)]
 Sparsity = Annotated[float, Range(0, 1, "0.9 prunes 90 %")]
 Auto = Literal["auto"]
-OptionalPath = Annotated[Path | None, arg(metavar="PATH")]
+OptionalPath = Annotated[DisallowNone[Path | None], arg(metavar="PATH", help_behavior_hint="")]
+Files = Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")]
+Pattern = Annotated[DisallowNone[str | None], arg(metavar="N:M", help_behavior_hint="")]
+Names = Annotated[tuple[str, ...], arg(metavar="NAME ...", help_behavior_hint="")]
 Method = Literal["magnitude", "random", "early-bird", "gradual", "set", "rigl"]
 DType = Literal["float32", "bfloat16", "float16"]
+ShortDType = Literal["fp32", "bf16", "fp16"]
 Weights = Literal["resident", "streamed"] | int
 Mode = Literal["samo", "dense"]
 
@@ -58,11 +63,11 @@ Mode = Literal["samo", "dense"]
 class DataConfig:
     """The text to train on."""
 
-    train: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE ...")] = ()
+    train: Positional[Files] = ()
     """Text files, or token files: .npy (integers) or .bin (16-bit, as nanoGPT writes them)."""
-    valid: tuple[Path, ...] = ()
+    valid: Files = ()
     """Files to validate on. By default the end of the training text is held out."""
-    valid_fraction: Annotated[float, Range(1e-9, 1)] = 0.05
+    valid_fraction: Share = 0.05
     """Fraction of the text to hold out if no validation files are given."""
     tokenizer: Literal["bytes"] | Path = "bytes"
     """The word bytes, or a folder with a Hugging Face tokenizer (tokenizer.json)."""
@@ -75,7 +80,7 @@ class ModelConfig:
     """The GPT to train."""
 
     shape: ShapeName = "tiny"
-    """A named shape. The next four settings override parts of it."""
+    """A named shape; --num-layers, --width, --num-heads and --context override parts of it."""
     num_layers: Count | Auto = "auto"
     """Transformer blocks."""
     width: Count | Auto = "auto"
@@ -93,11 +98,25 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PruneConfig:
-    """What to prune, and when."""
+class MaskConfig:
+    """Which weights to prune."""
 
     sparsity: Sparsity | Auto = "auto"
     """Fraction of the weights to prune. auto: 0.9, or the sparsity of --pattern."""
+    scope: Literal["tensor", "global", "erk"] = "tensor"
+    """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
+    pattern: Pattern = None
+    """Keep n of every m neighbours along the inputs, such as "2:4"."""
+    skip: Names = ()
+    """Weights that are not pruned: names or patterns, such as "blocks.0.*"."""
+    rules: Annotated[dict[str, Sparsity], arg(help_behavior_hint="")] = field(default_factory=dict)
+    """Sparsities of individual weights: pairs of pattern and value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneConfig(MaskConfig):
+    """What to prune, and when."""
+
     dense_steps: Steps | Auto = "auto"
     """Dense steps before pruning. auto: a fifth of all steps; none with --init, --masks, set or
     rigl. With early-bird, the latest step to prune at; auto: half of all steps."""
@@ -105,14 +124,6 @@ class PruneConfig:
     """magnitude or random: prune once. early-bird: prune once the masks are stable. gradual:
     increase the sparsity over time. set, rigl: periodically drop and regrow weights, at random or
     by gradient."""
-    scope: Literal["tensor", "global", "erk"] = "tensor"
-    """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
-    pattern: str | None = None
-    """Keep n of every m neighbours along the inputs, such as "2:4"."""
-    skip: tuple[str, ...] = ()
-    """Patterns of weights that are not pruned, such as "blocks.0.*"."""
-    rules: dict[str, Sparsity] = field(default_factory=dict)
-    """Sparsities of individual weights: pairs of pattern and value."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint instead of pruning."""
     mask_every: Count | Auto = "auto"
@@ -127,7 +138,7 @@ class PruneConfig:
     """Largest distance at which masks agree (early-bird)."""
     distance: Literal["kept", "hamming"] = "kept"
     """Distance of two masks: the fraction of kept or of all weights that differ (early-bird)."""
-    drop: Annotated[float, Range(1e-9, 1)] = 0.3
+    drop: Share = 0.3
     """Fraction of the kept weights that the first update replaces (set, rigl)."""
 
 
@@ -174,16 +185,16 @@ class RunConfig:
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
-    dtype: DType | Auto = "auto"
+    dtype: Annotated[DType | ShortDType | Auto, arg(metavar="{auto,bf16,fp16,fp32}")] = "auto"
     """Compute dtype. auto: bfloat16 on a GPU that supports it, float32 on a CPU."""
     fp32_gradients: bool = False
     """Keep the gradients of a bfloat16 model in float32, also between ranks."""
     weights: Annotated[str | int, arg(metavar="{resident,streamed}|BYTES")] = "resident"
     """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an
     amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time."""
-    compile: DisallowNone[bool | None] = None
+    compile: Annotated[DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")] = None
     """Compile the model's blocks with torch.compile: the first steps take longer, and results round
-    differently. Off by default."""
+    differently."""
     eval_every: Count = 100
     """Steps between validations."""
     eval_batches: Count = 20

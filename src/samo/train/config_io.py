@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 from samo.errors import ConfigError, nearest
 from samo.train.config import TrainConfig
+from samo.utils.formatting import shortened
 
 __all__ = []
 
@@ -28,6 +29,8 @@ _NAMES: Final = {
     bool: "true or false",
     Path: "a path",
 }
+_WRONG: Final = (TypeError, ValueError, OverflowError)
+"""What `typed` raises for a value of another type."""
 
 
 def read_toml(path: Path) -> TrainConfig:
@@ -36,7 +39,7 @@ def read_toml(path: Path) -> TrainConfig:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the config '{path}': {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise ConfigError(f"the config '{path}' is not valid TOML: {error}") from None
     return from_dict(TrainConfig, content, source=f"the config '{path}'", folder=path.parent)
 
@@ -61,7 +64,8 @@ def from_dict(
         if name not in kinds:
             homes = [key for key, hint in kinds.items() if name in get_type_hints(hint)]
             home = f"; it belongs under [{homes[0]}]" if homes else ""
-            raise ConfigError(f"{source} has an unknown key '{name}'{nearest(name, kinds)}{home}")
+            known = home or f"; the sections are {', '.join(f'[{key}]' for key in kinds)}"
+            raise ConfigError(f"{source} has an unknown key '{name}'{nearest(name, kinds)}{known}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source}: '{name}' is a section, [{name}], and got {values!r}")
         hints, section = get_type_hints(kinds[name]), {}
@@ -71,8 +75,8 @@ def from_dict(
                 raise ConfigError(f"{source} has an unknown key '{name}.{key}'{close}")
             try:
                 section[key] = typed(value, hints[key], folder)
-            except (TypeError, ValueError, RuntimeError):  # the last: "~name" of an unknown user
-                got = json.dumps(value, default=str)
+            except (*_WRONG, RuntimeError):  # the last: "~name" of an unknown user
+                got = shortened(json.dumps(value, default=str), 80)
                 raise ConfigError(
                     f"{source}: '{name}.{key}' takes {_named(hints[key])}, got {got}"
                 ) from None
@@ -92,12 +96,14 @@ def typed(value: Any, hint: Any, folder: Path | None = None) -> Any:
     Raises:
         TypeError, ValueError, OverflowError: It is of another type.
     """
+    if type(value) is int and abs(value) >= 2**63:
+        raise OverflowError("a whole number of more than 64 bits")
     if type(value) is hint and hint is not float:  # not isinstance: True is not an int here
         return value
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in inner:
-            with suppress(TypeError, ValueError):
+            with suppress(*_WRONG):
                 return typed(value, option, folder)
     elif origin is tuple:
         items = value if isinstance(value, list | tuple) else [value]

@@ -160,6 +160,7 @@ class Saved(Event, name="save"):
 class Sampled(Event, name="sample"):
     """The model generated text."""
 
+    prompt: str
     text: str
 
 

@@ -86,7 +86,9 @@ class TensorBoard:
             case events.Accounted():
                 values = {"state/bytes": event.measured_bytes}
             case events.Sampled():
-                self._writer.add_text("sample", f"<pre>{event.text}</pre>", event.step)
+                self._writer.add_text(
+                    "sample", f"<pre>{event.prompt}{event.text}</pre>", event.step
+                )
         for name, value in values.items():
             if value is not None:
                 self._writer.add_scalar(name, value, event.step)

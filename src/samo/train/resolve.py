@@ -28,7 +28,6 @@ from samo.train.config import (
     ResolvedOptim,
     ResolvedPrune,
     ResolvedRun,
-    RunConfig,
     TrainConfig,
     Weights,
 )
@@ -43,6 +42,7 @@ CHANGING: Final = ("gradual", *MOVING)
 """Methods whose masks change after they were drawn."""
 
 _SIZES: Final = ("num_layers", "width", "num_heads", "context")
+_DTYPES: Final[dict[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _METHODS: Final = {
     "mask_every": ("early-bird", *CHANGING),
     "mask_stop": CHANGING,
@@ -76,7 +76,10 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     Raises:
         ConfigError: A setting is out of range, conflicts with another, or needs a GPU.
     """
-    _check_ranges(config)
+    if not config.data.train:
+        raise ConfigError("no text to train on; name a file: samo train notes.txt")
+    for section in fields(TrainConfig):
+        check_ranges(getattr(config, section.name))
     prune, steps = config.prune, config.run.steps
     shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
     is_trained = config.model.init is not None
@@ -111,8 +114,7 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
         # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager ones
         # took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
         run=ResolvedRun(
-            **_filled(config.run, compile=False)
-            | _device_and_dtype(config.run)
+            **_filled(config.run, compile=False, **device_and_dtype(config.run.device))
             | {"weights": weights}
         ),
         mesh=config.mesh,
@@ -148,7 +150,26 @@ def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
     try:
         return pattern_sparsity(parse_pattern(pattern), given)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"--{error}") from None  # "pattern must be ..."
+
+
+def doubts(config: ResolvedConfig) -> Iterator[str]:
+    """Yield a line for each setting that works but can hardly be meant."""
+    optim, run = config.optim, config.run
+    if optim.lr == 0:
+        yield "--lr 0 trains nothing"
+    if optim.warmup_steps >= run.steps:
+        peak = learning_rate(run.steps, run.steps, optim)
+        yield (
+            f"--warmup-steps {optim.warmup_steps:,} takes all of the {run.steps:,} steps, so the "
+            f"learning rate only rises, to {peak:.3g}"
+        )
+    if optim.final_lr > 1:
+        yield f"--final-lr {optim.final_lr:g} raises the rate; it is a fraction of --lr"
+    if not config.data.valid and config.data.valid_fraction > 0.5:
+        yield f"--valid-fraction {config.data.valid_fraction:g} leaves less text to train on"
+    if run.log_every > run.steps:
+        yield f"--log-every {run.log_every:,} logs the last of the {run.steps:,} steps only"
 
 
 def gpt_config(model: ResolvedModel, vocab_size: int) -> GPTConfig:
@@ -159,19 +180,16 @@ def gpt_config(model: ResolvedModel, vocab_size: int) -> GPTConfig:
     )
 
 
-def _device_and_dtype(run: RunConfig) -> dict[str, str]:
+def device_and_dtype(wanted: str) -> dict[str, str]:
+    """Return the device that is wanted, and its usual dtype."""
     import torch  # here, so that help does not load it
 
     has_cuda = torch.cuda.is_available()
-    if run.device == "cuda" and not has_cuda:
+    if wanted == "cuda" and not has_cuda:
         raise ConfigError("--device cuda needs a GPU that torch can use; this machine has none")
-    device = "cuda" if has_cuda and run.device != "cpu" else "cpu"
-    dtype: str = run.dtype
-    if dtype == "auto" and device == "cpu":
-        dtype = "float32"
-    elif dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
-    return {"device": device, "dtype": dtype}
+    if wanted == "cpu" or not has_cuda:
+        return {"device": "cpu", "dtype": "float32"}
+    return {"device": "cuda", "dtype": "bfloat16" if torch.cuda.is_bf16_supported() else "float16"}
 
 
 def _weights(value: str | int, is_sharded: bool) -> Weights:
@@ -190,7 +208,7 @@ def _weights(value: str | int, is_sharded: bool) -> Weights:
 
 
 def _filled(section: Any, **defaults: Any) -> dict[str, Any]:
-    """Return the settings of a section, with defaults for "auto" and None, and absolute paths."""
+    """Return a section with defaults for "auto" and None, absolute paths, and torch's dtypes."""
 
     def absolute(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -198,25 +216,24 @@ def _filled(section: Any, **defaults: Any) -> dict[str, Any]:
         return value.absolute() if isinstance(value, Path) else value
 
     values = {entry.name: absolute(getattr(section, entry.name)) for entry in fields(section)}
+    if values.get("dtype") in _DTYPES:
+        values["dtype"] = _DTYPES[values["dtype"]]
     return values | {k: v for k, v in defaults.items() if values[k] in ("auto", None)}
 
 
 # What cannot work
 
 
-def _check_ranges(config: TrainConfig) -> None:
-    """Refuse settings that are out of range; "auto" never is."""
-    if not config.data.train:
-        raise ConfigError("no text to train on; name a file: samo train notes.txt")
-    for section in fields(TrainConfig):
-        for name, hint in get_type_hints(section.type, include_extras=True).items():
-            value = getattr(getattr(config, section.name), name)
-            values = value.values() if isinstance(value, dict) else value
-            numbers = values if isinstance(value, tuple | dict) else (value,)
-            for number, limits in itertools.product(numbers, _ranges(hint)):
-                is_number = isinstance(number, int | float)
-                if is_number and not limits.least <= number < limits.below:
-                    raise ConfigError(f"{flag(name)} must be {limits}, got {str(number)[:40]}")
+def check_ranges(settings: Any) -> None:
+    """Refuse settings of a dataclass that are out of their `Range`; "auto" never is."""
+    for name, hint in get_type_hints(type(settings), include_extras=True).items():
+        value = getattr(settings, name)
+        values = value.values() if isinstance(value, dict) else value
+        numbers = values if isinstance(value, tuple | dict) else (value,)
+        for number, limits in itertools.product(numbers, _ranges(hint)):
+            is_number = isinstance(number, int | float)
+            if is_number and not limits.least <= number < limits.below:
+                raise ConfigError(f"{flag(name)} must be {limits}, got {str(number)[:40]}")
 
 
 def _ranges(hint: Any) -> Iterator[Range]:
@@ -250,7 +267,9 @@ def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
     yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
     if run.mode == "dense":
         power = f"--density-power {optim.density_power}" if optim.density_power else ""
-        ignored = _changed(prune, [name for name in PruneConfig.__slots__ if name != "sparsity"])
+        ignored = _changed(
+            prune, [entry.name for entry in fields(PruneConfig) if entry.name != "sparsity"]
+        )
         yield ignored or power or shard or weights or lean, "--mode dense", ""
         return
     if prune.masks is not None:
@@ -290,6 +309,11 @@ def _other_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
     yield (
         model.width % model.num_heads != 0,
         f"--num-heads must divide --width, got {model.num_heads} heads and width {model.width}",
+    )
+    yield (
+        model.init is not None and (model.init / "config.json").is_file(),
+        f"--init takes a checkpoint of samo train, and '{model.init}' is a Hugging Face model; "
+        "train that in Python, as docs/hugging-face.md shows",
     )
     num_layers, num_stages = model.num_layers + 2, mesh.pipe * mesh.stages_per_rank
     yield (

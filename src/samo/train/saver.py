@@ -46,10 +46,12 @@ class Saver:
         *,
         is_best: bool,
         writes_masks: bool,
+        is_async: bool,
     ) -> None:
         """Copy the state with ``stage``, and write it in a thread; `finish` the one before first.
 
-        ``writes_masks`` writes the run's mask file too, from the checkpoint.
+        ``writes_masks`` writes the run's mask file too, from the checkpoint. If it is not
+        asynchronous, ``stage`` need not copy, and `finish` follows at once.
         """
         assert self._saving is None, "its result would be lost"
         started = time.perf_counter()
@@ -63,14 +65,13 @@ class Saver:
                 write()
                 if self._is_first:
                     self._follow_up(step, is_best=is_best, writes_masks=writes_masks)
+                last, seconds = self._folder.last, time.perf_counter() - started
                 return Saved(
                     step=step,
-                    path=self._folder.last.relative_to(self._folder.path).as_posix(),
-                    bytes=sum(
-                        f.stat().st_size for f in self._folder.last.rglob("*") if f.is_file()
-                    ),
-                    seconds=time.perf_counter() - started,
-                    stall_s=stall_s,
+                    path=last.relative_to(self._folder.path).as_posix(),
+                    bytes=sum(file.stat().st_size for file in last.rglob("*") if file.is_file()),
+                    seconds=seconds,
+                    stall_s=stall_s if is_async else seconds,
                 )
 
             return complete

@@ -317,7 +317,10 @@ class Trainer:
             self.evaluate()  # the loss before pruning, to compare with
         masks, pruned = self.masking.draw(progress.step)
         self.save_masks(masks)
-        self.learner.prune(masks)
+        try:
+            self.learner.prune(masks)
+        except ValueError as error:  # weights that are not finite, or too large for the dtype
+            raise self.diverged(str(error)) from error
         self.masking.start_changing()
         self.report(pruned)
         progress.best_loss = None  # dense losses do not count for a pruned model
@@ -371,11 +374,14 @@ class Trainer:
                 self.report(events.Exchanged(step=progress.step, **place, **sent))
         self.nonfinite_lines = 0 if math.isfinite(loss) else self.nonfinite_lines + 1
         if self.nonfinite_lines >= _LINES_UNTIL_DIVERGED:
-            raise RunError(
-                f"the run has diverged: no finite loss in {self.nonfinite_lines} lines of metrics, "
-                f"up to step {progress.step:,}; start a new one with a lower --lr, a longer "
-                "--warmup-steps, or --density-power 0"
-            )
+            raise self.diverged(f"no finite loss in {self.nonfinite_lines} lines of metrics")
+
+    def diverged(self, how: str) -> RunError:
+        """Return the error of a run that cannot recover."""
+        return RunError(
+            f"the run has diverged at step {self.progress.step:,}: {how}; start a new one with a "
+            "lower --lr, a longer --warmup-steps, or --density-power 0"
+        )
 
     def evaluate(self) -> bool:
         """Validate, and return whether the loss is the lowest so far."""
@@ -387,7 +393,7 @@ class Trainer:
             events.Evaluated(
                 step=progress.step,
                 valid_loss=loss,
-                perplexity=math.exp(min(loss, 700.0)),
+                perplexity=math.exp(loss) if loss < 700 else math.inf,
                 tokens=progress.tokens,
                 elapsed_s=progress.elapsed_s,
             )
@@ -429,6 +435,8 @@ class Trainer:
         ranks.run_on_rank0("the run folder", folder.check_in_place)
         if self.metrics is not None:
             progress.metrics_bytes = self.metrics.size
+        # A copy of dense state would nearly double the memory of a run on a CPU.
+        is_async = self.learner.phase == "samo" or self.learner.device.type != "cpu"
         self.saver.save(
             lambda: stage_run(
                 folder.last,
@@ -438,12 +446,16 @@ class Trainer:
                 progress,
                 shape=gpt_config(self.config.model, self.text.vocab_size),
                 tokenizer=self.text.tokenizer.name,
+                copies=is_async,
             ),
             progress.step,
             is_best=is_best,
             # Of stages, only the checkpoint holds all masks.
             writes_masks=ranks.num_stages > 1 and self.learner.phase == "samo",
+            is_async=is_async,
         )
+        if not is_async:
+            self.finish_save()
 
     def finish_save(self) -> None:
         """Wait for the save that is on its way."""
@@ -462,6 +474,8 @@ class Trainer:
         runs_model = ranks.is_first or self.config.mesh.shard == "weights"
         if not run.sample_tokens or ranks.num_stages > 1 or not runs_model:
             return
+        if not math.isfinite(self.progress.valid_loss or 0.0):  # nothing to draw tokens from
+            return
         prompt_T = next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
         try:
             with self.learner.in_eager():  # every token is a new shape
@@ -475,8 +489,10 @@ class Trainer:
         except KeyboardInterrupt:  # everything is saved; the sample is left out
             return
         if ranks.is_first:
-            self.sample = self.text.tokenizer.decode(tokens_T.numpy())
-            self.report(events.Sampled(step=self.progress.step, text=self.sample))
+            decode, length = self.text.tokenizer.decode, len(prompt_T)
+            self.sample = decode(tokens_T[length:].numpy())
+            prompt = decode(tokens_T[:length].numpy())
+            self.report(events.Sampled(step=self.progress.step, prompt=prompt, text=self.sample))
 
     def report(self, event: Event) -> None:
         """Pass an event to all listeners; one that cannot write is removed."""

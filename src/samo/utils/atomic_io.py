@@ -24,12 +24,12 @@ _UNSUPPORTED: Final = {errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS}
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write or replace a file atomically.
+    """Write or replace a file atomically. A link is replaced, and what it leads to stays.
 
     After an OSError the old file is unchanged, unless the last fsync failed, that of the folder:
     then the new file is already in place.
     """
-    target = Path(os.path.realpath(path))  # through a link, which stays
+    target = Path(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         write_new(temporary, [data])

@@ -26,16 +26,20 @@ def size(value: float | None) -> str:
 
 
 def three_digits(value: float | None) -> str:
-    """Format a number with three digits, or all of those before the point: 9.72, 13.9, 16,834."""
+    """Format a number with three digits or all before the point: 0.00512, 9.72, 16,834."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    return f"{value:,.{decimals}f}"
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def loss(value: float | None) -> str:
     """Format a loss, such as ``2.274``."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:,.3f}"
+
+
+def perplexity(loss: float) -> str:
+    """Format the exponential of a loss, such as ``9.72``; ``over 1e6`` of a diverged model."""
+    return "over 1e6" if loss > math.log(1e6) else three_digits(math.exp(loss))
 
 
 def percent(fraction: float | None) -> str:

@@ -44,15 +44,17 @@ class NcclTransport(GlooTransport):
     def isend_tensors(self, tensors: Sequence[Tensor], stage: int, ready: Ready) -> list[Send]:
         """Put the tensors into the GPU's queue."""
         group, rank = self._groups[self.stage, stage], self.ranks[stage]
-        tensors = [tensor.contiguous() for tensor in tensors if tensor.numel()]
+        tensors = [tensor for tensor in tensors if tensor.numel()]
         if ready is None:
+            tensors = [tensor.contiguous() for tensor in tensors]
             return [(dist.isend(tensor, rank, group), tensor) for tensor in tensors]
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
             for tensor in tensors:
                 tensor.record_stream(stream)
-                dist.send(tensor, rank, group)
+                # Copied on this stream: on another one, it might be sent before it is copied.
+                dist.send(tensor.contiguous(), rank, group)
         return []
 
     def recv_tensors(self, specs: list[TensorSpec], stage: int) -> tuple[list[Tensor], Ready]:
