@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from samo.checkpoint import verify
-from samo.checkpoint.load import load, load_masks
+from samo.checkpoint import Manifest, read_manifest, verify
+from samo.checkpoint.load import check_shape, load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
 from samo.errors import CheckpointError, SamoError, first_words
@@ -107,9 +107,20 @@ def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -
     return progress
 
 
+def check_run(path: Path, shape: GPTConfig) -> None:
+    """Refuse a checkpoint of no run or of another model, before a model takes memory."""
+    _progress(path, read_manifest(path))
+    check_shape(path, shape)
+
+
 def _read(path: Path) -> tuple[Progress, Masks | None]:
     """Return the progress of a run, and its masks if the model was compressed."""
-    found = verify(path).extra.get("progress")
+    progress = _progress(path, verify(path))
+    return progress, load_masks(path) if progress.phase == "samo" else None
+
+
+def _progress(path: Path, manifest: Manifest) -> Progress:
+    found = manifest.extra.get("progress")
     if not isinstance(found, dict) or "step" not in found:
         raise CheckpointError(f"'{path}' was not saved by samo train; load it with samo.load")
     hints = typing.get_type_hints(Progress)
@@ -125,4 +136,4 @@ def _read(path: Path) -> tuple[Progress, Masks | None]:
                 f"'{path}' is damaged: its {name} is {got!r}; use another checkpoint"
             ) from None
         setattr(progress, name, value)
-    return progress, load_masks(path) if progress.phase == "samo" else None
+    return progress

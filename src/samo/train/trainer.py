@@ -22,14 +22,13 @@ from typing import Final, NamedTuple
 import torch
 
 from samo.checkpoint import copy as copy_checkpoint
-from samo.checkpoint.load import check_shape
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.models.generate import generate
 from samo.train import events, setup
-from samo.train.checkpointing import Progress, load_run, stage_run
+from samo.train.checkpointing import Progress, check_run, load_run, stage_run
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
@@ -147,7 +146,7 @@ def resume(
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         shape = gpt_config(resolved.model, text.vocab_size)
         if has_checkpoint:
-            ranks.run_all("the checkpoint", lambda: check_shape(checkpoint, shape))
+            ranks.run_all("the checkpoint", lambda: check_run(checkpoint, shape))
         else:
             setup.check_memory(resolved, shape)
         learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
