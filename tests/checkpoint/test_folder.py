@@ -354,12 +354,15 @@ FORGERIES: list[tuple[Any, ...]] = [
     ("files", "weights.safetensors", "bytes", True),
     ("files", "weights.safetensors", "bytes", 2**70),
     ("files", "weights.safetensors", "sha256", "00"),
-    ("time", "0001-01-01T00:00:00+14:00"),
+    ("time", "0001-01-01T00:00:00+23:59"),
+    ("time", "9999-12-31T23:59:59-23:59"),
     ("extra", {"$float": "nan"}),
     ("extra", "a", {"$float": "one"}),
     ("extra", "a", {"$tensor": ["F32", 3]}),
     ("extra", {"$x": 1}),
     ("scaler", {"scale": "1"}),
+    ("scaler", {"scale": -1.0}),
+    ("scaler", {"scale": 10**400}),
     ("optimizer", "groups", [{"names": "ab", "settings": {}}]),
     ("optimizer", "groups", 0, "settings", "lr", {"$tensor": "0.weight/step"}),
     ("optimizer", "state", "0.weight", "step", {"$tensor": ["F32", 3]}),
@@ -485,6 +488,57 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     ("lean", 1),
     ("kernels", "fastest"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"age": torch.tensor([-1]).short()}, "'0.weight': ages must be"),
+        ({"age": None}, NAMES.format("optimizer state")),
+        ({"exp_avg": torch.zeros(1).double()}, "is .*float64.* instead of"),
+    ],
+)
+def test_ages_that_are_no_places_in_a_table_are_refused(
+    change: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    samo.compress_(model, samo.prune(model, 0.5), kernels="reference")
+    opt = samo.AdamW(model.parameters(), entry_steps=True, kernels="reference")
+    model(torch.ones(2, 8)).sum().backward()
+    opt.step()
+    samo.save(tmp_path, model, opt)
+    saved = SavedTensors(tmp_path, checkpoint.read_manifest(tmp_path), "optimizer")
+    found = {name: saved.read(name).clone() for name in saved.specs}
+    for key, value in change.items():
+        old = found.pop(f"0.weight/{key}")
+        if value is not None:
+            found[f"0.weight/{key}"] = value.expand(old.shape).clone()
+    forge_file(tmp_path, "optimizer.safetensors", save_tensors(found))
+    refused(tmp_path, model, opt, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("exp_avg", torch.zeros(5, 6).double()),
+        ("exp_avg_sq", torch.zeros(5, 6) > 0),
+        ("exp_avg", torch.zeros(6, 5)),
+        ("step", torch.zeros(1)),
+        ("step", torch.tensor(3)),
+    ],
+)
+def test_state_that_torch_would_not_make_is_refused(
+    name: str, value: Tensor, tmp_path: Path
+) -> None:
+    model = model_of(1.0)
+    opt = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(2, 6)).sum().backward()
+    opt.step()
+    samo.save(tmp_path, model, opt)
+    saved = SavedTensors(tmp_path, checkpoint.read_manifest(tmp_path), "optimizer")
+    found = {key: saved.read(key).clone() for key in saved.specs} | {f"weight/{name}": value}
+    forge_file(tmp_path, "optimizer.safetensors", save_tensors(found))
+    refused(tmp_path, model, opt, "optimizer state of 'weight' is .* instead of")
 
 
 @pytest.mark.parametrize(
@@ -623,3 +677,59 @@ def test_a_copy_without_links_is_checked_and_a_failed_one_leaves_the_target(
         checkpoint.copy(last, best)
     assert value_in(best) == 1.0
     assert len(list(best.iterdir())) == 2
+
+
+# Links, pipes, devices
+
+
+def link_to(target: Path | str) -> Any:
+    return lambda path: path.symlink_to(target)
+
+
+ODD_FILES = {"zeros": link_to("/dev/zero"), "dangling": link_to("../victim"), "pipe": os.mkfifo}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_not_a_file_is_neither_read_nor_written_through(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "last"
+    samo.save(path, samo.compress_(model := model_of(1.0), samo.prune(model, 0.5)))
+    good = shutil.copytree(path, tmp_path / "good")
+    data = checkpoint.read_manifest(path).data
+    for name in ("manifest.json", f"{data}/weights.safetensors", f"{data}/masks.safetensors"):
+        (path / name).unlink()
+        ODD_FILES[kind](path / name)
+        for act in (checkpoint.verify, samo.load_masks, lambda p: samo.load(p, model_of(0.0))):
+            if act is samo.load_masks and "weights" in name:
+                continue
+            with pytest.raises(CheckpointError, match=r"' is damaged: it is (a link|not a file)"):
+                act(path)
+        with pytest.raises(CheckpointError, match=r"it is|not one of samo"):
+            checkpoint.copy(path, tmp_path / "copy")
+        if name == "manifest.json":
+            with pytest.raises(CheckpointError, match=r"its 'manifest.json' is not one of samo"):
+                save_value(path, 2.0)
+            with pytest.raises(CheckpointError, match=r"its 'manifest.json' is not one of samo"):
+                checkpoint.remove(path)
+        (path / name).unlink()
+        shutil.copy(good / name, path / name)
+    assert not (tmp_path / "victim").exists()
+    (path / data).rename(tmp_path / "data")
+    (path / data).symlink_to(tmp_path / "data")
+    with pytest.raises(CheckpointError, match=rf"{data}' is damaged: it is a link"):
+        checkpoint.verify(path)
+    save_value(path, 2.0)
+    assert value_in(path) == 2.0
+    assert len(os.listdir(tmp_path / "data")) == 2, "nothing is removed through a link"
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", "1", '"ab"'])
+def test_a_manifest_of_many_values_is_refused_at_once(item: str, tmp_path: Path) -> None:
+    head = '{"format": "samo-checkpoint", "version": 3, "extra": ['
+    text = with_checksum(head + f"{item}," * 2**20 + "1]")
+    (tmp_path / "manifest.json").write_text(text)
+    begun = time.process_time()
+    with pytest.raises(CheckpointError, match="it has more than 524,288 values"):
+        checkpoint.read_manifest(tmp_path)
+    assert time.process_time() - begun < 1
+    with pytest.raises(ValueError, match=r"would have 600,\d+ values, the limit is 524,288; give"):
+        samo.save(tmp_path / "new", model_of(0.0), extra={"list": [1] * 600_000})

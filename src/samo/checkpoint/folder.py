@@ -23,6 +23,7 @@ from samo.checkpoint.manifest import (
     DATA_FILE,
     DATA_FOLDER,
     FORMAT,
+    MAX_BYTES,
     NAME,
     Manifest,
     damaged,
@@ -30,7 +31,7 @@ from samo.checkpoint.manifest import (
     read_manifest,
 )
 from samo.errors import CheckpointError
-from samo.utils import atomic_io
+from samo.utils import atomic_io, untrusted
 
 __all__ = ["copy", "remove", "verify"]
 
@@ -87,7 +88,7 @@ def draft(path: Path) -> Iterator[Path]:
         with atomic_io.locked(path):
             current = _current_data(path)
             # A damaged manifest does not say which data is its own: all of it is kept.
-            if current is not None or not (path / NAME).exists():
+            if current is not None or not os.path.lexists(path / NAME):
                 _remove_data(path, keep=current)
             data = path / f"data-{secrets.token_hex(4)}"
             data.mkdir()
@@ -131,7 +132,12 @@ def _current_data(path: Path) -> str | None:
     try:
         return read_manifest(path).data
     except CheckpointError:
-        found = (path / NAME).read_bytes() if (path / NAME).exists() else b""
+        try:
+            found = untrusted.read_file(path / NAME, MAX_BYTES)
+        except FileNotFoundError:
+            return None
+        except ValueError:  # such as a link, through which samo does not write
+            found = b"?"
         if found and FORMAT.encode() not in found:  # an empty one has nothing to lose
             raise CheckpointError(
                 f"cannot save to '{path}': its '{NAME}' is not one of samo; choose another folder"
@@ -171,9 +177,9 @@ def check_file(
     """Compare a file with its size and checksum."""
     digest = hashlib.sha256()
     try:
-        found = os.stat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise damaged(file, "it is not a file")
+        if stat.S_ISLNK(os.lstat(file.parent).st_mode):
+            raise damaged(file.parent, "it is a link")
+        found = untrusted.check_file(file)
         if found.st_size != entry["bytes"]:
             raise damaged(file, f"it has {found.st_size:,} bytes instead of {entry['bytes']:,}")
         if size_only:
@@ -186,6 +192,8 @@ def check_file(
         raise damaged(file, "it is missing") from None
     except OSError as error:
         raise CheckpointError(f"'{file}' cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise damaged(file, str(error)) from None
     if digest.hexdigest() != entry["sha256"]:
         raise damaged(file, "its bytes do not match their checksum")
 

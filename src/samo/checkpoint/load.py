@@ -1,6 +1,7 @@
 """`load`: fill a model, its optimizer and its scaler from a checkpoint, after all checks."""
 
 import os
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,11 @@ from samo.checkpoint.manifest import NAME, read_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
 from samo.checkpoint.reader import Checkpoint, read_masks
-from samo.errors import MaskError
+from samo.checkpoint.tensors import SavedTensors
+from samo.errors import CheckpointError, MaskError
 from samo.mask.masks import Masks
+from samo.models.gpt import GPT
+from samo.models.shapes import GPTConfig
 
 if TYPE_CHECKING:
     from samo.pipeline.pipeline import Pipeline
@@ -37,9 +41,12 @@ def load(
 ) -> dict[str, Any]:
     """Fill a model, its optimizer and its scaler from a checkpoint, to resume training exactly.
 
-    Everything is checked before anything is changed. A compressed checkpoint goes into a model
-    compressed with its masks (see `samo.load_masks`), or, without ``opt``, into an ordinary one,
-    with zeros where pruned. Tensors go to the device of the model.
+    A compressed checkpoint goes into a model compressed with its masks (see `samo.load_masks`), or,
+    without ``opt``, into an ordinary one, with zeros where pruned. Tensors go to the device of the
+    model.
+
+    An error leaves model, optimizer and scaler as they were. Everything is checked before anything
+    is changed; a failure after that is undone, from a copy that is kept on the host meanwhile.
 
     On several ranks, all call it, in any layout. Each reads its part; if one fails, all do.
 
@@ -76,7 +83,11 @@ def load(
     layout = layout_of(model, mesh, timeout_s, "samo.load")
     task = _Load(Path(path), layout, opt, scaler)
     layout.ranks.run_all(f"whether '{path}' fits everywhere", task.check)
-    layout.ranks.run_all(f"'{path}' to be read everywhere", task.fill)
+    # What is filled is first copied to the host, to undo it all if anything fails on any rank. To
+    # read the checkpoint into memory instead would take as much, and not undo a failed copy.
+    with ExitStack() as undo:
+        layout.ranks.run_all(f"'{path}' to be read everywhere", lambda: task.fill(undo))
+        undo.pop_all()
     return task.extra
 
 
@@ -97,7 +108,7 @@ def load_masks(path: str | os.PathLike[str]) -> Masks:
         CheckpointError: The checkpoint is damaged.
     """
     folder = Path(path)
-    if not (folder / NAME).exists():
+    if not os.path.lexists(folder / NAME):
         return Masks.load(folder)
     manifest = read_manifest(folder)
     if not manifest.is_compressed:
@@ -108,6 +119,27 @@ def load_masks(path: str | os.PathLike[str]) -> Masks:
     for name in manifest.files_of("masks"):
         check_file(folder / manifest.data / name, manifest.files[name])
     return Masks(read_masks(folder, manifest))
+
+
+def check_shape(path: str | os.PathLike[str], config: GPTConfig) -> None:
+    """Refuse a checkpoint of another GPT, by the headers of its files, before one takes memory."""
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        check_file(folder / manifest.data / name, entry, size_only=True)
+    specs = SavedTensors(folder, manifest, "weights").specs
+    masks = read_masks(folder, manifest)
+    found = {name: masks[name].shape if name in masks else specs[name].shape for name in specs}
+    own: dict[str, tuple[int, ...]] = {}
+    with suppress(OverflowError, RuntimeError, TypeError), torch.device("meta"):  # sizes over 2**63
+        if config.num_layers <= len(found):
+            own = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
+    for name in sorted(found.keys() | own.keys() - manifest.tied.keys()):
+        if found.get(name) != own.get(name):
+            raise CheckpointError(
+                f"'{folder}' does not fit: '{name}' has shape {found.get(name)} in the checkpoint, "
+                f"{own.get(name)} in a {config}"
+            )
 
 
 @dataclass
@@ -134,17 +166,20 @@ class _Load:
             self.optimizer.check_fits(saved)
         own = {} if self.scaler is None else self.scaler.state_dict()  # {} if disabled, too
         found = saved.manifest.scaler or {}
-        if own.keys() != found.keys() and (self.opt is not None or self.scaler is not None):
+        is_same = own.keys() == found.keys() and all(
+            isinstance(found.get(key, 0), int) for key in ("growth_interval", "_growth_tracker")
+        )
+        if not is_same and (self.opt is not None or self.scaler is not None):
             raise saved.misfit(
                 f"it was saved with loss scaler {found} and this one is {own}; give the same "
                 "scaler=, or load with opt=None and scaler=None"
             )
         self.extra = saved.read_extra()
 
-    @torch.no_grad()
-    def fill(self) -> None:
-        self.model.fill(self.saved)
+    def fill(self, undo: ExitStack) -> None:
+        self.model.fill(self.saved, undo)
         if self.optimizer is not None:
-            self.optimizer.fill(self.saved)
+            self.optimizer.fill(self.saved, undo)
         if self.scaler is not None:
+            undo.callback(self.scaler.load_state_dict, self.scaler.state_dict())
             self.scaler.load_state_dict(self.saved.manifest.scaler or {})

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from samo.checkpoint import json_values
 from samo.errors import CheckpointError
+from samo.utils import untrusted
 
 __all__ = ["Manifest", "read_manifest"]
 
@@ -31,7 +32,7 @@ FORMAT: Final = "samo-checkpoint"
 VERSION: Final = 3
 KINDS: Final = ("weights", "masks", "optimizer", "extra")
 MAX_BYTES: Final = 2**24
-"""Largest manifest written or read, for about 40,000 tensors: JSON may take 40 times its size."""
+"""Largest manifest written or read, for about 40,000 tensors."""
 
 DATA_FOLDER: Final = re.compile(r"data-[0-9a-f]{8}", re.ASCII)
 DATA_FILE: Final = re.compile(rf"({'|'.join(KINDS)})(-rank\d{{5,9}})?\.safetensors", re.ASCII)
@@ -73,22 +74,21 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     path = Path(path)
     file = path / NAME
-    if not file.is_file():
+    try:
+        data = untrusted.read_file(file, MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
         reason = f"there is no '{NAME}' in it" if path.exists() else "it does not exist"
         raise CheckpointError(
             f"'{path}' is not a checkpoint: {reason}; write one with samo.save(path, model, opt)"
-        )
-    try:
-        with open(file, "rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
+        ) from None
     except OSError as error:
         raise CheckpointError(f"'{file}' cannot be read: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise damaged(file, f"it has more than {MAX_BYTES:,} bytes")
+    except ValueError as error:
+        raise damaged(file, str(error)) from None
     if data != _with_checksum(data.rpartition(_CHECKSUM)[0]):
         raise damaged(file, "it does not match its checksum, or samo did not write it")
     try:
-        content = json.loads(data)
+        content = untrusted.parse_json(data)
         _check(content, {"format": re.compile(FORMAT), "version": int})
         if content["version"] == VERSION:
             return _parse(content)
@@ -112,11 +112,15 @@ def encode_manifest(content: dict[str, Any]) -> bytes:
         if key != "checksum"
     ]
     data = _with_checksum(("{\n" + ",\n".join(lines)).encode("ascii"))
-    if len(data) > MAX_BYTES:
-        raise ValueError(
-            f"the manifest would have {len(data):,} bytes, the limit is {MAX_BYTES:,}; give long "
-            "lists in extra as tensors"
-        )
+    for size, limit, unit in (
+        (len(data), MAX_BYTES, "bytes"),
+        (untrusted.num_values(data), untrusted.MAX_VALUES, "values"),
+    ):
+        if size > limit:
+            raise ValueError(
+                f"the manifest would have {size:,} {unit}, the limit is {limit:,}; give long lists "
+                "in extra as tensors"
+            )
     return data
 
 
@@ -172,6 +176,11 @@ def _values(tensor: type) -> Callable[[Any], None]:
     return lambda value: _check(json_values.decode(value, lambda t: _check(t, tensor)), dict)
 
 
+def _amount(value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < 2**127:
+        raise ValueError(f"{value!r} where an amount was expected")
+
+
 _COUNT: Final = range(2**63)
 _MODEL: Final = {
     "is_compressed": bool,
@@ -193,7 +202,7 @@ _SCHEMA: Final = {
     "files": (DATA_FILE, {"bytes": _COUNT, "sha256": re.compile("[0-9a-f]{64}")}),
     "model": _MODEL,
     "optimizer": _or_none(_OPTIMIZER),
-    "scaler": _or_none((str, lambda number: number + 0.0)),
+    "scaler": _or_none((str, _amount)),
     "extra": _values(str),
 }
 

@@ -1,5 +1,6 @@
 """The tensors of a model as a checkpoint has them: by name, each once, compressed or dense."""
 
+from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 import torch
@@ -133,10 +134,11 @@ class ModelState:
                 f"'{name}' is {spec.dtype} in the checkpoint, {tensor.dtype} in the model"
             )
 
-    def fill(self, saved: Checkpoint) -> None:
-        """Write the values of a checkpoint that fits into the model."""
+    def fill(self, saved: Checkpoint, undo: ExitStack) -> None:
+        """Write the values of a checkpoint that fits into the model; ``undo`` restores the old."""
         for name, (tensor, weight) in self.entries.items():
             mask = saved.masks.get(name)
+            undo.callback(_restore, self.entries[name], local(tensor).to("cpu", copy=True))
             if mask is not None and weight is None:
                 _expand(tensor, mask, saved.weights.read(name))
             else:
@@ -144,6 +146,13 @@ class ModelState:
                 if weight is not None and weight.dense is not None:
                     weight.refresh()
             self.layout.ranks.note_progress()
+
+
+@torch.no_grad()  # a failure may have left a context of torch half way
+def _restore(entry: Entry, values: Tensor) -> None:
+    local(entry.tensor).copy_(values)
+    if entry.weight is not None:
+        entry.weight.refresh()
 
 
 def _expand(tensor: Tensor, mask: Mask, values: Tensor) -> None:

@@ -10,6 +10,8 @@ parameters had.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from copy import copy
 from functools import partial
 from inspect import signature
 from typing import Any, Final
@@ -99,8 +101,7 @@ class OptimizerState:
         try:
             json_values.decode(entry["more"], _from_inline)
             for group in entry["groups"]:
-                numbers = json_values.decode(group["settings"], lambda v: _from_inline(v).tolist())
-                self._check_settings(numbers)
+                self._check_settings(_numbers(group["settings"]))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise damaged(saved.path, f"its settings make no sense ({error})") from None
         own = {name for _, params in self.groups for name in params}
@@ -128,33 +129,40 @@ class OptimizerState:
         defaults = self.kind.defaults
         for key, value in settings.items():
             _check_kind(key, value, defaults.get("lr" if key == "initial_lr" else key))
+        if type(self.kind).__module__.startswith(("samo.", "torch.optim.")):
+            self._build(torch.zeros(1), settings)
+
+    def _build(self, param: Tensor, settings: dict[str, Any]) -> Optimizer:
         cls = type(self.kind)
-        if cls.__module__.startswith(("samo.", "torch.optim.")):
-            known = signature(cls).parameters
-            cls([torch.zeros(1)], **{key: settings[key] for key in settings if key in known})
+        known = signature(cls).parameters
+        return cls([param], **{key: settings[key] for key in settings if key in known})
 
     def _check_state(
         self, saved: Checkpoint, name: str, param: Tensor, group: dict[str, Any]
     ) -> None:
-        assert saved.manifest.optimizer is not None
-        content = json_values.decode(saved.manifest.optimizer["state"][name])
+        entry = saved.manifest.optimizer
+        assert entry is not None
+        content = json_values.decode(entry["state"][name])
+        settings = _numbers(_settings_by_name(entry)[name])
         specs = saved.optimizer.specs
         held = {  # types and shapes of tensors, None for what is not one
             key: specs[value][:2] if isinstance(value, json_values.TensorName) else None
             for key, value in content.items()
         }
-        expected = {
-            key: (spec[0], tuple(param.shape)) if key in _SHAPED and spec else spec
-            for key, spec in held.items()
-        }
         hint = ""
         if isinstance(self.kind, AdamW):
             layout = state_layout(param, self.model.entries[name].weight, group)
-            expected = {key: (dtype, tuple(size)) for key, (dtype, size) in layout.items()}
+            expected: dict[str, Any] = {
+                k: (dtype, tuple(size)) for k, (dtype, size) in layout.items()
+            }
             expected["step"] = (torch.float32, ())
-            kind = "lean" if "exp_avg_scale" in held else "exact"
-            hint = f"; build samo.AdamW with state='{kind}' and entry_steps={'age' in held}"
-        if held != expected:
+            kinds = {key: settings.get(key, group[key]) for key in ("lean", "entry_steps")}
+            is_same = all(kinds[key] == group[key] for key in kinds)
+            state = "lean" if kinds["lean"] else "exact"
+            hint = f"; build samo.AdamW with {state=} and entry_steps={kinds['entry_steps']}"
+        else:
+            expected, is_same = held | self._torch_layout(param, settings, held), True
+        if held != expected or not is_same:
             raise saved.misfit(
                 f"its optimizer state of '{name}' is {held} instead of {expected}{hint}"
             )
@@ -167,10 +175,43 @@ class OptimizerState:
         except ValueError as error:
             raise damaged(saved.path, f"optimizer state of '{name}': {error}") from None
 
-    def fill(self, saved: Checkpoint) -> None:
-        """Load a state that fits with torch's own method, which knows defaults of new settings."""
+    def _torch_layout(
+        self, param: Tensor, settings: dict[str, Any], held: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return types and shapes of the state that a step gives a parameter, by making one.
+
+        On the meta device, without memory. Of an optimizer that cannot step there, or is not
+        torch's, what is usual.
+        """
+        shape = tuple(param.shape)
+        usual = {key: (spec[0], shape) for key, spec in held.items() if key in _SHAPED and spec}
+        if not type(self.kind).__module__.startswith("torch.optim."):
+            return usual
+        probe = torch.empty(shape, dtype=param.dtype, device="meta", requires_grad=True)
+        probe.grad_dtype = param.grad_dtype
+        probe.grad = torch.empty(shape, dtype=param.grad_dtype, device="meta")
+        plain = dict.fromkeys(("fused", "foreach", "capturable"), False)
+        try:
+            opt = self._build(probe, settings | {k: v for k, v in plain.items() if k in settings})
+            opt.step()
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            return usual
+        return {
+            key: (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else None
+            for key, value in opt.state[probe].items()
+        }
+
+    def fill(self, saved: Checkpoint, undo: ExitStack) -> None:
+        """Load a state that fits with torch's own method, which knows defaults of new settings.
+
+        ``undo`` restores the old state.
+        """
         entry = saved.manifest.optimizer
         assert entry is not None, "check_fits has refused it"
+        for opt in {id(opt): opt for opt in (self.kind, self.opt)}.values():
+            # Tensors need no copies: loading replaces them. It may change the dicts, though.
+            before = {key: copy(value) for key, value in opt.state.items()}
+            undo.callback(_restore, opt, dict(vars(opt)), before, [*map(copy, opt.param_groups)])
 
         def read(like: Tensor, name: str) -> Tensor:
             if isinstance(like, DTensor) and saved.optimizer.specs[name].shape == like.shape:
@@ -208,6 +249,18 @@ class OptimizerState:
             self.opt.state[all_params[index]] = content
 
 
+def _restore(
+    opt: Optimizer, attributes: dict[str, Any], state: dict[Any, Any], groups: list[dict[str, Any]]
+) -> None:
+    vars(opt).clear()
+    vars(opt).update(attributes)
+    opt.state.clear()
+    opt.state.update(state)
+    for group, old in zip(opt.param_groups, groups):
+        group.clear()
+        group.update(old)
+
+
 def _check_kind(key: str, value: Any, like: Any) -> None:
     """Raise ValueError unless a setting is of the same kind as another, and finite if that is."""
     if isinstance(like, tuple | list):
@@ -230,6 +283,12 @@ def _inline(value: Any, where: str) -> list[Any] | None:
 def _from_inline(value: list[Any], device: torch.device | None = None) -> Tensor:
     dtype, items = value
     return torch.tensor(items, dtype=DTYPES[dtype], device=device)
+
+
+def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return encoded settings, with tensors as numbers."""
+    found: dict[str, Any] = json_values.decode(settings, lambda v: _from_inline(v).tolist())
+    return found
 
 
 def _settings_by_name(entry: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

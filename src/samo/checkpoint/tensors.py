@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from samo.checkpoint.manifest import Manifest, damaged
 from samo.errors import CheckpointError
-from samo.utils import atomic_io, safetensors_io
+from samo.utils import atomic_io, safetensors_io, untrusted
 
 __all__ = []
 
@@ -163,7 +163,8 @@ class SavedTensors:
             file = path / manifest.data / file_name
             with _reading(file):
                 tensors = self._open(file)
-                rows = json.loads((tensors.metadata() or {}).get("rows", "{}"))
+                metadata = tensors.metadata() or {}
+                rows = untrusted.parse_json(metadata.get("rows", "{}").encode())
                 for name in tensors.keys():  # noqa: SIM118
                     self._add(name, tensors.get_slice(name), rows.get(name), file)
         for name, spec in self.specs.items():

@@ -1,12 +1,13 @@
 """Open models from folders: checkpoints of ``samo train``, run folders, Hugging Face models."""
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 from torch import nn
 
 from samo.checkpoint import read_manifest
-from samo.checkpoint.load import load
+from samo.checkpoint.load import check_shape, load
 from samo.errors import CheckpointError
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
@@ -50,11 +51,15 @@ def open_model(path: str | os.PathLike[str]) -> nn.Module:
 def _open_checkpoint(path: Path) -> nn.Module:
     try:
         config = GPTConfig(**read_manifest(path).extra["model"])
+        for field in fields(config):
+            if type(getattr(config, field.name)) is not type(field.default):
+                raise TypeError
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
             f"'{path}' was not saved by samo train, so its model is not known; build the model in "
             "Python, and load the checkpoint with samo.load(path, model)"
         ) from None
+    check_shape(path, config)
     model = GPT(config)
     load(path, model)
     return model

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samo.errors import MaskError
 from samo.mask.mask import Mask
-from samo.utils import atomic_io, safetensors_io
+from samo.utils import atomic_io, safetensors_io, untrusted
 
 __all__ = []
 
@@ -75,8 +75,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
             f"{_VERSION!r}; update samo"
         )
     try:
-        shapes = json.loads(found["shapes"])
-    except (KeyError, ValueError, RecursionError):
+        shapes = untrusted.parse_json(found["shapes"].encode())
+    except (KeyError, ValueError):
         shapes = None
     if not isinstance(shapes, dict):
         raise MaskError(f"mask file '{path}' is damaged: its shapes cannot be read")

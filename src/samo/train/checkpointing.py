@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from samo.checkpoint import verify
-from samo.checkpoint.load import load, load_masks
+from samo.checkpoint import Manifest, read_manifest, verify
+from samo.checkpoint.load import check_shape, load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
-from samo.errors import CheckpointError
+from samo.errors import CheckpointError, SamoError, first_words
 from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
 from samo.train.config_io import typed
@@ -91,18 +91,38 @@ def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -
         mesh=learner.ranks.mesh,
         timeout_s=learner.ranks.timeout_s,
     )
-    masking.load_state_dict(extra)
     batches.position = progress.position
     learner.skipped_before += progress.skipped_steps - learner.skipped_steps
-    torch.set_rng_state(extra["random_cpu"])
-    if "random_cuda" in extra and torch.cuda.is_available():
-        torch.cuda.set_rng_state(extra["random_cuda"])
+    try:
+        masking.load_state_dict(extra)
+        torch.set_rng_state(extra["random_cpu"])
+        if "random_cuda" in extra and torch.cuda.is_available():
+            torch.cuda.set_rng_state(extra["random_cuda"])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, SamoError):
+            raise
+        reason = f"{type(error).__name__}: {first_words(error)}"
+        raise CheckpointError(
+            f"'{path}' is damaged: its random state or masks make no sense ({reason}); use another "
+            "checkpoint of this run"
+        ) from None
     return progress
+
+
+def check_run(path: Path, shape: GPTConfig) -> None:
+    """Refuse a checkpoint of no run or of another model, before a model takes memory."""
+    _progress(path, read_manifest(path))
+    check_shape(path, shape)
 
 
 def _read(path: Path) -> tuple[Progress, Masks | None]:
     """Return the progress of a run, and its masks if the model was compressed."""
-    found = verify(path).extra.get("progress")
+    progress = _progress(path, verify(path))
+    return progress, load_masks(path) if progress.phase == "samo" else None
+
+
+def _progress(path: Path, manifest: Manifest) -> Progress:
+    found = manifest.extra.get("progress")
     if not isinstance(found, dict) or "step" not in found:
         raise CheckpointError(f"'{path}' was not saved by samo train; load it with samo.load")
     hints = typing.get_type_hints(Progress)
@@ -118,4 +138,4 @@ def _read(path: Path) -> tuple[Progress, Masks | None]:
                 f"'{path}' is damaged: its {name} is {got!r}; use another checkpoint"
             ) from None
         setattr(progress, name, value)
-    return progress, load_masks(path) if progress.phase == "samo" else None
+    return progress

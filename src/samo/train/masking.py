@@ -73,7 +73,8 @@ class Masking:
         first = first_observation(settings.mask_every, self._config.optim.warmup_steps)
         if not first <= step <= settings.dense_steps:
             return None
-        bird.observe()
+        with _pruning():  # weights may not be finite
+            bird.observe()
         return events.Observed(
             step=step,
             distances=bird.distances[-1],
@@ -95,7 +96,8 @@ class Masking:
         reason: events.DrawReason = "masks" if settings.masks else "dense_steps"
         if bird is not None:
             reason = "limit" if bird.masks is None else "settled"
-            masks = bird.draw_now()
+            with _pruning():
+                masks = bird.draw_now()
         elif settings.masks is not None:
             masks, self._given = self._given or self._load(), None
         elif settings.method == "gradual":

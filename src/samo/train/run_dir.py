@@ -13,8 +13,9 @@ report.html         the report, as ``samo report`` makes it
 
 import json
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +24,17 @@ from samo.checkpoint.manifest import NAME
 from samo.errors import RunError
 from samo.train.config import ResolvedConfig
 from samo.train.config_io import from_dict
-from samo.utils import atomic_io
+from samo.utils import atomic_io, untrusted
 
 __all__ = []
 
 FORMAT: Final = "samo-run"
 VERSION: Final = 1
+_NAMES: Final = (
+    *("run.json", "metrics.jsonl", "masks.safetensors", "report.html"),
+    *("checkpoints", "data", "tensorboard", "last", "best"),
+)
+_MAX_BYTES: Final = 2**24
 
 
 class RunDir:
@@ -86,7 +92,20 @@ class RunDir:
                 f"'{path}' is not a run folder: it {what}; --resume takes the folder that samo "
                 "train made (--out)"
             )
+        run._check_own()
         return run
+
+    def _check_own(self) -> None:
+        """Refuse links, pipes and devices that the run would read, or write through."""
+        for place in (self.path, self.last.parent):
+            for name in (*_NAMES, *(kept.name for kept in place.glob("step-*"))):
+                with suppress(FileNotFoundError):
+                    mode = (place / name).lstat().st_mode
+                    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                        raise RunError(
+                            f"'{place / name}' is a link, a pipe or a device, and a run uses files "
+                            "in its own folder only; replace it by what it leads to"
+                        )
 
     def lock(self) -> None:
         """Keep other processes out until this one closes the folder or ends."""
@@ -129,8 +148,8 @@ class RunDir:
     def read_run(self) -> dict[str, Any]:
         """Read run.json."""
         try:
-            record = json.loads(self.run_file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            record = untrusted.parse_json(untrusted.read_file(self.run_file, _MAX_BYTES))
+        except (OSError, ValueError) as error:
             raise RunError(
                 f"'{self.run_file}' cannot be read: {error}; take another copy of the run"
             ) from None

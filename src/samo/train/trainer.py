@@ -28,7 +28,7 @@ from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.models.generate import generate
 from samo.train import events, setup
-from samo.train.checkpointing import Progress, load_run, stage_run
+from samo.train.checkpointing import Progress, check_run, load_run, stage_run
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
@@ -145,6 +145,10 @@ def resume(
         # A run that was killed before its first checkpoint was complete starts again.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         shape = gpt_config(resolved.model, text.vocab_size)
+        if has_checkpoint:
+            ranks.run_all("the checkpoint", lambda: check_run(checkpoint, shape))
+        else:
+            setup.check_memory(resolved, shape)
         learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
         masking = Masking(resolved, learner)
         batches = setup.new_batches(resolved, text, ranks)
@@ -285,8 +289,9 @@ class Trainer:
                 signal = int(wish) if wish.isdigit() else None
                 if wish == "finish" or (self.saver.is_done and not self.saver.has_failed):
                     self.finish_save()
-                is_due = wish == "save" or progress.step % run.save_every == 0
-                if is_last or is_best or is_due or signal is not None:
+                is_due = is_last or is_best or wish == "save" or signal is not None
+                is_good = not self.nonfinite_lines  # or the last good checkpoint would go
+                if is_good and (is_due or progress.step % run.save_every == 0):
                     self.save()
             self.finish_save()
         return signal
