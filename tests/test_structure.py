@@ -188,6 +188,11 @@ def code_blocks(text: str) -> Iterator[str]:
         yield "\n" * text.count("\n", 0, match.start(2)) + textwrap.dedent(match[2])
 
 
+# What blocks leave behind, never freed: DDP's destructor joins gloo's threads with the GIL held,
+# and hangs if one of them needs it to let go of the last collective.
+RAN: list[dict[str, object]] = []
+
+
 @ignores_dynamo
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_the_code_of_a_page_runs(
@@ -197,7 +202,8 @@ def test_the_code_of_a_page_runs(
         folder = tmp_path / f"{number}"  # each block runs alone, as a reader copies it
         folder.mkdir()
         monkeypatch.chdir(folder)
-        exec(compile(block, page, "exec"), {"__name__": "__main__"})
+        RAN.append({"__name__": "__main__"})
+        exec(compile(block, page, "exec"), RAN[-1])
 
 
 def links(text: str) -> Iterator[str]:
