@@ -6,6 +6,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -837,3 +838,17 @@ def test_an_exported_program_computes_with_the_values_it_is_given(strict: bool, 
             param.mul_(2)
     run.load_state_dict(twice)
     assert torch.equal(run(X), model(X))
+
+
+@pytest.mark.long
+@ignores_dynamo
+@pytest.mark.filterwarnings("ignore")  # of Inductor and its packages
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_an_aotinductor_package_computes_as_the_model(strict: bool, tmp_path: Path) -> None:
+    model = pair(mlp)[1]
+    with torch.no_grad():
+        program = torch.export.export(model, (X,), strict=strict)
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "model.pt2")
+        )
+        torch.testing.assert_close(torch._inductor.aoti_load_package(path)(X), model(X))
