@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, models, processors
 
 from samo.data.tokenizers import open_tokenizer
 from samo.errors import DataError
@@ -91,9 +91,16 @@ def test_a_missing_tokenizer_is_refused_with_the_nearest_name(folder: Path, tmp_
 def test_a_damaged_tokenizer_and_a_missing_package_are_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"model":', encoding="utf-8")
-    with pytest.raises(DataError, match=r"'.*tokenizer.json' cannot be read: "):
-        open_tokenizer(str(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["continuing_subword_prefix"] = "longer than a token"  # a panic of Rust
+    for damaged in ('{"model":', json.dumps(content)):
+        file.write_text(damaged, encoding="utf-8")
+        with pytest.raises(DataError, match=r"'.*tokenizer.json' cannot be read: "):
+            open_tokenizer(str(tmp_path))
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(file))
+    with pytest.raises(DataError, match=r"'.*tokenizer.json' cannot encode the text: .*UNK"):
+        open_tokenizer(str(tmp_path)).encode("b")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match="needs the package tokenizers: pip install tokenizers"):
         open_tokenizer(str(folder))

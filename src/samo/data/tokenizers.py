@@ -1,6 +1,8 @@
 """Tokenizers: plain bytes, or a Hugging Face tokenizer from a folder."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -88,8 +90,17 @@ def open_tokenizer(name: str) -> Tokenizer:
         raise DataError(
             f"the tokenizer in '{name}' needs the package tokenizers: pip install tokenizers"
         ) from None
-    except Exception as error:  # the package raises nothing narrower
-        raise DataError(f"'{file}' cannot be read: {error}") from None
+
+
+@contextmanager
+def _named(file: Path, what: str) -> Iterator[None]:
+    """Turn any error of the package, also a panic of Rust, into one that names the file."""
+    try:
+        yield
+    except (ImportError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is no Exception, and an Exception nothing narrower
+        raise DataError(f"'{file}' {what}: {error}") from None
 
 
 class _FolderTokenizer:
@@ -99,16 +110,19 @@ class _FolderTokenizer:
         from tokenizers import Tokenizer as HuggingFace
 
         self.name = name
-        self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()
-        self._tokenizer: Final = HuggingFace.from_file(str(file))
-        # The file may set both, which would cut or pad a training text.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # The largest id, not the number of ids: some vocabularies have gaps.
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self._file: Final = file
+        with _named(file, "cannot be read"):
+            self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()
+            self._tokenizer: Final = HuggingFace.from_file(str(file))
+            # The file may set both, which would cut or pad a training text.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            # The largest id, not the number of ids: some vocabularies have gaps.
+            self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _named(self._file, "cannot encode the text"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
 
     def decode(self, ids: NDArray[Any]) -> str:
