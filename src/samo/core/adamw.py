@@ -62,21 +62,14 @@ class AdamW(Optimizer):
 
     Args:
         params: Parameters, named parameters, or groups, such as those of `samo.param_groups`.
-        lr: Learning rate, a number or a scalar tensor.
-        betas: Decay rates of the two moments.
-        eps: Added to the denominator.
-        weight_decay: Decoupled weight decay.
+        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``.
         state: ``"exact"``, or ``"lean"`` for 8-bit state.
         entry_steps: Count the updates of each kept entry of pruned weights, in 2 bytes each, so
             that entries added by `samo.remap_` get Adam's bias correction for their own age.
         group: Process group whose ranks skip steps together, for ``ZeroRedundancyOptimizer``.
             DistributedDataParallel needs none: its ranks have the same gradients.
         kernels: ``"auto"`` picks the fastest for the device, ``"reference"`` uses plain torch.
-        fused: Ignored, for compatibility with torch: the step is always fused.
-        capturable: Ignored, for compatibility with torch: the step is always capturable.
-
-    Raises:
-        ValueError: A setting is out of range, or the dtype of a parameter is not supported.
+        fused, capturable: Accepted for compatibility with torch; a step is always both.
     """
 
     refreshes_dense_weights = True
@@ -137,19 +130,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters from their gradients; return the loss of ``closure``, if given.
-
-        Example:
-            >>> import torch, samo
-            >>> weight = torch.nn.Parameter(torch.ones(3))
-            >>> weight.sum().backward()
-            >>> samo.AdamW([weight], lr=0.1, weight_decay=0).step()
-            >>> weight.data
-            tensor([0.9000, 0.9000, 0.9000])
-
-        Raises:
-            CompressionError: The step is captured in a CUDA graph that would replay it wrongly.
-        """
+        """Update the parameters from their gradients; return the loss of ``closure``, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -290,17 +271,7 @@ class AdamW(Optimizer):
                 state[key] = torch.zeros(shape, dtype=dtype, device=param.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state, before or after the model's.
-
-        Example:
-            >>> import torch, samo
-            >>> opt = samo.AdamW(torch.nn.Linear(8, 8).parameters())
-            >>> opt.load_state_dict(opt.state_dict())
-
-        Raises:
-            ValueError: The groups do not match.
-            MaskError: The state belongs to other masks, dtypes or settings, or is damaged.
-        """
+        """Load a saved state, before or after the model's."""
         own, saved = self.param_groups, state_dict["param_groups"]
         found = []
         if [len(group["params"]) for group in own] == [len(group["params"]) for group in saved]:
@@ -329,7 +300,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def carry_over(self, dense: Optimizer) -> None:
-        """Continue from the moments of the optimizer that trained the model before compression.
+        """Continue from the moments of the Adam or AdamW that trained the dense model.
 
         Example:
             >>> import torch, samo
@@ -342,12 +313,6 @@ class AdamW(Optimizer):
             >>> opt.carry_over(dense)
             >>> [state["exp_avg"].shape for state in opt.state.values()]
             [torch.Size([32]), torch.Size([8])]
-
-        Args:
-            dense: torch's Adam or AdamW over the parameters that the model had.
-
-        Raises:
-            ValueError: It is another optimizer.
         """
         groups = {param: group for group in self.param_groups for param in group["params"]}
         found = []

@@ -95,36 +95,28 @@ def compress_(
             ``torch.bfloat16`` needs `samo.AdamW`, which stores the rounding remainder: 16 bits that
             lose nothing, or 8 with ``state="lean"``.
         kernels: ``"auto"`` picks the fastest for the device, ``"reference"`` uses plain torch.
-
-    Raises:
-        TypeError: ``model`` is no module, or ``masks`` are no `samo.Masks`.
-        ValueError: A dtype or option is not supported, or weights are not finite.
-        MaskError: The masks do not fit the model.
-        CompressionError: The model is already compressed, or a module's class cannot be replaced.
     """
     options = {"dtype": dtype, "grad_dtype": grad_dtype, "value_dtype": value_dtype}
     _check_arguments(model, weights, {**options, "kernels": kernels})
     with torch.inference_mode(False), torch.no_grad():
         plans = _plan_parameters(model, masks, dtype, grad_dtype, value_dtype)
-        owned = {
-            module: {
-                name: id(param)
-                for name, param in module._parameters.items()
-                if param is not None and id(param) in plans and plans[id(param)].is_compressed
-            }
-            for module in model.modules()
-        }
-        changed = {module: own for module, own in owned.items() if own or module is model}
-        residents = _resident_parameters(plans, changed, weights)
-        for module, own in changed.items():
-            check_class(module, tuple(own))
+        compressed = {key: plan for key, plan in plans.items() if plan.is_compressed}
+        changed: dict[nn.Module, dict[str, int]] = {}
+        for module in model.modules():
+            own = {name: id(param) for name, param in module._parameters.items()}
+            own = {name: key for name, key in own.items() if key in compressed}
+            if own or module is model:
+                check_class(module, tuple(own))
+                changed[module] = own
+        residents = _resident_parameters(compressed, changed, weights)
         # Nothing below raises.
+        made = {
+            key: Weight(plan, kernels, is_resident=key in residents)
+            for key, plan in compressed.items()
+        }
         model.__dict__[_CAST] = cast = {}
-        made = {}
         for key, plan in plans.items():
-            if plan.is_compressed:
-                made[key] = Weight(plan, kernels, is_resident=key in residents)
-            else:
+            if key not in compressed:
                 cast[plan.name] = plan.param.dtype
                 plan.param.grad = None
                 plan.param.data = plan.param.data.to(plan.dtype)
@@ -140,7 +132,8 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     """Restore an ordinary model in place: original classes, shapes and dtypes.
 
     For tools that need plain modules, such as quantization, fusion or scripting. Pruned entries
-    are exactly 0. Rebuild optimizers afterwards.
+    are exactly 0. ``dtype`` replaces the dtypes that the parameters had before compression. Rebuild
+    optimizers afterwards.
 
     Example:
         >>> import torch, samo
@@ -149,10 +142,6 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
         >>> model = samo.decompress_(samo.compress_(model, masks))
         >>> type(model[0]) is torch.nn.Linear, int(model[0].weight.count_nonzero())
         (True, 10)
-
-    Args:
-        model: A model that is compressed, at least in part.
-        dtype: Dtype of the parameters; by default what each had before compression.
     """
     check_whole(
         model, "decompress_ would give each rank all of them", "call samo.dense_state_dict(model)"
@@ -183,7 +172,7 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
 
 @torch.no_grad()
 def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the state dict of the equivalent ordinary model, as new tensors.
+    """Return the state dict that `decompress_` would give the model, as new tensors.
 
     Example:
         >>> import torch, samo
@@ -192,10 +181,6 @@ def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> d
         >>> _ = samo.compress_(model, samo.prune(model, sparsity=0.9))
         >>> plain.load_state_dict(samo.dense_state_dict(model))
         <All keys matched successfully>
-
-    Args:
-        model: A compressed model.
-        dtype: Dtype of the parameters; by default what each had before compression.
     """
     state = model.state_dict(keep_vars=True)  # tied ones are one object
     own = model.__dict__.get(_CAST, {})
@@ -217,7 +202,7 @@ def dense_state_dict(model: nn.Module, *, dtype: torch.dtype | None = None) -> d
 
 
 def masks(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> Masks:
-    """Return the masks of a compressed model or of a state dict.
+    """Return the masks of a compressed model, or of a state dict for a model of its shapes.
 
     Example:
         >>> import torch, samo
@@ -230,13 +215,6 @@ def masks(model: nn.Module, state_dict: Mapping[str, Any] | None = None) -> Mask
         >>> _ = samo.compress_(other, samo.masks(other, saved))
         >>> other.load_state_dict(saved)
         <All keys matched successfully>
-
-    Args:
-        model: A compressed model; with ``state_dict``, also the dense model to be compressed.
-        state_dict: A state dict of a compressed model.
-
-    Raises:
-        MaskError: The state dict has a bitmap that is damaged or does not fit the model.
     """
     if state_dict is not None:
         shapes = {name: param.shape for name, param in dense_parameters(model).items()}
@@ -292,11 +270,7 @@ def _resident_parameters(
     plans: dict[int, Plan], owned: dict[nn.Module, dict[str, int]], weights: str | int
 ) -> set[int]:
     """Return which parameters keep their dense weight between uses."""
-    sizes = {
-        key: plan.param.numel() * plan.dtype.itemsize
-        for key, plan in plans.items()
-        if plan.is_compressed
-    }
+    sizes = {key: plan.param.numel() * plan.dtype.itemsize for key, plan in plans.items()}
     if weights == "resident":
         return set(sizes)
     # An unpruned parameter's copy is 2 of its 16 bytes. Recurrent layers save their weights for

@@ -51,10 +51,6 @@ def param_groups(
             from -3 to 3, and leave its decay as it is. With -1, a weight at 90 % sparsity learns 10
             times as fast, which helps models that are pruned early.
         no_decay: Shell-style patterns of further names without decay, such as ``"wte.*"``.
-
-    Raises:
-        ValueError: A pattern matches no parameter, or ``density_power`` is out of range or has no
-            ``lr`` to act on.
     """
     if not isinstance(density_power, int | float) or not -3 <= density_power <= 3:
         raise ValueError(f"density_power must be a number from -3 to 3, got {density_power!r}")

@@ -85,12 +85,6 @@ def remap_(
         model: A compressed model.
         masks: A mask for each pruned parameter; `samo.Mask.ones` keeps all of one.
         opt: The optimizers of the model: `samo.AdamW`, one of torch, or several.
-
-    Raises:
-        CompressionError: The model is not compressed, or an optimizer was left out or keeps state
-            that cannot be moved.
-        MaskError: The masks do not fit the model.
-        TypeError: ``masks`` or ``opt`` are of another type.
     """
     check_whole(model, "its masks can no longer change", "change them before fully_shard")
     passed = [] if opt is None else optimizers_of(opt)

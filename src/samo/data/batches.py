@@ -52,27 +52,7 @@ class Batch(NamedTuple):
 class Batches(Iterator[Batch]):
     """Endless shuffled batches. Save and restore ``position``, windows so far, to resume exactly.
 
-    Example:
-        >>> tokens = Tokens([np.arange(1000) % 50], vocab_size=50)
-        >>> batches = Batches(tokens, context=16, batch_size=4, seed=0)
-        >>> next(batches).inputs_BT.shape
-        torch.Size([4, 16])
-        >>> batches.position, batches.num_windows
-        (4, 63)
-        >>> resumed = Batches(tokens, context=16, batch_size=4, seed=0)
-        >>> resumed.position = 4
-        >>> torch.equal(next(resumed).inputs_BT, next(batches).inputs_BT)
-        True
-
-    Args:
-        tokens: The stream to draw from.
-        context: Length of a sequence.
-        batch_size: Sequences in a batch.
-        seed: Seeds the order and the window borders of every epoch.
-        part: ``(index, count)``: return only this part of each batch, as one of several ranks.
-
-    Raises:
-        DataError: There are fewer tokens than one sequence needs.
+    ``part`` is ``(index, count)``: one of several ranks gets only its part of each batch.
     """
 
     def __init__(
@@ -114,7 +94,7 @@ class Batches(Iterator[Batch]):
         return self._windows.read(spans, self._part)
 
     def _draw(self, epoch: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the window order and the segment shifts of an epoch; the last is cached."""
+        """Return the window order and the segment shifts of an epoch; caches the last one."""
         if self._drawn is None or self._drawn[0] != epoch:
             rng = np.random.default_rng((self._seed, epoch))
             shifts = rng.integers(self._windows.max_shifts, endpoint=True)
@@ -126,12 +106,7 @@ class Batches(Iterator[Batch]):
 
 
 def part_of(count: int, part: tuple[int, int]) -> slice:
-    """Return the rows of part ``(index, parts)`` of ``count`` rows, as even as possible.
-
-    Example:
-        >>> [part_of(16, (rank, 3)) for rank in range(3)]
-        [slice(0, 6, None), slice(6, 11, None), slice(11, 16, None)]
-    """
+    """Return the rows of part ``(index, parts)``; 16 rows in 3 parts are 6, 5 and 5."""
     index, parts = part
     size, larger = divmod(count, parts)
     start = index * size + min(index, larger)
@@ -149,9 +124,6 @@ def validation_batches(
     """Return up to ``max_batches`` batches, spread evenly over the tokens, the same at every call.
 
     The last batch may have fewer sequences, and a ``part`` of it none.
-
-    Raises:
-        DataError: There are fewer tokens than one sequence needs.
     """
     windows = _Windows(tokens, context)
     no_shifts = np.zeros_like(windows.max_shifts)

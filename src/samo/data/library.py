@@ -11,15 +11,7 @@ __all__ = ["write_library_text"]
 
 
 def write_library_text(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Write ``train.txt`` and, from every tenth source file, ``valid.txt``; return their paths.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     train, valid = write_library_text(folder)
-        ...     train.name, valid.name, train.stat().st_size > valid.stat().st_size > 10_000
-        ('train.txt', 'valid.txt', True)
-    """
+    """Write ``train.txt`` and, from every tenth source file, ``valid.txt``; return their paths."""
     library, folder = Path(os.__file__).parent, Path(folder)
     texts: list[bytes] = []
     for path in sorted(library.glob("*.py")):

@@ -34,15 +34,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8: nothing to train or download, and every file works.
-
-    Example:
-        >>> tokenizer = ByteTokenizer()
-        >>> tokenizer.encode("Hi!")
-        array([ 72, 105,  33], dtype=uint8)
-        >>> tokenizer.decode(np.array([72, 105, 33]))
-        'Hi!'
-    """
+    """One token per byte of UTF-8: nothing to train or download, and every file works."""
 
     name = "bytes"
     vocab_size = 256
@@ -60,18 +52,7 @@ class ByteTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Return the byte tokenizer, or the Hugging Face tokenizer in a folder.
-
-    Example:
-        >>> open_tokenizer("bytes").vocab_size
-        256
-
-    Args:
-        name: ``"bytes"``, or a folder with ``tokenizer.json``.
-
-    Raises:
-        DataError: The folder has no valid tokenizer, or ``tokenizers`` is not installed.
-    """
+    """Return the tokenizer called ``"bytes"``, or the one in a folder with ``tokenizer.json``."""
     if name == ByteTokenizer.name:
         return ByteTokenizer()
     file = Path(name, _FILE)

@@ -58,11 +58,7 @@ class Tokens:
         return digest.hexdigest()
 
     def split(self, valid_fraction: float, min_tokens: int) -> tuple["Tokens", "Tokens"]:
-        """Split off the last tokens for validation: a fraction, but at least ``min_tokens``.
-
-        Raises:
-            DataError: Fewer than ``min_tokens`` would be left to train on.
-        """
+        """Split off the last tokens for validation: a fraction, but at least ``min_tokens``."""
         num_valid = max(round(self.num_tokens * valid_fraction), min_tokens)
         num_train = self.num_tokens - num_valid
         if num_train < min_tokens:
@@ -96,17 +92,8 @@ def open_tokens(
     """Open text and token files as one stream.
 
     The byte tokenizer maps text as it is; any other encodes it once, into ``cache``. All tokens of
-    token files (``.npy``, ``.bin``) are checked against the vocabulary.
-
-    Args:
-        paths: The files, in the order of the stream.
-        tokenizer: Encodes text files; see `open_tokenizer`.
-        cache: Folder for encoded text.
-        vocab_size: Size of the vocabulary. By default the tokenizer's; for token files alone with
-            the byte tokenizer, the largest token + 1.
-
-    Raises:
-        DataError: A file cannot be used, or has tokens outside the vocabulary.
+    token files (``.npy``, ``.bin``) are checked against the vocabulary, by default the tokenizer's;
+    for token files alone with the byte tokenizer, up to the largest token.
     """
     given = [Path(path) for path in paths]
     for path in given:

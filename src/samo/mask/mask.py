@@ -69,13 +69,7 @@ class Mask:
 
     @classmethod
     def from_bool(cls, keep: Tensor) -> "Mask":
-        """Build a mask from a boolean tensor, True where the weight is kept.
-
-        Example:
-            >>> import torch, samo
-            >>> samo.Mask.from_bool(torch.eye(4, dtype=torch.bool)).kept
-            4
-        """
+        """Build a mask from a boolean tensor, True where the weight is kept."""
         if keep.dtype != torch.bool:  # 0 and 1 could be weights, passed by mistake
             raise TypeError(
                 f"Mask.from_bool takes a boolean tensor, got {keep.dtype}; "

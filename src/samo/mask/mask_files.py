@@ -45,11 +45,7 @@ def write(path: str | os.PathLike[str], masks: Mapping[str, Mask], fingerprint: 
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """Return the words, shapes and fingerprint of a file, not yet compared with each other.
-
-    Raises:
-        MaskError: The file is missing, cannot be read, or is of another kind or version.
-    """
+    """Return the words, shapes and fingerprint of a file, not yet compared with each other."""
     path = Path(path)
     if path.is_dir():
         raise MaskError(f"'{path}' is a folder; samo.load_masks reads the masks of a checkpoint")

@@ -55,19 +55,7 @@ class Masks(Mapping[str, Mask]):
 
     @classmethod
     def ones(cls, model: nn.Module, *, skip: Iterable[str] = ()) -> "Masks":
-        """Build masks that keep everything, for the weights that `samo.prune` would prune.
-
-        A model compressed with them trains like a dense one; `samo.GradualPruning` starts from it.
-
-        Example:
-            >>> import torch, samo
-            >>> samo.Masks.ones(torch.nn.Sequential(torch.nn.Linear(64, 64)))
-            Masks(1 tensors, 4,096 of 4,096 weights kept, sparsity 0.000)
-
-        Args:
-            model: Any module.
-            skip: Shell-style patterns of weights to leave without a mask.
-        """
+        """Keep everything, for `samo.GradualPruning` to start from; ``skip`` as in `samo.prune`."""
         dense = dense_parameters(model)
         skipped = matching(skip, dense, "skip")
         names = [name for name in prunable(model) if name not in skipped]
@@ -79,7 +67,8 @@ class Masks(Mapping[str, Mask]):
     ) -> "Masks":
         """Read the masks of an already pruned model: weights that are exactly 0 are pruned.
 
-        Reads the weights that `samo.prune` would prune, heads and routers.
+        Reads the weights that `samo.prune` would prune, heads and routers. Tensors with fewer zeros
+        than ``min_sparsity``, and those that match a pattern of ``skip``, get no mask.
 
         Example:
             >>> import torch, samo
@@ -88,11 +77,6 @@ class Masks(Mapping[str, Mask]):
             ...     _ = model[0].weight.copy_(torch.eye(4))
             >>> samo.Masks.from_zeros(model)
             Masks(1 tensors, 4 of 16 weights kept, sparsity 0.750)
-
-        Args:
-            model: The pruned model.
-            skip: Shell-style patterns of weights to leave without a mask.
-            min_sparsity: Tensors with fewer zeros count as dense.
         """
         parameters = dense_parameters(model)
         skipped = matching(skip, parameters, "skip")
@@ -167,15 +151,7 @@ class Masks(Mapping[str, Mask]):
         return Masks({name: mask.to(device) for name, mask in self.items()})
 
     def apply_(self, model: nn.Module) -> None:
-        """Set the pruned weights of a model to exactly 0, once and in place.
-
-        Example:
-            >>> import torch, samo
-            >>> model = torch.nn.Linear(10, 10)
-            >>> samo.prune(model, sparsity=0.9).apply_(model)
-            >>> int((model.weight != 0).sum())
-            10
-        """
+        """Set the pruned weights of a model to exactly 0, once and in place."""
         parameters = self.parameters_of(model)
         for name, mask in self.items():
             mask.to(parameters[name].device).zero_(parameters[name].detach())
@@ -205,17 +181,7 @@ class Masks(Mapping[str, Mask]):
         return digest.hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the masks to a safetensors file, atomically.
-
-        Example:
-            >>> import tempfile, torch, samo
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-            >>> masks = samo.prune(model, 0.5)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     masks.save(f"{folder}/masks.safetensors")
-            ...     samo.Masks.load(f"{folder}/masks.safetensors") == masks
-            True
-        """
+        """Write the masks to a safetensors file, atomically."""
         mask_files.write(path, self, self.fingerprint())
 
     @classmethod

@@ -146,11 +146,7 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         saved against dense: 81.4%; activations are not included
 
     Each rank counts what it holds, DDP's buckets included; ``gradient_as_bucket_view=True`` avoids
-    those.
-
-    Args:
-        model: A compressed model, wrapped or not.
-        opt: Its optimizer, of samo or any other, or several. Without one no moments are predicted.
+    those. Pass all optimizers of the model: without them no moments are predicted.
     """
     if not any(isinstance(module, CompressedModule) for module in model.modules()):
         raise CompressionError("the model is not compressed; call samo.compress_(model, masks)")

@@ -16,21 +16,9 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> Tensor:
-    """Return the prompt and ``num_tokens`` sampled tokens.
+    """Return a prompt of at least one token, and ``num_tokens`` sampled tokens.
 
-    Example:
-        >>> from samo.models.gpt import GPT, GPTConfig
-        >>> model = GPT(GPTConfig(num_layers=1, width=16, num_heads=2, context=8))
-        >>> generate(model, torch.tensor([1, 2, 3]), 5, context=8).shape
-        torch.Size([8])
-
-    Args:
-        model: Maps tokens (1, T) to logits (1, T, V).
-        prompt_T: At least one token.
-        num_tokens: Tokens to sample.
-        context: Longest sequence the model takes.
-        temperature: Divides the logits.
-        seed: Of the sampling.
+    The model maps tokens (1, T), at most ``context`` of them, to logits (1, T, V).
     """
     device = next(model.parameters()).device
     tokens_T = prompt_T.to(device)

@@ -49,11 +49,8 @@ def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list
     """Share ``kept`` weights among tensors by the Erdos-Renyi-Kernel rule.
 
     Shares are rounded down, and the rest goes to the largest fractions, earlier tensors first.
-    ``matrices`` has the number of matrices stacked in each tensor, usually 1, and their sizes.
-
-    Example:
-        >>> erk_counts([(1, (10, 10)), (1, (100, 100))], kept=1100)
-        [100, 1000]
+    ``matrices`` has the number of matrices stacked in each tensor, usually 1, and their sizes:
+    1,100 kept of (1, (10, 10)) and (1, (100, 100)) are 100 and 1,000.
     """
     numels = [count * math.prod(sizes) for count, sizes in matrices]
     # A count is density times numel, so counts are proportional to the sums of sizes.

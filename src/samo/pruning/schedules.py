@@ -28,12 +28,7 @@ Grow = Literal["random", "gradient"]
 
 
 def cubic_sparsity(step: int, start: int, stop: int, initial: float, final: float) -> float:
-    """Return the sparsity at a step: it rises fast at first, then ever slower.
-
-    Example:
-        >>> [round(cubic_sparsity(step, 0, 100, 0.0, 0.9), 3) for step in (0, 50, 100, 200)]
-        [0.0, 0.787, 0.9, 0.9]
-    """
+    """Return the sparsity at a step: it rises fast at first, then ever slower."""
     part = min(max((step - start) / (stop - start), 0.0), 1.0)
     return final + (initial - final) * (1 - part) ** 3
 
@@ -113,8 +108,8 @@ class GradualPruning(MaskSchedule):
         sparsity + (initial - sparsity) * (1 - (step - start) / (stop - start)) ** 3
 
     Gradients and optimizer state shrink with it. A tensor sparser than the schedule waits for it.
-    Only matrices that are trained are pruned: with ``requires_grad``, and in a group of ``opt``.
-    Steps count from 1, so with ``start=0`` the first pruning is at step ``every``.
+    Only matrices that ``opt`` trains are pruned. Start from `samo.Masks.ones` to prune a dense
+    model. Steps count from 1, so with ``start=0`` the first pruning is at step ``every``.
 
     Replicas with equal weights prune alike. Rebuild DistributedDataParallel after each pruning:
     ``DistributedDataParallel(ddp.module)``. Its next forward pass raises otherwise.
@@ -134,12 +129,8 @@ class GradualPruning(MaskSchedule):
         Masks(1 tensors, 410 of 4,096 weights kept, sparsity 0.900)
 
     Args:
-        model: A compressed model. Start dense with masks of `samo.Masks.ones`.
-        opt: Its optimizer, or several; any of torch's.
-        sparsity: Final fraction pruned of each tensor.
-        start: First step of the schedule.
-        stop: Step at which the final sparsity is reached.
-        every: Steps between prunings.
+        model, opt: A compressed model and its optimizer, or several; any of torch's.
+        sparsity: Final fraction pruned of each tensor, reached at ``stop``.
         initial: Sparsity at which the curve starts.
         seed: Breaks ties between equal magnitudes.
     """
@@ -209,7 +200,7 @@ class DynamicSparse(MaskSchedule):
     The fraction of each tensor's kept entries that is replaced decays from ``drop``:
     ``drop / 2 * (1 + cos(pi * step / stop))``. An entry that was just dropped may be chosen again
     and keeps its value. Grown entries start at 0. Patterns such as 2:4 are not preserved. Only
-    matrices that are trained change: with ``requires_grad``, and in a group of ``opt``.
+    matrices that ``opt`` trains change.
 
     Under DistributedDataParallel, gradients are summed over replicas in the backward passes before
     an update, in which each rank must use every pruned weight, and all ranks get the masks of the
@@ -235,9 +226,7 @@ class DynamicSparse(MaskSchedule):
         [410, 64]
 
     Args:
-        model: A compressed model.
-        opt: Its optimizer, or several; any of torch's.
-        grow: ``"random"`` or ``"gradient"``.
+        model, opt: A compressed model and its optimizer, or several; any of torch's.
         drop: Initial fraction of the kept entries to replace.
         every: Steps between updates.
         stop: Step at which masks stop moving; three quarters of a run is usual.
