@@ -10,7 +10,6 @@ import pytest
 
 from samo.report import figures, findings
 from samo.report.figures import spread
-from samo.report.memory_bars import bars
 from samo.report.runs import Run, read_run, read_runs
 from samo.report.theme import DARK, LIGHT, drawing, to_svg
 from tests.report.runs import (
@@ -83,7 +82,7 @@ def test_losses_over_bytes_are_drawn_where_they_are(tmp_path: Path) -> None:
 
 
 def test_the_parts_of_a_bar_are_its_bytes(tmp_path: Path) -> None:
-    found = bars(read_runs([write_run(tmp_path)]))
+    found = findings.bars(read_runs([write_run(tmp_path)]))
     (axes,) = draw("memory", found).axes
     ends = [patch.get_x() + patch.get_width() for patch in axes.patches]
     parts = len(ends) // len(found)

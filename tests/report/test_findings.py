@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from samo.report import findings
-from samo.report.memory_bars import bars
 from samo.report.runs import Run, read_run, read_runs
 from samo.train.events import Event
 from tests.report.runs import (
@@ -82,15 +81,18 @@ def test_throughput_is_the_median_of_the_last_phase_without_its_first_line(tmp_p
 
 def test_equal_baselines_are_shown_once(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / f"{p}", name=f"r{p}", sparsity=p) for p in (0.8, 0.9)]
-    labels = [bar.label for bar in bars(read_runs(paths))]
+    labels = [bar.label for bar in findings.bars(read_runs(paths))]
     baselines = ["dense training", "SAMO paper, r0.8", "SAMO paper, r0.9"]
     assert labels == [*baselines, "r0.8, measured", "r0.9, measured"]
-    assert [bar.label for bar in bars(read_runs(paths[:1]))][1:] == ["SAMO paper", "samo, measured"]
+    assert [bar.label for bar in findings.bars(read_runs(paths[:1]))][1:] == [
+        "SAMO paper",
+        "samo, measured",
+    ]
 
 
 def test_a_prediction_is_shown_if_it_differs(tmp_path: Path) -> None:
     state = replace(accounted(1), measured_bytes=7, measured={"values": 7})
-    found = bars([run_of(tmp_path, pruned(1), state)])
+    found = findings.bars([run_of(tmp_path, pruned(1), state)])
     assert [bar.label for bar in found[2:]] == ["samo, predicted", "samo, measured"]
     assert [bar.total for bar in found[2:]] == [state.predicted_bytes, 7]
     assert [bar.place for bar in found[2:]] == [None, 0]

@@ -12,7 +12,6 @@ from samo.data.batches import IGNORE, Batch
 from samo.models.gpt import GPT, GPTConfig
 from samo.train.learner import Learner
 from samo.train.resolve import learning_rate
-from samo.train.state_bytes import state_bytes
 from tests.train.helpers import new_learner, optim
 
 SMALL = GPTConfig(num_layers=1, width=32, num_heads=2, context=16, vocab_size=64)
@@ -74,13 +73,12 @@ def test_every_dtype_learns_and_its_state_is_as_predicted(dtype: str, phase: str
         one.step(1e-2)
     assert losses[-1] < losses[0] - 0.5
     assert one.skipped_steps == 0
-    account = state_bytes(one)
-    assert account["measured"] == account["predicted"]
-    assert account["measured"]["gradients"] > 0
-    assert account["measured_bytes"] == sum(account["measured"].values())
-    assert account["num_params"] == one.num_params
-    assert (account["measured_bytes"] < account["dense_bytes"]) == (phase == "samo")
-    assert (account["paper_bytes"] is None) == (phase == "dense")
+    account = one.accounted(step=12)
+    assert account.measured == account.predicted
+    assert account.measured["gradients"] > 0
+    assert account.num_params == one.num_params
+    assert (account.measured_bytes < account.dense_bytes) == (phase == "samo")
+    assert (account.paper_bytes is None) == (phase == "dense")
 
 
 @PHASES

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from samo.report.findings import last_loss, tokens_per_s
-from samo.report.memory_bars import PARTS, Bar
+from samo.report.findings import PARTS, Bar, last_loss, tokens_per_s
 from samo.report.runs import Run, finite_evals
 from samo.report.theme import LIGHT, new_figure, run_colour, run_dashes
 from samo.train.events import Stepped

@@ -6,10 +6,11 @@ runs on other data or hardware are not compared at all. Speeds are never ranked.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from samo.report.memory_bars import holder
+from samo.memory.predict import KINDS
 from samo.report.runs import Run, finite_evals
 from samo.utils.formatting import NOTHING, count, duration, loss, percent, size, three_digits
 
@@ -19,6 +20,8 @@ _SAME_LOSS: Final = 0.02
 """Other seeds move the loss of a run by about this fraction."""
 DATA: Final = ("data", "fingerprint")
 HARDWARE: Final = ("hardware", "device_name")
+PARTS: Final = (*KINDS, "whole")
+"""Kinds of bytes, in the order of a bar; "whole" where only the sum is known."""
 
 
 # Numbers of a run
@@ -231,6 +234,47 @@ def _ranking(judged: Sequence[tuple[float, Run]]) -> str:
     text += f"the highest is {loss(high)}"
     steps = {run.last_step for run in runs}
     return f"{text} (after different numbers of steps)" if len(steps) > 1 else text
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of the memory figure."""
+
+    label: str
+    kinds: Mapping[str, int]
+    num_params: int
+    place: int | None = None  # of the run that measured it; None for arithmetic
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def bars(runs: Sequence[Run]) -> list[Bar]:
+    """Return the baselines, each different one once, then the runs.
+
+    A prediction is shown only where it differs from the measurement.
+    """
+    found: list[Bar] = []
+    accounts = [(run, run.state) for run in runs if run.state]
+    for label, name in (("dense training", "dense_bytes"), ("SAMO paper", "paper_bytes")):
+        sizes = {getattr(state, name): (run, state) for run, state in reversed(accounts)}
+        sizes.pop(None, None)  # a dense run has no size by the paper
+        for whole, (run, state) in reversed(sizes.items()):
+            title = label if len(sizes) == 1 else f"{label}, {run.label}"
+            found.append(Bar(title, {"whole": whole}, state.num_params))
+    for run, state in accounts:
+        name, number = holder(run, len(accounts)), state.num_params
+        if state.predicted_bytes != state.measured_bytes:
+            found.append(Bar(f"{name}, predicted", state.predicted, number))
+        found.append(Bar(f"{name}, measured", state.measured, number, run.place))
+    return found
+
+
+def holder(run: Run, num_accounts: int) -> str:
+    """Return "samo" for a compressed run that is the only one with an account, or its label."""
+    is_compressed = run.mode == "samo" and run.prune is not None
+    return "samo" if is_compressed and num_accounts == 1 else run.label
 
 
 def memory_finding(runs: Sequence[Run]) -> str:

@@ -10,7 +10,6 @@ from markupsafe import Markup
 
 from samo.errors import ConfigError, RunError
 from samo.report import figures, findings, theme
-from samo.report.memory_bars import PARTS, bars
 from samo.report.runs import Run, read_runs
 from samo.utils import atomic_io, formatting
 
@@ -49,14 +48,14 @@ def _render(runs: Sequence[Run]) -> str:
         with theme.drawing(f"{kind}{next(names)}"):
             return Markup(theme.to_svg(getattr(figures, f"{kind}_figure")(content)))
 
-    found = bars(runs)
+    found = findings.bars(runs)
     settings = [_flat(run.section("config")) for run in runs]
     keys = dict.fromkeys(key for each in settings for key in each)
     rows = [(key, [each.get(key, formatting.NOTHING) for each in settings]) for key in keys]
     return environment.get_template("template.html").render(
         runs=runs,
         bars=found,
-        kinds=[kind for kind in PARTS if any(bar.kinds.get(kind) for bar in found)],
+        kinds=[kind for kind in findings.PARTS if any(bar.kinds.get(kind) for bar in found)],
         figure=figure,
         findings=findings,
         formatting=formatting,

@@ -1,14 +1,16 @@
-"""Checkpoints of a run: all that its next steps depend on, from weights to the data position."""
+"""Checkpoints of a run: all that its next steps depend on, and the thread that writes them."""
 
 import dataclasses
+import time
 import typing
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from samo.checkpoint import Manifest, read_manifest, verify
+from samo.checkpoint import Manifest, copy, read_manifest, staging, verify
 from samo.checkpoint.load import check_shape, load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
@@ -16,9 +18,10 @@ from samo.errors import CheckpointError, SamoError, first_words
 from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
 from samo.train.config_io import typed
-from samo.train.events import Phase
+from samo.train.events import Phase, Saved
 from samo.train.learner import Learner
 from samo.train.masking import Masking
+from samo.train.run_dir import RunDir
 
 __all__ = []
 
@@ -139,3 +142,88 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
             ) from None
         setattr(progress, name, value)
     return progress
+
+
+class Saver:
+    """Writes ``last``, and on rank 0 what follows from it: ``best`` and the ones to keep.
+
+    ``writes_masks`` writes the mask file too: of stages, only the checkpoint holds all masks.
+    """
+
+    def __init__(
+        self, folder: RunDir, *, is_first: bool, keep: int, minutes: float, writes_masks: bool
+    ) -> None:
+        self._folder: Final = folder
+        self._is_first: Final = is_first
+        self._keep: Final = keep
+        self._every_s: Final = 60 * minutes
+        self._writes_masks: Final = writes_masks
+        self._started = time.monotonic()
+        self._saving: Future[Saved] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so many minutes have passed since the last save."""
+        return 0 < self._every_s <= time.monotonic() - self._started
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a save has ended, and `finish` has not returned it yet."""
+        return self._saving is not None and self._saving.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save that is done has failed, which `finish` raises."""
+        return self.is_done and self._saving is not None and self._saving.exception() is not None
+
+    def save(self, stage: Callable[[], Callable[[], None]], step: int, *, is_async: bool) -> None:
+        """Copy the state with ``stage`` and write it in a thread; `finish` the one before first.
+
+        If it is not asynchronous, ``stage`` need not copy, and `finish` follows at once.
+        """
+        assert self._saving is None, "its result would be lost"
+        started = time.perf_counter()
+        self._started = time.monotonic()
+
+        def staged() -> Callable[[], Saved]:
+            write = stage()
+            stall_s = time.perf_counter() - started
+
+            def complete() -> Saved:
+                write()
+                num_bytes = 0
+                if self._is_first:
+                    self.follow_up()
+                    files = [file for file in self._folder.last.rglob("*") if file.is_file()]
+                    num_bytes = sum(file.stat().st_size for file in files)
+                seconds = time.perf_counter() - started
+                return Saved(
+                    step=step,
+                    path=self._folder.last.relative_to(self._folder.path).as_posix(),
+                    bytes=num_bytes,
+                    seconds=seconds,
+                    stall_s=stall_s if is_async else seconds,
+                )
+
+            return complete
+
+        self._saving = staging.submit(staged)
+
+    def finish(self) -> Saved | None:
+        """Wait for the save that is on its way, and return it, or raise its error."""
+        saving, self._saving = self._saving, None
+        return None if saving is None else saving.result()
+
+    def follow_up(self) -> None:
+        """Copy ``last`` to where else it belongs; all that it takes to know where is in it."""
+        folder = self._folder
+        folder.check_in_place()
+        progress = read_manifest(folder.last).extra["progress"]
+        step = progress["step"]
+        if progress.get("best_step") == step:
+            copy(folder.last, folder.best)
+        if self._writes_masks and progress["phase"] == "samo":
+            load_masks(folder.last).save(folder.masks)
+        if self._keep > 1:
+            copy(folder.last, folder.kept(step))
+            folder.remove_kept(all_but=self._keep)

@@ -7,7 +7,8 @@ samo    compressed state, weights in the compute dtype; on several ranks replica
 
 import contextlib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -32,7 +33,7 @@ from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
 from samo.train.config import ResolvedConfig
-from samo.train.events import Phase
+from samo.train.events import Accounted, Phase
 from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import MOVING
@@ -342,10 +343,59 @@ class Learner:
         """Return the ledger of compressed state, or None if the state is dense."""
         return ledger(self.model, self.opt) if self.phase == "samo" else None
 
+    def accounted(self, step: int) -> Accounted:
+        """Return the bytes of state of a replica with all its stages; a collective of all ranks."""
+        ranks = self.ranks.all_gather("the size of the model state", self._state_bytes())
+        stages = ranks[:: self.ranks.num_replicas]
+        measured = _sum(stage["measured"] for stage in stages)
+        predicted = _sum(stage["predicted"] for stage in stages)
+        return Accounted(
+            step=step,
+            **_sum(stage["totals"] for stage in stages),
+            paper_bytes=sum(stage["paper"] for stage in stages) if self.phase == "samo" else None,
+            measured_bytes=sum(measured.values()),
+            predicted_bytes=sum(predicted.values()),
+            measured=measured,
+            predicted=predicted,
+            weights=self.weights if self.phase == "samo" else None,
+            rank_bytes=[sum(rank["measured"].values()) for rank in ranks],
+        )
+
+    def _state_bytes(self) -> dict[str, Any]:
+        """Return the bytes of this rank's model state."""
+        if (held := self.ledger()) is not None:
+            shares = (held.pruned, held.unpruned)
+            return {
+                "totals": {"num_params": held.num_params, "dense_bytes": held.dense_bytes},
+                "paper": held.paper_bytes,
+                "measured": _sum(share.measured for share in shares),
+                "predicted": _sum(share.predicted for share in shares),
+            }
+        params = list(self.model.parameters())
+        count = sum(param.numel() for param in params)
+        states = [value for state in self.opt.state.values() for value in state.values()]
+        return {
+            "totals": {"num_params": count, "dense_bytes": 16 * count},  # fp32 in any dtype
+            "measured": {
+                "dense": sum(param.nbytes for param in params),
+                "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
+                "moments": sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0),
+            },
+            "predicted": {"dense": 4 * count, "gradients": 4 * count, "moments": 8 * count},
+        }
+
     def close(self) -> None:
         """Close the connections between stages."""
         if self.stages is not None:
             self.stages.pipeline.close()
+
+
+def _sum(parts: Iterable[Mapping[Any, int]]) -> dict[str, int]:
+    """Add up numbers by name."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -28,7 +28,7 @@ from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.models.generate import generate
 from samo.train import events, setup
-from samo.train.checkpointing import Progress, check_run, load_run, stage_run
+from samo.train.checkpointing import Progress, Saver, check_run, load_run, stage_run
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
@@ -44,9 +44,7 @@ from samo.train.resolve import (
     resolve_resumed,
 )
 from samo.train.run_dir import RunDir, check_free
-from samo.train.saver import Saver
 from samo.train.setup import Text
-from samo.train.state_bytes import accounted
 from samo.utils.environment import memory_in_use
 
 __all__ = ["Result", "resume", "train"]
@@ -282,7 +280,7 @@ class Trainer:
                 self.report(events.Ticked(step=progress.step))
                 is_last, is_best = progress.step >= run.steps, False
                 if is_last:
-                    self.report(accounted(progress.step, self.learner))
+                    self.report(self.learner.accounted(progress.step))
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
                 wish = self.ranks.agree(progress.step, self.wish(interrupt.signal))
@@ -321,7 +319,7 @@ class Trainer:
         progress.elapsed_s += time.perf_counter() - started
         if progress.accounted != learner.phase:  # gradients and moments exist now
             progress.accounted = learner.phase
-            self.report(accounted(progress.step, learner))
+            self.report(learner.accounted(progress.step))
         if is_logged:
             self.log(whole_loss, whole_norm, lr)
 
