@@ -1,0 +1,170 @@
+"""The tables of README.md, from the published numbers and the model's."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from benchmarks.paper.published import read
+from benchmarks.paper.summit import LIMIT, MODELS, Fit, calibrate
+
+__all__ = ["TABLES", "compare"]
+
+_OWN: Final = ("resident", "streamed", "streamed, lean")
+
+
+def compare(fit: Fit, only: str = "") -> list[dict[str, float | str]]:
+    """Return the 16 rows: published and modelled seconds, dense and AxoNN+SAMO, errors in per cent."""
+    rows = []
+    for dense, pruned in zip(read("dense"), read("pruned"), strict=True):
+        model, gpus = str(dense["model"]), int(dense["gpus"])
+        if only in ("", model):
+            ours, theirs = fit.seconds(model, "dense", gpus), fit.seconds(model, "paper", gpus)
+            rows.append(
+                {
+                    "model": model,
+                    "gpus": gpus,
+                    "dense": dense["axonn"],
+                    "dense_model": ours,
+                    "dense_error": 100 * (ours / dense["axonn"] - 1),
+                    "samo": pruned["samo"],
+                    "samo_model": theirs,
+                    "samo_error": 100 * (theirs / pruned["samo"] - 1),
+                    "reduction": pruned["reduction"],
+                    "reduction_model": 100 * (1 - theirs / ours),
+                }
+            )
+    return rows
+
+
+def _errors(rows: Iterable[dict], key: str) -> tuple[float, float]:
+    """Return the mean and the largest absolute error."""
+    errors = np.abs([row[key] for row in rows])
+    return float(errors.mean()), float(errors.max())
+
+
+def _summary(fit: Fit, only: str = "") -> list[str]:
+    rows = compare(fit, only)
+    points = np.abs([row["reduction_model"] - row["reduction"] for row in rows])
+    cells = [f"{x:.1f}" for key in ("dense_error", "samo_error") for x in _errors(rows, key)]
+    return [*cells, f"{points.mean():.1f}", f"{points.max():.1f}"]
+
+
+_SUMMARY: Final = (
+    "dense, mean %", "dense, largest %", "SAMO, mean %", "SAMO, largest %", "reduction, mean points", "largest",
+)  # fmt: skip
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def costs() -> str:
+    """Return what the four costs come to."""
+    found = calibrate().costs
+    meaning = (
+        ("matmul", f"{1 / found[0]:.0%} of 125 Tflop/s"),
+        ("memory", f"{1 / found[1]:.0%} of 900 GB/s"),
+        ("messages", f"{1 / found[2]:.1f} GB/s a stage; printed: 50 inside a node, 12.5 between nodes"),
+        ("collective", f"{1 / found[3]:.1f} GB/s a GPU, {6 / found[3]:.0f} a node of six; printed: 12.5"),
+    )  # fmt: skip
+    return markdown(("cost", "calibrated on the 16 dense rows"), meaning)
+
+
+def rows() -> str:
+    """Return the 16 rows, published and predicted."""
+    fit = calibrate()
+    header = (
+        "model", "GPUs", "stages", "AxoNN", "model", "error %", "AxoNN+SAMO", "predicted", "error %", "saved %", "predicted", "points",
+    )  # fmt: skip
+    lines = [
+        [
+            row["model"],
+            row["gpus"],
+            f"{fit.pipe(row['model'], 'dense')}, {fit.pipe(row['model'], 'paper')}",
+            f"{row['dense']:.2f}",
+            f"{row['dense_model']:.2f}",
+            f"{row['dense_error']:+.1f}",
+            f"{row['samo']:.2f}",
+            f"{row['samo_model']:.2f}",
+            f"{row['samo_error']:+.1f}",
+            f"{row['reduction']:.0f}",
+            f"{row['reduction_model']:.0f}",
+            f"{row['reduction_model'] - row['reduction']:+.0f}",
+        ]
+        for row in compare(fit)
+    ]
+    return markdown(header, lines)
+
+
+def summary() -> str:
+    """Return the errors of all rows, and of each model when the fit has not seen it."""
+    lines = [["all, calibrated on all", *_summary(calibrate())]]
+    lines += [[f"{model}, left out", *_summary(calibrate(model), model)] for model in MODELS]
+    return markdown(("rows", *_SUMMARY), lines)
+
+
+def limits() -> str:
+    """Return the errors by memory limit."""
+    lines = []
+    for limit in (9, 10, 11, 12, 13, 14, 15, 16):
+        fit = calibrate(limit=1e9 * limit)
+        stages = [
+            " ".join(str(fit.pipe(model, scheme)) for model in MODELS)
+            for scheme in ("dense", "paper")
+        ]
+        name = f"**{limit}**" if limit * 1e9 == LIMIT else str(limit)
+        lines.append([name, *stages, *_summary(fit)])
+    return markdown(("limit, GB", "stages, dense", "stages, SAMO", *_SUMMARY), lines)
+
+
+def variants() -> str:
+    """Return the errors of other forms of the model."""
+    names = {
+        "": "**as above**",
+        "paper": "no messages while the pipeline fills (the paper's eq. 6)",
+        "node": "GPUs of one all-reduce share their node's link as one",
+    }
+    lines = [[text, *_summary(calibrate(variant=name))] for name, text in names.items()]
+    return markdown(("form", *_SUMMARY), lines)
+
+
+def breakdown() -> str:
+    """Return the parts of a step of 2.7B, digitised and modelled."""
+    fit, lines = calibrate(), []
+    for row in read("breakdown"):
+        gpus, scheme = int(row["gpus"]), {"axonn": "dense", "samo": "paper"}[str(row["system"])]
+        theirs = [row[key] for key in ("compute", "bubble", "messages", "collective", "other")]
+        ours = fit.parts("2.7B", scheme, gpus).values()
+        cells = [f"{a:.2f} / {b:.2f}" for a, b in zip(theirs, ours, strict=True)]
+        total = f"{sum(theirs):.2f} / {sum(ours):.2f}"
+        lines.append([gpus, {"dense": "AxoNN", "paper": "AxoNN+SAMO"}[scheme], *cells, total])
+    header = ("compute", "bubble", "messages", "collective", "other; compress and update", "sum")
+    return markdown(("GPUs", "system", *header), lines)
+
+
+def own() -> str:
+    """Return stages and seconds of samo's schemes on the paper's machine."""
+    fit, lines = calibrate(), []
+    for model in MODELS:
+        gpus = max(int(row["gpus"]) for row in read("dense") if row["model"] == model)
+        cells = [
+            f"{fit.pipe(model, scheme)}: {fit.seconds(model, scheme, gpus):.2f} s"
+            for scheme in ("dense", "paper", *_OWN)
+        ]
+        lines.append([model, gpus, *cells])
+    return markdown(("model", "GPUs", "dense", "AxoNN+SAMO", *(f"samo, {n}" for n in _OWN)), lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "costs": costs,
+    "rows": rows,
+    "summary": summary,
+    "limits": limits,
+    "variants": variants,
+    "breakdown": breakdown,
+    "own": own,
+}
+"""What README.md holds between its markers, by name."""

@@ -1,0 +1,137 @@
+"""The paper again: the tables agree with each other, and the model has seen dense rows only."""
+
+import shutil
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+from benchmarks.drawing import drawing
+from benchmarks.paper import published, summit
+from benchmarks.paper.__main__ import with_tables
+from benchmarks.paper.figures import FIGURES
+from benchmarks.paper.published import read, source
+from benchmarks.paper.summit import MODELS, PEAK, SCHEMES, calibrate, layout, schemes
+from benchmarks.paper.tables import compare
+
+from samo.memory.predict import TensorSpec, predict
+
+FOLDER: Final = Path(published.__file__).parent
+
+
+# Data
+
+
+def test_every_table_names_its_source() -> None:
+    for path in (FOLDER / "data").glob("*.csv"):
+        text = source(path.stem)
+        assert "Singh and Bhatele" in text
+        assert any(word in text for word in ("printed", "digitised"))
+        assert read(path.stem)
+
+
+def test_digitised_times_reproduce_the_printed_reductions() -> None:
+    for dense, pruned in zip(read("dense"), read("pruned"), strict=True):
+        assert (dense["model"], dense["gpus"]) == (pruned["model"], pruned["gpus"])
+        assert 100 * (1 - pruned["samo"] / dense["axonn"]) == pytest.approx(
+            pruned["reduction"], abs=1
+        )
+    for row in read("cnn"):
+        assert 100 * (1 - row["samo"] / row["axonn"]) == pytest.approx(row["reduction"], abs=1)
+
+
+def test_the_printed_flops_of_13b_fit_32_layers() -> None:
+    model = MODELS["13B"]
+    for row in read("peak"):
+        for dense, pruned in zip(read("dense"), read("pruned"), strict=True):
+            if (dense["model"], dense["gpus"]) == ("13B", row["gpus"]):
+                for seconds, name in ((dense["axonn"], "axonn"), (pruned["samo"], "samo")):
+                    flops = seconds * row["gpus"] * PEAK * row[name] / 100
+                    assert flops == pytest.approx(model.flops * model.batch, rel=0.01)
+
+
+# Model
+
+
+def test_calibration_sees_no_row_of_samo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = calibrate().costs
+    for name in ("models", "dense"):
+        shutil.copy(FOLDER / "data" / f"{name}.csv", tmp_path)
+    monkeypatch.setattr(published, "_DATA", tmp_path)
+    np.testing.assert_array_equal(calibrate().costs, expected)
+    with pytest.raises(FileNotFoundError):
+        compare(calibrate())
+    path = tmp_path / "dense.csv"
+    path.write_text(path.read_text().replace("26.46", "30.46"))
+    assert not np.array_equal(calibrate().costs, expected)  # what it does see
+
+
+def test_predictions_hold_the_bounds_of_the_page() -> None:
+    fit = calibrate()
+    rows = compare(fit)
+    dense = np.abs([row["dense_error"] for row in rows])
+    samo = np.abs([row["samo_error"] for row in rows])
+    assert len(rows) == 16
+    assert len(fit.costs) == 4
+    assert (fit.costs > 0).all()
+    assert dense.mean() <= 3
+    assert samo.mean() <= 7
+    assert samo.max() <= 15
+
+
+def test_parts_follow_the_equations_of_the_paper() -> None:
+    model, dense = MODELS["2.7B"], SCHEMES["dense"]
+    found = summit.parts(model, dense, 512, 8)
+    # 64 replicas of 8 stages: 8 micro-batches of an eighth of the work, then 7 eighths of one.
+    assert found["compute"][0] == pytest.approx(model.flops / PEAK)
+    assert found["bubble"][0] == pytest.approx(7 / 8 * model.flops / PEAK)
+    assert found["messages"][2] == pytest.approx(8 * 4 * 2 * 2048 * 2560 / 1e9)
+    assert found["collective"][3] == pytest.approx(2 * 63 / 64 * 2 * model.params / 8 / 1e9)
+    alone = summit.parts(model, dense, 512, 1)
+    assert not alone["messages"].any()
+    assert not alone["bubble"].any()
+    shared = summit.parts(model, dense, 512, 1, "node")
+    assert shared["collective"][3] == pytest.approx(alone["collective"][3] / 6)
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_bytes_of_schemes_are_those_of_the_ledger(sparsity: float) -> None:
+    numel, found = 10**9, schemes(sparsity)
+    kept = round(numel * (1 - sparsity))
+    specs = {
+        "resident": TensorSpec(numel=numel, kept=kept),
+        "streamed": TensorSpec(numel=numel, kept=kept, is_resident=False),
+        "streamed, lean": TensorSpec(
+            numel=numel, kept=kept, value_dtype="bfloat16", is_resident=False, is_lean=True
+        ),
+    }
+    for name, spec in specs.items():
+        assert found[name].state == pytest.approx(sum(predict(spec).values()) / numel, rel=0.01)
+    assert found["paper"].state == pytest.approx(24 * (1 - sparsity) + 2)
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    assert layout(MODELS["13B"], SCHEMES["dense"]) == 32
+    with pytest.raises(ValueError, match="does not fit into 5 GB a GPU"):
+        layout(MODELS["13B"], SCHEMES["dense"], 5e9)
+
+
+# Page
+
+
+def test_the_page_has_todays_tables() -> None:
+    text = (FOLDER / "README.md").read_text()
+    assert with_tables(text) == text
+    with pytest.raises(ValueError, match="no place for 'costs'"):
+        with_tables("")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_says_what_was_measured_and_what_was_modelled(name: str) -> None:
+    with drawing():
+        figure = FIGURES[name]()
+        words = [text.get_text() for text in figure.findobj(lambda one: hasattr(one, "get_text"))]
+    known = ("digitised", "measured", "printed")
+    assert sum(any(word in text for word in known) for text in words) >= 1
+    assert f"results/{name}.png" in (FOLDER / "README.md").read_text()
+    assert (FOLDER / "results" / f"{name}.png").stat().st_size < 200_000
