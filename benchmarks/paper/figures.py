@@ -115,7 +115,7 @@ def scaling() -> Canvas:
 
 def measured_state() -> list[tuple[str, float]]:
     """Return bytes for each pruned parameter that our ledger counted at 90 % on an H200."""
-    found = {}
+    found: dict[str, float] = {}
     for folder in ("step-gpt3-2.7b-h200-2026-11-16", "streamed-h200-2026-11-16"):
         for line in (_RESULTS / folder / "rows.jsonl").read_text().splitlines():
             row = json.loads(line)
@@ -301,10 +301,10 @@ FIGURES: dict[str, Callable[[], Canvas]] = {
 
 
 def save(folder: Path) -> None:
-    """Draw all figures; 128 colours make files of a third of the size."""
+    """Draw all figures; 256 colours make files of a third of the size."""
     for name, draw in FIGURES.items():
         with drawing():
             picture = Image.open(io.BytesIO(to_png(draw()))).convert("RGB")
-        picture.quantize(128, Image.Quantize.MAXCOVERAGE).save(
+        picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(
             folder / f"{name}.png", optimize=True
         )

@@ -1,7 +1,7 @@
 """The tables of README.md, from the published numbers and the model's."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def compare(fit: Fit, only: str = "") -> list[dict[str, float | str]]:
     return rows
 
 
-def _errors(rows: Iterable[dict], key: str) -> tuple[float, float]:
+def _errors(rows: Iterable[dict[str, Any]], key: str) -> tuple[float, float]:
     """Return the mean and the largest absolute error."""
     errors = np.abs([row[key] for row in rows])
     return float(errors.mean()), float(errors.max())
