@@ -35,6 +35,7 @@ ONLY_IN: Final = {
 
 LEAN: Final = (
     "samo.memory.predict, samo.utils.atomic_io, samo.pipeline.engine, samo.cli.main, "
+    "samo.planner.simulator, "
     "samo.checkpoint, samo.report.findings"
 )
 """Modules that load without torch."""

@@ -21,7 +21,7 @@ LAYERS: Final = (
     {"core"},
     {"distributed", "pruning"},
     {"pipeline"},
-    {"checkpoint", "memory"},
+    {"checkpoint", "memory", "planner"},
     {"data", "integrations", "train"},
     {"bench", "cli", "report"},
 )

@@ -18,7 +18,7 @@ def draw(timelines: Mapping[str, Timeline]) -> bytes:
 
     Example:
         >>> from benchmarks.pipeline.picture import draw
-        >>> from benchmarks.pipeline.simulator import simulate
+        >>> from samo.planner.simulator import simulate
         >>> draw({"message-driven": simulate(2, 4)})[1:4]
         b'PNG'
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from benchmarks.measure import Row, arguments, show, write_rows
 from benchmarks.pipeline.picture import draw
-from benchmarks.pipeline.simulator import Duration, simulate
 from samo.pipeline.timeline import Pass
+from samo.planner.simulator import Duration, simulate
 
 __all__ = ["main"]
 

@@ -4,11 +4,11 @@ import json
 import random
 
 import pytest
-from benchmarks.pipeline.simulator import Schedule, simulate, uniform_delays
 from hypothesis import given, settings, strategies as st
 
 from samo.pipeline.engine import Action, Engine, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Pass, Timeline
+from samo.planner.simulator import Schedule, simulate, uniform_delays
 
 
 def durations(seed: int, jitter: float):

@@ -14,7 +14,8 @@ from torch import nn
 import samo
 from samo.models import gpt
 from samo.pipeline.microbatch import cut, loss_weights
-from samo.pipeline.split import parameter_costs, partition, take_apart
+from samo.pipeline.partition import partition
+from samo.pipeline.split import parameter_costs, take_apart
 from samo.pipeline.stage import Stage, build_stage
 from tests.pipeline.cases import FAMILIES, tiny_gpt, tiny_hf, tokens
 

@@ -1,7 +1,7 @@
 """Pipelines over the axis `pipe`: each rank has some layers, and computes what its messages allow.
 
 - pipeline: `samo.Pipeline`; gradients, tied: what stages reduce after a batch
-- split, stage, microbatch: how a model and a batch are cut
+- split, partition, stage, microbatch: how a model and a batch are cut
 - engine, timeline: decide and record; no torch, no I/O
 - runner: does what the engine decides, over a transport
 """

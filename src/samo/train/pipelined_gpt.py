@@ -9,8 +9,9 @@ from torch import Tensor
 from samo.data.batches import IGNORE, Batch, part_of
 from samo.models.gpt import GPT, draw_weights
 from samo.models.shapes import GPTConfig
+from samo.pipeline.partition import partition
 from samo.pipeline.pipeline import Pipeline
-from samo.pipeline.split import parameter_costs, partition, take_apart
+from samo.pipeline.split import parameter_costs, take_apart
 from samo.train.config import ResolvedConfig
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import micro_batches

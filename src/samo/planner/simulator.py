@@ -1,7 +1,9 @@
-"""Run engines over a simulated network: virtual time, seeded delays, links that keep their order.
+"""Run the pipeline's engines over a simulated network: virtual time, links that keep their order.
 
 It shows what a schedule does before anything is computed, and proves in tests that engines never
-wait for each other and never hold more than they promised.
+wait for each other and never hold more than they promised. `simulate_step` takes its times from the
+cost model. Replicas of a stage do the same, so one pipeline is simulated for all of them; with
+jitter, several, and the slowest ends the step.
 """
 
 import heapq
@@ -13,8 +15,11 @@ from typing import Literal
 
 from samo.pipeline.engine import Action, Engine, MessageKind, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Pass, Timeline
+from samo.planner.cost import link_s, optimizer_s, reduce_s, stage_times
+from samo.planner.hardware import Cluster
+from samo.planner.memory import Job, Layout
 
-__all__ = ["FixedOrder", "Schedule", "simulate", "uniform_delays"]
+__all__ = ["FixedOrder", "Schedule", "Simulated", "simulate", "simulate_step", "uniform_delays"]
 
 Schedule = Literal["message-driven", "backward-first", "1f1b", "gpipe"]
 Duration = Callable[[int, Pass, int], float]
@@ -33,7 +38,7 @@ class FixedOrder(Engine):
     """A stage that computes in an order fixed beforehand, and waits if the next message is late.
 
     Example:
-        >>> from benchmarks.pipeline.simulator import FixedOrder
+        >>> from samo.planner.simulator import FixedOrder
         >>> FixedOrder("1f1b", stage=0, num_stages=2, num_micro_batches=3).order
         ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
@@ -71,7 +76,7 @@ def uniform_delays(seed: int, low: float, high: float, *, per_link: float = 0.0)
     """Return delays drawn for each message, around a mean drawn for each link.
 
     Example:
-        >>> from benchmarks.pipeline.simulator import uniform_delays
+        >>> from samo.planner.simulator import uniform_delays
         >>> delay = uniform_delays(0, 1.0, 2.0)
         >>> 1.0 <= delay(0, 1) <= 2.0
         True
@@ -95,12 +100,13 @@ def simulate(
     stages_per_rank: int = 1,
     duration: Duration = lambda stage, what, micro_batch: 1.0 if what == "forward" else 2.0,
     delay: Delay = lambda source, target: 0.0,
+    occupied: Delay = lambda source, target: 0.0,
     watch: Callable[[Engine], None] | None = None,
 ) -> Timeline:
     """Compute one batch in virtual time.
 
     Example:
-        >>> from benchmarks.pipeline.simulator import simulate
+        >>> from samo.planner.simulator import simulate
         >>> print(simulate(3, 4).text(width=36))
         stage 0  001122........----33----..----..----
         stage 1  ..001122..----..----33----..----....
@@ -115,7 +121,8 @@ def simulate(
         schedule: "message-driven", "backward-first", or one of fixed order.
         stages_per_rank: As for `samo.Pipeline`; a rank computes one of its stages at a time.
         duration: Seconds of a pass, by stage, pass and micro-batch.
-        delay: Seconds a message takes, by source and target.
+        delay: Seconds a message takes on its way, by source and target.
+        occupied: Seconds for which it keeps its link from sending the next one, besides.
         watch: Called with an engine after every change of it.
 
     Raises:
@@ -135,7 +142,7 @@ def simulate(
             for stage in range(rank, num_stages, num_ranks)
         ]
         engines.append((Engine if schedule == "message-driven" else BackwardFirst)(stages))
-    return _Run(engines, num_stages, num_micro_batches, duration, delay, watch).run()
+    return _Run(engines, num_stages, num_micro_batches, duration, delay, occupied, watch).run()
 
 
 @dataclass
@@ -145,10 +152,12 @@ class _Run:
     num_micro_batches: int
     duration: Duration
     delay: Delay
+    occupied: Delay
     watch: Callable[[Engine], None] | None
     events: list[Event] = field(default_factory=list)
     agenda: list[tuple[float, int, int, Message | None]] = field(default_factory=list)
     last_arrival: dict[tuple[int, int], float] = field(default_factory=dict)
+    free_at: dict[tuple[int, int], float] = field(default_factory=dict)
     num_entries: int = 0
 
     def run(self) -> Timeline:
@@ -195,7 +204,9 @@ class _Run:
 
     def _send(self, stage: int, target: int, now: float, message: Message) -> None:
         link = (stage, target)
-        arrival = max(now + self.delay(*link), self.last_arrival.get(link, 0.0))  # FIFO
+        sent = max(now, self.free_at.get(link, 0.0)) + self.occupied(*link)
+        self.free_at[link] = sent
+        arrival = max(sent + self.delay(*link), self.last_arrival.get(link, 0.0))  # FIFO
         self.last_arrival[link] = arrival
         self._enter(arrival, target, message)
 
@@ -206,6 +217,89 @@ class _Run:
     def _show(self, engine: Engine) -> None:
         if self.watch is not None:
             self.watch(engine)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated step: the passes of its slowest replica, and the seconds after them."""
+
+    timeline: Timeline
+    reduce_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the step."""
+        return self.timeline.span + self.reduce_s + self.optimizer_s
+
+
+def simulate_step(
+    job: Job,
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    schedule: Schedule = "message-driven",
+    jitter: float = 0.0,
+    seed: int = 0,
+    replicas: int = 8,
+) -> Simulated:
+    """Simulate a step with the times of the cost model.
+
+    Example:
+        >>> from samo.planner.cost import step_time
+        >>> from samo.planner.hardware import HARDWARE, Cluster
+        >>> from samo.planner.memory import Job, Layout
+        >>> from samo.planner.network import named, sparsities
+        >>> from samo.planner.simulator import simulate_step
+        >>> sparsity = tuple(sparsities(0.9).items())
+        >>> job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=2048, context=2048)
+        >>> cluster = Cluster(hardware=HARDWARE["v100-16"], num_gpus=2048)
+        >>> layout = Layout(pipe=16, data=128, checkpointing=True)
+        >>> simulated = simulate_step(job, layout, cluster).total_s
+        >>> abs(simulated / step_time(job, layout, cluster).total - 1) < 0.05
+        True
+
+    Args:
+        job: What to train.
+        layout: How.
+        cluster: Where.
+        schedule: samo's own, or another one beside it.
+        jitter: Standard deviation of the logarithm of a pass's time.
+        seed: Of the jitter.
+        replicas: How many pipelines to simulate if there is jitter; all have other times.
+    """
+    passes = stage_times(job, layout, cluster)
+    message = job.itemsize * job.network.width * layout.micro_batch * job.context
+    link = link_s(message, cluster, layout.pipe, layout.data)
+    latency = link_s(0, cluster, layout.pipe, layout.data)
+    # Streamed weights are expanded in both passes, in backward twice with checkpointing.
+    again = 3 if layout.checkpointing else 2
+    forward = [one.forward + one.expand / again for one in passes]
+    backward = [one.total - ahead for one, ahead in zip(passes, forward)]
+    timelines = []
+    for replica in range(min(replicas, layout.data) if jitter else 1):
+        draw = random.Random(f"{seed} {replica}")
+
+        def duration(stage: int, what: Pass, micro_batch: int, draw: random.Random = draw) -> float:
+            factor = draw.lognormvariate(-(jitter**2) / 2, jitter) if jitter else 1.0
+            return (forward if what == "forward" else backward)[stage] * factor
+
+        timelines.append(
+            simulate(
+                layout.pipe,
+                layout.micro_batches(job),
+                schedule=schedule,
+                duration=duration,
+                delay=lambda source, target: latency,
+                occupied=lambda source, target: link - latency,
+            )
+        )
+    slowest = max(passes, key=lambda one: one.total)
+    return Simulated(
+        max(timelines, key=lambda one: one.span),
+        reduce_s(job, layout, cluster, slowest),
+        optimizer_s(job, layout, cluster),
+    )
 
 
 def _alternate(ahead: int, num_micro_batches: int) -> Iterator[str]:

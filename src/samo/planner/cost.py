@@ -1,0 +1,332 @@
+"""Seconds of a training step, by kind.
+
+A matrix product takes ``FLOP / F + bytes / B``, its bytes being those of both operands and of the
+result: the sum, not the larger one, is what measured products follow. Everything else takes
+``bytes / B``. F and B are the achieved rates of the hardware. An operator takes the host at least
+``launch_s``. Backward is two products for one; checkpointing computes blocks twice.
+
+In a pipeline of p stages, each micro-batch takes ``through = sum(t) + 2 (p - 1) link`` seconds, and
+follows the one before after ``gap = max(t, link)``; only p of them are in flight. So m take
+
+    through + max((m - 1) gap, (m - 1) // p * through + (m - 1) % p * gap)
+
+The bubble is what exceeds m times the slowest stage, links excluded. DDP reduces gradients during
+the backward pass of the last micro-batch, but for those of the first layer. FSDP2 gathers values
+ahead of each pass. The replicas of a pipeline reduce after it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from samo.planner.hardware import Cluster, Hardware
+from samo.planner.memory import Job, Layout, layer_values, stage_state, stages
+from samo.planner.network import Layer
+
+__all__ = ["StepTime", "all_gather_s", "all_reduce_s", "pipeline_s", "stage_times", "step_time"]
+
+ATTENTION: Final = 2.0
+"""Time of an attention's FLOP over that of a product's: assumed."""
+EXPAND: Final = 1.15
+COMPRESS: Final = 1.05
+UPDATE: Final = 1.35
+UPDATE_LEAN: Final = 2.8
+UPDATE_DENSE: Final = 1.3
+"""Time of a kernel over that of copying as many bytes: measured on an H200."""
+_LOSS_FORWARD: Final = 16
+_LOSS_BACKWARD: Final = 22
+"""Bytes that the loss reads and writes for each logit."""
+_BACKWARD_TRAFFIC: Final = 2.25
+"""Bytes of the backward pass outside of products, over those of the forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step. What overlaps with computing is not counted."""
+
+    compute: float = 0.0  # products and all else of forward and backward, on the slowest stage
+    bubble: float = 0.0  # that stage waits for others
+    point_to_point: float = 0.0  # it waits for messages between stages
+    reduce: float = 0.0  # all-reduce of gradients, or FSDP2's gathers and scatters
+    expand_compress: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(asdict(self).values())
+
+
+class Pass(NamedTuple):
+    """Seconds of one micro-batch in a stage: forward, backward, and of samo's kernels in each."""
+
+    forward: float
+    backward: float
+    expand: float
+    compress: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+# Collectives
+
+
+def all_gather_s(num_bytes: float, cluster: Cluster, members: int, groups: float = 1.0) -> float:
+    """Return the time of an all-gather or a reduce-scatter, the faster of ring and two levels.
+
+    Args:
+        num_bytes: The whole, of which each member has or gets one part.
+        cluster: Where they are: members fill one node after the other.
+        members: Ranks that take part.
+        groups: How many such groups share the link of a node at the same time.
+    """
+    if members <= 1 or not num_bytes:
+        return 0.0
+    inside = min(members, cluster.gpus_per_node)
+    nodes = -(-members // inside)
+    intra, inter = cluster.intra, cluster.inter
+    local = (inside - 1) / inside * num_bytes / intra.bandwidth
+    if nodes == 1:
+        return local + (inside - 1) * intra.latency_s
+    leaving = (nodes - 1) / nodes * num_bytes * groups / inter.bandwidth
+    two_levels = local + (inside - 1) * intra.latency_s
+    two_levels += leaving + math.ceil(math.log2(nodes)) * inter.latency_s
+    # In a ring both kinds of links work at once, and every step waits for the slow one.
+    ring = max(leaving, local) + (members - 1) * inter.latency_s
+    return min(ring, two_levels)
+
+
+def all_reduce_s(num_bytes: float, cluster: Cluster, members: int, groups: float = 1.0) -> float:
+    """Return the time of an all-reduce: a reduce-scatter and an all-gather."""
+    return 2 * all_gather_s(num_bytes, cluster, members, groups)
+
+
+def link_s(num_bytes: float, cluster: Cluster, pipe: int, data: int) -> float:
+    """Return the time of a message between stages, on the slowest of their links.
+
+    The replicas of a stage are neighbours in rank, so stages lie ``data`` ranks apart.
+    """
+    if pipe == 1:
+        return 0.0
+    if pipe * data <= cluster.gpus_per_node:
+        return cluster.intra.seconds(num_bytes)
+    return cluster.inter.seconds(num_bytes, flows=min(data, cluster.gpus_per_node))
+
+
+# Layers and stages
+
+
+@lru_cache(maxsize=65536)
+def _layer_pass(
+    layer: Layer, hardware: Hardware, context: int, vocab: int, tokens: int, item: int
+) -> tuple[float, float]:
+    """Return the seconds of a forward pass, and of a backward pass without recomputation."""
+    rate = hardware.flops * hardware.flops_fraction
+    speed = hardware.bandwidth * hardware.bandwidth_fraction
+    flop = num_bytes = 0.0
+    for matrix in layer.matrices:
+        if matrix.is_lookup:
+            num_bytes += 2 * item * tokens * matrix.inputs
+            continue
+        own = tokens * matrix.share
+        flop += 2 * own * matrix.numel
+        size = own * (matrix.inputs + matrix.outputs) + matrix.inputs * matrix.outputs
+        num_bytes += item * matrix.count * size
+    window = min(layer.window or context, context)
+    attended = window * (1 - window / (2 * context))  # mean over a causal sequence
+    attention = 4 * tokens * attended * layer.attention_width * ATTENTION
+    other = layer.traffic * tokens * item / 2
+    is_head = any(matrix.kind == "head" for matrix in layer.matrices)
+    loss = tokens * vocab if is_head else 0
+    forward = (flop + attention) / rate + (num_bytes + other + _LOSS_FORWARD * loss) / speed
+    backward = (2 * flop + 2.5 * attention) / rate
+    backward += (2 * num_bytes + _BACKWARD_TRAFFIC * other + _LOSS_BACKWARD * loss) / speed
+    host = layer.operators * hardware.launch_s
+    return max(forward, host), max(backward, 2 * host)
+
+
+@lru_cache(maxsize=65536)
+def _kernel_pass(
+    layer: Layer, sparsity: tuple[tuple[str, float], ...], hardware: Hardware, item: int, fp32: bool
+) -> tuple[float, float]:
+    """Return the seconds to expand and to compress all pruned matrices of a layer once."""
+    speed = hardware.bandwidth * hardware.bandwidth_fraction
+    of = dict(sparsity)
+    expand = compress = 0.0
+    for matrix in layer.matrices:
+        if pruned := of[matrix.kind]:
+            kept = (1 - pruned) * matrix.numel
+            whole = (item + 0.129) * matrix.numel
+            expand += EXPAND * (whole + 4 * kept) / speed
+            compress += COMPRESS * (whole + (4 if fp32 else 2) * kept) / speed
+    return expand, compress
+
+
+def stage_times(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
+    """Return the seconds of one micro-batch in each stage."""
+    hardware, network = cluster.hardware, job.network
+    tokens, item = layout.micro_batch * job.context, job.itemsize
+    is_fp32 = layout.num_ranks > 1 and layout.state == "exact"
+    is_chunked = network.logits(tokens) < tokens * network.vocab_size
+    found: dict[frozenset[tuple[Layer, int]], Pass] = {}
+    times = []
+    for number, stage in enumerate(stages(network, layout.pipe)):
+        counts = Counter(stage)
+        key = frozenset(counts.items())
+        if key not in found:
+            streamed = _streamed_share(job, layout, number, stage)
+            forward = backward = expand = compress = 0.0
+            for layer, count in counts.items():
+                own = (layer, hardware, job.context, network.vocab_size, tokens, item)
+                ahead, back = _layer_pass(*own)
+                is_block = bool(layer.attention_width)
+                is_again = layout.checkpointing if is_block else layer.saved > 0 and is_chunked
+                forward += count * ahead
+                backward += count * (back + ahead * is_again)
+                if layout.scheme == "autocast" and item == 2:  # weights to 16 bits, gradients back
+                    cast = count * 6.0 * layer.num_params
+                    cast /= hardware.bandwidth * hardware.bandwidth_fraction
+                    forward, backward = forward + cast, backward + cast * (1 + is_again)
+                if layout.scheme in ("samo", "paper"):
+                    first, second = _kernel_pass(layer, job.sparsity, hardware, item, is_fp32)
+                    uses = 3 if is_again else 2
+                    expand += count * first * streamed * uses
+                    compress += count * second
+            found[key] = Pass(forward, backward, expand, compress)
+        times.append(found[key])
+    return times
+
+
+def _streamed_share(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -> float:
+    """Return the fraction of the pruned dense weights that is not resident."""
+    if layout.scheme != "samo" or layout.weights == "resident":
+        return 0.0
+    if layout.weights == "streamed":
+        return 1.0
+    of = dict(job.sparsity)
+    pruned = [m for layer in stage for m in layer.matrices if of[m.kind]]
+    whole = job.itemsize * sum(matrix.numel for matrix in pruned)
+    unpruned = job.itemsize * sum(layer.num_params for layer in stage) - whole
+    held = stage_state(job, layout, number, stage)["dense"]
+    copies = unpruned if layout.state == "exact" and job.itemsize == 2 else 0.0
+    return min(max(1 - (held - copies) / max(whole, 1), 0.0), 1.0)
+
+
+def pipeline_s(times: Sequence[float], link: float, count: int) -> float:
+    """Return the seconds from the first forward to the last backward pass of a pipeline.
+
+    Example:
+        >>> from samo.planner.cost import pipeline_s
+        >>> pipeline_s([3.0, 3.0], 0.0, 4)
+        15.0
+
+    Args:
+        times: Seconds of one micro-batch in each stage, both passes.
+        link: Seconds of a message.
+        count: Micro-batches.
+    """
+    through = sum(times) + 2 * (len(times) - 1) * link
+    gap = max(*times, link)
+    rounds, rest = divmod(count - 1, len(times))
+    return through + max((count - 1) * gap, rounds * through + rest * gap)
+
+
+def step_time(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
+    """Return the seconds of a step by kind.
+
+    Example:
+        >>> from samo.planner.cost import step_time
+        >>> from samo.planner.hardware import HARDWARE, Cluster
+        >>> from samo.planner.memory import Job, Layout
+        >>> from samo.planner.network import named, sparsities
+        >>> sparsity = tuple(sparsities(0.9).items())
+        >>> job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=8, context=1024)
+        >>> layout = Layout(checkpointing=True, micro_batch=8)
+        >>> 1.1 < step_time(job, layout, Cluster(hardware=HARDWARE["h200"])).total < 1.3
+        True
+    """
+    passes = stage_times(job, layout, cluster)
+    count = layout.micro_batches(job)
+    slowest = max(passes, key=lambda one: one.total)
+    own = slowest.forward + slowest.backward
+    compute, kernels = count * own, count * (slowest.expand + slowest.compress)
+    message = job.itemsize * job.network.width * layout.micro_batch * job.context
+    link = link_s(message, cluster, layout.pipe, layout.data)
+    bubble = exposed = 0.0
+    if layout.pipe > 1:
+        totals = [one.total for one in passes]
+        whole = pipeline_s(totals, link, count)
+        without = pipeline_s(totals, 0.0, count)
+        bubble, exposed = without - compute - kernels, whole - without
+    return StepTime(
+        compute=compute,
+        bubble=bubble,
+        point_to_point=exposed,
+        reduce=reduce_s(job, layout, cluster, slowest),
+        expand_compress=kernels,
+        optimizer=optimizer_s(job, layout, cluster),
+    )
+
+
+def gradient_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of a gradient between replicas.
+
+    DDP and FSDP2 reduce in 16 bits; the replicas of a pipeline in the type of the values.
+    """
+    if layout.pipe == 1 or layout.state == "lean" or layout.scheme != "samo":
+        return job.itemsize
+    return 4
+
+
+def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float:
+    """Return the seconds that a step waits for gradients, and for FSDP2's gathers."""
+    if layout.data == 1:
+        return 0.0
+    size = gradient_bytes(job, layout)
+    cut = stages(job.network, layout.pipe)
+    values = [sum(layer_values(one, job.sparsity, layout.scheme) for one in part) for part in cut]
+    # Stages on the same node reduce at the same time.
+    groups = max(cluster.gpus_per_node // min(layout.data, cluster.gpus_per_node), 1)
+    groups = min(groups, layout.pipe)
+    whole = all_reduce_s(size * max(values), cluster, layout.data, groups)
+    if layout.pipe > 1:
+        return whole
+    first = layer_values(job.network.layers[0], job.sparsity, layout.scheme)
+    if not layout.shard:
+        last = all_reduce_s(size * first, cluster, layout.data)
+        return max(whole - slowest.backward, last)
+    gather = all_gather_s(job.itemsize * values[0], cluster, layout.data)
+    ends = all_gather_s(job.itemsize * first, cluster, layout.data)
+    ahead = max(gather - slowest.forward, ends) + max(gather - slowest.backward, 0.0)
+    # The last micro-batch reduces too, while it gathers for its backward pass.
+    last = max(whole / 2 + gather - slowest.backward, ends) - max(gather - slowest.backward, 0.0)
+    return layout.micro_batches(job) * ahead + last
+
+
+def optimizer_s(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """Return the seconds of the update on the stage with most to update."""
+    hardware = cluster.hardware
+    speed = hardware.bandwidth * hardware.bandwidth_fraction
+    shards = layout.data if layout.shard else 1
+    worst = 0.0
+    for number, stage in enumerate(stages(job.network, layout.pipe)):
+        values = sum(layer_values(layer, job.sparsity, layout.scheme) for layer in stage) / shards
+        state = stage_state(job, layout, number, stage)
+        if layout.scheme == "samo":
+            # Reads and writes values and moments, reads gradients, writes dense weights.
+            factor, own = (UPDATE, 26) if layout.state == "exact" else (UPDATE_LEAN, 12)
+            size = factor * (own * values + state["dense"] + state["bitmap"])
+        elif layout.scheme == "paper":  # widens gradients, updates, narrows, and expands
+            size = UPDATE * (40 * values + state["dense"] + state["bitmap"])
+        else:
+            own = {"8-bit": 14, "autocast": 28}.get(layout.scheme, 40)
+            factor = UPDATE_LEAN if layout.scheme == "8-bit" else UPDATE_DENSE
+            size = factor * own * values
+        worst = max(worst, size / speed)
+    return worst

@@ -1,0 +1,204 @@
+"""GPUs, links and clusters: a table of data sheets, and files of the same form.
+
+A bandwidth is in bytes per second and one direction, FLOP/s are those of dense 16-bit products with
+fp32 accumulation. Fractions say how much of a data sheet a training step achieves: those of the
+H200 are fitted to measured steps (docs/plan.md), all others are assumed. Memory is what CUDA
+reports.
+"""
+
+import json
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from samo.errors import ConfigError, nearest
+
+__all__ = ["HARDWARE", "Cluster", "Hardware", "Link", "find_hardware"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A connection: a message of n bytes takes ``latency_s + n / bandwidth``."""
+
+    bandwidth: float
+    latency_s: float = 5e-6
+
+    def seconds(self, num_bytes: float, flows: float = 1.0) -> float:
+        """Return the time of a message, if so many flows share the link."""
+        return self.latency_s + num_bytes * flows / self.bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One kind of GPU, or a machine that `samo plan --measure` has timed."""
+
+    name: str
+    memory_bytes: float
+    flops: float
+    bandwidth: float  # of its memory
+    gpus_per_node: int = 8
+    intra: Link = field(default_factory=lambda: Link(bandwidth=25e9, latency_s=1e-5))
+    """Between two GPUs of a node."""
+    inter: Link = field(default_factory=lambda: Link(bandwidth=1.25e9, latency_s=5e-5))
+    """Between two nodes: the GPUs of a node share it."""
+    flops_fraction: float = 0.8
+    bandwidth_fraction: float = 0.85
+    link_fraction: float = 0.8
+    launch_s: float = 1e-5  # host time of an operator: a step is never faster than its host
+    reserved_bytes: float = 0.8e9  # CUDA context, cuBLAS workspace, NCCL buffers
+    dtype: str = "bfloat16"  # that `flops` is of
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "flops", "bandwidth", "gpus_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"hardware '{self.name}': {name} must be over 0, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """A number of equal GPUs. Ranks fill one node after the other."""
+
+    hardware: Hardware
+    num_gpus: int = 1
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that share a node."""
+        return min(self.hardware.gpus_per_node, self.num_gpus)
+
+    @property
+    def intra(self) -> Link:
+        """The achieved link inside a node."""
+        return _achieved(self.hardware.intra, self.hardware.link_fraction)
+
+    @property
+    def inter(self) -> Link:
+        """The achieved link of a node."""
+        return _achieved(self.hardware.inter, self.hardware.link_fraction)
+
+
+def _achieved(link: Link, fraction: float) -> Link:
+    return Link(bandwidth=link.bandwidth * fraction, latency_s=link.latency_s)
+
+
+def _nvlink(per_direction: float) -> Link:
+    return Link(bandwidth=per_direction, latency_s=5e-6)
+
+
+_INFINIBAND: Final = 1e-5
+_PCIE_4: Final = Link(bandwidth=25e9, latency_s=1e-5)
+_PCIE_5: Final = Link(bandwidth=50e9, latency_s=1e-5)
+_ETHERNET_10G: Final = Link(bandwidth=1.25e9, latency_s=5e-5)
+
+_V100: Final = Hardware(
+    name="v100-32", memory_bytes=34.1e9, flops=125e12, bandwidth=900e9,
+    intra=_nvlink(150e9), inter=Link(bandwidth=50e9, latency_s=_INFINIBAND),
+    flops_fraction=0.7, dtype="float16",
+    source="V100 SXM2 data sheet; DGX-1: 4 x 100 Gbit/s a node",
+)  # fmt: skip
+_A100: Final = Hardware(
+    name="a100-80", memory_bytes=85.0e9, flops=312e12, bandwidth=2039e9,
+    intra=_nvlink(300e9), inter=Link(bandwidth=200e9, latency_s=_INFINIBAND),
+    source="A100 SXM4 data sheet; DGX A100: 8 x 200 Gbit/s a node",
+)  # fmt: skip
+_H200: Final = Hardware(
+    name="h200", memory_bytes=150.1e9, flops=989.4e12, bandwidth=4800e9,
+    intra=_nvlink(450e9), inter=Link(bandwidth=400e9, latency_s=_INFINIBAND),
+    flops_fraction=0.84, bandwidth_fraction=0.88, launch_s=2e-5,
+    source="H200 SXM data sheet; fractions and memory measured; DGX: 8 x 400 Gbit/s a node",
+)  # fmt: skip
+_RTX_4090: Final = Hardware(
+    name="rtx4090", memory_bytes=25.4e9, flops=165.2e12, bandwidth=1008e9, gpus_per_node=4,
+    intra=_PCIE_4, inter=_ETHERNET_10G,
+    source="Ada GPU architecture white paper (fp16, fp32 accumulate); PCIe 4 x16; 10 Gbit/s",
+)  # fmt: skip
+
+HARDWARE: Final[dict[str, Hardware]] = {
+    one.name: one
+    for one in (
+        replace(_V100, name="v100-16", memory_bytes=16.9e9),
+        _V100,
+        replace(_A100, name="a100-40", memory_bytes=42.3e9, bandwidth=1555e9),
+        _A100,
+        replace(
+            _H200, name="h100", memory_bytes=85.0e9, bandwidth=3350e9,
+            source="H100 SXM data sheet; fractions of the H200; DGX: 8 x 400 Gbit/s a node",
+        ),
+        _H200,
+        replace(
+            _H200, name="b200", memory_bytes=191e9, flops=2250e12, bandwidth=8000e9,
+            intra=_nvlink(900e9),
+            source="HGX B200 data sheet; fractions of the H200; 8 x 400 Gbit/s a node",
+        ),
+        replace(
+            _RTX_4090, name="rtx3090", flops=71e12, bandwidth=936e9,
+            source="GA102 white paper (fp16, fp32 accumulate); PCIe 4 x16; 10 Gbit/s",
+        ),
+        _RTX_4090,
+        replace(
+            _RTX_4090, name="rtx5090", memory_bytes=33.7e9, flops=209.5e12, bandwidth=1792e9,
+            intra=_PCIE_5,
+            source="RTX Blackwell white paper (fp16, fp32 accumulate); PCIe 5 x16; 10 Gbit/s",
+        ),
+        Hardware(
+            name="laptop-8gb", memory_bytes=8.58e9, flops=29e12, bandwidth=256e9, gpus_per_node=1,
+            inter=Link(bandwidth=0.125e9, latency_s=1e-4), reserved_bytes=1.2e9,
+            source="RTX 4060 Laptop, 1/8 of its 233 sparse 8-bit TOPS; shows its desktop; 1 Gbit/s",
+        ),
+    )
+}  # fmt: skip
+"""What `--gpu` knows, by name."""
+
+
+def find_hardware(name: str | Path) -> Hardware:
+    """Return a GPU of the table, or the content of a TOML or JSON file.
+
+    Example:
+        >>> from samo.planner.hardware import find_hardware
+        >>> find_hardware("h100").flops
+        989400000000000.0
+
+    Raises:
+        ConfigError: There is no such GPU, or the file is wrong.
+    """
+    path = Path(name)
+    if path.suffix in (".toml", ".json"):
+        return _read(path)
+    key = str(name).lower().replace("_", "-").replace(" ", "")
+    if key not in HARDWARE:
+        guess = nearest(key, HARDWARE)
+        raise ConfigError(
+            f"unknown GPU '{name}'{guess}; choose among {', '.join(HARDWARE)}, or name a .toml or "
+            ".json file of your own"
+        )
+    return HARDWARE[key]
+
+
+def write_hardware(hardware: Hardware, path: Path) -> None:
+    """Write a file that `find_hardware` reads."""
+    path.write_text(json.dumps(asdict(hardware), indent=2) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> Hardware:
+    try:
+        text = path.read_text(encoding="utf-8")
+        found: dict[str, Any] = (tomllib if path.suffix == ".toml" else json).loads(text)
+        known = [entry.name for entry in fields(Hardware)]
+        for key in found:
+            if key not in known:
+                raise ConfigError(
+                    f"hardware file '{path}': unknown key '{key}'{nearest(key, known)}; it takes "
+                    f"{', '.join(known)}"
+                )
+        for key in {"intra", "inter"} & {*found}:
+            found[key] = Link(**found[key])
+        return Hardware(**{"name": path.stem, **found})
+    except OSError as error:
+        raise ConfigError(f"hardware file '{path}': {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"hardware file '{path}': {error}") from None
