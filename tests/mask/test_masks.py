@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import prune as torch_prune
 
 from samo.core.compress import compress_, dense_state_dict
 from samo.errors import MaskError
@@ -216,19 +215,6 @@ def test_from_zeros_refuses_dense_and_empty_models() -> None:
         Masks.from_zeros(model_with_zeros(keep[0]), skip=["9.*"])
     with pytest.raises(MaskError, match="not pruned: the sparsest of 0 tensors"):
         Masks.from_zeros(nn.Embedding(4, 4))
-
-
-def test_from_torch_prune_takes_masks_under_the_final_names() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    torch_prune.random_unstructured(model[1], "weight", amount=0.5)
-    model.register_buffer("attention_mask", torch.ones(3))
-    expected = model.get_buffer("1.weight_mask") != 0
-    masks = Masks.from_torch_prune(model)
-    assert dict(masks) == {"1.weight": Mask.from_bool(expected)}
-    torch_prune.remove(model[1], "weight")
-    assert list(masks.parameters_of(model)) == ["1.weight"]
-    with pytest.raises(MaskError, match=r"no parameter is pruned with torch.nn.utils.prune"):
-        Masks.from_torch_prune(model)
 
 
 def test_from_zeros_sees_a_pruned_head_and_passes_over_one_that_starts_at_zero() -> None:

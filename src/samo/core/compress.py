@@ -329,8 +329,8 @@ def _plan_parameters(
     """Decide what happens to each parameter that is not left alone."""
     if torch_prune.is_pruned(model):
         raise MaskError(
-            "the model has masks of torch.nn.utils.prune; call "
-            "torch.nn.utils.prune.remove(module, name) for each pruned parameter first"
+            "the model has masks of torch.nn.utils.prune; call torch.nn.utils.prune.remove(module, "
+            "name) for each pruned parameter, and read the masks with samo.Masks.from_zeros(model)"
         )
     mask_of = masks_by_parameter(model, masks)
     batch_norms: set[int] = set()  # ids of their parameters, which keep their dtype

@@ -102,35 +102,6 @@ class Masks(Mapping[str, Mask]):
             )
         return cls(masks)
 
-    @classmethod
-    def from_torch_prune(cls, model: nn.Module) -> "Masks":
-        """Read the masks of a model pruned with ``torch.nn.utils.prune``.
-
-        Call ``torch.nn.utils.prune.remove`` before `samo.compress_`; the masks have the names that
-        the weights have after it.
-
-        Example:
-            >>> import torch, samo
-            >>> from torch.nn.utils import prune
-            >>> layer = prune.l1_unstructured(torch.nn.Linear(8, 8), "weight", amount=0.5)
-            >>> masks = samo.Masks.from_torch_prune(layer)
-            >>> masks["weight"].sparsity
-            0.5
-            >>> _ = samo.compress_(prune.remove(layer, "weight"), masks)
-        """
-        parameters = dict(model.named_parameters())
-        masks = {
-            name.removesuffix("_mask"): Mask.from_bool(buffer != 0)
-            for name, buffer in model.named_buffers()
-            if name.endswith("_mask") and f"{name.removesuffix('_mask')}_orig" in parameters
-        }
-        if not masks:
-            raise MaskError(
-                "no parameter is pruned with torch.nn.utils.prune (no 'weight_orig' beside a "
-                "'weight_mask'); use samo.prune(model, sparsity) or Masks.from_zeros(model)"
-            )
-        return cls(masks)
-
     @property
     def numel(self) -> int:
         """Number of weights in the masked tensors."""
