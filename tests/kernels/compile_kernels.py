@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from samo.kernels import reference, triton_adamw, triton_launch as launch, triton_masks
+from samo.kernels.checks import EXPONENTS
 from samo.kernels.triton_masks import KINDS
 from tests.kernels.cases import LEAN_KINDS
 
@@ -63,8 +64,9 @@ def variants() -> Iterator[Variant]:
             constants = {"VALUES": KINDS[dtype], "COPY": copy, "BLOCKS": launch.UNITS}
             constants |= {"IS_ALIGNED": is_first}
             yield triton_adamw.expand_rows_kernel, TYPES, constants, 2
-    for kind, exponent in launch.EXPONENTS.values():
+    for dtype, exponent in EXPONENTS.items():
         types = {"rows": "*i64", "items": "*i32", "found": "*i8"}
+        kind = launch.INTEGERS[dtype.itemsize]
         constants = {"EXPONENT": exponent, "KIND": kind, "IS_ALIGNED": True}
         constants |= {"PARTS": launch.UNITS, "PART": launch.PART}
         yield triton_adamw.find_exponent_kernel, types, constants, 4

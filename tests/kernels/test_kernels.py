@@ -308,20 +308,6 @@ def test_copies_and_parameters_may_have_strides(
         assert torch.equal(ours.dense, old.dense)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_what_has_the_wrong_size_is_named(kernels: Kernels, state: State) -> None:
-    good = draw_update(300, None, (torch.float32, torch.float32, None))
-    update = draw_update(300, 0.5, (torch.bfloat16,) * 3, state=state)
-    before = master_of(good)
-    for name, part in [*tensors_of(update).items(), ("mask", None)]:
-        if name == "param":
-            continue
-        wrong = Mask.ones((301,)) if part is None else torch.cat([part.view(-1)] * 2)
-        with pytest.raises(ValueError, match=f"wrong size .*: .*{name} "):
-            kernels.adamw_([good, update._replace(**{name: wrong})], SETTINGS, None)
-    assert torch.equal(master_of(good), before)
-
-
 @pytest.mark.parametrize("size", [4, 6])
 def test_a_mask_of_another_size_is_refused(kernels: Kernels, size: int) -> None:
     mask = Mask.from_bool(torch.tensor([True, False, True, True, False]))

@@ -24,7 +24,6 @@ from samo.core.optimizers import STEPPED
 from samo.core.rank_checks import outdate_replicas
 from samo.core.weight import Weight, mark_ragged
 from samo.errors import CompressionError, MaskError
-from samo.kernels.pieces import kept_pieces
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
@@ -267,7 +266,7 @@ def move(
     dropped = {name: vector.new_empty(old.kept - common.kept) for name, vector in vectors.items()}
     gone = fresh = 0
     for (_, old_bits, olds), (_, new_bits, news), (_, both, commons) in zip(
-        kept_pieces(old), kept_pieces(new), kept_pieces(common)
+        old.pieces(), new.pieces(), common.pieces()
     ):
         old_place = old_bits.cumsum(0).add_(olds.start - 1)
         new_place = new_bits.cumsum(0).add_(news.start - 1)
@@ -290,7 +289,7 @@ def move(
 def narrow(mask: Mask, words: Tensor) -> Mask:
     """Return a mask with those kept entries of ``mask`` whose bits are set in ``words``."""
     made = torch.empty_like(mask.words)
-    for piece, bits, kept in kept_pieces(mask):
+    for piece, bits, kept in mask.pieces():
         first = kept.start // bitmap.WORD_BITS * bitmap.WORD_BITS
         stay = bitmap.unpack(words, first, kept.stop)[kept.start - first :]
         bits[_places(bits, _length(kept))] = stay

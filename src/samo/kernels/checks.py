@@ -1,6 +1,7 @@
 """Checks of sizes, types and layouts, which the kernels rely on."""
 
 from collections.abc import Container
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,14 @@ from samo.kernels.rounding import master_dtype, remainder_dtype
 from samo.mask.mask import Mask
 
 __all__ = []
+
+EXPONENTS: Final = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
+"""The exponent bits of each type, which are all set only in infinities and NaNs."""
 
 
 def check_pair(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
@@ -24,24 +33,6 @@ def check_pair(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
             f"a mask that keeps {mask.kept:,} of {mask.numel:,} entries does not fit "
             f"{values.numel():,} values and a dense tensor of {numel:,}"
         )
-
-
-def check_update(update: AdamWUpdate) -> None:
-    """Raise ValueError with the names of tensors of the wrong size."""
-    kept, mask = update.param.numel(), update.mask
-    numel = kept if mask is None else mask.numel
-    sizes = dict.fromkeys(("remainder", "grad", "exp_avg", "exp_avg_sq", "age"), kept)
-    sizes |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), num_groups(numel, mask))
-    sizes |= {"step": 1, "dense": numel}
-    wrong = [
-        f"{name} ({tensor.numel():,}, not {size:,})"
-        for name, size in sizes.items()
-        if (tensor := getattr(update, name)) is not None and tensor.numel() != size
-    ]
-    if mask is not None and mask.kept != kept:
-        wrong.append(f"mask ({mask.kept:,}, not {kept:,})")
-    if wrong:
-        raise ValueError(f"wrong size for a parameter of {kept:,} entries: {', '.join(wrong)}")
 
 
 def is_plain(update: AdamWUpdate, types: Container[torch.dtype]) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from samo.kernels import cpu_loops, reference
-from samo.kernels.checks import check_pair, is_plain
+from samo.kernels.checks import EXPONENTS, check_pair, is_plain
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.reference import OLDEST, corrections_by_age, count_step
 from samo.mask import bitmap
@@ -82,21 +82,13 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         together.setdefault(tensor.dtype, []).append((tensor.data_ptr(), tensor.numel()))
     found = False
     for dtype, rows in together.items():
-        exponent = _EXPONENTS[dtype]
+        exponent = np.dtype(f"u{dtype.itemsize}").type(EXPONENTS[dtype])
         blocks = max(1, bitmap.num_blocks(sum(size for _, size in rows)))
         arrays = (np.array(rows, dtype=np.int64), np.empty(0, exponent.dtype), exponent, blocks)
         kernels = cpu_loops.find_exponent_rows, cpu_loops.find_exponent_rows_shared
         found |= _run(*kernels, arrays, blocks)
     return torch.tensor(bool(found), device="cpu")
 
-
-_EXPONENTS: Final[dict[torch.dtype, Any]] = {
-    torch.bfloat16: np.uint16(0x7F80),
-    torch.float16: np.uint16(0x7C00),
-    torch.float32: np.uint32(0x7F800000),
-    torch.float64: np.uint64(0x7FF0000000000000),
-}
-"""The exponent bits, which are all set only in infinities and NaNs."""
 
 _SEEN_AS: Final[dict[torch.dtype, Any]] = {
     torch.float32: np.float32,
@@ -142,21 +134,12 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
 
 def _row(update: AdamWUpdate, table: Tensor | None) -> tuple[int, ...]:
     """Return a parameter's row, in the order of the loops' columns."""
-    mask, dense = update.mask_of_copy, update.dense
-    return (
-        update.param.data_ptr(),
-        0 if update.remainder is None else update.remainder.data_ptr(),
-        update.grad.data_ptr(),
-        update.exp_avg.data_ptr(),
-        update.exp_avg_sq.data_ptr(),
-        0 if update.age is None else update.age.data_ptr(),
-        0 if table is None else table.data_ptr(),
-        0 if dense is None else dense.data_ptr(),
-        0 if mask is None else mask.words.data_ptr(),
-        0 if mask is None else mask.offsets.data_ptr(),
-        update.param.numel(),
-        0 if dense is None else dense.numel(),
-    )
+    param, remainder, grad, exp_avg, exp_avg_sq, _, _, _, dense, _, age, *_ = update
+    mask = update.mask_of_copy
+    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
+    parts = (param, remainder, grad, exp_avg, exp_avg_sq, age, table, dense, words, offsets)
+    addresses = [0 if part is None else part.data_ptr() for part in parts]
+    return *addresses, param.numel(), 0 if dense is None else dense.numel()
 
 
 def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:

@@ -27,7 +27,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from samo.kernels.pieces import pieces
 from samo.mask import bitmap
 from samo.mask.mask import Mask
 
@@ -152,7 +151,8 @@ def grouped_pieces(
 ) -> Iterator[tuple[Tensor, slice, slice]]:
     """Yield, for each piece of a weight, its entries' groups, and the slices of both."""
     size = UNPRUNED_GROUP if mask is None else GROUP
-    for piece_N, keep, piece_Z in pieces(numel, mask):
+    whole = ((slice(*span), None, slice(*span)) for span in bitmap.chunks(numel))
+    for piece_N, keep, piece_Z in whole if mask is None else mask.pieces():
         numbers = group_numbers(piece_N.stop - piece_N.start, keep, device)
         yield numbers, piece_Z, slice(piece_N.start // size, -(-piece_N.stop // size))
 

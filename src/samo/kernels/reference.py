@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from samo.kernels import lean
-from samo.kernels.checks import check_pair, check_update
-from samo.kernels.pieces import flattened, kept_pieces, pieces, put, write_back
+from samo.kernels.checks import check_pair
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.rounding import join, split, to_correction
+from samo.mask import bitmap
 from samo.mask.mask import Mask
 
 __all__ = ["adamw_", "compress_", "expand_", "find_nonfinite"]
@@ -41,10 +41,10 @@ def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
     if mask is None:
         out.detach().copy_(dense.detach().reshape(out.shape))
         return
-    flat_N, flat_Z = flattened(dense), flattened(out)
-    for piece_N, keep, piece_Z in kept_pieces(mask):
+    flat_N, flat_Z = _flat(dense), _flat(out)
+    for piece_N, keep, piece_Z in mask.pieces():
         flat_Z[piece_Z] = flat_N[piece_N][keep]
-    write_back(flat_Z, out)
+    _write_back(flat_Z, out)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
@@ -57,12 +57,26 @@ def _expand(values: Tensor, mask: Mask | None, dense: Tensor, skip: Tensor | Non
     if mask is None:
         put(dense.detach(), values.detach().reshape(dense.shape), skip)
         return
-    flat_Z, flat_N = flattened(values), flattened(dense)
-    for piece_N, keep, piece_Z in kept_pieces(mask):
+    flat_Z, flat_N = _flat(values), _flat(dense)
+    for piece_N, keep, piece_Z in mask.pieces():
         new = torch.zeros_like(flat_N[piece_N])
         new[keep] = flat_Z[piece_Z].to(dense.dtype)
         put(flat_N[piece_N], new, skip)
-    write_back(flat_N, dense)
+    _write_back(flat_N, dense)
+
+
+def put(target: Tensor, source: Tensor, skip: Tensor | None) -> None:
+    """Copy to ``target`` in place, unless ``skip`` is true."""
+    target.copy_(source if skip is None else torch.where(skip, target, source))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)  # a view, or a copy if its strides allow none
+
+
+def _write_back(flat: Tensor, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
@@ -78,17 +92,15 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 def adamw_(updates: Sequence[AdamWUpdate], settings: AdamWSettings, skip: Tensor | None) -> None:
     """Do one AdamW step, with the operations of torch's unfused one in the same order."""
     for update in updates:
-        check_update(update)
-    for update in updates:
         corrections = count_step(update, settings, skip)
         written = {name: getattr(update, name) for name in _WRITTEN}
         flats: dict[str, Any] = {
-            name: flattened(tensor) for name, tensor in written.items() if tensor is not None
+            name: _flat(tensor) for name, tensor in written.items() if tensor is not None
         }
-        flat = update._replace(grad=flattened(update.grad), **flats)
+        flat = update._replace(grad=_flat(update.grad), **flats)
         _update(flat, settings, skip, corrections)
         for name, vector in flats.items():
-            write_back(vector, written[name])
+            _write_back(vector, written[name])
         if update.dense is not None:
             _expand(update.param, update.mask, update.dense, skip)
 
@@ -223,5 +235,5 @@ def _pieces(flat: AdamWUpdate) -> Iterator[tuple[slice, Tensor | None, slice]]:
             yield piece_Z, groups, piece_G
     else:
         # Without the mask, whose offsets would have to come to the host.
-        for piece, _, _ in pieces(flat.param.numel(), None):
-            yield piece, None, piece
+        for start, stop in bitmap.chunks(flat.param.numel()):
+            yield slice(start, stop), None, slice(start, stop)

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samo.kernels import lean, reference, triton_adamw, triton_masks, triton_tables as tables
-from samo.kernels.checks import check_pair, check_update, is_plain
-from samo.kernels.pieces import put
+from samo.kernels.checks import EXPONENTS, check_pair, is_plain
 from samo.kernels.protocol import AdamWSettings, AdamWUpdate
 from samo.kernels.triton_adamw import BITMAP, COLUMNS, DENSE, GRAD, SCALARS
 from samo.kernels.triton_masks import KINDS
@@ -34,13 +33,8 @@ PART: Final = 1024
 UNITS: Final = 4
 """Entries to a part; blocks of a pruned weight, or parts of any other parameter, to an item."""
 
-EXPONENTS: Final = {
-    torch.bfloat16: (tl.int16, 0x7F80),
-    torch.float16: (tl.int16, 0x7C00),
-    torch.float32: (tl.int32, 0x7F800000),
-    torch.float64: (tl.int64, 0x7FF0000000000000),
-}
-"""For each type its entries as integers, and the bits that no finite number has all set."""
+INTEGERS: Final = {2: tl.int16, 4: tl.int32, 8: tl.int64}
+"""By size: the type of integers as which a search for nonfinite entries reads them."""
 
 _FEW: Final = 0.2
 """Density up to which a search for each kept entry is cheaper than a count for each entry."""
@@ -159,14 +153,13 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         if not items.numel():
             continue
         addresses = list(map(Tensor.data_ptr, members))
-        kind, exponent = EXPONENTS[dtype]
         with device_of(found):
             triton_adamw.find_exponent_kernel[(items.numel() * UNITS,)](
                 tables.with_addresses(where, table, 0, addresses),
                 items,
                 found.view(torch.int8),
-                EXPONENT=exponent,
-                KIND=kind,
+                EXPONENT=EXPONENTS[dtype],
+                KIND=INTEGERS[dtype.itemsize],
                 IS_ALIGNED=are_aligned(addresses),
                 PARTS=UNITS,
                 PART=PART,
@@ -251,7 +244,6 @@ def _make_plan(where: Where, updates: Sequence[AdamWUpdate]) -> _Plan:
     others, refreshed, members = [], [], []
     plain: list[AdamWUpdate] = []
     for index, update in enumerate(updates):
-        check_update(update)
         if update.dense is not None and not update.dense.is_contiguous():
             refreshed.append(index)
             update = update._replace(dense=None)
@@ -412,4 +404,4 @@ def _refresh(update: AdamWUpdate, skip: Tensor | None) -> None:
     assert update.dense is not None
     new = torch.empty_like(update.dense, memory_format=torch.contiguous_format)
     expand_(update.param, update.mask, new)
-    put(update.dense.detach(), new, skip)
+    reference.put(update.dense.detach(), new, skip)

@@ -6,7 +6,7 @@ be exactly 0 and must stay trainable. ``bitmap.py`` describes the layout.
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import torch
@@ -136,6 +136,18 @@ class Mask:
         words = self.words[index * blocks * bitmap.BLOCK_WORDS :][: blocks * bitmap.BLOCK_WORDS]
         offsets = self.offsets[index * blocks :][:blocks] - first
         return first, Mask.from_parts(self.shape[1:], words, offsets, last - first)
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor, slice]]:
+        """Yield slices of the dense tensor, their kept bits, and their slices of kept entries.
+
+        Of at most 2**20 entries, so that temporaries do not grow with the tensor.
+        """
+        spans = list(bitmap.chunks(self.numel))
+        first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
+        # One copy to the host for all pieces.
+        begins = [*self.offsets[first_blocks].tolist(), self.kept]
+        for (start, stop), begin, end in zip(spans, begins, begins[1:]):
+            yield slice(start, stop), bitmap.unpack(self.words, start, stop), slice(begin, end)
 
     def zero_(self, dense: Tensor) -> Tensor:
         """Set the pruned entries of ``dense`` to exactly 0, in place."""
