@@ -106,7 +106,8 @@ def test_flags_become_settings() -> None:
     [
         (["train", "notes.txt", "--sparcity", "0.5"], "--sparsity"),
         (["train", "notes.txt", "--frobnicate"], "run samo train --help"),
-        (["train", "notes.txt", "--sparsity", "abc"], "Error parsing --sparsity: "),
+        (["train", "notes.txt", "--sparsity", "abc"], "takes a number or auto, got"),
+        (["train", "notes.txt", "--steps", "abc"], "it takes a whole number, got 'abc'"),
         (["train", "notes.txt", "--mode", "sparse"], "samo"),
         (["prune"], "required"),
     ],

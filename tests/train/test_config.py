@@ -15,6 +15,7 @@ from samo.train import config as kinds
 from samo.train.config import MeshConfig, TrainConfig
 from samo.train.resolve import (
     check_batch,
+    doubts,
     gpt_config,
     micro_batches,
     resolve,
@@ -192,6 +193,17 @@ def test_a_batch_is_divided_among_replicas_and_micro_batches_or_refused() -> Non
     split = replace(one, mesh=replace(one.mesh, micro_batches=4))
     with pytest.raises(ConfigError, match="the 3 sequences of a replica cannot be split into 4"):
         check_batch(split, 2)
+
+
+def test_settings_that_can_hardly_be_meant_are_named() -> None:
+    assert list(doubts(resolve(config()))) == []
+    run = {"steps": 10, "log_every": 11}
+    optim = {"lr": 0.0, "warmup_steps": 500, "final_lr": 2.0}
+    data = {"train": (Path("/notes.txt"),), "valid_fraction": 0.9}
+    found = list(doubts(resolve(config(run=run, optim=optim, data=data))))
+    assert [line.split()[0] for line in found] == [
+        *("--lr", "--warmup-steps", "--final-lr", "--valid-fraction", "--log-every")
+    ]
 
 
 def test_flags_are_unique_across_sections() -> None:

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal, get_args
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from samo import __version__
 from samo.cli.commands import COMMANDS, USUAL, Command, Launch, Train
@@ -106,6 +107,7 @@ def parse(arguments: Sequence[str]) -> Command:
         args=arguments,
         default=default,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+        registry=_NUMBERS,
     )
     return replace(command, command=launched) if isinstance(command, Launch) else command
 
@@ -118,6 +120,35 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo prune my-llama --sparsity 0.8 masks for a Hugging Face model
   samo COMMAND --help                its settings
   samo --version"""
+
+_NUMBERS: Final = ConstructorRegistry()
+"""How tyro reads numbers, with errors in the words of a user."""
+
+
+@_NUMBERS.primitive_rule
+def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Read a whole number, a number, or either or the word auto."""
+    options = get_args(info.type) or [info.type]
+    kinds = [getattr(option, "__origin__", option) for option in options]  # without a Range
+    kind, is_auto = kinds[0], kinds[1:] == [Literal]
+    if kind not in (int, float) or not (is_auto or len(kinds) == 1):
+        return None
+
+    def read(words: list[str]) -> Any:
+        try:
+            return words[0] if is_auto and words[0] == "auto" else kind(words[0])
+        except ValueError:
+            number = "a whole number" if kind is int else "a number"
+            rule = f"{number} or auto" if is_auto else number
+            raise ValueError(f"it takes {rule}, got {words[0]!r}") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper() + "|auto" * is_auto,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int | float) or value == "auto",
+        str_from_instance=lambda value: [str(value)],
+    )
 
 
 def _usual(kind: Any) -> Any:

@@ -16,7 +16,7 @@ from samo.train import launch_env
 from samo.train.events import Listener
 from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup, is_out_of_memory
-from samo.train.resolve import resolve, resolve_resumed
+from samo.train.resolve import doubts, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
 from samo.utils.formatting import loss
@@ -76,6 +76,9 @@ def _train(command: Train, console: Console, display: Display) -> Result:
             path = folder.path
         return resume(path, config=command, listeners=listeners)
     resolved = resolve(command)  # before anything is created
+    if is_first_rank():
+        for doubt in doubts(resolved):
+            say(console, f"warning: {doubt}")
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.data.train[0].stem, Path("runs")
     before = launch_env.restarted_dir(command.out, runs, name) if is_restarted() else None

@@ -153,6 +153,25 @@ def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
         raise ConfigError(f"--{error}") from None  # "pattern must be ..."
 
 
+def doubts(config: ResolvedConfig) -> Iterator[str]:
+    """Yield a line for each setting that works but can hardly be meant."""
+    optim, run = config.optim, config.run
+    if optim.lr == 0:
+        yield "--lr 0 trains nothing"
+    if optim.warmup_steps >= run.steps:
+        peak = learning_rate(run.steps, run.steps, optim)
+        yield (
+            f"--warmup-steps {optim.warmup_steps:,} takes all of the {run.steps:,} steps, so the "
+            f"learning rate only rises, to {peak:.3g}"
+        )
+    if optim.final_lr > 1:
+        yield f"--final-lr {optim.final_lr:g} raises the rate; it is a fraction of --lr"
+    if not config.data.valid and config.data.valid_fraction > 0.5:
+        yield f"--valid-fraction {config.data.valid_fraction:g} leaves less text to train on"
+    if run.log_every > run.steps:
+        yield f"--log-every {run.log_every:,} logs the last of the {run.steps:,} steps only"
+
+
 def gpt_config(model: ResolvedModel, vocab_size: int) -> GPTConfig:
     """Return the shape of the model."""
     sizes = {name: getattr(model, name) for name in _SIZES}
