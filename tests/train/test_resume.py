@@ -108,7 +108,7 @@ def test_what_follows_from_a_checkpoint_is_done_after_a_kill_in_between(
         run = tmp_path / f"killed-{step}"
 
         def fail(saver: Saver, step: int = step) -> None:
-            if read_progress(saver._folder.path)["step"] == step:
+            if read_progress(saver.folder.path)["step"] == step:
                 raise CrashError
             follow_up(saver)
 

@@ -25,11 +25,7 @@ class TensorName(str):
 def encode(
     value: Any, where: str, tensor: Callable[[Any, str], Any] = lambda value, where: None
 ) -> Any:
-    """Return a value as JSON; ``tensor`` returns that of a tensor, and None for anything else.
-
-    Raises:
-        TypeError: JSON has no such value, or it is nested too deep; the message has its path.
-    """
+    """Return a value as JSON; ``tensor`` returns that of a tensor, and None for anything else."""
 
     def walk(value: Any, where: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
@@ -60,11 +56,7 @@ def encode(
 
 
 def decode(value: Any, tensor: Callable[[Any], Any] = TensorName, depth: int = 0) -> Any:
-    """Return the value that was encoded; ``tensor`` gets the JSON of a tensor.
-
-    Raises:
-        ValueError: A ``$`` key has no meaning, or the value is nested deeper than `encode` allows.
-    """
+    """Return the value that was encoded; ``tensor`` gets the JSON of a tensor."""
     if depth > 3 * _MAX_DEPTH:  # a tuple is two levels
         raise ValueError("it is nested too deep")
     depth += 1

@@ -101,11 +101,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def encode_manifest(content: dict[str, Any]) -> bytes:
-    """Return the bytes of a manifest: a line for each key, and a checksum.
-
-    Raises:
-        ValueError: It is too large.
-    """
+    """Return the bytes of a manifest: a line for each key, and a checksum."""
     lines = [
         f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
         for key, value in content.items()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["async_save", "save"]
 
 
-@torch.no_grad()
 def save(
     path: str | os.PathLike[str],
     model: "nn.Module | Pipeline",
@@ -70,8 +68,8 @@ def save(
         model: A compressed or ordinary model, or a `samo.Pipeline`.
         opt: Its optimizer, `samo.AdamW` or any of torch's.
         scaler: Its loss scaler; that of the first rank is saved.
-        extra: Anything else by name: tensors, numbers, strings, bools, None, and lists, tuples and
-            dicts of them. That of the first rank is saved.
+        extra: Tensors, numbers, strings, bools, None, and lists, tuples and dicts of them, by name.
+            That of the first rank is saved.
         mesh: All ranks with a part or a copy of the model. By default those of `samo.Pipeline`, of
             DistributedDataParallel or of DTensors; otherwise one process.
         timeout_s: Seconds to wait for a rank while none writes.
@@ -82,10 +80,9 @@ def save(
         PeerError: Another rank does not answer.
     """
     staging.wait_for_pending()
-    layout = layout_of(model, mesh, timeout_s, "samo.save")
-    _Part(Path(path), layout, opt, scaler, extra or {}).save()
-    if layout.is_first:
-        _warn_of_extra_state(layout.module)  # last: where warnings are errors, ranks would wait
+    options: SaveOptions = {"scaler": scaler, "extra": extra, "mesh": mesh, "timeout_s": timeout_s}
+    stage(path, model, opt, **options, copies=False)()
+    _warn_of_extra_state(model)
 
 
 class SaveOptions(TypedDict, total=False):
@@ -123,8 +120,7 @@ def async_save(
         Done when the checkpoint is complete. Its ``result()`` raises what `samo.save` would.
     """
     saving = staging.submit(lambda: stage(path, model, opt, **options))
-    if not dist.is_initialized() or dist.get_rank() == 0:  # last, as in save()
-        _warn_of_extra_state(model if isinstance(model, nn.Module) else model.module)
+    _warn_of_extra_state(model)
     return saving
 
 
@@ -132,22 +128,20 @@ def async_save(
 def stage(
     path: str | os.PathLike[str],
     model: "nn.Module | Pipeline",
-    opt: Optimizer | None = None,
+    opt: Optimizer | None,
     *,
-    scaler: torch.amp.GradScaler | None = None,
-    extra: Mapping[str, Any] | None = None,
-    mesh: DeviceMesh | None = None,
-    timeout_s: float = 600.0,
     copies: bool = True,
     look_after: Callable[[], None] = lambda: None,
+    **options: Unpack[SaveOptions],
 ) -> Callable[[], None]:
     """Copy what `save` would write, and return a function that writes it, for `staging.submit`.
 
     Without ``copies``, the model must not change until that function has returned. ``look_after``
     is called every few seconds while this rank waits for others, and may raise.
     """
+    mesh, timeout_s = options.get("mesh"), options.get("timeout_s", 600.0)
     layout = layout_of(model, mesh, timeout_s, "samo.save", look_after)
-    part = _Part(Path(path), layout, opt, scaler, extra or {})
+    part = _Part(Path(path), layout, opt, options.get("scaler"), options.get("extra") or {})
     if copies:
         part.stage()
     if part.error is not None and not isinstance(part.error, Exception):
@@ -268,13 +262,15 @@ class _Part:
         self.draft.close()  # here: other ranks may look at the folder once they are told
 
 
-def _warn_of_extra_state(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+def _warn_of_extra_state(model: "nn.Module | Pipeline") -> None:
+    """Warn of state that is no tensor; last of all, or where warnings are errors, ranks wait."""
+    module = model if isinstance(model, nn.Module) else model.module
+    for path, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
             warnings.warn(
                 f"the checkpoint lacks the extra state of module '{path}' "
-                f"({type(module).__name__}.get_extra_state); give it in extra=",
-                stacklevel=4,
+                f"({type(part).__name__}.get_extra_state); give it in extra=",
+                stacklevel=3,
             )
 
 

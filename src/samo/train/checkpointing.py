@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -17,11 +17,14 @@ from samo.data.batches import Batches
 from samo.errors import CheckpointError, SamoError, first_words
 from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
+from samo.train.config import ResolvedConfig
 from samo.train.config_io import typed
 from samo.train.events import Phase, Saved
 from samo.train.learner import Learner
 from samo.train.masking import Masking
+from samo.train.resolve import gpt_config
 from samo.train.run_dir import RunDir
+from samo.train.setup import Text
 
 __all__ = []
 
@@ -44,45 +47,8 @@ class Progress:
     skipped_steps: int = 0
 
 
-def stage_run(
-    path: Path,
-    learner: Learner,
-    masking: Masking,
-    batches: Batches,
-    progress: Progress,
-    *,
-    shape: GPTConfig,
-    tokenizer: str,
-    copies: bool,
-) -> Callable[[], None]:
-    """Find, or copy, all that the next steps depend on; return a function that writes it."""
-    progress.phase = learner.phase
-    progress.position = batches.position
-    progress.skipped_steps = learner.skipped_steps
-    extra: dict[str, Any] = {
-        "progress": dataclasses.asdict(progress),
-        "model": dataclasses.asdict(shape),
-        "tokenizer": tokenizer,
-        "random_cpu": torch.get_rng_state(),
-        **masking.state_dict(),
-    }
-    if learner.device.type == "cuda":
-        extra["random_cuda"] = torch.cuda.get_rng_state(learner.device)
-    return stage(
-        path,
-        learner.whole,
-        learner.opt,
-        scaler=learner.scaler,
-        extra=extra,
-        mesh=learner.ranks.mesh,
-        timeout_s=learner.ranks.timeout_s,
-        copies=copies,
-        look_after=learner.ranks.look_after,
-    )
-
-
 def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -> Progress:
-    """Restore what `stage_run` staged into new objects, and return the progress of the run."""
+    """Restore what a `Saver` wrote into new objects, and return the progress of the run."""
     progress, masks = learner.ranks.run_all("the checkpoint", lambda: _read(path))
     if masks is not None:
         learner.prune(learner.own_masks(masks).to(learner.device))
@@ -144,27 +110,26 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
     return progress
 
 
+@dataclasses.dataclass(eq=False)
 class Saver:
-    """Writes ``last``, and on rank 0 what follows from it: ``best`` and the ones to keep.
+    """Writes ``last`` in a thread, and on rank 0 what follows from it: ``best``, those to keep."""
 
-    ``writes_masks`` writes the mask file too: of stages, only the checkpoint holds all masks.
-    """
+    folder: RunDir
+    config: ResolvedConfig
+    text: Text
+    learner: Learner
+    masking: Masking
+    batches: Batches
+    progress: Progress
 
-    def __init__(
-        self, folder: RunDir, *, is_first: bool, keep: int, minutes: float, writes_masks: bool
-    ) -> None:
-        self._folder: Final = folder
-        self._is_first: Final = is_first
-        self._keep: Final = keep
-        self._every_s: Final = 60 * minutes
-        self._writes_masks: Final = writes_masks
+    def __post_init__(self) -> None:
         self._started = time.monotonic()
         self._saving: Future[Saved] | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether so many minutes have passed since the last save."""
-        return 0 < self._every_s <= time.monotonic() - self._started
+        return 0 < 60 * self.config.run.save_minutes <= time.monotonic() - self._started
 
     @property
     def is_done(self) -> bool:
@@ -176,30 +141,32 @@ class Saver:
         """Whether the save that is done has failed, which `finish` raises."""
         return self.is_done and self._saving is not None and self._saving.exception() is not None
 
-    def save(self, stage: Callable[[], Callable[[], None]], step: int, *, is_async: bool) -> None:
-        """Copy the state with ``stage`` and write it in a thread; `finish` the one before first.
+    def save(self) -> bool:
+        """Copy the state and write it in a thread; return whether training may continue.
 
-        If it is not asynchronous, ``stage`` need not copy, and `finish` follows at once.
+        If not, `finish` follows at once. The save before must be finished.
         """
         assert self._saving is None, "its result would be lost"
-        started = time.perf_counter()
+        started, step = time.perf_counter(), self.progress.step
         self._started = time.monotonic()
+        # A copy of dense state would nearly double the memory of a run on a CPU.
+        is_async = self.learner.phase == "samo" or self.learner.device.type != "cpu"
 
         def staged() -> Callable[[], Saved]:
-            write = stage()
+            write = self._stage(copies=is_async)
             stall_s = time.perf_counter() - started
 
             def complete() -> Saved:
                 write()
                 num_bytes = 0
-                if self._is_first:
+                if self.learner.ranks.is_first:
                     self.follow_up()
-                    files = [file for file in self._folder.last.rglob("*") if file.is_file()]
+                    files = [file for file in self.folder.last.rglob("*") if file.is_file()]
                     num_bytes = sum(file.stat().st_size for file in files)
                 seconds = time.perf_counter() - started
                 return Saved(
                     step=step,
-                    path=self._folder.last.relative_to(self._folder.path).as_posix(),
+                    path=self.folder.last.relative_to(self.folder.path).as_posix(),
                     bytes=num_bytes,
                     seconds=seconds,
                     stall_s=stall_s if is_async else seconds,
@@ -208,6 +175,34 @@ class Saver:
             return complete
 
         self._saving = staging.submit(staged)
+        return is_async
+
+    def _stage(self, *, copies: bool) -> Callable[[], None]:
+        """Find, or copy, all that the next steps depend on; return a function that writes it."""
+        learner, progress = self.learner, self.progress
+        progress.phase = learner.phase
+        progress.position = self.batches.position
+        progress.skipped_steps = learner.skipped_steps
+        extra: dict[str, Any] = {
+            "progress": dataclasses.asdict(progress),
+            "model": dataclasses.asdict(gpt_config(self.config.model, self.text.vocab_size)),
+            "tokenizer": self.text.tokenizer.name,
+            "random_cpu": torch.get_rng_state(),
+            **self.masking.state_dict(),
+        }
+        if learner.device.type == "cuda":
+            extra["random_cuda"] = torch.cuda.get_rng_state(learner.device)
+        return stage(
+            self.folder.last,
+            learner.whole,
+            learner.opt,
+            scaler=learner.scaler,
+            extra=extra,
+            mesh=learner.ranks.mesh,
+            timeout_s=learner.ranks.timeout_s,
+            copies=copies,
+            look_after=learner.ranks.look_after,
+        )
 
     def finish(self) -> Saved | None:
         """Wait for the save that is on its way, and return it, or raise its error."""
@@ -216,14 +211,15 @@ class Saver:
 
     def follow_up(self) -> None:
         """Copy ``last`` to where else it belongs; all that it takes to know where is in it."""
-        folder = self._folder
+        folder, run = self.folder, self.config.run
         folder.check_in_place()
         progress = read_manifest(folder.last).extra["progress"]
         step = progress["step"]
         if progress.get("best_step") == step:
             copy(folder.last, folder.best)
-        if self._writes_masks and progress["phase"] == "samo":
+        # Of stages, only the checkpoint holds all masks.
+        if self.learner.ranks.num_stages > 1 and progress["phase"] == "samo":
             load_masks(folder.last).save(folder.masks)
-        if self._keep > 1:
+        if run.keep > 1:
             copy(folder.last, folder.kept(step))
-            folder.remove_kept(all_but=self._keep)
+            folder.remove_kept(all_but=run.keep)

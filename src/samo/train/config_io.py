@@ -88,13 +88,10 @@ def from_dict(
 
 
 def typed(value: Any, hint: Any, folder: Path | None = None) -> Any:
-    """Return a value as the type of a field.
+    """Return a value as the type of a field, or raise one of `_WRONG`.
 
     Relative paths start at ``folder``. A single value is taken for a tuple of one. Floats that are
     not finite become NaN.
-
-    Raises:
-        TypeError, ValueError, OverflowError: It is of another type.
     """
     if type(value) is int and abs(value) >= 2**63:
         raise OverflowError("a whole number of more than 64 bits")

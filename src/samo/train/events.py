@@ -213,10 +213,9 @@ def from_json(line: str | bytes) -> Event | None:
 
 
 def read_events(path: Path) -> tuple[list[Event], int]:
-    """Read a file of events, also while the run writes it; a missing file is empty.
+    """Read a file of events, and count lines that cannot be read; a missing file is empty.
 
-    Returns:
-        The events, and the number of lines that cannot be read: a kill may leave one, the last.
+    A kill may leave one broken line, the last.
     """
     events, broken = [], 0
     try:

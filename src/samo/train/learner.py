@@ -50,13 +50,8 @@ class Learner:
     """A model and its optimizer; files and schedules are the trainer's.
 
     On many ranks each trains on its part of a batch, and all take the same step: stages with
-    `Pipeline`, replicas with DDP, shards of a pruned model with FSDP2.
-
-    Args:
-        model: The model, or this rank's stage of it.
-        config: The settings.
-        ranks: The ranks that train together; by default this process alone.
-        stages: The whole model, if it is split into stages.
+    `Pipeline`, of which ``model`` is then this rank's, replicas with DDP, shards of a pruned model
+    with FSDP2.
     """
 
     will_compile: bool  # in the next step

@@ -15,10 +15,8 @@ __all__ = []
 class MetricsFile:
     """Appends events as lines of JSON, each of them whole or not at all.
 
-    Args:
-        path: The file; created if missing.
-        size: Bytes that are valid, None for all. The rest was written after the checkpoint that the
-            run resumes from and is dropped, as is a line cut by a kill.
+    The first ``size`` bytes are valid, None for all. The rest was written after the checkpoint that
+    the run resumes from and is dropped, as is a line cut by a kill.
     """
 
     def __init__(self, path: Path, *, size: int | None) -> None:

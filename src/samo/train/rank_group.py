@@ -50,14 +50,14 @@ class RankGroup:
     def __init__(
         self,
         mesh: DeviceMesh | None = None,
-        *,
         timeout_s: float = 600.0,
         watchdog: Watchdog | None = None,
     ) -> None:
         self.mesh: Final = mesh
         self.timeout_s: Final = timeout_s
-        self.rank = self.stage = self.replica = 0
+        self.rank = self.stage = 0
         self.size = self.num_stages = self.num_replicas = 1
+        self.part = (0, 1)  # index of this rank's part of every batch, and the number of parts
         self.data: dist.ProcessGroup | None = None  # the replicas of this stage, if several
         self.watchdog = watchdog
         self._together = Ranks()
@@ -69,7 +69,8 @@ class RankGroup:
             return
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.num_stages, self.num_replicas = mesh.size(0), mesh.size(1)
-        self.stage, self.replica = divmod(self.rank, self.num_replicas)
+        self.stage, replica = divmod(self.rank, self.num_replicas)
+        self.part = replica, self.num_replicas
         self._together = Ranks(
             range(self.size), "samo.train", timeout_s, self.look_after, PeerError
         )
@@ -129,11 +130,6 @@ class RankGroup:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
-    @property
-    def part(self) -> tuple[int, int]:
-        """Index of this rank's part of every batch, and the number of parts."""
-        return self.replica, self.num_replicas
-
     # Failures
 
     @contextmanager
@@ -146,14 +142,10 @@ class RankGroup:
         except PeerError as error:
             raise self._attribute(error) from error.__cause__
         except RuntimeError as error:
-            stopped = () if self.watchdog is None else self.watchdog.stopped()
-            if not stopped or isinstance(error, SamoError) or is_out_of_memory(error):
+            stopped = self._stopped(f". The backend said: {first_words(error)}")
+            if stopped is None or isinstance(error, SamoError) or is_out_of_memory(error):
                 raise
-            message = (
-                f"{listed(stopped)} stopped; resume from the last checkpoint with --resume. The "
-                f"backend said: {first_words(error)}"
-            )
-            raise self._attribute(PeerError(message, stopped, is_diagnosed=True)) from error
+            raise self._attribute(stopped) from error
         finally:
             if self.watchdog is not None:
                 self.watchdog.close()
@@ -183,13 +175,15 @@ class RankGroup:
 
     def look_after(self) -> None:
         """Raise if a rank that others wait for has stopped."""
+        if (error := self._stopped()) is not None:
+            raise error
+
+    def _stopped(self, why: str = "") -> PeerError | None:
         stopped = () if self.watchdog is None else self.watchdog.stopped()
-        if stopped:
-            raise PeerError(
-                f"{listed(stopped)} stopped; resume from the last checkpoint with --resume",
-                stopped,
-                is_diagnosed=True,
-            )
+        if not stopped:
+            return None
+        message = f"{listed(stopped)} stopped; resume from the last checkpoint with --resume"
+        return PeerError(message + why, stopped, is_diagnosed=True)
 
     def leave(self) -> None:
         """Destroy the process group that `join` has made."""
@@ -220,24 +214,15 @@ class RankGroup:
         found: list[Any] = self._together.run_all(what, lambda: value, lambda values: values)
         return found
 
-    def gather(self, what: str, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks on rank 0; on others an empty list."""
-        found: list[Any] = []
-        self._together.run_all(what, lambda: value, found.extend)
-        return found
-
     def check_same(self, what: str, value: object) -> None:
         """Refuse ranks that were started differently."""
-
-        def first_other(values: list[object]) -> int | None:
-            return next((rank for rank, v in enumerate(values) if v != values[0]), None)
-
-        other = self._together.run_all(f"the {what}", lambda: value, first_other)
-        if other is not None:
-            raise ConfigError(
-                f"rank 0 and rank {other} do not have the same {what}; start all ranks with one "
-                "command"
-            )
+        first, *others = self.all_gather(f"the {what}", value)
+        for rank, other in enumerate(others, start=1):
+            if other != first:
+                raise ConfigError(
+                    f"rank 0 and rank {rank} do not have the same {what}; start all ranks with one "
+                    "command"
+                )
 
     def agree(self, step: int, wish: str) -> str:
         """Return what any rank wished a step or two ago, so that all do it after the same step.

@@ -28,7 +28,7 @@ from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.models.generate import generate
 from samo.train import events, setup
-from samo.train.checkpointing import Progress, Saver, check_run, load_run, stage_run
+from samo.train.checkpointing import Progress, Saver, check_run, load_run
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
@@ -73,15 +73,10 @@ def train(
     listeners: Iterable[Listener] = (),
     ranks: RankGroup | None = None,
 ) -> Result:
-    """Train a model from its first step.
+    """Train a model from its first step, in a folder that must not exist, or be empty.
 
-    Under torchrun every rank makes the same call; rank 0 writes the files.
-
-    Args:
-        config: The settings.
-        out: The run folder to create; it must not exist, or be empty.
-        listeners: Receivers of events, besides the metrics file.
-        ranks: The ranks, if they have joined already.
+    Under torchrun every rank makes the same call; rank 0 writes the files. ``listeners`` receive
+    the events that go to the metrics file; ``ranks`` are given if they have joined already.
 
     Raises:
         SamoError: Settings, text, masks or folder cannot be used, the run has diverged, a
@@ -118,11 +113,8 @@ def resume(
 ) -> Result:
     """Resume a run that was interrupted or killed, exactly at its last checkpoint.
 
-    Args:
-        path: The run folder, or one of its checkpoints (``RUN/checkpoints/best``).
-        config: Settings, some of which may differ from those of the run: see ``CHANGEABLE``.
-        listeners: Receivers of events, besides the metrics file.
-        ranks: The ranks, if they have joined already; their number may differ from before.
+    ``path`` is the run folder, or one of its checkpoints (``RUN/checkpoints/best``). Some settings
+    may differ from those of the run (see ``CHANGEABLE``), and so may the number of ranks.
 
     Raises:
         SamoError: As for `train`; or text, settings or checkpoint are not those of this run.
@@ -195,14 +187,8 @@ class Trainer:
         progress = self.progress
         self.ranks = self.learner.ranks
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
-        run = self.config.run
-        self.saver = Saver(
-            self.folder,
-            is_first=self.ranks.is_first,
-            keep=run.keep,
-            minutes=run.save_minutes,
-            writes_masks=self.ranks.num_stages > 1,
-        )
+        parts = (self.config, self.text, self.learner, self.masking, self.batches)
+        self.saver = Saver(self.folder, *parts, progress)
 
     def run(self) -> Result:
         """Train to the end, or until a signal arrives."""
@@ -383,7 +369,7 @@ class Trainer:
         )
         if self.ranks.size > 1:
             own = {**self.learner.traffic(), "memory_bytes": memory_bytes}
-            for rank, sent in enumerate(self.ranks.gather("the traffic", own)):
+            for rank, sent in enumerate(self.ranks.all_gather("the traffic", own)):
                 stage, replica = divmod(rank, self.ranks.num_replicas)
                 place = {"rank": rank, "stage": stage, "replica": replica}
                 self.report(events.Exchanged(step=progress.step, **place, **sent))
@@ -444,29 +430,12 @@ class Trainer:
 
     def save(self) -> None:
         """Copy the state of the run; a thread writes it while training continues."""
-        folder, progress, ranks = self.folder, self.progress, self.ranks
         self.finish_save()
         self.synchronize()
-        ranks.run_on_rank0("the run folder", folder.check_in_place)
+        self.ranks.run_on_rank0("the run folder", self.folder.check_in_place)
         if self.metrics is not None:
-            progress.metrics_bytes = self.metrics.size
-        # A copy of dense state would nearly double the memory of a run on a CPU.
-        is_async = self.learner.phase == "samo" or self.learner.device.type != "cpu"
-        self.saver.save(
-            lambda: stage_run(
-                folder.last,
-                self.learner,
-                self.masking,
-                self.batches,
-                progress,
-                shape=gpt_config(self.config.model, self.text.vocab_size),
-                tokenizer=self.text.tokenizer.name,
-                copies=is_async,
-            ),
-            progress.step,
-            is_async=is_async,
-        )
-        if not is_async:
+            self.progress.metrics_bytes = self.metrics.size
+        if not self.saver.save():
             self.finish_save()
 
     def finish_save(self) -> None:
