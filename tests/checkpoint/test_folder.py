@@ -58,7 +58,8 @@ def compressed_checkpoint(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     samo.compress_(model, samo.prune(model, 0.5), dtype=torch.bfloat16, kernels="reference")
-    opt = samo.AdamW(model.parameters(), lr=torch.tensor(0.01), kernels="reference")
+    lr = torch.tensor(0.01)
+    opt = samo.AdamW(model.parameters(), lr=lr, entry_steps=True, kernels="reference")
     model(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
     opt.step()
     samo.save(path, model, opt, extra={"value": 1, "tensor": torch.ones(5)})
@@ -331,6 +332,14 @@ def forge_file(path: Path, name: str, data: bytes) -> None:
     forge(path, "files", name, value=entry)
 
 
+def forge_tensors(path: Path, kind: str, change: dict[str, Tensor | None]) -> None:
+    """Replace tensors of a checkpoint, add some, or remove those that are None."""
+    saved = SavedTensors(path, checkpoint.read_manifest(path), kind)
+    changed = {name: saved.read(name).clone() for name in saved.specs} | change
+    kept = {name: value for name, value in changed.items() if value is not None}
+    forge_file(path, f"{kind}.safetensors", save_tensors(kept))
+
+
 def refused(path: Path, model: nn.Module, opt: Any, message: str) -> None:
     """Check that loading raises, and changes neither the model nor the optimizer."""
     before = [*model.state_dict().values(), *(v for s in opt.state.values() for v in s.values())]
@@ -459,6 +468,7 @@ NAMES = "the tensors of its {} are not those its manifest names"
         ("optimizer", {"0.weight/exp_avg": torch.zeros(32).half()}, "of '0.weight' is .* instead"),
         ("optimizer", {"0.weight/step": torch.tensor(-1.0)}, "step must be 0 or more, got -1"),
         ("optimizer", {"0.weight/step": torch.tensor(torch.nan)}, "step must be a finite number"),
+        ("optimizer", {"0.weight/age": torch.full((32,), -1).short()}, "weight': ages must be"),
         ("optimizer", {"x": torch.zeros(5)}, NAMES.format("optimizer state")),
         ("optimizer", {"0.weight/step": None}, NAMES.format("optimizer state")),
         ("extra", {"x": torch.zeros(5)}, NAMES.format("extra")),
@@ -469,10 +479,7 @@ def test_tensors_that_do_not_fit_are_refused_before_a_kernel_sees_them(
     kind: str, change: dict[str, Tensor | None], message: str, tmp_path: Path
 ) -> None:
     model, opt = compressed_checkpoint(tmp_path)
-    saved = SavedTensors(tmp_path, checkpoint.read_manifest(tmp_path), kind)
-    changed = {name: saved.read(name).clone() for name in saved.specs} | change
-    kept = {name: value for name, value in changed.items() if value is not None}
-    forge_file(tmp_path, f"{kind}.safetensors", save_tensors(kept))
+    forge_tensors(tmp_path, kind, change)
     refused(tmp_path, model, opt, message)
 
 
@@ -488,33 +495,6 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     ("lean", 1),
     ("kernels", "fastest"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"age": torch.tensor([-1]).short()}, "'0.weight': ages must be"),
-        ({"age": None}, NAMES.format("optimizer state")),
-        ({"exp_avg": torch.zeros(1).double()}, "is .*float64.* instead of"),
-    ],
-)
-def test_ages_that_are_no_places_in_a_table_are_refused(
-    change: dict[str, Tensor | None], message: str, tmp_path: Path
-) -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    samo.compress_(model, samo.prune(model, 0.5), kernels="reference")
-    opt = samo.AdamW(model.parameters(), entry_steps=True, kernels="reference")
-    model(torch.ones(2, 8)).sum().backward()
-    opt.step()
-    samo.save(tmp_path, model, opt)
-    saved = SavedTensors(tmp_path, checkpoint.read_manifest(tmp_path), "optimizer")
-    found = {name: saved.read(name).clone() for name in saved.specs}
-    for key, value in change.items():
-        old = found.pop(f"0.weight/{key}")
-        if value is not None:
-            found[f"0.weight/{key}"] = value.expand(old.shape).clone()
-    forge_file(tmp_path, "optimizer.safetensors", save_tensors(found))
-    refused(tmp_path, model, opt, message)
 
 
 @pytest.mark.parametrize(
@@ -535,9 +515,7 @@ def test_state_that_torch_would_not_make_is_refused(
     model(torch.ones(2, 6)).sum().backward()
     opt.step()
     samo.save(tmp_path, model, opt)
-    saved = SavedTensors(tmp_path, checkpoint.read_manifest(tmp_path), "optimizer")
-    found = {key: saved.read(key).clone() for key in saved.specs} | {f"weight/{name}": value}
-    forge_file(tmp_path, "optimizer.safetensors", save_tensors(found))
+    forge_tensors(tmp_path, "optimizer", {f"weight/{name}": value})
     refused(tmp_path, model, opt, "optimizer state of 'weight' is .* instead of")
 
 
@@ -722,10 +700,9 @@ def test_what_is_not_a_file_is_neither_read_nor_written_through(kind: str, tmp_p
     assert len(os.listdir(tmp_path / "data")) == 2, "nothing is removed through a link"
 
 
-@pytest.mark.parametrize("item", ["[]", "{}", "1", '"ab"'])
-def test_a_manifest_of_many_values_is_refused_at_once(item: str, tmp_path: Path) -> None:
+def test_a_manifest_of_many_values_is_refused_at_once(tmp_path: Path) -> None:
     head = '{"format": "samo-checkpoint", "version": 3, "extra": ['
-    text = with_checksum(head + f"{item}," * 2**20 + "1]")
+    text = with_checksum(head + "[]," * 2**20 + "1]")
     (tmp_path / "manifest.json").write_text(text)
     begun = time.process_time()
     with pytest.raises(CheckpointError, match="it has more than 524,288 values"):

@@ -127,18 +127,9 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("train", 2, "no text to train on; name a file: samo train notes.txt"),
         ("trian notes.txt", 2, "no command 'trian' (did you mean 'train'?); choose among"),
         ("launch train notes.txt -n 2", 2, "-n goes before the word train: samo launch -n"),
-        ("train notes.txt --pattern 4:2", 2, "--pattern must be 'n:m' with 0 < n < m"),
         ("train notes.txt --init hugging", 2, "is a Hugging Face model; train that in Python"),
-        ("train notes.txt --steps 0", 2, "samo: --steps must be 1 or more"),
-        (
-            "train notes.txt --sparsity 90",
-            2,
-            "--sparsity must be 0 or more and less than 1 (0.9 prunes 90 %), got 90.0",
-        ),
-        ("train notes.txt --weights 4G", 2, "samo: --weights must be resident, streamed, or"),
         ("train notes.txt --device cuda", 2, "--device cuda needs a GPU"),
         ("train notes.txt --config none.toml", 2, "cannot read the config 'none.toml'"),
-        ("train notes.txt --config bad.toml", 2, "unknown key 'run.stepz'"),
         ("train --resume nothing", 1, "'nothing' is not a run folder: it does not exist"),
         ("train --resume r --config c", 2, "leave out --config"),
         ("train --resume r --out c", 2, "leave out --out"),
@@ -146,7 +137,6 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("train short.txt", 1, "--context"),
         ("train notes.txt --tokenizer none", 1, "none"),
         ("train notes.txt --out notes.txt", 1, "notes.txt"),
-        ("train notes.txt --out full", 1, "'full' is not empty"),
         (f"train notes.txt --out {'x' * 300}", 1, "File name too long"),
         ("train notes.txt --shape gpt3-175b --context 32 --device cpu", 2, "its dense phase"),
         ("demo --out notes.txt", 1, "cannot write to 'notes.txt'"),
@@ -167,7 +157,6 @@ def test_bad_input_ends_with_a_message_and_makes_nothing(
     here: Path, typed: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "short.txt").write_text("short")
-    (here / "bad.toml").write_text("[run]\nstepz = 3")
     for name in ("full", "hugging"):
         (here / name).mkdir()
     (here / "hugging" / "config.json").touch()
@@ -394,23 +383,17 @@ def test_a_closed_pipe_ends_the_output_and_not_the_run(
     assert Path("runs/notes/checkpoints/last/manifest.json").exists()
 
 
-def test_a_run_of_a_mesh_resumes_on_another(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_a_mesh_resumes_on_another(here: Path) -> None:
     assert main(["train", "notes.txt", *SMALL]) == 0
     record = json.loads(Path("runs/notes/run.json").read_text())
     record["config"]["mesh"] |= {"pipe": 2, "data": 2, "micro_batches": 4}
     Path("runs/notes/run.json").write_text(json.dumps(record))
-    capsys.readouterr()
     command = parse(["train", "--resume", "runs/notes"])
     assert isinstance(command, Train)
     assert (command.mesh.pipe, command.mesh.data, command.mesh.micro_batches) == (2, "auto", 4)
     command = parse(["train", "--resume", "runs/notes", "--data", "3"])
     assert isinstance(command, Train)
     assert command.mesh.data == 3
-    assert main(["train", "--resume", "runs/notes", "--steps", "7"]) == 2
-    assert "pipe=2 does not make up 1 rank" in capsys.readouterr().err
-    assert main(["train", "--resume", "runs/notes", "--pipe", "1", "--steps", "7"]) == 0
-    mesh = json.loads(Path("runs/notes/run.json").read_text())["config"]["mesh"]
-    assert mesh["pipe"] == 1
 
 
 def test_errors_on_many_ranks_are_short_and_name_the_rank(

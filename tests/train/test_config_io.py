@@ -76,7 +76,6 @@ def test_a_file_holds_only_what_differs_and_its_paths_start_at_its_folder(tmp_pa
         ("[rum]\nsteps = 3", r"unknown key 'rum' \(did you mean 'run'\?\)"),
         ("steps = 3", r"unknown key 'steps'; it belongs under \[run\]"),
         ("run = 3", r"'run' is a section, \[run\], and got 3"),
-        ("[run]\nsteps = '3'", "'run.steps' takes a whole number, got \"3\""),
         ("[run]\nsteps = 3.5", "'run.steps' takes a whole number, got 3.5"),
         ("[run]\nsteps = true", "'run.steps' takes a whole number, got true"),
         ("[run]\nmode = 'x'", '\'run.mode\' takes "samo" or "dense", got "x"'),

@@ -30,14 +30,6 @@ def test_a_file_is_written_and_replaced_and_a_link_is_not_followed(
     assert sorted(os.listdir(tmp_path)) == ["file", "link", "new"]
 
 
-def test_the_bytes_are_on_the_disk_before_the_name_is_switched_and_the_folder_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = record(monkeypatch, "write", "fsync", "replace")
-    atomic_io.write_bytes(tmp_path / "file", b"data")
-    assert done == ["write", ".file.X", "replace", tmp_path.name]
-
-
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
 def test_a_failure_leaves_the_old_file_and_nothing_else(
