@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmarks.paper.figures import save
+from benchmarks.paper import clusters, figures
 from benchmarks.paper.tables import TABLES
 
 __all__ = ["with_tables"]
@@ -24,8 +24,9 @@ def main() -> None:
     """Write the page and its figures."""
     folder = Path(__file__).parent
     page = folder / "README.md"
+    clusters.save()
     page.write_text(with_tables(page.read_text()))
-    save(folder / "results")
+    figures.save(folder / "results")
     print(f"{page} and {', '.join(path.name for path in sorted((folder / 'results').iterdir()))}")
 
 

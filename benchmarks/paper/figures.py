@@ -12,6 +12,7 @@ from matplotlib.figure import Figure as Canvas
 from PIL import Image
 
 from benchmarks.drawing import LIGHT, drawing, new_figure, place, to_png
+from benchmarks.paper.clusters import CONTEXT, answers
 from benchmarks.paper.published import read
 from benchmarks.paper.summit import MODELS, NODE, PARTS, calibrate
 
@@ -229,8 +230,51 @@ def kernels() -> Canvas:
     return figure
 
 
+def clusters() -> Canvas:
+    """Draw tokens per second on H100s and on consumer cards, and a step against the network."""
+    title = "Past Summit: GPTs at 90 % sparsity, everything modelled by samo.planner"
+    note = "Above: H100s, 3,200 Gbit/s a node of 8; 4,096 sequences a step (lines), 4 a GPU (dots). Below: 512 sequences a step; RTX 4090s are one a machine."
+    figure, rows = new(660, title, note), answers()
+    above, below = panels(figure, 3, top=92, bottom=374), panels(figure, 3, top=376, bottom=98)
+    # Dashes may cover other lines.
+    looks = {"dense": ("muted", "-"), "samo": ("run1", "-"), "dense, 8-bit state": ("run2", "--"), "samo, lean": ("run3", "--")}  # fmt: skip
+
+    def draw(axes: Axes, question: str, model: str, gbit: int, marker: str = "") -> None:
+        for scheme, (colour, style) in looks.items():
+            key = (question, model, scheme)
+            found = [row for row in rows if (row["question"], row["model"], row["scheme"]) == key]
+            found = [row for row in found if row["gbit"] == gbit or not gbit]
+            y = [row["seconds"] for row in found]
+            if gbit:
+                y = [CONTEXT * row["batch"] / row["seconds"] for row in found]
+            if gbit == 3200:
+                y = [tokens / row["gpus"] for tokens, row in zip(y, found)]
+            x = [row["gpus" if gbit else "gbit"] for row in found]
+            style = ":" if question == "weak" else f"{marker}{style}"
+            line(axes, x, y, style, colour, f"{scheme}, model")
+
+    for axes, model in zip(above, ("13B", "66B", "175B")):
+        axes.set_title(f"{model}: tokens/s a GPU", loc="left", fontsize=11, weight="bold")
+        draw(axes, "strong", model, 3200)
+        draw(axes, "weak", model, 3200)
+        logarithmic(axes, "x", [64, 256, 1024, 4096], "GPUs")
+        axes.set_ylim(0, None)
+    cards = "13B on RTX 4090s, {} Gbit/s: tokens/s"
+    names = ("13B on 256 H100s: seconds a step", cards.format(1), cards.format(10))
+    for axes, name, gbit in zip(below, names, (0, 1, 10)):
+        axes.set_title(name, loc="left", fontsize=11, weight="bold")
+        draw(axes, "consumer" if gbit else "network", "13B", gbit, "o")
+        if gbit:
+            logarithmic(axes, "x", [1, 4, 16, 64, 256], "GPUs")
+        else:
+            logarithmic(axes, "x", [10, 100, 400, 3200], "Gbit/s of a node of 8")
+        logarithmic(axes, "y", [1e3, 1e4, 1e5] if gbit else [0.5, 1, 2, 5, 10])
+    legend(figure, below[2], 4)
+    return figure
+
+
 FIGURES: dict[str, Callable[[], Canvas]] = {
-    one.__name__: one for one in (scaling, memory, breakdown, cnn, kernels)
+    one.__name__: one for one in (scaling, memory, breakdown, cnn, kernels, clusters)
 }
 
 

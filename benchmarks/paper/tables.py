@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.paper.clusters import SCHEMES, answers
 from benchmarks.paper.published import read
 from benchmarks.paper.summit import LIMIT, MODELS, Fit, calibrate
 
@@ -37,17 +38,15 @@ def compare(fit: Fit, only: str = "") -> list[dict[str, float | str]]:
     return rows
 
 
-def _errors(rows: Iterable[dict[str, Any]], key: str) -> tuple[float, float]:
-    """Return the mean and the largest absolute error."""
-    errors = np.abs([row[key] for row in rows])
-    return float(errors.mean()), float(errors.max())
-
-
 def _summary(fit: Fit, only: str = "") -> list[str]:
+    """Return mean and largest absolute error of dense rows, of SAMO's, and of the reduction."""
     rows = compare(fit, only)
-    points = np.abs([row["reduction_model"] - row["reduction"] for row in rows])
-    cells = [f"{x:.1f}" for key in ("dense_error", "samo_error") for x in _errors(rows, key)]
-    return [*cells, f"{points.mean():.1f}", f"{points.max():.1f}"]
+    errors = [
+        [row["dense_error"], row["samo_error"], row["reduction_model"] - row["reduction"]]
+        for row in rows
+    ]
+    found = np.abs(errors)
+    return [f"{x:.1f}" for pair in zip(found.mean(axis=0), found.max(axis=0)) for x in pair]
 
 
 _SUMMARY: Final = (
@@ -80,23 +79,13 @@ def rows() -> str:
         "model", "GPUs", "stages", "AxoNN", "model", "error %", "AxoNN+SAMO", "predicted", "error %", "saved %", "predicted", "points",
     )  # fmt: skip
     lines = [
-        [
-            row["model"],
-            row["gpus"],
-            f"{fit.pipe(row['model'], 'dense')}, {fit.pipe(row['model'], 'paper')}",
-            f"{row['dense']:.2f}",
-            f"{row['dense_model']:.2f}",
-            f"{row['dense_error']:+.1f}",
-            f"{row['samo']:.2f}",
-            f"{row['samo_model']:.2f}",
-            f"{row['samo_error']:+.1f}",
-            f"{row['reduction']:.0f}",
-            f"{row['reduction_model']:.0f}",
-            f"{row['reduction_model'] - row['reduction']:+.0f}",
-        ]
+        f"{row['model']}|{row['gpus']}|{fit.pipe(row['model'], 'dense')}, {fit.pipe(row['model'], 'paper')}"
+        f"|{row['dense']:.2f}|{row['dense_model']:.2f}|{row['dense_error']:+.1f}"
+        f"|{row['samo']:.2f}|{row['samo_model']:.2f}|{row['samo_error']:+.1f}"
+        f"|{row['reduction']:.0f}|{row['reduction_model']:.0f}|{row['reduction_model'] - row['reduction']:+.0f}"
         for row in compare(fit)
     ]
-    return markdown(header, lines)
+    return markdown(header, [line.split("|") for line in lines])
 
 
 def summary() -> str:
@@ -158,6 +147,47 @@ def own() -> str:
     return markdown(("model", "GPUs", "dense", "AxoNN+SAMO", *(f"samo, {n}" for n in _OWN)), lines)
 
 
+def fewest() -> str:
+    """Return the fewest GPUs that hold a model."""
+    found = {
+        (r["gpu"], r["model"], r["scheme"]): r["gpus"]
+        for r in answers()
+        if "fewest" in r["question"]
+    }
+    lines = [
+        [gpu, model, *(found.get((gpu, model, scheme), "over 256") for scheme in SCHEMES)]
+        for gpu in ("rtx4090", "h100", "h200")
+        for model in ("13B", "66B", "175B")
+    ]
+    return markdown(("GPU", "model", *SCHEMES), lines)
+
+
+def _times(question: str, keep: Callable[[dict[str, Any]], bool]) -> list[list[str]]:
+    """Return the seconds of each scheme, with layout and share of computing."""
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in filter(keep, answers()):
+        if row["question"] == question:
+            key = (row["model"], f"{row['gbit']:,}", f"{row['gpus']:,}")
+            share = row["compute"] / row["seconds"]
+            text = f"**{row['seconds']:.3g}** ({share:.0%}) {row['layout'].split(',')[0]}"
+            found.setdefault(key, {})[row["scheme"]] = text
+    return [[*key, *(cells.get(scheme, "-") for scheme in SCHEMES)] for key, cells in found.items()]
+
+
+def clusters() -> str:
+    """Return seconds of a step on H100s, strong scaling and networks."""
+    lines = _times("strong", lambda row: row["gpus"] in (64, 512, 4096))
+    lines += _times("network", lambda row: row["gbit"] in (10, 100, 400, 1600))
+    return markdown(("model", "Gbit/s a node", "GPUs", *SCHEMES), lines)
+
+
+def consumer() -> str:
+    """Return seconds of a step on consumer cards."""
+    lines = _times("consumer", lambda row: row["gpus"] in (1, 4, 16, 64, 256))
+    lines.sort(key=lambda line: (len(line[0]), int(line[1]), int(line[2])))
+    return markdown(("model", "Gbit/s", "GPUs", *SCHEMES), lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "rows": rows,
@@ -166,5 +196,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "variants": variants,
     "breakdown": breakdown,
     "own": own,
+    "fewest": fewest,
+    "clusters": clusters,
+    "consumer": consumer,
 }
 """What README.md holds between its markers, by name."""
