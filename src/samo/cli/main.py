@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the terminal may not know a character
     _log_to_stderr()
+    # A rank that waits asks its store again every second, and torch would log each time.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     _limit_spinning()
     rank, num_ranks = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
     prefix = "samo: " if num_ranks == 1 else f"samo: rank {rank}: "
