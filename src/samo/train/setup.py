@@ -78,22 +78,29 @@ def open_same_text(config: ResolvedConfig, run: RunDir) -> Text:
     return text
 
 
-def check_memory(config: ResolvedConfig, shape: GPTConfig) -> None:
-    """Refuse a model whose state alone exceeds the memory of the device."""
+def check_memory(config: ResolvedConfig, shape: GPTConfig, num_replicas: int) -> None:
+    """Refuse a model whose state and activations, at the least, exceed the memory of the device."""
     with torch.device("meta"):
         count = sum(param.numel() for param in GPT(shape).parameters())
-    prune, device = config.prune, config.run.device
+    prune, run, num_stages = config.prune, config.run, config.mesh.pipe
     starts_pruned = prune.dense_steps == 0 and prune.method != "gradual"
-    is_dense = config.run.mode == "dense" or not starts_pruned
+    is_dense = run.mode == "dense" or not starts_pruned
     # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
-    needed = (16 if is_dense else 4) * count // config.mesh.pipe
-    available = hardware(torch.device(device))["memory_bytes"]
-    if available and needed > available:
+    state = (16 if is_dense else 4) * count // num_stages
+    # A block saves 16 values of its width for each token, or with checkpointing its input; a stage
+    # holds one micro-batch at least.
+    parts = num_replicas * (micro_batches(config, num_replicas) if num_stages > 1 else 1)
+    tokens = run.batch_size * shape.context // parts
+    blocks = shape.num_layers * (1 if shape.is_checkpointed else 16) // num_stages
+    saved = tokens * blocks * shape.width * (4 if run.dtype == "float32" else 2)
+    available = hardware(torch.device(run.device))["memory_bytes"]
+    if available and state + saved > available:
         raise ConfigError(
-            f"a model of {count:,} parameters needs {needed / 1e9:,.1f} GB "
-            f"{'for its dense phase' if is_dense else 'at the start'}, without activations; this "
-            f"{device} has {available / 1e9:,.1f} GB. Choose a smaller --shape, or --method rigl, "
-            "which has no dense phase"
+            f"a model of {count:,} parameters needs {state / 1e9:,.1f} GB "
+            f"{'for its dense phase' if is_dense else 'at the start'} and {saved / 1e9:,.1f} GB or "
+            f"more for the activations of {run.batch_size} x {shape.context:,} tokens; this "
+            f"{run.device} has {available / 1e9:,.1f} GB. Lower --batch-size or --context, use "
+            "--checkpointing, a smaller --shape, or --method rigl, which has no dense phase"
         )
 
 

@@ -91,7 +91,7 @@ def train(
         text = ranks.run_on_rank0_first("the text", lambda: setup.open_text(resolved, out))
         resolved = replace(resolved, data=replace(resolved.data, vocab_size=text.vocab_size))
         shape = gpt_config(resolved.model, text.vocab_size)
-        setup.check_memory(resolved, shape)
+        setup.check_memory(resolved, shape, ranks.num_replicas)
         learner = setup.new_learner(resolved, shape, ranks)
         masking = Masking(resolved, learner)
         ranks.run_all("the masks", masking.check)
@@ -138,7 +138,7 @@ def resume(
         if has_checkpoint:
             ranks.run_all("the checkpoint", lambda: check_run(checkpoint, shape))
         else:
-            setup.check_memory(resolved, shape)
+            setup.check_memory(resolved, shape, ranks.num_replicas)
         learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
         masking = Masking(resolved, learner)
         batches = setup.new_batches(resolved, text, ranks)
