@@ -166,7 +166,7 @@ def test_a_silent_rank_is_the_root_cause_and_one_that_has_left_is_not(
     assert lost[0][1] >= 0.5
     third.record_root_cause((0,))  # which has left because of rank 1
     assert first.root_cause() == third.root_cause() == (1,)
-    assert third.stopped() == (1,)
+    assert third.stopped() == third.stopped((1,)) == (1,)
     first.close()
     third.close()
 

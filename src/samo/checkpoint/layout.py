@@ -1,6 +1,6 @@
 """Which part of a model this rank has: all of it, a stage, or rows of its tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.checkpoint.tensors import rows_of
-from samo.distributed.ranks import Ranks
+from samo.distributed.ranks import LookAfter, Ranks
 from samo.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def layout_of(
     mesh: DeviceMesh | None,
     timeout_s: float,
     caller: str,
-    look_after: Callable[[], None] = lambda: None,
+    look_after: LookAfter = lambda ranks: None,
 ) -> Layout:
     """Return how a model lies on ranks; the arguments are those of `samo.save`, the caller."""
     if not timeout_s > 0:

@@ -23,6 +23,7 @@ from samo.checkpoint.manifest import FORMAT, KINDS, VERSION, encode_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
 from samo.checkpoint.tensors import local, name_tensors, rows_metadata, write_tensors
+from samo.distributed.ranks import LookAfter
 from samo.errors import CheckpointError
 from samo.mask import mask_files
 from samo.mask.masks import Masks
@@ -131,13 +132,13 @@ def stage(
     opt: Optimizer | None,
     *,
     copies: bool = True,
-    look_after: Callable[[], None] = lambda: None,
+    look_after: LookAfter = lambda ranks: None,
     **options: Unpack[SaveOptions],
 ) -> Callable[[], None]:
     """Copy what `save` would write, and return a function that writes it, for `staging.submit`.
 
     Without ``copies``, the model must not change until that function has returned. ``look_after``
-    is called every few seconds while this rank waits for others, and may raise.
+    is called every few seconds with the ranks that this one waits for, and may raise.
     """
     mesh, timeout_s = options.get("mesh"), options.get("timeout_s", 600.0)
     layout = layout_of(model, mesh, timeout_s, "samo.save", look_after)

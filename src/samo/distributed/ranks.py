@@ -29,15 +29,17 @@ __all__ = []
 _calls: Final[Counter[str]] = Counter()
 """How many calls these ranks have made: each counts for itself, and all get the same keys."""
 
-_LOOK_S: Final = 5.0
+LookAfter = Callable[[tuple[int, ...]], None]
+
+_LOOK_S: Final = 2.0
 
 
 class Ranks:
     """The global ranks that all make a call, of which the first decides; by default one process.
 
     After ``timeout_s`` without progress on any rank, those that are missing are given up. While a
-    rank waits, it calls ``look_after`` every few seconds, which raises if it knows better. The
-    failure of another rank is raised as ``error``.
+    rank waits, it calls ``look_after`` every few seconds with those ranks, which raises if one of
+    them has failed. The failure of another rank is raised as ``error``.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Ranks:
         ranks: Sequence[int] = (),
         caller: str = "",
         timeout_s: float = 0.0,
-        look_after: Callable[[], None] = lambda: None,
+        look_after: LookAfter = lambda ranks: None,
         error: type[CheckpointError | PeerError] = CheckpointError,
     ) -> None:
         self.ranks: Final = tuple(ranks) or (0,)
@@ -181,7 +183,7 @@ class Ranks:
             except dist.DistStoreError:  # that second is over
                 missing = {k: rank for k, rank in missing.items() if not self._store.check([k])}
             if time.monotonic() - looked > _LOOK_S:
-                self._look_after()
+                self._look_after(tuple(missing.values()))
                 looked = time.monotonic()
             if (now := self._store.add("progress", 0)) != progress:
                 begun, progress = time.monotonic(), now

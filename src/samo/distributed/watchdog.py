@@ -86,9 +86,9 @@ class Watchdog:
             is_diagnosed=True,
         )
 
-    def stopped(self) -> Ranks:
-        """Return the ranks that were killed or stopped, after a look at all heartbeats."""
-        found: tuple[Ranks, Ranks] | None = self._in_time(self._diagnose)
+    def stopped(self, ranks: Ranks | None = None) -> Ranks:
+        """Return the ranks, of these or of all, that were killed or stopped."""
+        found: tuple[Ranks, Ranks] | None = self._in_time(lambda s: self._diagnose(s, ranks))
         return () if found is None else found[0]
 
     def root_cause(self) -> Ranks:
@@ -149,9 +149,10 @@ class Watchdog:
         with suppress(RuntimeError):
             store.set(f"{self._key}/left/{self._rank}", "")
 
-    def _diagnose(self, store: Any) -> tuple[Ranks, Ranks]:
+    def _diagnose(self, store: Any, ranks: Ranks | None = None) -> tuple[Ranks, Ranks]:
         """Return ranks that stopped, recorded as the root cause, and ranks that are late."""
-        others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        among = range(self._num_ranks) if ranks is None else ranks
+        others = [rank for rank in among if rank != self._rank]
         before = {rank: self._read(store, rank)[0] for rank in others}
         time.sleep(self._pause_s)
         cause = tuple(rank for rank in self._read_root_cause(store) if rank != self._rank)

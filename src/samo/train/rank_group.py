@@ -142,7 +142,7 @@ class RankGroup:
         except PeerError as error:
             raise self._attribute(error) from error.__cause__
         except RuntimeError as error:
-            stopped = self._stopped(f". The backend said: {first_words(error)}")
+            stopped = self._stopped(why=f". The backend said: {first_words(error)}")
             if stopped is None or isinstance(error, SamoError) or is_out_of_memory(error):
                 raise
             raise self._attribute(stopped) from error
@@ -173,13 +173,13 @@ class RankGroup:
             message += f" ({', '.join(stages)} of {self.num_stages})"
         return PeerError(message, ranks, is_diagnosed=True)
 
-    def look_after(self) -> None:
-        """Raise if a rank that others wait for has stopped."""
-        if (error := self._stopped()) is not None:
+    def look_after(self, ranks: tuple[int, ...]) -> None:
+        """Raise if one of these ranks, which this one waits for, has stopped."""
+        if (error := self._stopped(ranks)) is not None:
             raise error
 
-    def _stopped(self, why: str = "") -> PeerError | None:
-        stopped = () if self.watchdog is None else self.watchdog.stopped()
+    def _stopped(self, ranks: tuple[int, ...] | None = None, why: str = "") -> PeerError | None:
+        stopped = () if self.watchdog is None else self.watchdog.stopped(ranks)
         if not stopped:
             return None
         message = f"{listed(stopped)} stopped; resume from the last checkpoint with --resume"
