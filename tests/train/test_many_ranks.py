@@ -416,7 +416,7 @@ class Heartbeats(SimpleNamespace):
     def __init__(self, stopped: tuple[int, ...], root_cause: tuple[int, ...] = ()) -> None:
         recorded: list[tuple[int, ...]] = []
         super().__init__(
-            stopped=lambda: stopped,
+            stopped=lambda ranks=None: stopped,
             root_cause=lambda: root_cause,
             record_root_cause=recorded.append,
             recorded=recorded,
