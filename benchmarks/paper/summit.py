@@ -9,8 +9,8 @@ memory's bandwidth. Time is then linear in four costs, which `calibrate` finds b
     messages    seconds for a GB that a stage sends or receives
     collective  seconds for a GB through the all-reduce of one GPU
 
-Everything else is fixed beforehand: bytes are counted from the kernels that run, and memory decides
-the layout, since the paper does not print one.
+Nothing else is fitted: bytes are counted from the kernels that run, and memory decides the layout,
+since the paper does not print one. README.md says which other forms and limits were tried.
 """
 
 from dataclasses import dataclass
