@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -45,23 +46,19 @@ SLOW = pytest.mark.slow
 
 def children(pid: int) -> dict[int, int]:
     """Return the ranks among the children of a process, to their process numbers."""
-    found: dict[int, int] = {}
-    try:
-        numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return found  # it has ended
-    for number in numbers:
-        with contextlib.suppress(OSError):
-            entries = Path(f"/proc/{number}/environ").read_bytes().decode().split("\0")
-            ranks = [entry for entry in entries if entry.startswith("RANK=")]
-            found.update({int(rank.removeprefix("RANK=")): int(number) for rank in ranks})
+    found = {}
+    with contextlib.suppress(psutil.Error):  # it has ended
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "RANK" in (environment := child.environ()):
+                    found[int(environment["RANK"])] = child.pid
     return found
 
 
 def is_gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return True
 
 
@@ -95,19 +92,9 @@ def wait_for(process: "subprocess.Popen[str]", is_done: Callable[[], bool]) -> d
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """Return the addresses, in hexadecimal, and ports on which a process listens."""
-    sockets = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                host, _, port = fields[1].partition(":")
-                found.add((host, int(port, 16)))
-    return found
+    """Return the addresses and ports on which a process listens."""
+    found = psutil.Process(pid).net_connections("inet")
+    return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +149,7 @@ def test_a_launch_lets_nobody_in_and_no_rank_outlives_it(tmp_path: Path, text: P
     with started(*command.split(), cwd=tmp_path) as process:
         ranks = wait_for(process, manifest.exists)
         found = {address for pid in (process.pid, *ranks.values()) for address in listening(pid)}
-        assert {host for host, _ in found} == {"0100007F"}  # 127.0.0.1
+        assert {host for host, _ in found} == {"127.0.0.1"}
         # torch's c10d rendezvous would unpickle this key every few seconds.
         attack = b64encode(pickle.dumps(Touch(tmp_path / "unpickled")))
         ports = [port for _, port in listening(process.pid)]
