@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from samo.checkpoint import Manifest, copy, read_manifest, staging, verify
+from samo.checkpoint import copy, read_manifest, staging
 from samo.checkpoint.load import check_shape, load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
 from samo.errors import CheckpointError, SamoError, first_words
-from samo.mask.masks import Masks
 from samo.models.shapes import GPTConfig
 from samo.train.config import ResolvedConfig
 from samo.train.config_io import typed
@@ -47,10 +46,10 @@ class Progress:
     skipped_steps: int = 0
 
 
-def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -> Progress:
-    """Restore what a `Saver` wrote into new objects, and return the progress of the run."""
-    progress, masks = learner.ranks.run_all("the checkpoint", lambda: _read(path))
-    if masks is not None:
+def load_run(path: Path, learner: Learner, masking: Masking, progress: Progress) -> None:
+    """Restore what a `Saver` wrote into new objects; ``progress`` comes from `check_run`."""
+    if progress.phase == "samo":
+        masks = learner.ranks.run_all("the checkpoint", lambda: load_masks(path))
         learner.prune(learner.own_masks(masks).to(learner.device))
     extra = load(
         path,
@@ -60,7 +59,6 @@ def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -
         mesh=learner.ranks.mesh,
         timeout_s=learner.ranks.timeout_s,
     )
-    batches.position = progress.position
     learner.skipped_before += progress.skipped_steps - learner.skipped_steps
     try:
         masking.load_state_dict(extra)
@@ -75,23 +73,11 @@ def load_run(path: Path, learner: Learner, masking: Masking, batches: Batches) -
             f"'{path}' is damaged: its random state or masks make no sense ({reason}); use another "
             "checkpoint of this run"
         ) from None
-    return progress
 
 
-def check_run(path: Path, shape: GPTConfig) -> None:
-    """Refuse a checkpoint of no run or of another model, before a model takes memory."""
-    _progress(path, read_manifest(path))
-    check_shape(path, shape)
-
-
-def _read(path: Path) -> tuple[Progress, Masks | None]:
-    """Return the progress of a run, and its masks if the model was compressed."""
-    progress = _progress(path, verify(path))
-    return progress, load_masks(path) if progress.phase == "samo" else None
-
-
-def _progress(path: Path, manifest: Manifest) -> Progress:
-    found = manifest.extra.get("progress")
+def check_run(path: Path, shape: GPTConfig) -> Progress:
+    """Return the progress of a run; refuse another model's before a model takes memory."""
+    found = read_manifest(path).extra.get("progress")
     if not isinstance(found, dict) or "step" not in found:
         raise CheckpointError(f"'{path}' was not saved by samo train; load it with samo.load")
     hints = typing.get_type_hints(Progress)
@@ -107,6 +93,7 @@ def _progress(path: Path, manifest: Manifest) -> Progress:
                 f"'{path}' is damaged: its {name} is {got!r}; use another checkpoint"
             ) from None
         setattr(progress, name, value)
+    check_shape(path, shape)
     return progress
 
 

@@ -99,9 +99,8 @@ def train(
         stack.callback(folder.close)
         record = setup.run_record(resolved, out, text, learner)
         ranks.run_on_rank0("run.json", lambda: folder.write_run(record))
-        batches = setup.new_batches(resolved, text, ranks)
-        parts = (resolved, folder, text, learner, masking, batches)
-        return Trainer(*parts, Progress(), list(listeners)).run()
+        parts = (resolved, folder, text, learner, masking, Progress())
+        return Trainer(*parts, list(listeners)).run()
 
 
 def resume(
@@ -134,22 +133,20 @@ def resume(
         text = ranks.run_on_rank0_first("the text", lambda: setup.open_same_text(resolved, folder))
         # A run that was killed before its first checkpoint was complete starts again.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
-        shape = gpt_config(resolved.model, text.vocab_size)
+        shape, progress = gpt_config(resolved.model, text.vocab_size), Progress()
         if has_checkpoint:
-            ranks.run_all("the checkpoint", lambda: check_run(checkpoint, shape))
+            progress = ranks.run_all("the checkpoint", lambda: check_run(checkpoint, shape))
         else:
             setup.check_memory(resolved, shape, ranks.num_replicas)
-        learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
-        masking = Masking(resolved, learner)
-        batches = setup.new_batches(resolved, text, ranks)
-        progress = Progress()
-        if has_checkpoint:
-            progress = load_run(checkpoint, learner, masking, batches)
         if run.steps < progress.step:
             raise ConfigError(
                 f"the run has taken {progress.step:,} steps already, more than the {run.steps:,} "
                 "asked for; leave --steps out, or raise it"
             )
+        learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
+        masking = Masking(resolved, learner)
+        if has_checkpoint:
+            load_run(checkpoint, learner, masking, progress)
         if run.eval_batches != recorded.run.eval_batches:
             progress.best_loss = None  # losses on other batches cannot be compared
         before = (recorded.run.weights, recorded.mesh.shard)
@@ -163,8 +160,8 @@ def resume(
             folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
-        parts = (resolved, folder, text, learner, masking, batches)
-        return Trainer(*parts, progress, list(listeners)).run()
+        parts = (resolved, folder, text, learner, masking, progress)
+        return Trainer(*parts, list(listeners)).run()
 
 
 @dataclass(eq=False)
@@ -176,7 +173,6 @@ class Trainer:
     text: Text
     learner: Learner
     masking: Masking
-    batches: Batches
     progress: Progress
     listeners: list[Listener]
     metrics: MetricsFile | None = field(default=None, init=False)  # on rank 0
@@ -187,6 +183,14 @@ class Trainer:
         progress = self.progress
         self.ranks = self.learner.ranks
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
+        self.batches = Batches(
+            self.text.train,
+            context=self.config.model.context,
+            batch_size=self.config.run.batch_size,
+            seed=self.config.run.seed,
+            part=self.ranks.part,
+        )
+        self.batches.position = progress.position
         parts = (self.config, self.text, self.learner, self.masking, self.batches)
         self.saver = Saver(self.folder, *parts, progress)
 
