@@ -130,7 +130,7 @@ def rows() -> Iterator[Row]:
 
 
 def save() -> None:
-    """Write all answers; takes minutes."""
+    """Write all answers; takes half a minute."""
     found = [
         {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
         for row in rows()
