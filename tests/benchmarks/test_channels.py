@@ -69,33 +69,6 @@ def test_channel_masks_are_the_published_ones(sparsity: float, seed: int, has_ti
     assert torch.equal(flat(masks), published_mask(model, sparsity))
 
 
-def test_a_ticket_is_drawn_as_published() -> None:
-    torch.manual_seed(0)
-    model = small_vgg()
-    random_scales_(model)
-    tickets = ChannelTickets(model, 0.5)
-    held: list[Tensor] = []
-    ticket = None
-    for step in range(60):
-        held = [*held[-4:], published_mask(model, 0.5)]
-        ticket = tickets.observe()
-        dists = [1 - float((held[-1] == other).sum()) / held[-1].numel() for other in held[:-1]]
-        assert tickets.distances[-1] == pytest.approx(dists, abs=1e-12)
-        has_settled = len(held) == 5 and max(dists) <= 0.1
-        assert (ticket is not None) == has_settled
-        if ticket is not None:
-            break
-        assert tickets.reason.startswith(f"not settled after {step + 1} observations: ")
-        with torch.no_grad():  # as a learning rate that falls would
-            for norm in NORMS:
-                scale = model.get_parameter(f"{norm}.weight")
-                scale.add_(2 * torch.randn(scale.shape) / (1 + step))
-    assert ticket is not None
-    assert step > 6, "masks settled before the rule was put to the test"
-    assert tickets.reason.startswith(f"settled after {step + 1} observations: distances 0.")
-    assert torch.equal(flat(ticket), held[-1])
-
-
 # Which weights
 
 

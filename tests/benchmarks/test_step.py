@@ -1,6 +1,5 @@
 """samo bench step with further contenders, and the page of streamed and compiled weights."""
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import pytest
 import torch
 from benchmarks import contenders, figures, step
 from benchmarks.streamed import bench as streamed, page
-from benchmarks.streamed.frontier import draw
 from benchmarks.streamed.lines import LINES
 
 import samo
@@ -142,16 +140,3 @@ def test_later_rows_stand_in_place_of_earlier_ones(tmp_path: Path) -> None:
     assert "| 400 | 400-400 | 1.262 (0.96) | 400 | 1.250 (0.96) | 8.00 | 0.141 (0.18) |" in text
     assert "python -m benchmarks.step --repeats 9 --shape gpt3-2.7b" in text
     assert "frontier.png" not in text  # none of its rows
-
-
-def test_no_names_touch_in_the_frontier() -> None:
-    names = ["masked", "autocast", "samo", "lean", "streamed", "streamed-lean", "flashoptim"]
-    names += [f"budget-{share}%{lean}" for share in (25, 50, 75) for lean in ("", "-lean")]
-    figure = draw([row_of(name, 300 + k % 3, 5 + k) for k, name in enumerate(names)])
-    assert figure is not None
-    (axes,) = figure.axes
-    renderer = figure.canvas.get_renderer()
-    boxes = [text.get_window_extent(renderer) for text in axes.texts]
-    assert len(boxes) == len(names)
-    for one, other in itertools.combinations(boxes, 2):
-        assert not one.overlaps(other)

@@ -65,14 +65,6 @@ def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> No
 # Gradients --------------------------------------------------------------------------------------
 
 
-def test_autograd_grad_and_inputs_give_compressed_gradients() -> None:
-    model = compressed()
-    params = list(model.parameters())
-    grads = torch.autograd.grad(loss_of(model, X), params)
-    loss_of(model, X).backward(inputs=params)
-    assert all(torch.equal(grad, param.grad) for grad, param in zip(grads, params))
-
-
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_a_gradient_penalty_is_that_of_masked_dense(weights: Any) -> None:
     model, dense = twins(mlp().double(), samo.prune(mlp(), 0.5), weights=weights)

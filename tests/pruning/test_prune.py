@@ -145,16 +145,6 @@ def test_float64_is_compared_in_float64() -> None:
 # Ties
 
 
-def test_ties_are_spread_over_rows_columns_and_tensors() -> None:
-    masks = prune(model_of(*torch.ones(2, 100, 100)), 0.8, scope="global")
-    assert masks.kept == 4000
-    for mask in masks.values():
-        keep = mask.to_bool()
-        assert 1800 < mask.kept < 2200
-        assert 35 < keep[:, :50].sum(1).float().mean() * 4 < 45
-        assert 100 * 5 < keep.sum(0).min() * 100 < keep.sum(0).max() * 100 < 100 * 40
-
-
 def test_entries_whose_hashes_collide_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bitmap, "_CHUNK_BLOCKS", 1)
     monkeypatch.setattr(Entries, "hashes", lambda self, index: (index % 2).to(torch.int32))
@@ -176,15 +166,6 @@ def test_any_integer_is_a_seed_and_the_hash_never_changes() -> None:
     entries = Entries("h.0.mlp.weight", torch.zeros(1), "random", torch.float32, seed=7)
     places = torch.tensor([0, 1, 2**31, 2**40])
     assert entries.hashes(places).tolist() == [732548127, 71850239, 1720293096, 300027857]
-
-
-def test_random_masks_of_two_seeds_and_of_two_tensors_are_independent() -> None:
-    model = model_of(*torch.ones(2, 300, 300))
-    a, b = (prune(model, 0.9, method="random", seed=seed) for seed in (0, 1))
-    assert 0.08 < (a & b).kept / a.kept < 0.12
-    assert 0.08 < a["0.weight"].common(a["1.weight"]) / a["0.weight"].kept < 0.12
-    other = model_of(*torch.full((2, 300, 300), float("nan")).half())  # values do not matter
-    assert a == prune(other, 0.9, method="random", seed=0)
 
 
 # What the tensors look like
@@ -371,8 +352,10 @@ def test_weights_that_are_not_finite_are_counted_and_refused(dtype: torch.dtype)
     bad = torch.randn(2000).to(dtype)
     bad[[3, 5, 7]] = torch.tensor([math.nan, math.inf, -math.inf]).to(dtype)
     message = r"3 of the 2,000 weights of '1\.weight' are NaN or infinite; .*skip=\['1\.weight'\]"
+    model = model_of(torch.randn(50).to(dtype), bad)
     with pytest.raises(ValueError, match=message):
-        prune(model_of(torch.randn(50).to(dtype), bad), 0.5, scope="global")
+        prune(model, 0.5, scope="global")
+    assert prune(model, 0.5, method="random").sparsity == 0.5  # values do not matter
 
 
 def test_a_sparsity_that_keeps_nothing_of_a_tensor_is_refused() -> None:
