@@ -1,4 +1,4 @@
-"""From values to a dense weight and back: `Layout`, and the two autograd functions on it.
+"""From values to a dense weight and back: `Layout`, and the autograd function on it.
 
 The dense tensor of a *resident* weight is created once and returned by every read, so that it
 behaves like a parameter: hooks stay on it, and ``module.weight is module.weight``. It shares
@@ -51,8 +51,8 @@ class Layout(NamedTuple):
             grad = grad.to_dense()
         for watcher in self.watchers:
             watcher(grad)
-        if torch.is_grad_enabled():  # backward(create_graph=True)
-            return Compress.apply(grad, self)  # type: ignore[no-untyped-call]
+        if self.mask is not None and torch.is_grad_enabled():  # backward(create_graph=True)
+            return grad[self.mask.to_bool()].to(self.grad_dtype)
         return self.compress(grad, self.grad_dtype)
 
     def expand(self, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +66,7 @@ class Layout(NamedTuple):
     def expand_again(self, values: Tensor, dtype: torch.dtype, grad: Tensor) -> Tensor:
         """Expand in a backward pass."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
-            return Expand.apply(values, None, self, dtype)  # type: ignore[no-untyped-call]
+            return expand_by_index(values, self, dtype)
         return self.expand(values, dtype)
 
     def new_dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -101,22 +101,6 @@ class Traced(NamedTuple):
     sizes: str
     """Shape and strides as text, for one guard instead of many; "" while there are watchers."""
     dtype: torch.dtype
-
-
-class Compress(torch.autograd.Function):
-    """dense -> values; backward expands. Used for double backward."""
-
-    @staticmethod
-    def forward(ctx: Any, dense: Tensor, layout: Layout) -> Tensor:
-        ctx.layout, ctx.dtype = layout, dense.dtype
-        return layout.compress(dense, layout.grad_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        layout: Layout = ctx.layout
-        if torch.is_grad_enabled():
-            return expand_by_index(grad, layout, ctx.dtype), None
-        return layout.expand(grad, ctx.dtype), None
 
 
 def expand_by_index(values: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:

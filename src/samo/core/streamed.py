@@ -82,7 +82,7 @@ class Expansion:
         found = None if handler is None else handler(*args, **kwargs)
         if found is not None:
             return found
-        return func(*_expanded(args), **dict(zip(kwargs, _expanded(kwargs.values()))))
+        return func(*map(_expanded, args), **{key: _expanded(arg) for key, arg in kwargs.items()})
 
     def _like(self, values: Tensor, layout: Layout, is_flipped: bool) -> Any:
         """Return another expansion of the same kind and dtype."""
@@ -104,15 +104,11 @@ class Expansion:
         return self._like(self._param, self._layout, not self._is_flipped)
 
 
-def _expanded(args: Any) -> list[Any]:
-    return [_expanded_one(arg) for arg in args]
-
-
-def _expanded_one(arg: Any) -> Any:
+def _expanded(arg: Any) -> Any:
     if isinstance(arg, Expansion):
         return arg._expand()
     if type(arg) in (list, tuple):
-        return type(arg)(_expanded(arg))
+        return type(arg)(map(_expanded, arg))
     return arg
 
 

@@ -38,15 +38,8 @@ class Batch(NamedTuple):
     """Tokens to read, int64; short windows are padded with 0."""
     targets_BT: Tensor
     """Tokens to predict, int64; short windows are padded with `IGNORE`."""
-    whole_tokens: int | None = None
-    """Targets in the batch of all ranks, if this is the part of one rank."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Targets in the batch of all ranks, without padding."""
-        if self.whole_tokens is not None:
-            return self.whole_tokens
-        return int((self.targets_BT != IGNORE).sum())
+    num_tokens: int
+    """Targets in the batch of all ranks, without padding; this may be the part of one rank."""
 
 
 class Batches(Iterator[Batch]):

@@ -35,24 +35,20 @@ _BLOCKS_A_THREAD: Final = 16
 
 def compress_(dense: Tensor, mask: Mask | None, out: Tensor) -> None:
     """Write the kept entries of ``dense`` to ``out``: `Kernels.compress_`."""
-    is_covered = dense.dtype in _SEEN_AS and out.dtype in _SEEN_AS and out.is_contiguous()
-    if mask is None or not is_covered:
+    if mask is None or not _is_covered(dense, out):
         reference.compress_(dense, mask, out)
         return
     check_pair(out, mask, dense)
-    kernels = cpu_loops.compress_blocks, cpu_loops.compress_shared
-    _move(*kernels, mask, dense.detach().reshape(-1), out.detach().view(-1))
+    _move(cpu_loops.compress_blocks, cpu_loops.compress_shared, mask, dense, out)
 
 
 def expand_(values: Tensor, mask: Mask | None, dense: Tensor) -> None:
     """Write ``values`` to the kept entries of ``dense`` and 0 elsewhere: `Kernels.expand_`."""
-    is_covered = values.dtype in _SEEN_AS and dense.dtype in _SEEN_AS and dense.is_contiguous()
-    if mask is None or not is_covered:
+    if mask is None or not _is_covered(values, dense):
         reference.expand_(values, mask, dense)
         return
     check_pair(values, mask, dense)
-    kernels = cpu_loops.expand_blocks, cpu_loops.expand_shared
-    _move(*kernels, mask, values.detach().reshape(-1), dense.detach().view(-1))
+    _move(cpu_loops.expand_blocks, cpu_loops.expand_shared, mask, values, dense)
 
 
 @torch.no_grad()
@@ -149,6 +145,10 @@ def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
     return decay, 1 - beta1, beta2, 1 - beta2, eps, -step_size, denominator
 
 
+def _is_covered(source: Tensor, target: Tensor) -> bool:
+    return source.dtype in _SEEN_AS and target.dtype in _SEEN_AS and target.is_contiguous()
+
+
 def _move(
     alone: cpu_loops.Kernel, shared: cpu_loops.Kernel, mask: Mask, source: Tensor, target: Tensor
 ) -> None:
@@ -174,11 +174,12 @@ def _run(
 
 
 def _array(tensor: Tensor) -> cpu_loops.Array:
-    """Return a contiguous tensor as an array over the same memory, in the type of the loops."""
+    """Return a tensor as a vector in the type of the loops, over the same memory if contiguous."""
+    flat = tensor.detach().reshape(-1)
     # Not Tensor.numpy(), after which torch could not free the memory of FSDP2's whole parameters.
-    if tensor.element_size() == 2:
-        return np.from_dlpack(tensor.view(torch.int16)).view(_SEEN_AS[tensor.dtype])
-    return np.from_dlpack(tensor)
+    if flat.element_size() == 2:
+        return np.from_dlpack(flat.view(torch.int16)).view(_SEEN_AS[flat.dtype])
+    return np.from_dlpack(flat)
 
 
 # numba's other thread pools cannot be entered by two threads at once.
