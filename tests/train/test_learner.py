@@ -31,7 +31,7 @@ def batch(size: int, real: int = 16, seed: int = 1) -> Batch:
     tokens = torch.randint(0, 64, (size, 17), generator=torch.Generator().manual_seed(seed))
     targets = tokens[:, 1:].clone()
     targets[:, real:] = IGNORE
-    return Batch(tokens[:, :-1], targets)
+    return Batch(tokens[:, :-1], targets, size * real)
 
 
 def test_the_loss_is_the_mean_over_all_real_tokens_of_a_step() -> None:
@@ -56,8 +56,8 @@ def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(ph
     inputs, targets, _ = batch(4, real=16)
     targets = targets.clone()
     targets[3, 3:] = IGNORE
-    loss = whole.backward([Batch(inputs, targets)])
-    split = pieces.backward([Batch(inputs[:3], targets[:3]), Batch(inputs[3:], targets[3:])])
+    loss = whole.backward([Batch(inputs, targets, 51)])
+    split = pieces.backward([Batch(inputs[:3], targets[:3], 48), Batch(inputs[3:], targets[3:], 3)])
     torch.testing.assert_close(loss, split)
     for ours, theirs in zip(whole.model.parameters(), pieces.model.parameters()):
         torch.testing.assert_close(ours.grad, theirs.grad)

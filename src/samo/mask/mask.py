@@ -138,10 +138,7 @@ class Mask:
         return first, Mask.from_parts(self.shape[1:], words, offsets, last - first)
 
     def pieces(self) -> Iterator[tuple[slice, Tensor, slice]]:
-        """Yield slices of the dense tensor, their kept bits, and their slices of kept entries.
-
-        Of at most 2**20 entries, so that temporaries do not grow with the tensor.
-        """
+        """Yield slices of 2**20 dense entries, their bits, and their slices of kept entries."""
         spans = list(bitmap.chunks(self.numel))
         first_blocks = [start // bitmap.BLOCK_BITS for start, _ in spans]
         # One copy to the host for all pieces.
