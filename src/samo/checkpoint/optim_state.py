@@ -113,7 +113,7 @@ class OptimizerState:
             )
         for group, params in self.groups:
             first = next(iter(params), "")
-            for name, param in params.items():
+            for name in params:
                 one, other = theirs[first], theirs[name]
                 if one != other:
                     key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
@@ -122,7 +122,8 @@ class OptimizerState:
                         f"{key}={one.get(key)} and {other.get(key)}; build the same groups"
                     )
                 if states.get(name):
-                    self._check_state(saved, name, param, group)
+                    content = json_values.decode(states[name])
+                    self._check_state(saved, name, content, group, _numbers(other))
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         """Raise unless settings are of the same kind as the defaults, and allowed by the class."""
@@ -138,12 +139,14 @@ class OptimizerState:
         return cls([param], **{key: settings[key] for key in settings if key in known})
 
     def _check_state(
-        self, saved: Checkpoint, name: str, param: Tensor, group: dict[str, Any]
+        self,
+        saved: Checkpoint,
+        name: str,
+        content: dict[str, Any],
+        group: dict[str, Any],
+        settings: dict[str, Any],
     ) -> None:
-        entry = saved.manifest.optimizer
-        assert entry is not None
-        content = json_values.decode(entry["state"][name])
-        settings = _numbers(_settings_by_name(entry)[name])
+        param, weight = self.model.entries[name]
         specs = saved.optimizer.specs
         held = {  # types and shapes of tensors, None for what is not one
             key: specs[value][:2] if isinstance(value, json_values.TensorName) else None
@@ -151,10 +154,8 @@ class OptimizerState:
         }
         hint = ""
         if isinstance(self.kind, AdamW):
-            layout = state_layout(param, self.model.entries[name].weight, group)
-            expected: dict[str, Any] = {
-                k: (dtype, tuple(size)) for k, (dtype, size) in layout.items()
-            }
+            layout = state_layout(param, weight, group)
+            expected: dict[str, Any] = {k: (dtype, tuple(s)) for k, (dtype, s) in layout.items()}
             expected["step"] = (torch.float32, ())
             kinds = {key: settings.get(key, group[key]) for key in ("lean", "entry_steps")}
             is_same = all(kinds[key] == group[key] for key in kinds)
@@ -166,7 +167,7 @@ class OptimizerState:
             raise saved.misfit(
                 f"its optimizer state of '{name}' is {held} instead of {expected}{hint}"
             )
-        counts = {key: content[key] for key in ("step", "age") if key in content}
+        counts: dict[str, Any] = {k: content[k] for k in ("step", "age") if k in content}
         for key, value in counts.items():
             if isinstance(value, json_values.TensorName):
                 counts[key] = saved.optimizer.read(value)
