@@ -387,7 +387,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for *keys, value in FORGERIES:
         (tmp_path / "manifest.json").write_bytes(good)
         forge(tmp_path, *keys, value=value)
-        refused(tmp_path, model, opt, "manifest.json' is damaged: its contents make no sense")
+        refused(tmp_path, model, opt, "manifest.json' is damaged: its contents are not valid")
 
 
 def paths(value: Any, *keys: str | int) -> Iterator[tuple[str | int, ...]]:
@@ -424,11 +424,11 @@ def with_checksum(text: str) -> str:
         ("", "it does not match its checksum, or samo did not write it"),
         ('{"format": "samo-checkpoint"}', "it does not match its checksum"),
         (with_checksum("") + " ", "it does not match its checksum"),
-        (with_checksum(""), "its contents make no sense"),
-        (with_checksum("[1"), "its contents make no sense"),
-        (with_checksum('{"format": "samo-checkpoint"'), "its contents make no sense"),
-        (with_checksum('{"a":' * 100_000), "its contents make no sense"),
-        (with_checksum('{"a": ' + "9" * 10_000), "its contents make no sense"),
+        (with_checksum(""), "its contents are not valid"),
+        (with_checksum("[1"), "its contents are not valid"),
+        (with_checksum('{"format": "samo-checkpoint"'), "its contents are not valid"),
+        (with_checksum('{"a":' * 100_000), "its contents are not valid"),
+        (with_checksum('{"a": ' + "9" * 10_000), "its contents are not valid"),
     ],
     ids=lambda text: repr(text[:20]),
 )
@@ -528,7 +528,7 @@ def test_state_that_torch_would_not_make_is_refused(
         ((*STATE, "more"), 1, "'more': None.* instead of"),
         ((*STATE, "exp_avg"), [{"$tensor": "0.weight/exp_avg"}], "'exp_avg': None.* instead of"),
         (("state", "ghost"), {"a": 1}, "is damaged: it has optimizer state without settings"),
-        *(((*GROUP, key), value, "its settings make no sense") for key, value in BAD_SETTINGS),
+        *(((*GROUP, key), value, "its settings are not valid") for key, value in BAD_SETTINGS),
     ],
 )
 def test_optimizer_state_that_refers_to_the_wrong_things_is_refused(
@@ -593,7 +593,7 @@ def test_a_mask_of_what_is_no_floating_point_parameter_is_refused(
     masks = {**samo.load_masks(tmp_path), "odd": samo.Mask.from_bool(torch.ones(2, 3) > 0)}
     samo.Masks(masks).save(tmp_path / "masks")
     forge_file(tmp_path, "masks.safetensors", (tmp_path / "masks").read_bytes())
-    with pytest.raises(CheckpointError, match="a mask of 'odd', which is no floating-point param"):
+    with pytest.raises(CheckpointError, match="its mask of 'odd' is not of a floating-point param"):
         samo.load(tmp_path, again)
     assert not any(value.any() for value in again.state_dict().values())
 

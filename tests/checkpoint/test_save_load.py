@@ -230,7 +230,7 @@ def test_odd_optimizer_state_comes_back(tmp_path: Path) -> None:
         samo.save(tmp_path, model, opt)
     opt.state.clear()
     opt.state["all"] = 3  # type: ignore[index]
-    with pytest.raises(CheckpointError, match=r"has state of no parameter \('all'\)"):
+    with pytest.raises(CheckpointError, match=r"has state of 'all', not a parameter"):
         samo.save(tmp_path, model, opt)
 
 

@@ -3,8 +3,6 @@
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -41,28 +39,20 @@ class InjectedError(Exception):
 
 
 class Calls:
-    """Counts calls of Python and C functions in the phases of a load, and fails at one of them."""
+    """Counts calls of Python and C functions in a phase of a load, and fails at one of them."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *phases: str, fail_at: int = 0) -> None:
-        self.count = 0
-        self.fail_at = fail_at
-        for phase in phases:
-            patch.setattr(loading._Load, phase, self.watched(getattr(loading._Load, phase)))
+    def __init__(self, patch: pytest.MonkeyPatch, phase: str, fail_at: int) -> None:
+        self.count, self.fail_at = 0, fail_at
+        act = getattr(loading._Load, phase)
 
-    def watched(self, act: Callable[..., None]) -> Callable[..., None]:
-        def watching(*args: Any) -> None:
-            with self.profiling():
+        def profiled(*args: Any) -> None:
+            sys.setprofile(self.on_event)
+            try:
                 act(*args)
+            finally:
+                sys.setprofile(None)
 
-        return watching
-
-    @contextmanager
-    def profiling(self) -> Iterator[None]:
-        sys.setprofile(self.on_event)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
+        patch.setattr(loading._Load, phase, profiled)
 
     def on_event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event in ("call", "c_call"):
@@ -112,7 +102,7 @@ def test_a_load_that_fails_at_any_call_changes_nothing(
     for phase, stride in (("check", 29), ("fill", every)):
         for number in range(1, 10_000, stride):
             with monkeypatch.context() as patch:
-                calls = Calls(patch, phase, fail_at=number)
+                calls = Calls(patch, phase, number)
                 try:
                     samo.load(tmp_path, model, opt, scaler=scaler)
                 except (InjectedError, CheckpointError):

@@ -406,7 +406,7 @@ def test_a_process_that_waits_in_a_backend_ends_with_the_name_of_the_rank(tmp_pa
     process.join(30)
     assert process.exitcode == 1
     message = errors.read_text()
-    assert message.startswith("samo: rank 0: no sign of life from rank 1 (stage 1 of 2) for ")
+    assert message.startswith("samo: rank 0: no heartbeat from rank 1 (stage 1 of 2) for ")
     assert "(--timeout-s 0.3); this rank exits. Resume with --resume" in message
 
 

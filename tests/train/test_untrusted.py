@@ -39,7 +39,7 @@ def test_an_impossible_random_state_is_refused(
 
     real = checkpointing.load
     monkeypatch.setattr(checkpointing, "load", load)
-    message = r"is damaged: its random state or masks make no sense \(.*\); use another checkpoint"
+    message = r"is damaged: its random state or masks are not valid \(.*\); use another checkpoint"
     with pytest.raises(CheckpointError, match=message):
         resume(run)
 
@@ -52,7 +52,7 @@ def test_an_impossible_state_of_masks_is_refused(
         raise error
 
     monkeypatch.setattr(Masking, "load_state_dict", load)
-    with pytest.raises(CheckpointError, match=r"its random state or masks make no sense \(.*: x\)"):
+    with pytest.raises(CheckpointError, match=r"its random state or masks are not valid \(.*: x\)"):
         resume(run)
 
 

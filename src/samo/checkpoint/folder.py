@@ -123,7 +123,7 @@ def save_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"cannot save to '{path}': '{error.filename or path}': {error.strerror or error}; the "
-            "checkpoint before it is intact. Free some space, or choose another folder"
+            "previous checkpoint is intact. Free some space, or choose another folder"
         ) from error
 
 

@@ -94,7 +94,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             return _parse(content)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:100]
-        raise damaged(file, f"its contents make no sense ({reason})") from None
+        raise damaged(file, f"its contents are not valid ({reason})") from None
     raise CheckpointError(
         f"'{file}' has version {content['version']}, this samo reads version {VERSION}; update samo"
     )

@@ -120,7 +120,7 @@ class ModelState:
         if mask is not None and not (
             isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         ):
-            raise saved.misfit(f"it has a mask of '{name}', which is no floating-point parameter")
+            raise saved.misfit(f"its mask of '{name}' is not of a floating-point parameter")
         shape = tuple((weight or tensor).shape)
         found = spec.shape if mask is None else mask.shape
         if found != shape or (mask is not None and spec.shape != (mask.kept,)):

@@ -73,7 +73,7 @@ class OptimizerState:
         for index, content in packed["state"].items():
             if index not in range(len(names)):
                 raise CheckpointError(
-                    f"{_class_name(self.opt)} has state of no parameter ({index!r}); use opt=None"
+                    f"{_class_name(self.opt)} has state of {index!r}, not a parameter; use opt=None"
                 )
             if (name := names[index]) in own:
                 state[name] = json_values.encode(content, name, name_tensors(tensors))
@@ -103,7 +103,7 @@ class OptimizerState:
             for group in entry["groups"]:
                 self._check_settings(_numbers(group["settings"]))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise damaged(saved.path, f"its settings make no sense ({error})") from None
+            raise damaged(saved.path, f"its settings are not valid ({error})") from None
         own = {name for _, params in self.groups for name in params}
         is_part, entries = self.model.layout.is_part, self.model.entries
         for name in sorted(own ^ {name for name in theirs if not is_part or name in entries}):

@@ -264,7 +264,7 @@ class _Part:
 
 
 def _warn_of_extra_state(model: "nn.Module | Pipeline") -> None:
-    """Warn of state that is no tensor; last of all, or where warnings are errors, ranks wait."""
+    """Warn of state that is not saved; called last, since a warning may be raised as an error."""
     module = model if isinstance(model, nn.Module) else model.module
     for path, part in module.named_modules():
         if type(part).get_extra_state is not nn.Module.get_extra_state:

@@ -44,7 +44,7 @@ def _forget(future: Future[Any]) -> None:
 
 
 def _reset() -> None:
-    """Start anew in a forked process, which has no thread of its parent."""
+    """Reset a forked process, which does not have the thread of its parent."""
     global _lock, _pending, _copies
     _lock, _pending, _copies = threading.Lock(), None, {}
 

@@ -15,7 +15,7 @@ from samo.utils.formatting import count, duration, loss, size
 __all__ = []
 
 Facts = dict[str, Any]
-"""What is shown, by name; a tuple if JSON gets another value than people do."""
+"""What is shown, by name; a tuple of text and JSON value where they differ."""
 
 
 def run(command: Inspect) -> int:

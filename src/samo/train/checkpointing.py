@@ -70,7 +70,7 @@ def load_run(path: Path, learner: Learner, masking: Masking, progress: Progress)
             raise
         reason = f"{type(error).__name__}: {first_words(error)}"
         raise CheckpointError(
-            f"'{path}' is damaged: its random state or masks make no sense ({reason}); use another "
+            f"'{path}' is damaged: its random state or masks are not valid ({reason}); use another "
             "checkpoint of this run"
         ) from None
 
@@ -115,7 +115,7 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether so many minutes have passed since the last save."""
+        """Whether ``save_minutes`` have passed since the last save."""
         return 0 < 60 * self.config.run.save_minutes <= time.monotonic() - self._started
 
     @property
@@ -197,7 +197,7 @@ class Saver:
         return None if saving is None else saving.result()
 
     def follow_up(self) -> None:
-        """Copy ``last`` to where else it belongs; all that it takes to know where is in it."""
+        """Copy ``last`` to ``best`` and ``step-N`` if its manifest says so; safe to repeat."""
         folder, run = self.folder, self.config.run
         folder.check_in_place()
         progress = read_manifest(folder.last).extra["progress"]

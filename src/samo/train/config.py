@@ -106,7 +106,7 @@ class MaskConfig:
     scope: Literal["tensor", "global", "erk"] = "tensor"
     """Prune each matrix to the sparsity, or all of them together; erk: small matrices less."""
     pattern: Pattern = None
-    """Keep n of every m neighbours along the inputs, such as "2:4"."""
+    """Keep n of every m consecutive weights along the input dimension, such as "2:4"."""
     skip: Names = ()
     """Weights that are not pruned: names or patterns, such as "blocks.0.*"."""
     rules: Annotated[dict[str, Sparsity], arg(help_behavior_hint="")] = field(default_factory=dict)

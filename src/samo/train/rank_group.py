@@ -135,7 +135,7 @@ class RankGroup:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Attribute a failure to its root cause, and stop watching at the end of a run."""
-        self._runs += 1  # no wish of another run counts
+        self._runs += 1  # requests of an earlier run do not count
         self._posted = ""
         try:
             yield
@@ -224,17 +224,17 @@ class RankGroup:
                     "command"
                 )
 
-    def agree(self, step: int, wish: str) -> str:
-        """Return what any rank wished a step or two ago, so that all do it after the same step.
+    def agree(self, step: int, request: str) -> str:
+        """Return what any rank requested a step or two ago, so that all act after the same step.
 
         Every step has a reduction, or messages, that need all ranks. So a rank that has computed
-        step ``n + 1`` knows that all have begun it, after they left their wishes of step ``n``. On
-        a GPU the host runs ahead of that: it asks a step later, and waits until the one before is
-        computed. One process gets its own wish at once. Among several wishes the last one counts,
-        and a rank whose wish was not met repeats it.
+        step ``n + 1`` knows that all have begun it, after they posted their requests of step ``n``.
+        On a GPU the host runs ahead of that: it asks a step later, and waits until the one before
+        is computed. One process gets its own request at once. The last of several requests counts,
+        and a rank repeats a request that was not granted.
         """
         if self.size == 1:
-            return wish
+            return request
         delay = 1
         if self.mesh is not None and self.mesh.device_type == "cuda":
             delay = 2
@@ -245,9 +245,9 @@ class RankGroup:
             found = self._together.read(f"{self._runs} {step}")
             if found:
                 self._posted = ""
-            elif wish and wish != self._posted:
-                self._together.post(f"{self._runs} {step + delay}", wish)
-                self._posted = wish
+            elif request and request != self._posted:
+                self._together.post(f"{self._runs} {step + delay}", request)
+                self._posted = request
             return found
 
     def all_reduce_(self, tensor: Tensor, what: str) -> Tensor:
@@ -317,7 +317,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _end_process(settings: MeshConfig, size: int, lost: tuple[int, ...], silent_s: float) -> None:
     names = ", ".join(rank_name(settings, size, rank) for rank in lost)
     sys.stderr.write(
-        f"samo: rank {os.environ['RANK']}: no sign of life from {names or 'the launcher'} for "
+        f"samo: rank {os.environ['RANK']}: no heartbeat from {names or 'the launcher'} for "
         f"{silent_s:.1f} s (--timeout-s {settings.timeout_s:g}); this rank exits. Resume with "
         "--resume\n"
     )

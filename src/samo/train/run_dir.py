@@ -104,7 +104,7 @@ class RunDir:
                     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                         raise RunError(
                             f"'{place / name}' is a link, a pipe or a device, and a run uses files "
-                            "in its own folder only; replace it by what it leads to"
+                            "in its own folder only; replace it with its target"
                         )
 
     def lock(self) -> None:

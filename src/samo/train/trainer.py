@@ -273,19 +273,19 @@ class Trainer:
                     self.report(self.learner.accounted(progress.step))
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
-                wish = self.ranks.agree(progress.step, self.wish(interrupt.signal))
-                signal = int(wish) if wish.isdigit() else None
-                if wish == "finish" or (self.saver.is_done and not self.saver.has_failed):
+                request = self.ranks.agree(progress.step, self.request(interrupt.signal))
+                signal = int(request) if request.isdigit() else None
+                if request == "finish" or (self.saver.is_done and not self.saver.has_failed):
                     self.finish_save()
-                is_due = is_last or is_best or wish == "save" or signal is not None
+                is_due = is_last or is_best or request == "save" or signal is not None
                 is_good = not self.nonfinite_lines  # or the last good checkpoint would go
                 if is_good and (is_due or progress.step % run.save_every == 0):
                     self.save()
             self.finish_save()
         return signal
 
-    def wish(self, signal: int | None) -> str:
-        """Return what this rank wants all of them to do next: stop, save, or end for a failure."""
+    def request(self, signal: int | None) -> str:
+        """Return what this rank asks all ranks to do: stop, save, or end as its save failed."""
         if self.saver.has_failed:
             return "finish"
         return str(signal) if signal is not None else "save" * self.saver.is_due
