@@ -21,8 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
-from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.transport.nccl import NcclTransport
 from samo.utils.collectives import all_gather_json, backend_of
 from tests.pipeline.cases import (
     accumulate,
@@ -134,7 +132,7 @@ def other_work(rank: int, num_ranks: int) -> dict[str, Any]:
     results["timeline"] = timeline(mesh)
     results["one"] = one_micro_batch(mesh)
     results["refusal"] = refusals(mesh, rank)
-    results["nccl"] = nccl_way(mesh, rank, num_ranks)
+    results["narrow"] = narrow(mesh)
     results["dropout"] = [dropout(mesh, *how) for how in ((1, 0.0), (1, 0.01), (2, 0.0))]
     results["masks"] = different_masks(mesh, rank)
     return results
@@ -184,6 +182,19 @@ def different_masks(mesh: Any, rank: int) -> list[str]:
     return said
 
 
+def narrow(mesh: Any) -> tuple[list[Tensor], list[int]]:
+    """Return losses and bytes sent with and without 16 bits on the wire."""
+    losses, sizes = [], []
+    for dtype in (None, torch.bfloat16):
+        with samo.Pipeline(
+            tiny_gpt(), next_token_loss, mesh, 4, wire_dtype=dtype, timeout_s=20
+        ) as pipeline:
+            x, y = tokens(8, 3)
+            losses.append(pipeline.step(x, target=y))
+            sizes.append(pipeline.sent_bytes)
+    return losses, sizes
+
+
 def one_micro_batch(mesh: Any) -> tuple[Tensor, Tensor]:
     """One micro-batch, targets on the last stage alone, inputs on the first, a sum for a loss."""
     torch.manual_seed(3)
@@ -208,18 +219,6 @@ def refusals(mesh: Any, rank: int) -> str:
     return str(caught.value)
 
 
-def nccl_way(mesh: Any, rank: int, num_ranks: int) -> Tensor:
-    """The transport for NCCL, with gloo for its links: same packets, tensors apart from headers."""
-    group, device = mesh["pipe"].get_group(), torch.device("cpu")
-    transport = NcclTransport(group, device, timeout_s=20, is_ring=True, backend="gloo")
-    runner = Runner([nn.Identity()] * 2, transport, in_flight=[2, 2], timeout_s=20)
-    inputs = [(torch.full((n, 2), float(n)),) for n in (3, 3, 2)] if rank == 0 else None
-    loss = (lambda number, y: y.sum()) if rank == num_ranks - 1 else None
-    result = runner.run(lambda: Batch(3, inputs, loss, is_training=False))
-    transport.close()
-    return result
-
-
 def test_three_ranks_equal_one_process_and_refuse_the_same() -> None:
     everyone = run_ranks(3, other_work)
     check_equal([results["cases"] for results in everyone])
@@ -235,7 +234,10 @@ def test_three_ranks_equal_one_process_and_refuse_the_same() -> None:
         check_possible(results["timeline"], 3)
         assert all(results["timeline"].peak_in_flight(stage) <= 2 for stage in range(6))
         assert torch.equal(*results["one"])
-        assert results["nccl"] == (9 + 9 + 4) * 2
+        torch.testing.assert_close(*results["narrow"][0], rtol=0.02, atol=0.02)
+        assert not torch.equal(*results["narrow"][0])
+        whole, half = results["narrow"][1]
+        assert (whole - 4) == 2 * (half - 4) or whole == 2 * half  # but for a loss
         assert "x has [3] rows for 4 micro-batches" in results["refusal"]
     assert "rank 0 (stage 0" in everyone[1]["refusal"]
 
@@ -377,7 +379,7 @@ def faulty_work(rank: int, num_ranks: int, fault: str, bad: int) -> Any:
     try:  # what fails in the second batch may be seen at the end of the first
         pipeline.step(x, target=x)
         if fault == "sends nonsense" and rank == bad:
-            pipeline._links._links[bad - 1].sequence += 3
+            pipeline._runner.transport._links[bad - 1].encoder.sequence += 3
         begin = time.monotonic()
         pipeline.step(x, target=x)
     except samo.PeerError as error:

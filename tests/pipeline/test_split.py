@@ -214,11 +214,11 @@ def test_micro_batches_have_the_weight_of_a_mean_over_the_batch() -> None:
     target[[1, 4, 5]] = -100
     pieces = cut((logits, target), 3, "x")
     targets = [(t,) for _, t in pieces]
-    factors = loss_weights(targets, "mean")
+    factors = loss_weights(targets, "mean")()
     total = sum(F.cross_entropy(x, t) * w for (x, t), w in zip(pieces, factors))
     torch.testing.assert_close(total, F.cross_entropy(logits, target))
-    assert loss_weights(targets, "sum") == [1.0, 1.0, 1.0]
-    assert loss_weights([(t.double(),) for (t,) in targets], "mean") == [3 / 7, 2 / 7, 2 / 7]
+    assert loss_weights(targets, "sum")() == [1.0, 1.0, 1.0]
+    assert loss_weights([(t.double(),) for (t,) in targets], "mean")() == [3 / 7, 2 / 7, 2 / 7]
 
 
 @pytest.mark.parametrize(

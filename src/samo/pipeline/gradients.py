@@ -1,7 +1,7 @@
 """Gradients after a batch: mean over replicas, a found-inf shared by all stages, and the norm."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,15 +10,19 @@ from torch import Tensor, nn
 __all__ = ["average_gradients", "partial_norm", "sync_found_inf"]
 
 
+Wait = Callable[[dist.Work], object]
+"""Waits for a collective: on the host or, with NCCL, in the current stream."""
+
+
 @torch.no_grad()
-def average_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup, wait: Wait) -> None:
     """Replace gradients by their mean over replicas. One that no replica has stays None."""
     params = [param for param in params if param.requires_grad]
     if not params:
         return
     used = [param.grad is not None for param in params]
     counts = torch.tensor(used, dtype=torch.float32).to(params[0].device, non_blocking=True)
-    dist.all_reduce(counts, group=group)
+    wait(dist.all_reduce(counts, group=group, async_op=True))
     if not all(used):  # the one case in which the host waits for the device
         used = (counts > 0).tolist()
     grads = []
@@ -30,14 +34,14 @@ def average_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup) 
         grads.append(param.grad)
     works = [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]
     for work in works:
-        work.wait()
+        wait(work)
     if grads:
         torch._foreach_div_(grads, group.size())
 
 
 @torch.no_grad()
 def sync_found_inf(
-    params: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device
+    params: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device, wait: Wait
 ) -> None:
     """Put a NaN into every gradient of all stages if any of them has one that is not finite.
 
@@ -52,7 +56,7 @@ def sync_found_inf(
     if found:
         largest = nn.utils.get_total_norm(found, math.inf)
         is_bad = (~largest.isfinite()).to(device, torch.float32)
-    dist.all_reduce(is_bad, dist.ReduceOp.MAX, group=group)
+    wait(dist.all_reduce(is_bad, dist.ReduceOp.MAX, group=group, async_op=True))
     if found:
         factor = torch.where(is_bad > 0, math.nan, 1.0)
         torch._foreach_mul_([one.as_strided((1,), (1,)) for one in found], factor)

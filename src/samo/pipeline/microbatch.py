@@ -1,7 +1,8 @@
 """Cut a batch into micro-batches, and weight their losses to sum up to the loss of the batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -44,17 +45,31 @@ def zero_loss(output: Any) -> Tensor:
     return sum(zeros[1:], zeros[0]) if zeros else torch.zeros(())
 
 
-def loss_weights(targets: Sequence[tuple[Tensor, ...]], reduction: Reduction) -> list[float]:
-    """Return the weight of each micro-batch's loss: for a mean, its share of the targets.
+def loss_weights(
+    targets: Sequence[tuple[Tensor, ...]], reduction: Reduction
+) -> Callable[[], list[float]]:
+    """Return a function that returns the weight of each micro-batch's loss.
 
-    Targets of -100 do not count. If there are no others, all weights are NaN.
+    For a mean, a weight is the share of the targets. Targets of -100 do not count. If there are no
+    others, all weights are NaN. Targets on a GPU are counted there: the count is on the host long
+    before the first output is, so nobody waits for it.
     """
-    if reduction == "sum":
-        return [1.0] * len(targets)
     first = targets[0][0]
+    if reduction == "sum":
+        return lambda: [1.0] * len(targets)
     if first.is_floating_point() or first.dtype == torch.bool:
-        counts = [target[0].numel() for target in targets]
-    else:  # one wait for the device, not many
-        counts = torch.stack([(target[0] != IGNORE_INDEX).sum() for target in targets]).tolist()
-    total = sum(counts)
-    return [number / total if total else math.nan for number in counts]
+        return partial(_shares, torch.tensor([target[0].numel() for target in targets]))
+    counts = torch.stack([(target[0] != IGNORE_INDEX).sum() for target in targets])
+    if not counts.is_cuda:
+        return partial(_shares, counts)
+    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    return partial(_shares, host, torch.cuda.current_stream(counts.device).record_event())
+
+
+def _shares(counts: Tensor, ready: torch.cuda.Event | None = None) -> list[float]:
+    if ready is not None:
+        ready.synchronize()
+    numbers = counts.tolist()
+    total = sum(numbers)
+    return [number / total if total else math.nan for number in numbers]

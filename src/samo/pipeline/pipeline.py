@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, Self
 
 import torch
@@ -18,7 +18,8 @@ from samo.core.rank_checks import compare_masks
 from samo.errors import PeerError
 from samo.mask.masks import Masks
 from samo.pipeline.engine import in_flight_limits
-from samo.pipeline.gradients import average_gradients, partial_norm, sync_found_inf
+from samo.pipeline.gradients import Wait, average_gradients, partial_norm, sync_found_inf
+from samo.pipeline.mask_check import MaskCheck, digest
 from samo.pipeline.microbatch import Reduction, Tensors, cut, loss_weights, zero_loss
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.split import check_cuts, take_apart
@@ -26,8 +27,8 @@ from samo.pipeline.stage import Source, build_stage
 from samo.pipeline.tied import check_tied_masks, find_tied
 from samo.pipeline.timeline import Event, Timeline
 from samo.pipeline.transport.base import Transport
-from samo.pipeline.transport.gloo import GlooTransport, new_group
-from samo.pipeline.transport.nccl import NcclTransport
+from samo.pipeline.transport.connect import Meeting
+from samo.pipeline.transport.nccl import open_links
 from samo.pipeline.units import LayersLike
 from samo.utils.collectives import all_gather_json, backend_of
 
@@ -79,6 +80,8 @@ class Pipeline:
         seed: Seed of layers that have no values yet.
         loss_reduction: Whether ``loss_fn`` returns a mean or a sum over its targets. For a mean,
             each micro-batch is weighted by its number of targets other than -100.
+        wire_dtype: Send float32 activations and their gradients as this type, such as
+            ``torch.bfloat16``: half the bytes, rounded; by default as they are.
         timeout_s: Seconds of silence after which another rank is given up. Must be longer than
             anything a rank does between two batches.
     """
@@ -97,6 +100,7 @@ class Pipeline:
         weights: Source | None = None,
         seed: int = 0,
         loss_reduction: Reduction = "mean",
+        wire_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         for name, value in (("micro_batches", micro_batches), ("stages_per_rank", stages_per_rank)):
@@ -129,16 +133,19 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._reduction: Final[Reduction] = loss_reduction
         self._is_last: Final = self.stage == num_ranks - 1
-        self._replicas: Final = _data_groups(mesh, self.device.type, timeout_s)
-        self._replica: Final = 0 if self._replicas is None else dist.get_rank(self._replicas[0])
-        self._links: GlooTransport | None = None
+        self._group: Final = group
+        self._replicas: Final = _data_group(mesh)
+        self._replica: Final = 0 if self._replicas is None else dist.get_rank(self._replicas)
+        backend = backend_of(group, self.device.type) if group is not None else ""
+        meeting: Meeting | None = None
+        transport = Transport()
         if group is not None:
-            is_nccl = self.device.type == "cuda" and backend_of(group, "cuda") == "nccl"
-            connect = NcclTransport if is_nccl else GlooTransport
-            self._links = connect(group, self.device, timeout_s=timeout_s, is_ring=per_rank > 1)
-        self._ties: Final = find_tied(split, self.cuts, group, self.device.type, timeout_s)
+            meeting = Meeting(dist.get_process_group_ranks(group), self.stage, timeout_s)
+            transport = open_links(meeting, self.device, backend, is_ring=per_rank > 1)
+        self._ties: Final = find_tied(split, self.cuts, meeting, backend)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
-        transport = self._links or Transport()
+        self._tie_check: Final = MaskCheck(group) if self._ties and group is not None else None
+        self._replica_check: Final = MaskCheck(self._replicas) if self._replicas else None
         # A program that ends without close() runs this before torch's own exit handlers.
         self._finalizer: Final = weakref.finalize(self, transport.close)
         self._runner: Final = Runner(
@@ -146,9 +153,12 @@ class Pipeline:
             transport,
             in_flight=self.in_flight[own],
             timeout_s=timeout_s,
+            wire_dtype=wire_dtype,
         )
+        # With NCCL, streams wait for collectives, and not the host.
+        self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._runner.wait
         if self._replicas is not None:
-            _sync_module_states(self.module, self._replicas[0], _BROADCAST_BYTES, 0, ())
+            _sync_module_states(self.module, self._replicas, _BROADCAST_BYTES, 0, ())
         for tie in self._own_ties:
             tie.broadcast(self.module)
 
@@ -229,9 +239,11 @@ class Pipeline:
         grads = [p.grad for n, p in params.items() if p.grad is not None and n not in elsewhere]
         total = partial_norm(grads, norm_type, self.device)
         is_max = norm_type == math.inf
-        if self._links is not None:
-            group, op = self._links.group, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-            self._runner.run_collective(lambda: dist.all_reduce(total, op, group=group))
+        if self._group is not None:
+            group, op = self._group, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            self._runner.run_collective(
+                lambda: self._wait(dist.all_reduce(total, op, group=group, async_op=True))
+            )
         norm = total if is_max else total.pow(1.0 / norm_type)
         # A factor of 0, as torch has it for an infinite norm, would let other stages step.
         used = torch.where(norm.isfinite(), norm, math.nan)
@@ -246,8 +258,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Return what each stage did when in the last batch. Call on every rank of one machine."""
         events = self._runner.events
-        if self._links is not None:
-            gathered = all_gather_json(events, self._links.host_group)
+        if self._group is not None:
+            gathered = all_gather_json(events, self._group)
             events = [Event(*event) for events in gathered for event in events]
         return Timeline(self.num_stages, self.micro_batches, events)
 
@@ -294,18 +306,17 @@ class Pipeline:
     ) -> Batch:
         """Cut what this rank needs of a batch; in the runner, which tells others of a failure."""
 
-        def pieces(batch: Tensors | None, name: str) -> list[tuple[Tensor, ...]]:
-            found = cut(batch, self.micro_batches, name)
-            return [tuple(tensor.to(self.device) for tensor in piece) for piece in found]
+        def moved(pieces: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+            return [tuple(tensor.to(self.device) for tensor in piece) for piece in pieces]
 
-        inputs = pieces(x, "x") if self.stage == 0 else None
+        inputs = moved(cut(x, self.micro_batches, "x")) if self.stage == 0 else None
         loss = None
         if self._is_last:
-            targets = pieces(target, "target")
-            factors = loss_weights(targets, self._reduction)
+            pieces = cut(target, self.micro_batches, "target")
+            weights, targets = cache(loss_weights(pieces, self._reduction)), moved(pieces)
 
             def loss(micro_batch: int, output: Any) -> Tensor:
-                wanted, factor = targets[micro_batch], factors[micro_batch]
+                wanted, factor = targets[micro_batch], weights()[micro_batch]
                 if factor == 0:  # a mean over no targets, which is NaN
                     return zero_loss(output)
                 found = self._loss_fn(output, wanted[0] if len(wanted) == 1 else wanted)
@@ -319,20 +330,23 @@ class Pipeline:
         return Batch(self.micro_batches, inputs, loss, is_training, scale, seed)
 
     def _reduce_gradients(self, is_last: bool) -> None:
-        """Sum those of tied weights over stages; after the last batch, average over replicas."""
-        links = self._links
-        if self._ties and links is not None:
-            check_tied_masks(self._ties, self.module, links.host_group)
+        """Sum those of tied weights over stages; after the last batch, average over replicas.
+
+        All ranks start these collectives in the same order, after their last pass.
+        """
+        if self._tie_check is not None:
+            check_tied_masks(self._ties, self.module, self._tie_check, self._wait)
             for tie in self._own_ties:
-                tie.all_reduce(self.module)
+                tie.all_reduce(self.module, self._wait)
         if not is_last:
             return
-        if self._replicas is not None:
-            group, host_group = self._replicas
-            compare_masks(masks_of(self.module), host_group)  # they may have changed on any rank
-            average_gradients(self.module.parameters(), group)
-        if links is not None and links.num_stages > 1:
-            sync_found_inf(self.module.parameters(), links.group, self.device)
+        if self._replicas is not None and self._replica_check is not None:
+            masks = masks_of(self.module)  # they may have changed on any rank
+            if self._replica_check.differing([digest(masks)], self._wait):
+                compare_masks(masks, self._replicas)
+            average_gradients(self.module.parameters(), self._replicas, self._wait)
+        if self._group is not None and self._group.size() > 1:
+            sync_found_inf(self.module.parameters(), self._group, self.device, self._wait)
 
 
 def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -347,14 +361,8 @@ def _pipe_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     return mesh["pipe"].get_group()
 
 
-def _data_groups(
-    mesh: DeviceMesh | None, device: str, timeout_s: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Return groups of this stage's replicas, for gradients and, on the host, for masks."""
+def _data_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the group of this stage's replicas, None if it has no others."""
     if mesh is None or "data" not in (mesh.mesh_dim_names or ()) or mesh["data"].size() == 1:
         return None
-    given = mesh["data"].get_group()
-    ranks, backend = dist.get_process_group_ranks(given), backend_of(given, device)
-    # Not the mesh's own group, whose timeout is half an hour.
-    group = new_group(ranks, backend, timeout_s)
-    return group, group if backend == "gloo" else new_group(ranks, "gloo", timeout_s)
+    return mesh["data"].get_group()

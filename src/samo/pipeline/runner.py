@@ -6,12 +6,14 @@ and is reported when the timeout expires. The report is sent on as an "abort", s
 a `PeerError` that names the same rank.
 """
 
+import datetime
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar, get_args
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -27,8 +29,6 @@ Result = TypeVar("Result")
 
 _ABORT_S: Final = 2.0
 """Seconds to send an "abort", or to wait for one after a collective has failed."""
-_DRAIN_S: Final = 0.3
-"""Seconds to wait for an "abort" that a neighbour sent before its link broke."""
 _PATIENCE: Final = 3
 """Timeouts after which a neighbour that answers probes, and sends nothing else, is given up."""
 
@@ -69,6 +69,7 @@ class Runner:
         *,
         in_flight: Sequence[int],
         timeout_s: float,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self.transport: Final = transport
         self.timeout_s: Final = timeout_s
@@ -80,50 +81,66 @@ class Runner:
         self._layers: Final = dict(zip(numbers, layers))
         self._limits: Final = dict(zip(numbers, in_flight))
         self._failure: str | None = None
-        self._open: set[int] = set()  # neighbours whose "end" has not come
+        self._wire_dtype: Final = wire_dtype
+        self._broken: Final[dict[int, Exception]] = {}  # links by neighbour
+        self._early: Final[list[Arrival]] = []  # data of the next batch
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
         """Compute a batch and return its loss. If ``prepare`` raises, the other ranks are told."""
         self.events = []
-        loss = self._until_all_end(lambda: self._compute_batch(prepare()))
+        loss = self._guarded(lambda: self._compute_batch(prepare()))
         self.steps += 1
         return loss
 
     def run_collective(self, do: Callable[[], Result]) -> Result:
         """Run something that all ranks do together outside of a batch."""
 
-        def listen() -> Result:
-            self.transport.begin()
+        def attempt() -> Result:
             try:
                 return do()
             except (SamoError, torch.OutOfMemoryError):
                 raise
             except RuntimeError as error:
-                if self.transport.neighbours:
-                    self._listen(min(_ABORT_S, self.timeout_s))
+                deadline = time.monotonic() + min(_ABORT_S, self.timeout_s)
+                while self.transport.neighbours and time.monotonic() < deadline:
+                    self._hear_reports(0.05)
+                for stage, broken in self._broken.items():
+                    self._fail(stage, _describe(broken), skip=stage)
                 raise PeerError(
                     f"another rank did not join a collective ({first_words(error)}); restart all "
                     "ranks from the last checkpoint"
                 ) from error
 
-        return self._until_all_end(listen)
+        return self._guarded(attempt)
 
-    def _until_all_end(self, do: Callable[[], Result]) -> Result:
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective on the host, and for reports of neighbours that fail meanwhile."""
+        begin = time.monotonic()
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=0.1))
+                return
+            except RuntimeError:
+                waited = time.monotonic() - begin
+                if work.is_completed() or waited > self.timeout_s:
+                    raise
+            self._hear_reports()  # nothing but those 0.1 s were over
+            if self._broken and waited > _ABORT_S:
+                stage = min(self._broken)
+                self._fail(stage, _describe(self._broken[stage]), skip=stage)
+
+    def _guarded(self, do: Callable[[], Result]) -> Result:
+        """Return the result of ``do``; report a failure to the neighbours."""
         if self._failure is not None:
             raise PeerError(f"the pipeline failed earlier ({self._failure}); restart all ranks")
         neighbours = self.transport.neighbours
-        self._open = set(neighbours)
         try:
             result = do()
-            for stage in neighbours:
-                self.transport.send(stage, Packet("end", self.steps))
             late = self.transport.flush(self.timeout_s, neighbours)
             if late is not None:
-                error = self._drain(late)
-                waited = f"did not take what was sent to it for {self.timeout_s:g} s"
-                what = waited if error is None else _describe(error)
-                self._fail(late, what, skip=late, is_timeout=error is None)
-            self._await_ends()
+                self._hear_reports()
+                what = f"did not take what was sent to it for {self.timeout_s:g} s"
+                self._fail(late, what, skip=late, is_timeout=True)
         except PeerError as error:
             self._failure = self._failure or str(error)
             raise
@@ -144,10 +161,18 @@ class Runner:
             held[0].inputs = dict(enumerate(batch.inputs))
             if batch.seed is not None:
                 held[0].seeds = {i: _mixed(batch.seed, i) for i in range(count)}
-        self.transport.begin()
-        while (action := engine.next()).kind != "step":
+        inbox = self.transport.inbox
+        inbox.extendleft(reversed(self._early))
+        self._early.clear()
+        while True:
+            self.transport.poll()
+            while inbox:  # decide by everything that has come
+                self._take(inbox.popleft(), engine, held, batch)
+            action = engine.next()
+            if action.kind == "step":
+                break
             if action.kind == "receive":
-                self._receive(engine, held, batch)
+                self._wait(engine, held, batch)
             elif action.kind == "forward" or action.kind == "backward":
                 self._compute(action.kind, action, held[action.stage], batch)
             else:
@@ -208,17 +233,33 @@ class Runner:
             tensors, target = held.outputs[micro_batch], action.stage + 1
         else:
             tensors = held.gradients.pop(micro_batch) if kind == "gradient" else held.loss
-        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
-        values = tuple(tensor.detach() for tensor in tensors)
         flags = tuple(tensor.requires_grad for tensor in tensors)
+        values = tuple(tensor.detach() for tensor in tensors)
+        narrow: tuple[bool, ...] = ()
+        if self._wire_dtype is not None and kind != "loss":
+            narrow = tuple(tensor.dtype == torch.float32 for tensor in values)
+            values = tuple(
+                tensor.to(self._wire_dtype) if is_narrow else tensor
+                for tensor, is_narrow in zip(values, narrow)
+            )
+        self.sent_bytes += sum(tensor.nbytes for tensor in values)
         seed = held.seeds.get(micro_batch)
         packet = Packet(
-            kind, self.steps, micro_batch, target, values, flags, is_training=is_training, seed=seed
+            kind, self.steps, micro_batch, target, values, flags, narrow, "", is_training, seed
         )
         self.transport.send(self._place(target), packet)
 
-    def _receive(self, engine: Engine, held: dict[int, _Held], batch: Batch) -> None:
-        sender, kind, packet = self._wait(engine)
+    def _take(self, arrival: Arrival, engine: Engine, held: dict[int, _Held], batch: Batch) -> bool:
+        """Take an arrival; return whether it was data of this batch."""
+        sender, packet = arrival.stage, self._handle(arrival)
+        if packet is None:
+            return False
+        kind = packet.kind
+        if kind != "activation" and kind != "gradient" and kind != "loss":
+            return False
+        if packet.step == self.steps + 1 and sender not in self._due(engine):
+            self._early.append(arrival)  # it has ended this batch, as this rank is about to
+            return False
         if packet.step != self.steps:
             self._fail(sender, f"sent {kind} of batch {packet.step} in batch {self.steps}")
         if packet.is_training != batch.is_training:
@@ -231,27 +272,35 @@ class Runner:
             engine.stages[packet.stage].receive(kind, packet.micro_batch)
         except ValueError as error:
             self._fail(sender, str(error))
-        own = held[packet.stage]
+        own, tensors = held[packet.stage], packet.tensors
+        if any(packet.is_narrow):
+            tensors = tuple(
+                tensor.float() if is_narrow else tensor
+                for tensor, is_narrow in zip(tensors, packet.is_narrow)
+            )
         if kind == "activation":
             own.seeds[packet.micro_batch] = packet.seed
             own.inputs[packet.micro_batch] = tuple(
                 tensor.requires_grad_(flag)
-                for tensor, flag in zip(packet.tensors, packet.needs_grad, strict=True)
+                for tensor, flag in zip(tensors, packet.needs_grad, strict=True)
             )
         elif kind == "gradient":
-            own.gradients[packet.micro_batch] = packet.tensors
+            own.gradients[packet.micro_batch] = tensors
         else:
-            own.loss = packet.tensors
+            own.loss = tensors
+        return True
 
-    def _wait(self, engine: Engine) -> tuple[int, MessageKind, Packet]:
-        """Return the next data packet and its sender; meanwhile answer probes, watch the clock."""
+    def _wait(self, engine: Engine, held: dict[int, _Held], batch: Batch) -> None:
+        """Wait for data; meanwhile answer probes, and watch the clock."""
         begin = time.monotonic()
         heard = dict.fromkeys(self.transport.neighbours, begin)
         probed: set[int] = set()
         while True:
             now = time.monotonic()
-            for stage in {self._place(sender) for sender in engine.senders()}:
+            for stage in self._due(engine):
                 silence = now - heard[stage]
+                if stage in self._broken:
+                    self._fail(stage, _describe(self._broken[stage]), skip=stage)
                 if silence >= self.timeout_s:
                     what = f"has been silent for {silence:.1f} s"
                     self._fail(stage, what, skip=stage, is_timeout=True)
@@ -262,81 +311,46 @@ class Runner:
                     probed.add(stage)
                     self.transport.send(stage, Packet("probe", self.steps))
             arrival = self.transport.receive(max(0.01, self.timeout_s / 8))
-            if arrival is None:
-                continue
-            packet = self._handle(arrival)
-            kind = packet.kind
-            if kind == "activation" or kind == "gradient" or kind == "loss":
-                return arrival.stage, kind, packet
-            heard[arrival.stage] = time.monotonic()
-            probed.discard(arrival.stage)
+            if arrival is not None:
+                if self._take(arrival, engine, held, batch):
+                    return
+                heard[arrival.stage] = time.monotonic()
+                probed.discard(arrival.stage)
 
-    def _await_ends(self) -> None:
-        """Wait until each neighbour has ended this batch.
+    def _due(self, engine: Engine) -> set[int]:
+        """Return the neighbours that have more to send in this batch."""
+        return {self._place(stage) for stage in engine.senders()}
 
-        A rank that exits while its neighbour still waits for a message would take it down. A
-        neighbour that has our "end" answers no probes, and may have as many passes to compute as
-        are in flight.
+    def _handle(self, arrival: Arrival) -> Packet | None:
+        """Return a packet after answering a probe; raise an "abort". None if the link broke.
+
+        A neighbour that has ended its batch may exit: a broken link is an error only if more is due
+        from it.
         """
-        begin = time.monotonic()
-        limit = max(_PATIENCE, sum(self._limits.values()) + 1) * self.timeout_s
-        while self._open:
-            arrival = self.transport.receive(max(0.01, self.timeout_s / 8))
-            if arrival is not None and self._handle(arrival).kind in get_args(MessageKind):
-                self._fail(arrival.stage, "sent more than belongs to the batch")
-            waited = time.monotonic() - begin
-            if arrival is None and waited > limit:
-                stage = min(self._open)
-                what = f"has not ended its batch for {waited:.1f} s"
-                self._fail(stage, what, skip=stage, is_timeout=True)
-
-    def _handle(self, arrival: Arrival) -> Packet:
-        """Return a packet after answering a probe; raise if it is an "abort" or the link broke."""
         stage, packet, error = arrival
-        self._raise_if_abort(arrival)
         if isinstance(error, ValueError):  # the sender is alive, and is told too
             self._fail(stage, str(error))
         if packet is None:
             assert error is not None, "an arrival has a packet or an error"
-            self._drain(stage)
-            is_timeout = isinstance(error, TimeoutError)
-            self._fail(stage, _describe(error), skip=stage, is_timeout=is_timeout)
-        if packet.kind == "end":
-            self._open.discard(stage)
+            self._broken[stage] = error
+            return None
+        if packet.kind == "abort":
+            self._fail(packet.stage, packet.reason, skip=stage)
         if packet.kind == "probe" and packet.step == self.steps:
             self.transport.send(stage, Packet("alive", self.steps))
         return packet
 
     # Failures
 
-    def _listen(self, seconds: float) -> None:
-        """Raise a failure that a neighbour reports within some seconds, if any."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            arrival = self.transport.receive(left)
-            if arrival is not None:
-                self._handle(arrival)
-
-    def _drain(self, stage: int) -> Exception | None:
-        """Raise the "abort" that a neighbour sent before its link broke; else return the error.
-
-        The sending thread may see the closed connection before the receiving one has read the
-        "abort".
-        """
-        self.transport.begin()  # it may have ended this batch and failed in the next
-        error: Exception | None = None
-        deadline = time.monotonic() + _DRAIN_S
-        while (left := deadline - time.monotonic()) > 0:
-            arrival = self.transport.receive(left)
-            if arrival is not None and arrival.stage == stage:
-                self._raise_if_abort(arrival)
-                error = error or arrival.error
-        return error
-
-    def _raise_if_abort(self, arrival: Arrival) -> None:
-        packet = arrival.packet
-        if packet is not None and packet.kind == "abort":
-            self._fail(packet.stage, packet.reason, skip=arrival.stage)
+    def _hear_reports(self, timeout_s: float = 0.0) -> None:
+        """Raise the failure that a neighbour has reported, if any; keep data for the next batch."""
+        inbox = self.transport.inbox
+        self.transport.poll(timeout_s)
+        for _ in range(len(inbox)):
+            arrival = inbox.popleft()
+            packet = self._handle(arrival)
+            if packet is not None and packet.kind not in ("probe", "alive"):
+                inbox.append(arrival)
 
     def _fail(
         self, origin: int, what: str, *, skip: int | None = None, is_timeout: bool = False
@@ -365,8 +379,7 @@ def _mixed(seed: int, micro_batch: int) -> int:
 
 
 def _describe(error: Exception) -> str:
-    what = "did not answer" if isinstance(error, TimeoutError) else "is gone"
-    return f"{what} ({error})"
+    return f"is gone ({error})"
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:

@@ -1,17 +1,17 @@
 """Weights on several ranks, such as an embedding that is also the head: one gradient for all."""
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from samo.core.weight import weight_of
 from samo.errors import MaskError
-from samo.pipeline.transport.gloo import new_group
+from samo.pipeline.gradients import Wait
+from samo.pipeline.mask_check import MaskCheck
+from samo.pipeline.transport.connect import Meeting
 from samo.pipeline.units import Layers
-from samo.utils.collectives import all_gather_json, backend_of
 
 __all__ = ["TiedWeight", "check_tied_masks", "find_tied"]
 
@@ -23,12 +23,10 @@ class TiedWeight:
     that it is not counted once for each rank. ``ranks`` counts along the axis `pipe`.
     """
 
-    def __init__(
-        self, names: tuple[str, ...], ranks: tuple[int, ...], group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, names: tuple[str, ...], ranks: tuple[int, ...], group: Any) -> None:
         self.names: Final = names
         self.ranks: Final = ranks
-        self._group: Final = group
+        self._group: Final = group  # a backend of torch; None on other ranks
         self._earlier: Tensor | None = None
 
     @torch.no_grad()
@@ -36,7 +34,7 @@ class TiedWeight:
         """Give every rank the values of the first."""
         param = self._param(module)
         values = param.detach().contiguous()
-        dist.broadcast(values, group=self._group, group_src=0)
+        self._group.broadcast([values]).wait()
         param.copy_(values)
 
     def before_batch(self, module: nn.Module) -> None:
@@ -45,22 +43,23 @@ class TiedWeight:
         self._earlier, param.grad = param.grad, None
 
     @torch.no_grad()
-    def all_reduce(self, module: nn.Module) -> None:
+    def all_reduce(self, module: nn.Module, wait: Wait) -> None:
         """Sum the gradient of the batch over the ranks, and add it to what was set aside."""
         param, earlier = self._param(module), self._earlier
         if param.grad is None:
             param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
         total = param.grad.contiguous()
-        dist.all_reduce(total, group=self._group)
+        wait(self._group.allreduce([total]))
         param.grad = total if earlier is None else earlier.add_(total)
         self._earlier = None
 
-    def fingerprint(self, module: nn.Module) -> str | None:
-        """Return the fingerprint of the mask, "" for a dense weight, None on other stages."""
-        if not {*self.names} & dict(module.named_parameters(remove_duplicate=False)).keys():
+    def digest(self, module: nn.Module) -> int | None:
+        """Return a number that tells masks apart, 0 for a dense weight, None on other ranks."""
+        if self._group is None:
             return None
         weight = weight_of(self._param(module))
-        return "" if weight is None or weight.mask is None else weight.mask.fingerprint()
+        mask = None if weight is None else weight.mask
+        return 0 if mask is None else int(mask.fingerprint()[:12], 16)
 
     def _param(self, module: nn.Module) -> nn.Parameter:
         here = dict(module.named_parameters(remove_duplicate=False))
@@ -68,43 +67,35 @@ class TiedWeight:
 
 
 def find_tied(
-    layers: Layers,
-    cuts: Sequence[tuple[int, int]],
-    pipe: dist.ProcessGroup | None,
-    device: str,
-    timeout_s: float,
+    layers: Layers, cuts: Sequence[tuple[int, int]], meeting: Meeting | None, backend: str
 ) -> list[TiedWeight]:
     """Return the weights that are on several ranks, with groups of these; all ranks call it."""
-    if pipe is None:
+    if meeting is None:
         return []
     rank_of: dict[str, int] = {}
     for piece, (start, stop) in enumerate(cuts):
         for unit in layers.units[start:stop]:
-            rank_of |= {name: piece % pipe.size() for name, _ in unit.named_parameters()}
-    global_ranks, own = dist.get_process_group_ranks(pipe), dist.get_rank()
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+            rank_of |= {name: piece % len(meeting.ranks) for name, _ in unit.named_parameters()}
+    groups: dict[tuple[int, ...], Any] = {}
     found = []
     for names in layers.tied:
-        stages = tuple(sorted({rank_of[name] for name in names}))
-        if len(stages) == 1:
+        ranks = tuple(sorted({rank_of[name] for name in names}))
+        if len(ranks) == 1:
             continue
-        if stages not in groups:
-            ranks = [global_ranks[stage] for stage in stages]
-            # A stage without the weight creates a group of itself alone, see new_group.
-            ranks = ranks if own in ranks else [own]
-            groups[stages] = new_group(ranks, backend_of(pipe, device), timeout_s)
-        found.append(TiedWeight(names, stages, groups[stages]))
+        if ranks not in groups:
+            is_here = meeting.place in ranks
+            groups[ranks] = meeting.group(f"tied {ranks}", ranks, backend) if is_here else None
+        found.append(TiedWeight(names, ranks, groups[ranks]))
     return found
 
 
 def check_tied_masks(
-    tied: Iterable[TiedWeight], module: nn.Module, group: dist.ProcessGroup
+    ties: Sequence[TiedWeight], module: nn.Module, check: MaskCheck, wait: Wait
 ) -> None:
-    """Raise a MaskError on all ranks of ``group`` if masks of a tied weight differ."""
-    gathered = all_gather_json([tie.fingerprint(module) for tie in tied], group)
-    for tie, found in zip(tied, zip(*gathered)):
-        if len({*found} - {None}) > 1:
-            raise MaskError(
-                f"tied weight '{tie.names[0]}' has different masks on stages {tie.ranks}; "
-                f"give {tie.names} the same mask, or none"
-            )
+    """Raise a MaskError on all ranks if masks of a tied weight differ."""
+    for place in check.differing([tie.digest(module) for tie in ties], wait):
+        tie = ties[place]
+        raise MaskError(
+            f"tied weight '{tie.names[0]}' has different masks on stages {tie.ranks}; "
+            f"give {tie.names} the same mask, or none"
+        )

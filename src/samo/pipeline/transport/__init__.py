@@ -1,3 +1,3 @@
-"""How packets travel between stages: the interface, the header, gloo and NCCL."""
+"""How packets travel between stages: the interface, bytes on the wire, TCP, GPUs and NCCL."""
 
 __all__ = []

@@ -1,5 +1,7 @@
 """What a pipeline needs of a network."""
 
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -11,7 +13,7 @@ __all__ = ["Arrival", "Transport"]
 class Arrival(NamedTuple):
     """A packet from a neighbour, or the error that ended the link to it.
 
-    The error is a ValueError for an invalid packet, else a TimeoutError or a ConnectionError.
+    The error is a ValueError for an invalid packet, else a ConnectionError.
     """
 
     stage: int
@@ -24,8 +26,8 @@ class Transport:
 
     A rank is named by its place in the pipeline, which is its stage, or the first of its stages;
     ``ranks`` are the global ranks. With several stages on a rank, the places are a ring.
-    Packets of a directed link arrive in the order of sending. They are received from `begin` until
-    the packet "end" of each neighbour, so no link is waited on between two batches.
+    Packets of a directed link arrive in the order of sending. Nothing runs in the background that
+    the caller could wait for: it polls, at every action and while it waits.
     """
 
     def __init__(
@@ -34,22 +36,47 @@ class Transport:
         self.stage: Final = stage
         self.ranks: Final = tuple(ranks)
         self.num_stages: Final = len(self.ranks)
-        around = {stage - 1, stage + 1}
-        if is_ring:
-            around = {place % self.num_stages for place in around} - {stage}
-        self.neighbours: Final = sorted(around & set(range(self.num_stages)))
-
-    def begin(self) -> None:
-        """Start to receive from each neighbour."""
+        self.neighbours: Final = neighbours_of(stage, self.num_stages, is_ring)
+        self.inbox: Final[deque[Arrival]] = deque()
 
     def send(self, stage: int, packet: Packet) -> None:
         """Send to a neighbour without waiting for it."""
 
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Advance all transfers; wait up to ``timeout_s`` for something to happen."""
+
+    def is_sent(self, stage: int) -> bool:
+        """Return whether everything is sent to a neighbour, or never will be."""
+        return True
+
+    def close(self) -> None:
+        """Close the links; the transport is not used again."""
+
     def receive(self, timeout_s: float) -> Arrival | None:
         """Return the first arrival from any neighbour, or None after ``timeout_s`` seconds."""
+        deadline = time.monotonic() + timeout_s
+        self.poll()
+        while not self.inbox:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            self.poll(left)
+        return self.inbox.popleft()
 
     def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
         """Wait until everything is sent to ``stages``; return one that did not take it in time."""
+        deadline = time.monotonic() + timeout_s
+        while late := [stage for stage in stages if not self.is_sent(stage)]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return late[0]
+            self.poll(min(left, 1e-3))
+        return None
 
-    def close(self) -> None:
-        """Stop receiving; the transport is not used again."""
+
+def neighbours_of(stage: int, num_stages: int, is_ring: bool) -> list[int]:
+    """Return the places that a rank exchanges packets with."""
+    around = {stage - 1, stage + 1}
+    if is_ring:
+        around = {place % num_stages for place in around} - {stage}
+    return sorted(around & set(range(num_stages)))

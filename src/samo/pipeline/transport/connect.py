@@ -1,0 +1,159 @@
+"""Connect the ranks of a pipeline: sockets between neighbours, and groups of any ranks.
+
+Ranks meet through the store of torch.distributed, under names that count the pipelines of the same
+ranks. torch's own names count all groups a rank has ever joined, so ranks of which some have joined
+another group would never meet.
+"""
+
+import hashlib
+import json
+import secrets
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from samo.errors import PeerError
+from samo.pipeline.transport.base import neighbours_of
+
+__all__ = ["Meeting"]
+
+_meetings: Final[Counter[str]] = Counter()
+"""How many pipelines some ranks have built: each rank counts for itself, and all count alike."""
+
+_HELLO: Final = struct.Struct("<16sI")
+
+
+class Meeting:
+    """The ranks that build a pipeline together; ``place`` is this rank's among them."""
+
+    def __init__(self, ranks: Sequence[int], place: int, timeout_s: float) -> None:
+        self.ranks: Final = tuple(ranks)
+        self.place: Final = place
+        self.timeout_s: Final = timeout_s
+        key = f"samo/pipeline/{hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]}"
+        _meetings[key] += 1
+        store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        if hasattr(store, "clone"):
+            store = store.clone()  # other threads may wait on that one
+        self._host, self._interface = _host_of(store)
+        self.store: Final = dist.PrefixStore(f"{key}/{_meetings[key]}", store)  # type: ignore[attr-defined]
+
+    def links(self, *, is_ring: bool) -> dict[int, socket.socket]:
+        """Return a connection to each neighbour; the one with the lower place listens."""
+        neighbours = neighbours_of(self.place, len(self.ranks), is_ring)
+        above = {place for place in neighbours if place > self.place}
+        deadline = time.monotonic() + self.timeout_s
+        links: dict[int, socket.socket] = {}
+        with _listen(self._interface) as server:
+            token = secrets.token_bytes(16)  # so that nothing else connects by mistake
+            if above:
+                port = server.getsockname()[1]
+                address = {"host": self._host, "port": port, "token": token.hex()}
+                self.store.set(f"{self.place}", json.dumps(address))
+            for place in neighbours:
+                if place < self.place:
+                    links[place] = self._connect(place, deadline)
+            while missing := above - links.keys():
+                server.settimeout(max(deadline - time.monotonic(), 1e-3))
+                try:
+                    link, _ = server.accept()
+                    link.settimeout(5.0)
+                    found, place = _HELLO.unpack(_receive(link, _HELLO.size))
+                except TimeoutError:
+                    if time.monotonic() < deadline:
+                        continue
+                    raise self._missed(min(missing)) from None
+                except ConnectionError:
+                    continue
+                if found == token and place in missing:
+                    links[place] = link
+                else:
+                    link.close()
+        for link in links.values():
+            link.setblocking(False)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return links
+
+    def group(self, name: str, places: Sequence[int], backend: str) -> Any:
+        """Return a backend of torch that joins some places, which all call this."""
+        store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
+        kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
+        limit = timedelta(seconds=limit_of(self.timeout_s))
+        return kind(store, list(places).index(self.place), len(places), limit)
+
+    def _connect(self, place: int, deadline: float) -> socket.socket:
+        try:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
+            self.store.wait([f"{place}"], left)
+            found = json.loads(self.store.get(f"{place}"))
+            left_s = max(deadline - time.monotonic(), 1e-3)
+            link = socket.create_connection((found["host"], found["port"]), left_s)
+            link.sendall(_HELLO.pack(bytes.fromhex(found["token"]), self.place))
+        except (dist.DistStoreError, OSError) as error:
+            raise self._missed(place) from error
+        return link
+
+    def _missed(self, place: int) -> PeerError:
+        rank = self.ranks[place]
+        return PeerError(
+            f"rank {rank} (stage {place} of {len(self.ranks)}) did not connect within "
+            f"{self.timeout_s:g} s; all ranks must build the same pipelines in the same order, on "
+            "machines that reach each other",
+            rank=rank,
+            stage=place,
+            is_timeout=True,
+        )
+
+
+def limit_of(timeout_s: float) -> float:
+    """Return the backend's own timeout: the runner gives up earlier, and names the neighbour."""
+    return 2 * timeout_s + 5
+
+
+def _listen(interface: str) -> socket.socket:
+    if not interface and socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    return socket.create_server((interface, 0), family=family)
+
+
+def _receive(link: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        more = link.recv(size - len(found))
+        if not more:
+            raise ConnectionError("closed")
+        found += more
+    return found
+
+
+def _host_of(store: Any) -> tuple[str, str]:
+    """Return an address of this machine that all ranks reach, and the interface to listen on.
+
+    It is the interface from which this machine reaches the store. The store's own machine would
+    find its loopback address, and takes the name under which the others have reached it.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host: str = getattr(store, "host", "") or socket.gethostname()
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1", "127.0.0.1"
+    if not _is_loopback(own):
+        return own, own
+    # Any interface, if others know the machine by a name that it takes for its loopback address.
+    return host, own if host == "localhost" or _is_loopback(host) else ""
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,206 @@
+"""Links over TCP, for tensors on a CPU and for the headers of all others.
+
+A gloo receive can neither be polled nor cancelled: it needs a thread for each neighbour, which
+wakes up at the wrong moment when the process exits. Sockets need none, and one call waits for all
+neighbours. What a socket does not take at once is pushed by a thread that lives until it is sent.
+"""
+
+import ctypes
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from select import select
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from samo.pipeline.transport.base import Arrival, Transport
+from samo.pipeline.transport.wire import (
+    HEADER_BYTES,
+    Decoder,
+    Encoder,
+    Layout,
+    Packet,
+    body_bytes,
+    pack,
+    with_tensors,
+)
+
+__all__ = ["Link", "TcpTransport"]
+
+Received = tuple[Packet, Layout, Tensor | None]
+
+
+class Link:
+    """A connection to one neighbour, whose bodies may travel another way."""
+
+    def __init__(
+        self, connection: socket.socket, *, has_bodies: bool = True, is_pinned: bool = False
+    ) -> None:
+        self.connection: Final = connection
+        self.encoder: Final = Encoder()
+        self._has_bodies, self._is_pinned = has_bodies, is_pinned
+        self._packets: Final = self._read()
+        self._outbox: Final[deque[memoryview]] = deque()
+        self._lock: Final = threading.Lock()
+        self._pusher: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is sent."""
+        return not self._outbox
+
+    def send(self, packet: Packet, body: Tensor | None = None) -> None:
+        """Send without waiting. A broken link takes anything: its reader finds the cause."""
+        parts = [memoryview(self.encoder.encode(packet))]
+        if body is not None and body.numel():
+            parts.append(_memory(body))
+        with self._lock, suppress(OSError):
+            if not self._outbox:
+                parts = _rest(parts, self._send(parts))
+            if not parts:
+                return
+            # The caller may write to its tensors again.
+            self._outbox.extend(memoryview(bytes(part)) for part in parts)
+            if self._pusher is None:
+                self._pusher = threading.Thread(target=self._push, name="samo-push", daemon=True)
+                self._pusher.start()
+
+    def receive(self) -> Received | None:
+        """Return the next packet, or None if it has not come; raise what broke the link."""
+        return next(self._packets)
+
+    def close(self) -> None:
+        """Close. What is not sent by now is dropped."""
+        with suppress(OSError):
+            while self.connection.recv(2**16):  # unread bytes would reset the connection, and the
+                pass  # neighbour could lose what was sent to it last
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)  # ends the pusher
+        pusher = self._pusher
+        if pusher is not None:
+            pusher.join()
+        self.connection.close()
+
+    def _send(self, parts: Sequence[memoryview]) -> int:
+        try:
+            return self.connection.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+
+    def _push(self) -> None:
+        """Send what the socket did not take at once."""
+        while True:
+            with self._lock:
+                try:
+                    sent = self._send([self._outbox[0]])
+                except OSError:
+                    self._outbox.clear()
+                    sent = 0
+                if self._outbox and (rest := _rest([self._outbox.popleft()], sent)):
+                    self._outbox.extendleft(rest)
+                if not self._outbox:
+                    self._pusher = None
+                    return
+            with suppress(OSError, ValueError):  # of a socket that was closed
+                select([], [self.connection], [], 1.0)
+
+    def _read(self) -> Iterator[Received | None]:
+        decoder, header = Decoder(), bytearray(HEADER_BYTES)
+        while True:
+            yield from self._fill(memoryview(header))
+            text = bytearray(decoder.text_bytes(header))
+            yield from self._fill(memoryview(text))
+            packet, layout = decoder.decode(header, text)
+            body: Tensor | None = None
+            if layout and self._has_bodies:
+                size = body_bytes(layout)
+                body = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+                yield from self._fill(_memory(body))
+            yield packet, layout, body
+
+    def _fill(self, memory: memoryview) -> Iterator[None]:
+        while memory:
+            try:
+                size = self.connection.recv_into(memory)
+            except BlockingIOError:
+                yield
+                continue
+            except OSError as error:
+                raise ConnectionError(error.strerror or str(error)) from error
+            if not size:
+                raise ConnectionError("Connection closed by peer")
+            memory = memory[size:]
+
+
+class TcpTransport(Transport):
+    """The links of this rank, for tensors on the host."""
+
+    def __init__(
+        self,
+        stage: int,
+        ranks: Sequence[int],
+        links: Mapping[int, Link],
+        *,
+        is_ring: bool = False,
+    ) -> None:
+        super().__init__(stage, ranks, is_ring=is_ring)
+        self._links: Final = dict(links)
+        self._selector: Final = selectors.DefaultSelector()
+        for place, link in self._links.items():
+            self._selector.register(link.connection, selectors.EVENT_READ, place)
+        self._broken: Final[set[int]] = set()
+
+    def send(self, stage: int, packet: Packet) -> None:
+        """Send to a neighbour without waiting for it."""
+        self._links[stage].send(packet, pack(packet.tensors) if packet.tensors else None)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Read what has come."""
+        for key, _ in self._selector.select(timeout_s):
+            try:
+                while (received := self._links[key.data].receive()) is not None:
+                    self._take(key.data, *received)
+            except Exception as error:
+                self._selector.unregister(key.fileobj)
+                self._break(key.data, error)
+
+    def is_sent(self, stage: int) -> bool:
+        """Return whether everything is sent to a neighbour, or never will be."""
+        return stage in self._broken or self._links[stage].is_idle
+
+    def close(self) -> None:
+        """Close the links."""
+        self._selector.close()
+        for link in self._links.values():
+            link.close()
+
+    def _break(self, stage: int, error: Exception) -> None:
+        self._broken.add(stage)
+        self.inbox.append(Arrival(stage, error=error))
+
+    def _take(self, stage: int, packet: Packet, layout: Layout, body: Tensor | None) -> None:
+        """Take a packet that has come."""
+        whole = packet if body is None else with_tensors(packet, body, layout)
+        self.inbox.append(Arrival(stage, whole))
+
+
+def _memory(body: Tensor) -> memoryview:
+    """Return the memory of a body, which must be kept alive."""
+    if not body.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * body.numel()).from_address(body.data_ptr())).cast("B")
+
+
+def _rest(parts: Sequence[memoryview], sent: int) -> list[memoryview]:
+    """Return what is left of some parts after their first bytes."""
+    left = []
+    for part in parts:
+        if sent < len(part):
+            left.append(part[sent:])
+        sent = max(sent - len(part), 0)
+    return left

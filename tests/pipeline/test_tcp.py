@@ -1,0 +1,204 @@
+"""Links over TCP: order, large messages, broken connections, and ranks that do not come."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import samo
+from samo.pipeline.transport import connect
+from samo.pipeline.transport.tcp import Link, TcpTransport
+from samo.pipeline.transport.wire import Packet
+
+
+@pytest.fixture
+def pair() -> Iterator[list[TcpTransport]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname()), server.accept()[0]]
+    for end in ends:
+        end.setblocking(False)
+    both = [TcpTransport(place, (0, 1), {1 - place: Link(ends[place])}) for place in range(2)]
+    yield both
+    for transport in both:
+        transport.close()
+
+
+def received(transport: TcpTransport) -> Any:
+    arrival = transport.receive(10.0)
+    assert arrival is not None
+    return arrival.packet or arrival.error
+
+
+def test_large_messages_do_not_block_and_arrive_in_order_as_they_were(
+    pair: list[TcpTransport],
+) -> None:
+    first, second = pair
+    tensors = [torch.randn(2**20), torch.randn(3), torch.randn(2**22, dtype=torch.float64)]
+    wanted = [tensor.clone() for tensor in tensors]
+    for number, tensor in enumerate(tensors):  # nobody reads yet
+        first.send(1, Packet("activation", 0, number, tensors=(tensor,)))
+        tensor.zero_()  # as a layer that works in place does with its output
+    assert not first.is_sent(1)
+    assert first.flush(0.05, [1]) == 1
+    for number, values in enumerate(wanted):
+        packet = received(second)
+        assert packet.micro_batch == number
+        assert torch.equal(packet.tensors[0], values)
+    assert first.flush(5.0, [1]) is None
+    assert second.receive(0.01) is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "samo-push"]
+
+
+def test_what_was_sent_before_a_link_broke_is_read_before(
+    pair: list[TcpTransport],
+) -> None:
+    first, second = pair
+    second.send(0, Packet("probe", 0))  # unread: such a connection is reset
+    first.send(1, Packet("abort", 0, stage=0, reason="OSError: disk"))
+    first.close()
+    assert received(second).reason == "OSError: disk"
+    assert isinstance(received(second), ConnectionError)
+    assert second.receive(0.01) is None  # once
+    second.send(0, Packet("activation", 0, tensors=(torch.ones(2**21),)))
+    assert second.flush(5.0, [0]) is None  # never will be
+
+
+def test_closing_drops_what_a_neighbour_does_not_take(
+    pair: list[TcpTransport],
+) -> None:
+    first, second = pair
+    first.send(1, Packet("activation", 0, tensors=(torch.ones(2**22),)))
+    begin = time.monotonic()
+    first.close()
+    assert time.monotonic() - begin < 2.0
+    assert not [thread for thread in threading.enumerate() if thread.name == "samo-push"]
+    assert isinstance(received(second), ConnectionError)
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for place, missing in ((0, 1), (1, 0)):
+            meeting = connect.Meeting((4 + place, 7), place, timeout_s=0.2)
+            with pytest.raises(samo.PeerError, match=r"did not connect within 0\.2 s") as caught:
+                meeting.links(is_ring=False)
+            assert (caught.value.stage, caught.value.is_timeout) == (missing, True)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_stranger_that_connects_is_ignored() -> None:
+    store = dist.HashStore()
+    dist.init_process_group(store=store, rank=0, world_size=1)
+    try:
+        meetings = [connect.Meeting((0, 1), 0, timeout_s=5.0)]
+        connect._meetings.subtract(connect._meetings.keys())  # as if they were two processes
+        meetings.append(connect.Meeting((0, 1), 1, timeout_s=5.0))
+        found: dict[int, Any] = {}
+
+        def work(place: int) -> None:
+            found[place] = meetings[place].links(is_ring=True)
+
+        threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+        threads[0].start()
+        address = connect.json.loads(meetings[0].store.get("0"))
+        with socket.create_connection((address["host"], address["port"])) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n and more")
+            threads[1].start()
+            for thread in threads:
+                thread.join(10.0)
+        found[0][1].sendall(b"hello")
+        found[1][0].setblocking(True)
+        assert found[1][0].recv(5) == b"hello"
+        for links in found.values():
+            for link in links.values():
+                link.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "found"),
+    [
+        ("127.0.0.1", "127.0.0.1", ("127.0.0.1", "127.0.0.1")),
+        ("localhost", "::1", ("localhost", "::1")),
+        ("node1", "127.0.1.1", ("node1", "")),  # as Debian's /etc/hosts has it
+        ("node1", "10.0.0.7", ("10.0.0.7", "10.0.0.7")),
+    ],
+)
+def test_ranks_listen_where_they_reach_the_store(
+    host: str, own: str, found: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Probe:
+        def __init__(self, *args: Any) -> None: ...
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *args: Any) -> None: ...
+        def connect(self, address: Any) -> None: ...
+        def getsockname(self) -> tuple[str, int]:
+            return own, 1
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (host, 9))])
+    monkeypatch.setattr(socket, "socket", Probe)
+    inner = SimpleNamespace(host=host)
+    assert connect._host_of(SimpleNamespace(underlying_store=inner)) == found
+
+
+PROGRAM = """
+import os, time, torch, samo, torch.distributed as dist
+from torch import nn
+
+class Lingers:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.5)  # while the interpreter ends: a thread that wakes up now aborts the process
+
+class Boom(nn.Linear):
+    def forward(self, x):
+        if dist.get_rank() == 1:
+            raise ValueError("boom in layer")
+        return super().forward(x)
+
+lingers = Lingers()
+mesh = samo.mesh(pipe=3)
+dist.new_group([0, 1])  # a group that not all ranks are in: torch's names of groups differ now
+layers = [Boom(8, 8) for _ in range(3)]
+pipeline = samo.Pipeline(layers, nn.functional.mse_loss, mesh, 2, timeout_s=20)
+try:
+    pipeline.step(torch.ones(4, 8), target=torch.ones(4, 8))
+except (ValueError, samo.PeerError) as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_handles_the_failure_of_a_rank_ends_with_its_own_exit_code() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(3):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
+        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", PROGRAM]
+        ranks.append(
+            subprocess.Popen(
+                command,
+                env={**os.environ, **place},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], said
+    for rank in (0, 2):
+        assert "rank 1 (stage 1 of 3) ValueError: boom in layer" in said[rank]
