@@ -679,7 +679,7 @@ def test_memory_is_freed_without_the_garbage_collector(weights: Any) -> None:
         watched = [weakref.ref(weight) for _, weight in named_weights(model)]
         watched += [weakref.ref(param) for param in model.parameters()]
         watched += [weakref.ref(model.inner.weight)]
-        assert all(weight.handed == [] for _, weight in named_weights(model))
+        assert all(weight.expansions == [] for _, weight in named_weights(model))
         del model, opt
         assert [ref() for ref in watched] == [None] * len(watched)
     finally:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from samo import kernels as _kernels
-from samo.core.weight import Weight, local_of, weight_from, weight_of
+from samo.core.weight import Weight, local_of, weight_of, weight_replacing
 from samo.errors import CompressionError, MaskError
 from samo.kernels import AdamWSettings, AdamWUpdate
 from samo.kernels.lean import num_groups, quantise_weight
@@ -180,7 +180,7 @@ class AdamW(Optimizer):
                 dense = mask = None
                 if weight is not None:
                     dense = weight.dense
-                    if weight.handed or (
+                    if weight.expansions or (
                         dense is not None and dense._version != weight._dense_version
                     ):
                         weight.sync_written()
@@ -317,7 +317,7 @@ class AdamW(Optimizer):
         groups = {param: group for group in self.param_groups for param in group["params"]}
         found = []
         for old, state in dense.state.items():
-            weight = weight_from(old)
+            weight = weight_replacing(old)
             param = old if weight is None else weight.values
             if param not in groups:
                 continue
@@ -369,7 +369,7 @@ class _Batch:
         copies = [weight.dense for weight in self.weights]
         torch.autograd.graph.increment_version(copies)  # type: ignore[arg-type]
         for weight in self.weights:
-            weight.note()
+            weight.mark_synced()
 
 
 def state_layout(

@@ -143,7 +143,7 @@ def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
         >>> type(model[0]) is torch.nn.Linear, int(model[0].weight.count_nonzero())
         (True, 10)
     """
-    check_whole(
+    check_not_sharded(
         model, "decompress_ would give each rank all of them", "call samo.dense_state_dict(model)"
     )
     own = model.__dict__.pop(_CAST, {})
@@ -234,7 +234,7 @@ def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     return dense
 
 
-def check_whole(model: nn.Module, what: str, instead: str) -> None:
+def check_not_sharded(model: nn.Module, what: str, instead: str) -> None:
     """Raise an error if a weight is sharded."""
     for name, weight in named_weights(model):
         if weight.mesh is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samo.core.dense import DenseWeight
-from samo.core.weight import Weight, placed_as, whole
+from samo.core.weight import Weight, sharded_like, whole
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 
@@ -67,7 +67,7 @@ class CompressedModule(nn.Module):
         elif value.shape == weight.values.shape or hasattr(value, "__tensor_flatten__"):
             self._parameters[name] = value
             if type(value) is nn.Parameter:
-                weight.take_over(value)
+                weight.adopt(value)
             elif isinstance(value, DTensor):
                 weight.bind(value)
         else:
@@ -95,11 +95,11 @@ class CompressedModule(nn.Module):
             return moved
 
         for weight in weights.values():
-            weight.release()
+            weight.before_apply()
         result = super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
         for name, weight in weights.items():
             weight.values = self._parameters[name]  # type: ignore[assignment]
-            weight.follow(fn)
+            weight.after_apply(fn)
         return result
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -131,7 +131,7 @@ class CompressedModule(nn.Module):
                 given = whole(given).to(weight.mask.words.device)
                 weight.check_pruned(given)
                 compressed = weight.layout.compress(given, given.dtype)
-                state_dict[key] = placed_as(compressed, weight.values)
+                state_dict[key] = sharded_like(compressed, weight.values)
             # One rank may read a file for all: torch sends the others their shards, and no bitmap.
             elif bitmap is None and strict and not isinstance(given, DTensor):
                 missing_keys.append(key + BITMAP)

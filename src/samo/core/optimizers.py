@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 from torch.profiler import record_function
 
 from samo.core.modules import named_weights
-from samo.core.weight import ORIGINS, RETIRED, Weight, weight_from, weight_of
+from samo.core.weight import ORIGINS, RETIRED, Weight, weight_of, weight_replacing
 from samo.errors import CompressionError
 from samo.mask.prunable import matching
 
@@ -107,7 +107,7 @@ def _before_step(opt: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _check_in_use(opt: Optimizer, param: Tensor) -> None:
-    weight = weight_from(param)
+    weight = weight_replacing(param)
     if weight is not None or param in RETIRED:
         name = RETIRED[param] if weight is None else weight.name
         what = "decompress_ or fully_shard" if weight is None else "compress_"

@@ -65,7 +65,7 @@ def group_of(param: Tensor) -> dist.ProcessGroup | None:
     return found[-1].process_group if found else None
 
 
-def outdate_replicas(params: Iterable[Tensor]) -> None:
+def invalidate_replicas(params: Iterable[Tensor]) -> None:
     """Make DDP wrappers of resized parameters reject their next forward pass."""
     for replicas in replicas_of(params):
         _COMPARED[replicas] = False

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from samo.core.compress import check_whole, masks_by_parameter
+from samo.core.compress import check_not_sharded, masks_by_parameter
 from samo.core.modules import named_weights
 from samo.core.optimizers import STEPPED
-from samo.core.rank_checks import outdate_replicas
+from samo.core.rank_checks import invalidate_replicas
 from samo.core.weight import Weight, mark_ragged
 from samo.errors import CompressionError, MaskError
 from samo.mask import bitmap
@@ -85,7 +85,7 @@ def remap_(
         masks: A mask for each pruned parameter; `samo.Mask.ones` keeps all of one.
         opt: The optimizers of the model: `samo.AdamW`, one of torch, or several.
     """
-    check_whole(model, "its masks can no longer change", "change them before fully_shard")
+    check_not_sharded(model, "its masks can no longer change", "change them before fully_shard")
     passed = [] if opt is None else optimizers_of(opt)
     for one in [*passed]:
         if getattr(one, "parameters_as_bucket_view", False):
@@ -109,7 +109,7 @@ def remap_(
     resized = [plan.weight for plan, mask, _ in done if mask.kept != plan.mask.kept]
     if resized:
         mark_ragged([weight for _, weight in named_weights(model)], were_remapped=True)
-    outdate_replicas([weight.values for weight in resized])
+    invalidate_replicas([weight.values for weight in resized])
     return model
 
 
@@ -139,14 +139,14 @@ def _exchange(
     moved, dropped = move(vectors, old, mask, added)
     kept = [dict(state) for state in plan.states]
     try:
-        weight.take_mask(mask, moved["values"], moved.get("grad"))
+        weight.set_mask(mask, moved["values"], moved.get("grad"))
         for index, state in enumerate(plan.states):
             state.update({key: moved[f"{index}/{key}"] for key in _vectors_of(state)})
         done.append((plan, old, dropped))
     except BaseException:
         for state, former in zip(plan.states, kept):
             state.update(former)
-        weight.take_mask(old, values, grad)
+        weight.set_mask(old, values, grad)
         raise
 
 

@@ -9,7 +9,7 @@ Eager code gets the subclass `StreamedWeight`, a tensor without storage. It know
 and device. A transpose, or one expert of a stack, is another such tensor. It has no mutable state,
 so threads, copies and repeated passes can share it. For compiled code see `samo.core.traced`.
 
-A caller may write to an expansion: `Handed` applies the write to the values.
+A caller may write to an expansion: `LiveExpansion` applies the write to the values.
 """
 
 from __future__ import annotations
@@ -177,11 +177,11 @@ class StreamedWeight(Expansion, DenseWeight):
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return super()._expand()
-        if weight.handed:
+        if weight.expansions:
             weight.sync_written()
         if self._param.requires_grad and torch.is_grad_enabled():
             dense = super()._expand()
-            Handed(weight, self._index, dense if dense._base is None else dense._base)
+            LiveExpansion(weight, self._index, dense if dense._base is None else dense._base)
         else:
             dense = self._expand_detached(weight)
         dense._samo_expansion_of = self  # type: ignore[attr-defined]
@@ -193,14 +193,14 @@ class StreamedWeight(Expansion, DenseWeight):
         if base is None:
             with torch.inference_mode(False):  # tensors of inference mode have no version
                 base = self._layout.expand(self._param.detach(), self._dtype)
-            Handed(weight, self._index, base)
+            LiveExpansion(weight, self._index, base)
         return base.transpose(-2, -1) if self._is_flipped else base.view_as(base)
 
     def _live(self, weight: Weight) -> Tensor | None:
         """Return an earlier expansion that is alive and up to date, if any."""
-        for handed in tuple(weight.handed):
-            base = handed.base()
-            is_same = handed.index == self._index and handed.is_current(weight)
+        for expansion in tuple(weight.expansions):
+            base = expansion.base()
+            is_same = expansion.index == self._index and expansion.is_current(weight)
             if base is not None and is_same and not base.requires_grad:
                 return base
         return None
@@ -215,7 +215,7 @@ class StreamedWeight(Expansion, DenseWeight):
 
     def _sync(self) -> None:
         weight = self._samo_weight()
-        if weight is not None and weight.handed:
+        if weight is not None and weight.expansions:
             weight.sync_written()
 
     def _part(self, index: Any) -> StreamedWeight | None:
@@ -313,7 +313,7 @@ LOCK: Final = threading.RLock()
 written expansion anywhere."""
 
 
-class Handed:
+class LiveExpansion:
     """An expansion returned to a caller.
 
     Writes to it reach the values at the weight's next use, or when the expansion is freed.
@@ -327,14 +327,14 @@ class Handed:
         self._mask: Final = weight.mask
         self._version: int = base._version
         self._values_version: int = weight.values._version
-        weight.handed.append(self)
-        weakref.finalize(base, self._let_go).atexit = False
+        weight.expansions.append(self)
+        weakref.finalize(base, self._finalize).atexit = False
 
     def is_current(self, weight: Weight) -> bool:
         """Return whether mask and values are still the same."""
         return weight.mask is self._mask and weight.values._version == self._values_version
 
-    def follow(self) -> None:
+    def apply_writes(self) -> None:
         """Apply writes to the values; raise CompressionError if the values changed too."""
         with LOCK:
             weight = self._weight()
@@ -343,11 +343,11 @@ class Handed:
             self._version = self._dense._version
             if not self.is_current(weight):
                 raise written_twice(weight.name)
-            self._take(weight)
+            self._apply_write(weight)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _take(self, weight: Weight) -> None:
+    def _apply_write(self, weight: Weight) -> None:
         dense = self._dense.detach()
         if self.index:
             dense = weight.layout.expand(weight.values, weight.dtype)
@@ -356,14 +356,14 @@ class Handed:
         self._dense.copy_(weight.layout.expand(weight.values, weight.dtype)[self.index])
         self._version, self._values_version = self._dense._version, weight.values._version
 
-    def _let_go(self) -> None:
+    def _finalize(self) -> None:
         weight = self._weight()
         try:
-            self.follow()
+            self.apply_writes()
         except CompressionError as error:
             warnings.warn(f"{error}; the write to the tensor is lost", stacklevel=2)
-        if weight is not None and self in weight.handed:
-            weight.handed.remove(self)
+        if weight is not None and self in weight.expansions:
+            weight.expansions.remove(self)
 
 
 def written_twice(name: str) -> CompressionError:

@@ -30,7 +30,7 @@ from samo.core import products  # noqa: F401  (registers handlers)
 from samo.core.dense import DenseWeight, Expand, Layout, Traced, as_dense_weight, expand_by_index
 from samo.core.streamed import (
     LOCK as _LOCK,
-    Handed,
+    LiveExpansion,
     StreamedWeight,
     streamed_weight,
     written_twice,
@@ -83,7 +83,7 @@ class Weight:
     dense: Tensor | None  # the copy of a resident weight
     traced: Traced | None  # everything compiled code reads; None if the weight is ragged
     ragged: Traced | None  # the same for a ragged weight, whose length stays dynamic
-    handed: list[Handed]  # live expansions returned to callers, who may write to them
+    expansions: list[LiveExpansion]  # live expansions returned to callers, who may write to them
     mesh: DeviceMesh | None = None  # over which the values are sharded, if they ever were
     _plain: DenseWeight | None  # the resident copy, as returned without gradients
     _tracked: DenseWeight | None  # and with gradients
@@ -91,7 +91,7 @@ class Weight:
     _version: int
     _dense_version: int
     _address: int
-    _taken: nn.Parameter | None = None  # by `take_over`: FSDP2 swaps it in and out in every pass
+    _adopted: nn.Parameter | None = None  # by `adopt`: FSDP2 swaps it in and out in every pass
 
     def __init__(self, plan: Plan, path: _kernels.Path, *, is_resident: bool) -> None:
         name, param, mask, dtype, value_dtype, grad_dtype = plan
@@ -239,8 +239,8 @@ class Weight:
 
     def sync_written(self) -> None:
         """Apply writes to ``module.weight`` to the values, before the values are used."""
-        for handed in tuple(self.handed):
-            handed.follow()
+        for expansion in tuple(self.expansions):
+            expansion.apply_writes()
         if self._is_written():
             self.sync()
 
@@ -269,7 +269,7 @@ class Weight:
             if self.is_resident:
                 self._refresh()
 
-    def note(self) -> None:
+    def mark_synced(self) -> None:
         """Record that values and dense weight agree."""
         self._version, self._address = self.values._version, self.values.data_ptr()
         self._dense_version = self.dense._version  # type: ignore[union-attr]
@@ -282,7 +282,7 @@ class Weight:
         if not self.dense.is_meta:
             self.layout.kernels.expand_(self.values.detach(), self.mask, self.dense)
         torch.autograd.graph.increment_version(self.dense)
-        self.note()
+        self.mark_synced()
 
     def take_dense(self, dense: Tensor) -> None:
         """Apply a write to the dense weight; entries it did not change keep their precision."""
@@ -322,7 +322,7 @@ class Weight:
             self._streamed = None  # sharded values keep it until the full values return
         self.values = values
         self.dense = self._plain = self._tracked = None
-        self.handed = []
+        self.expansions = []
         self._version = self._dense_version = -1
         self._address = 0
         _WEIGHTS[id(values)] = self
@@ -331,17 +331,17 @@ class Weight:
         if not isinstance(values, DTensor):
             self.prepare_traced()
 
-    def take_over(self, values: nn.Parameter) -> None:
+    def adopt(self, values: nn.Parameter) -> None:
         """Compute with a parameter that replaces ours, such as FSDP2's unsharded one.
 
         FSDP2 writes to it without bumping versions, so a resident copy would go stale: the weight
         becomes streamed. The new parameter also sets the compute and gradient dtype.
         """
-        if values is self._taken:
+        if values is self._adopted:
             self.values = values
         if values is self.values:
             return
-        self.is_resident, self._taken = False, values
+        self.is_resident, self._adopted = False, values
         if values.dtype != self.values.dtype:
             self.dtype = values.dtype
         self.layout = self.layout._replace(grad_dtype=values.dtype)
@@ -356,7 +356,7 @@ class Weight:
             self.layout = self.layout._replace(mask=mask, kernels=kernels)
 
     @_untracked
-    def take_mask(self, mask: Mask, values: Tensor, grad: Tensor | None) -> None:
+    def set_mask(self, mask: Mask, values: Tensor, grad: Tensor | None) -> None:
         """Switch to another mask, with matching values and gradient.
 
         Later backward passes through graphs built with the old mask raise an error.
@@ -384,13 +384,13 @@ class Weight:
         """Mark the values as unused, so that optimizers over them raise an error."""
         RETIRED[self.values] = self.name
 
-    def release(self) -> None:
-        """Drop references until `follow`: torch only swaps tensors without other references."""
+    def before_apply(self) -> None:
+        """Drop references until `after_apply`: torch swaps only tensors without other ones."""
         self.sync_written()
         _WEIGHTS.pop(id(self.values), None)
-        self.dense = self._plain = self._tracked = self._streamed = self._taken = None
+        self.dense = self._plain = self._tracked = self._streamed = self._adopted = None
 
-    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def after_apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Adopt the device and compute dtype that ``Module._apply`` gave the values."""
         dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         self.dtype = dtype if dtype.is_floating_point else self.dtype
@@ -452,7 +452,7 @@ def weight_of(param: Tensor) -> Weight | None:
     return weight if weight is not None and weight.values is param else None
 
 
-def weight_from(param: Tensor) -> Weight | None:
+def weight_replacing(param: Tensor) -> Weight | None:
     """Return the weight that a dense parameter became."""
     found = ORIGINS.get(param)
     return None if found is None else found()
@@ -471,7 +471,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def placed_as(values: Tensor, like: Tensor) -> Tensor:
+def sharded_like(values: Tensor, like: Tensor) -> Tensor:
     """Shard a tensor the way ``like`` is sharded, if it is."""
     if not isinstance(like, DTensor):
         return values
