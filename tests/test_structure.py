@@ -35,7 +35,7 @@ ONLY_IN: Final = {
 
 LEAN: Final = (
     "samo.memory.predict, samo.utils.atomic_io, samo.pipeline.engine, samo.cli.main, "
-    "samo.planner.simulator, "
+    "samo.planner.simulator, samo.planner.answer, samo.planner.render, samo.cli.plan, "
     "samo.checkpoint, samo.report.findings"
 )
 """Modules that load without torch."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from samo.mask.prunable import prunable as prunable
     from samo.memory.ledger import Ledger as Ledger, ledger as ledger
     from samo.pipeline.pipeline import Pipeline as Pipeline
+    from samo.planner.answer import plan as plan
     from samo.pruning.early_bird import EarlyBird as EarlyBird
     from samo.pruning.prune import prune as prune
     from samo.pruning.schedules import (
@@ -82,6 +83,7 @@ _MODULES: Final = {
     "load": "samo.checkpoint.load",
     "load_masks": "samo.checkpoint.load",
     "param_groups": "samo.core.optimizers",
+    "plan": "samo.planner.answer",
     "prunable": "samo.mask.prunable",
     "prune": "samo.pruning.prune",
     "remap_": "samo.core.remap",

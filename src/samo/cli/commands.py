@@ -1,13 +1,13 @@
 """The commands of ``samo`` as dataclasses: each field is a flag, the string below it its help."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
 from tyro.conf import Positional, arg, subcommand
 
 from samo.bench.settings import KernelsConfig, StepConfig
-from samo.train.config import Count, MaskConfig, OptionalPath, Steps, TrainConfig
+from samo.train.config import Auto, Count, MaskConfig, OptionalPath, Steps, TrainConfig
 
 __all__ = []
 
@@ -61,6 +61,44 @@ class Prune(MaskConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Will it fit, with what, how fast: predict memory and time, and choose a layout."""
+
+    target: Positional[Annotated[str, arg(help_behavior_hint="")]] = ""
+    """A Hugging Face folder or config.json, or a shape such as gpt3-13b. Without it, --num-layers,
+    --width and --vocab-size describe a GPT."""
+    sparsity: float = 0.9
+    """Fraction pruned of the matrices of attention, MLPs and experts."""
+    rules: Annotated[dict[str, float], arg(help_behavior_hint="")] = field(default_factory=dict)
+    """Sparsities of kinds of matrices: pairs of attention, mlp, experts, router, embedding or head,
+    and a value."""
+    gpu: str = "h100"
+    """Kind of GPU, or a .toml or .json file as --measure writes it."""
+    gpus: int = 1
+    """Number of GPUs."""
+    gpus_per_node: int | Auto = "auto"
+    """GPUs of a node. auto: usual for the kind."""
+    node_gbit: float | Auto = "auto"
+    """Bandwidth between nodes, for each node, in Gbit/s. auto: usual for the kind."""
+    batch: int | Auto = "auto"
+    """Sequences of a step, over all GPUs. auto: 8 for each."""
+    context: int | Auto = "auto"
+    """Tokens of a sequence. auto: that of the model, at most 2,048."""
+    num_layers: int | Auto = "auto"
+    """Blocks of a GPT that has no name."""
+    width: int | Auto = "auto"
+    """Its width."""
+    vocab_size: int | Auto = "auto"
+    """Its vocabulary. auto: 50,304."""
+    json: bool = False
+    """Print JSON."""
+    figure: OptionalPath = None
+    """Draw memory and time to this file, .svg or .png."""
+    measure: OptionalPath = None
+    """Time this machine instead, and write a hardware file for --gpu; under torchrun, its links."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Inspect:
     """Show masks, a checkpoint or a run; without a path, this machine and its kernels."""
 
@@ -92,7 +130,7 @@ class Bench:
     )
 
 
-Command = Demo | Train | Launch | Prune | Inspect | Report | Bench
+Command = Demo | Train | Launch | Prune | Plan | Inspect | Report | Bench
 
 USUAL: Final = frozenset(
     {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}

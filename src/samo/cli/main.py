@@ -29,7 +29,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 success, 1 failure, 2 wrong usage."""
+    """Run a command and return its exit code: 0 success, 1 failure, 2 wrong usage.
+
+    `samo plan` returns 3 if nothing fits.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
         sys.stdout.write(f"samo {__version__}\n")
@@ -120,6 +123,7 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo train notes.txt               train a GPT on your text
   samo train --resume runs/notes     after Ctrl-C or a crash
   samo prune my-llama --sparsity 0.8 masks for a Hugging Face model
+  samo plan my-llama --gpu rtx4090   will it fit, with what, how fast
   samo COMMAND --help                its settings
   samo --version"""
 

@@ -1,11 +1,12 @@
 """Plan a training run before it starts: memory, step time and layout by arithmetic, without torch.
 
 - hardware: GPUs, links and clusters, as a table or a file
-- network: the tensors of a model, from a named shape, a config.json or a module
+- network, configs, modules: the tensors of a model, from a shape, a config.json or a module
 - memory: peak bytes by kind; cost: seconds of a step by kind
 - simulator: the pipeline's own engine in virtual time
-- search: the best layouts; answer: what `samo.plan` returns
-- measure: time this machine, and write a hardware file (imports torch)
+- search: the best layouts; answer, render: `samo.plan`, and its text
+
+`modules` alone imports torch. `samo.bench.machine` times a machine and writes a hardware file.
 """
 
 __all__ = []

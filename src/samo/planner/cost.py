@@ -30,12 +30,6 @@ __all__ = ["StepTime", "all_gather_s", "all_reduce_s", "pipeline_s", "stage_time
 
 ATTENTION: Final = 2.0
 """Time of an attention's FLOP over that of a product's: assumed."""
-EXPAND: Final = 1.15
-COMPRESS: Final = 1.05
-UPDATE: Final = 1.35
-UPDATE_LEAN: Final = 2.8
-UPDATE_DENSE: Final = 1.3
-"""Time of a kernel over that of copying as many bytes: measured on an H200."""
 _LOSS_FORWARD: Final = 16
 _LOSS_BACKWARD: Final = 22
 """Bytes that the loss reads and writes for each logit."""
@@ -163,8 +157,8 @@ def _kernel_pass(
         if pruned := of[matrix.kind]:
             kept = (1 - pruned) * matrix.numel
             whole = (item + 0.129) * matrix.numel
-            expand += EXPAND * (whole + 4 * kept) / speed
-            compress += COMPRESS * (whole + (4 if fp32 else 2) * kept) / speed
+            expand += hardware.expand * (whole + 4 * kept) / speed
+            compress += hardware.compress * (whole + (4 if fp32 else 2) * kept) / speed
     return expand, compress
 
 
@@ -320,13 +314,16 @@ def optimizer_s(job: Job, layout: Layout, cluster: Cluster) -> float:
         state = stage_state(job, layout, number, stage)
         if layout.scheme == "samo":
             # Reads and writes values and moments, reads gradients, writes dense weights.
-            factor, own = (UPDATE, 26) if layout.state == "exact" else (UPDATE_LEAN, 12)
+            factor, own = hardware.update, 26
+            if layout.state == "lean":
+                factor, own = hardware.update_lean, 12
             size = factor * (own * values + state["dense"] + state["bitmap"])
         elif layout.scheme == "paper":  # widens gradients, updates, narrows, and expands
-            size = UPDATE * (40 * values + state["dense"] + state["bitmap"])
+            size = hardware.update * (40 * values + state["dense"] + state["bitmap"])
         else:
             own = {"8-bit": 14, "autocast": 28}.get(layout.scheme, 40)
-            factor = UPDATE_LEAN if layout.scheme == "8-bit" else UPDATE_DENSE
+            is_narrow = layout.scheme == "8-bit"
+            factor = hardware.update_lean if is_narrow else hardware.update_dense
             size = factor * own * values
         worst = max(worst, size / speed)
     return worst

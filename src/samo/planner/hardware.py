@@ -47,6 +47,12 @@ class Hardware:
     link_fraction: float = 0.8
     launch_s: float = 1e-5  # host time of an operator: a step is never faster than its host
     reserved_bytes: float = 0.8e9  # CUDA context, cuBLAS workspace, NCCL buffers
+    expand: float = 1.15
+    compress: float = 1.05
+    update: float = 1.35
+    update_lean: float = 2.8
+    update_dense: float = 1.3
+    """Time of a kernel over that of copying as many bytes: measured on an H200."""
     dtype: str = "bfloat16"  # that `flops` is of
     source: str = ""
 

@@ -21,7 +21,7 @@ from typing import Final, Literal
 
 from samo.memory.predict import TensorSpec, predict
 from samo.pipeline.partition import partition
-from samo.planner.network import Kind, Layer, Matrix, Network
+from samo.planner.network import Kind, Layer, Network
 
 __all__ = ["Job", "Layout", "Memory", "peak", "stages"]
 
@@ -29,8 +29,11 @@ Scheme = Literal["samo", "paper", "dense", "autocast", "8-bit"]
 """samo, the SAMO paper's 2 + 24 f bytes, and dense training: mixed precision with fp32 master and
 gradient (20 bytes), autocast (16), 8-bit state as FlashOptim has it (7)."""
 
-SLACK: Final = 0.03
+SLACK: Final = 0.05
 """Memory that torch's allocator has reserved and cannot use, as a fraction of the peak: assumed."""
+
+_LOGIT: Final = 12
+"""Bytes of a logit at the peak of the loss: its log-probability, and two gradients, in fp32."""
 
 PEAK_KINDS: Final = (
     "values", "gradients", "moments", "bitmap", "dense", "activations", "logits", "workspace",
@@ -140,7 +143,7 @@ def _stage_peak(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
     blocks = [layer for layer in stage if layer.attention_width]
     own = max((layer.saved for layer in blocks), default=0.0) * unit
     inputs = 2 * network.width * unit
-    held = sum(inputs if layout.checkpointing else inputs + layer.saved * unit for layer in blocks)
+    held = sum(inputs if layout.checkpointing else layer.saved * unit for layer in blocks)
     held = max(held, inputs)  # a stage keeps its input and its output
     again = own if layout.checkpointing else 0.0
     work = max((_workspace(layer, layout, item, tokens) for layer in blocks), default=0.0)
@@ -150,7 +153,7 @@ def _stage_peak(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
     head_saved = logits = head_grad = 0.0
     if head is not None:
         head_saved, head_grad = head.saved * unit, float(item * head.matrices[0].numel)
-        logits = float(network.logit_bytes * network.logits(tokens))
+        logits = float(_LOGIT * network.logits(tokens))
     embedded = float(item * stage[0].matrices[0].numel) if is_first else 0.0
     early = state["gradients"] if count > 1 else 0.0
     if layout.scheme == "dense" and count == 1:
@@ -165,7 +168,7 @@ def _stage_peak(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
         },
         {
             "gradients": state["gradients"],
-            "activations": inputs + own + held * (in_flight - 1),
+            "activations": own + held * (in_flight - 1),
             "workspace": max(work, embedded),
         },
     ]
@@ -313,9 +316,3 @@ def layer_values(
         for matrix in layer.matrices
         if not matrix.is_tied
     )
-
-
-def pruned_numel(layer: Layer, sparsity: tuple[tuple[Kind, float], ...]) -> list[Matrix]:
-    """Return the pruned matrices of a layer."""
-    of = dict(sparsity)
-    return [matrix for matrix in layer.matrices if of[matrix.kind]]

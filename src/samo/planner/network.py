@@ -45,7 +45,7 @@ class Layer:
     vectors: tuple[int, ...] = ()  # sizes of biases and norms
     attention_width: int = 0  # heads times their size
     window: int = 0  # of attention, 0 for all tokens
-    saved: float = 0.0  # for backward, without the input of the layer
+    saved: float = 0.0  # for backward
     traffic: float = 0.0  # read and written in forward besides matrix products
     flow: float = 0.0  # gradients of activations at the widest place in backward
     operators: int = 0  # launched in forward
@@ -72,7 +72,6 @@ class Network:
     width: int
     vocab_size: int
     context: int  # longest sequence
-    logit_bytes: int = 12  # for each logit, at the peak of the loss
     max_logits: int = 0  # at once, 0 for those of a whole micro-batch
     command: str = ""  # what `samo train` calls it; "" for a model of Hugging Face
 
@@ -118,7 +117,7 @@ def gpt(config: GPTConfig, name: str = "gpt", command: str = "") -> Network:
         ),
         vectors=(d, d, 3 * d, d, d, d, 4 * d, d),
         attention_width=d,
-        saved=30 * d,  # two norms 4, qkv 6, attention 2, residual 2, before and after GELU 16
+        saved=32 * d,  # norms and their inputs 8, qkv 6, attention 2, before and after GELU 16
         traffic=40 * d,  # norms 8, GELU 16, residuals 12, attention's output 4
         flow=10 * d,  # of the second product's output, and of its input
         operators=25,

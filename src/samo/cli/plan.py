@@ -1,0 +1,73 @@
+"""``samo plan``: what fits, with what, how fast; or time this machine."""
+
+import json
+import sys
+from pathlib import Path
+
+from samo.cli.commands import Plan
+from samo.errors import ConfigError
+from samo.models.shapes import GPTConfig
+from samo.planner.answer import plan
+from samo.planner.network import Network, gpt
+
+__all__ = []
+
+_NOTHING_FITS = 3
+
+
+def run(command: Plan) -> int:
+    """Plan, and print it; return 3 if nothing fits."""
+    if command.measure is not None:
+        from samo.bench.machine import measure  # loads torch
+
+        measure(command.measure, sys.stdout.write)
+        return 0
+    figure = command.figure
+    if figure is not None and figure.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--figure writes .svg or .png, got '{figure}'")
+    found = plan(
+        command.target or _own(command),
+        sparsity=command.sparsity,
+        rules=command.rules,
+        gpu=command.gpu,
+        gpus=command.gpus,
+        gpus_per_node=_given(command.gpus_per_node),
+        node_gbit=None if command.node_gbit == "auto" else command.node_gbit,
+        batch=_given(command.batch),
+        context=_given(command.context),
+    )
+    if command.json:
+        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
+    else:
+        sys.stdout.write(f"{found}\n")
+    if figure is not None:
+        from samo.report.plan_figure import draw  # loads matplotlib
+
+        Path(figure).write_bytes(draw(found, figure.suffix[1:]))
+    return 0 if found.best is not None else _NOTHING_FITS
+
+
+def _given(value: int | str) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _own(command: Plan) -> Network:
+    layers, width = _given(command.num_layers), _given(command.width)
+    if layers is None or width is None:
+        raise ConfigError(
+            "name a model to plan for: a Hugging Face folder, a shape such as gpt3-13b, or "
+            "--num-layers and --width"
+        )
+    if layers < 1 or width < 1:
+        raise ConfigError(f"--num-layers {layers} and --width {width} must be 1 or more")
+    heads = max(width // 128, 1) if width % 128 == 0 else 1
+    vocab = _given(command.vocab_size) or 50_304
+    config = GPTConfig(
+        num_layers=layers,
+        width=width,
+        num_heads=heads,
+        context=_given(command.context) or 2048,
+        vocab_size=vocab,
+    )
+    flags = f"--num-layers {layers} --width {width} --num-heads {heads}"
+    return gpt(config, f"gpt-{layers}x{width}", flags)

@@ -1,0 +1,194 @@
+"""Hugging Face's config.json as a `Network`: Llama, Mistral, Qwen, Gemma, GPT-2, and mixtures.
+
+Parameters are counted exactly. Activations are those of the eager code of transformers: its norms
+of Llama's kind work in fp32, and its loss has all logits of a micro-batch at once.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from samo.errors import ConfigError, nearest
+from samo.models.shapes import GPTConfig
+from samo.planner.network import Layer, Matrix, Network, gpt
+
+__all__ = ["FAMILIES", "from_config", "read_config"]
+
+FAMILIES: Final = {
+    "gpt2": "", "llama": "", "mistral": "", "qwen2": "qkv bias", "qwen3": "qk norms",
+    "gemma": "", "gemma2": "four norms", "gemma3_text": "four norms, qk norms",
+    "mixtral": "experts", "qwen2_moe": "qkv bias, experts", "qwen3_moe": "qk norms, experts",
+}  # fmt: skip
+"""What `model_type` may be, and how the family differs from Llama."""
+
+
+def read_config(path: Path) -> Network:
+    """Return the network of a Hugging Face folder, or of its config.json.
+
+    Raises:
+        ConfigError: There is no such file, or the family is not known.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"'{file}': {error.strerror}; name a folder with config.json") from None
+    except ValueError as error:
+        raise ConfigError(f"'{file}' is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"'{file}' is not the config of a model")
+    name = path.name if path.is_dir() else path.resolve().parent.name
+    return from_config(found, name)
+
+
+def from_config(config: Mapping[str, Any], name: str = "") -> Network:
+    """Return the network of a config, as `transformers` writes it.
+
+    Example:
+        >>> from samo.planner.configs import from_config
+        >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+        ...          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
+        >>> from_config(llama).num_params
+        6738415616
+    """
+    family = str(config.get("model_type", ""))
+    if family not in FAMILIES:
+        guess = nearest(family, FAMILIES)
+        raise ConfigError(
+            f"the config's model_type is '{family}'{guess}; samo plan knows {', '.join(FAMILIES)}. "
+            "For another transformer pass --num-layers, --width and --vocab-size"
+        )
+    try:
+        if family == "gpt2":
+            return _gpt2(config, name)
+        return _llama(config, name, family)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"the config of '{name or family}' lacks {error}") from None
+
+
+def _gpt2(config: Mapping[str, Any], name: str) -> Network:
+    d, context = config["n_embd"], config.get("n_positions", 1024)
+    inner = config.get("n_inner") or 4 * d
+    shape = GPTConfig(
+        num_layers=config["n_layer"],
+        width=d,
+        num_heads=config["n_head"],
+        context=context,
+        vocab_size=config["vocab_size"],
+        is_tied=config.get("tie_word_embeddings", True),
+    )
+    network = gpt(shape, name or "gpt2")
+    block = replace(
+        network.blocks[0],
+        matrices=(
+            *network.blocks[0].matrices[:2],
+            Matrix(kind="mlp", inputs=d, outputs=inner),
+            Matrix(kind="mlp", inputs=inner, outputs=d),
+        ),
+        vectors=(d, d, 3 * d, d, d, d, inner, d),
+        # transformers' GELU is eight operators on fp32-free tensors, of which five are saved;
+        # three dropouts keep a mask each.
+        saved=17 * d + 12 * inner,
+        traffic=40 * d + 24 * inner,
+        flow=2 * d + 4 * inner,
+        operators=45,
+    )
+    layers = (network.layers[0], *[block] * shape.num_layers, network.layers[-1])
+    return replace(network, layers=layers, max_logits=0)
+
+
+def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
+    traits = FAMILIES[family]
+    d, vocab, count = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    default = 128 if family == "qwen3" else 256 if family.startswith("gemma") else d // heads
+    size = config.get("head_dim") or default
+    q, kv = heads * size, (config.get("num_key_value_heads") or heads) * size
+    f = config["intermediate_size"]
+    norms = 4 if "four norms" in traits else 2
+    norm_bytes = 10 if family.startswith("gemma") else 8  # saved: fp32 input, two results
+    vectors = [d] * norms
+    if "qk norms" in traits:
+        vectors += [size, size]
+    if "qkv bias" in traits or config.get("attention_bias"):
+        has_all = config.get("attention_bias") and "qkv bias" not in traits
+        vectors += [q, kv, kv] + ([d] if has_all else [])
+    if config.get("mlp_bias"):
+        vectors += [f, f, d]
+    attention = (
+        Matrix(kind="attention", inputs=d, outputs=q),
+        Matrix(kind="attention", inputs=d, outputs=kv, count=2),
+        Matrix(kind="attention", inputs=q, outputs=d),
+    )
+    extra = 6 * (q + kv) if "qk norms" in traits else 0
+    saved = norms * norm_bytes * d + 4 * q + 4 * kv + extra
+    traffic = norms * 36 * d + 12 * d + 20 * (q + kv) + 4 * extra
+
+    def block(mlp: tuple[Matrix, ...], wide: float, more: int, operators: int) -> Layer:
+        """Return a block; ``wide`` is the width of the products between gate, up and down."""
+        return Layer(
+            matrices=attention + mlp,
+            vectors=tuple(vectors),
+            attention_width=q,
+            saved=saved + 8 * wide + more,
+            traffic=traffic + 10 * wide + 2 * more,
+            flow=2 * d + 6 * wide,
+            operators=operators,
+        )
+
+    def gated(width: int) -> tuple[Matrix, ...]:
+        return (
+            Matrix(kind="mlp", inputs=d, outputs=width, count=2),
+            Matrix(kind="mlp", inputs=width, outputs=d),
+        )
+
+    blocks = [block(gated(f), f, 0, 45)] * count
+    if "experts" in traits:
+        experts, top = config.get("num_local_experts"), config["num_experts_per_tok"]
+        experts = experts or config["num_experts"]
+        inner = config.get("moe_intermediate_size", f)
+        share = {"count": experts, "stack": experts, "share": top / experts}
+        mlp: tuple[Matrix, ...] = (
+            Matrix(kind="experts", inputs=d, outputs=2 * inner, **share),
+            Matrix(kind="experts", inputs=inner, outputs=d, **share),
+            Matrix(kind="router", inputs=d, outputs=experts),
+        )
+        wide = top * inner
+        if shared := config.get("shared_expert_intermediate_size", 0):
+            mlp += (*gated(shared), Matrix(kind="router", inputs=d, outputs=1))
+            wide += shared
+        mixed = block(mlp, wide, 6 * top * d + 4 * experts, 60 + 8 * experts)
+        every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        blocks = [blocks[i] if i in plain or (i + 1) % every else mixed for i in range(count)]
+    if window := _window(config, family):
+        local = {layer: replace(layer, window=window) for layer in {*blocks}}
+        period = {"gemma2": 2, "gemma3_text": 6}.get(family, 0)
+        blocks = [
+            layer if period and (i + 1) % period == 0 else local[layer]
+            for i, layer in enumerate(blocks)
+        ]
+    is_tied = bool(config.get("tie_word_embeddings", family.startswith("gemma")))
+    embedding = Matrix(kind="embedding", inputs=d, outputs=vocab, is_lookup=True)
+    head = Matrix(kind="head", inputs=d, outputs=vocab, is_tied=is_tied)
+    return Network(
+        name=name or family,
+        layers=(
+            Layer(matrices=(embedding,), traffic=4 * d, operators=5),
+            *blocks,
+            Layer(
+                matrices=(head,), vectors=(d,), saved=norm_bytes * d, traffic=36 * d, operators=15
+            ),
+        ),
+        width=d,
+        vocab_size=vocab,
+        context=config.get("max_position_embeddings", 2048),
+    )
+
+
+def _window(config: Mapping[str, Any], family: str) -> int:
+    """Return the window of attention, 0 if there is none."""
+    if family.startswith("qwen") and not config.get("use_sliding_window"):
+        return 0
+    return int(config.get("sliding_window") or 0)

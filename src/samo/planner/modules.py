@@ -1,0 +1,48 @@
+"""A module in hand as a `Network`: samo's GPT and Hugging Face's causal language models."""
+
+from collections import Counter
+from typing import Any
+
+from samo.errors import ConfigError
+from samo.mask.masks import Masks
+from samo.models.gpt import GPT
+from samo.planner.configs import from_config
+from samo.planner.network import Kind, Network, gpt, sparsities
+
+__all__ = ["from_module", "sparsities_of"]
+
+
+def from_module(model: Any) -> Network:
+    """Return the network of a module, which may be on the meta device."""
+    if isinstance(model, GPT):
+        return gpt(model.config)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict") and hasattr(model, "get_output_embeddings"):
+        return from_config(config.to_dict(), type(model).__name__)
+    raise ConfigError(
+        f"samo.plan takes samo's GPT or a causal language model of Hugging Face, got "
+        f"{type(model).__name__}; print(samo.ledger(model, opt)) shows the state of any model"
+    )
+
+
+def sparsities_of(masks: Masks, network: Network) -> dict[Kind, float]:
+    """Return the sparsity of each kind of matrix: what the masks prune, of all of that kind."""
+    pruned: Counter[Kind] = Counter()
+    for name, mask in masks.items():
+        pruned[_kind(name.lower(), len(mask.shape))] += mask.numel - mask.kept
+    whole: Counter[Kind] = Counter()
+    for layer in network.layers:
+        for matrix in layer.matrices:
+            whole[matrix.kind] += matrix.numel
+    found: dict[str, float] = {kind: pruned[kind] / whole[kind] for kind in whole if pruned[kind]}
+    return sparsities(0.0, found)
+
+
+def _kind(name: str, dims: int) -> Kind:
+    if dims == 3 or ".experts." in name:
+        return "experts"
+    if "attn" in name or "attention" in name:
+        return "attention"
+    if "embed" in name or "wte" in name or "wpe" in name:
+        return "embedding"
+    return "head" if "head" in name else "mlp"

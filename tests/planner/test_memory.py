@@ -1,0 +1,191 @@
+"""Predicted state and peak against what models hold: the ledger, and a meter of live storages."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import samo
+from samo.models.gpt import GPT, GPTConfig
+from samo.planner.memory import Job, Layout, peak, stage_state, stages
+from samo.planner.modules import from_module, sparsities_of
+from tests.meters import LiveBytes, live_storages
+from tests.ranks import run_ranks
+
+CONFIG = GPTConfig(num_layers=5, width=96, num_heads=4, context=96, vocab_size=700)
+LLAMA = {
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 600, "max_position_embeddings": 96,
+}  # fmt: skip
+BATCH = 4
+WEIGHTS: list[Any] = ["resident", "streamed", 600_000]
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    if family == "gpt":
+        return GPT(CONFIG)
+    config = transformers.AutoConfig.for_model(family, **LLAMA, use_cache=False)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def job_of(model: Any, masks: samo.Masks, **changes: Any) -> Job:
+    network = from_module(model)
+    sparsity = tuple(sparsities_of(masks, network).items())
+    return Job(
+        **{"network": network, "sparsity": sparsity, "batch": BATCH, "context": 96} | changes
+    )
+
+
+def compress(model: nn.Module, masks: samo.Masks, layout: Layout, **options: Any) -> Any:
+    """Do what `samo train` does with these settings."""
+    narrow = torch.bfloat16
+    if layout.state == "lean":
+        options["value_dtype"] = narrow
+    if layout.num_ranks == 1:
+        options["grad_dtype"] = narrow
+    samo.compress_(model, masks, dtype=narrow, weights=layout.weights, **options)
+    return samo.AdamW(model.parameters(), state=layout.state)
+
+
+def loss_of(model: Any, rows: int = BATCH) -> torch.Tensor:
+    tokens = torch.randint(500, (rows, 96))
+    if hasattr(model, "get_output_embeddings"):
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+    found: torch.Tensor = model(tokens, tokens)
+    return found
+
+
+class NewBytes(LiveBytes):
+    """Counts what is made under it, and not what an operation writes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = {*live_storages()}
+
+    def see(self, tensor: torch.Tensor) -> None:
+        if tensor.untyped_storage().data_ptr() not in self.known:
+            super().see(tensor)
+
+
+def measured(ledger: samo.Ledger) -> dict[str, int]:
+    both = ledger.pruned.measured, ledger.unpruned.measured
+    found = {kind: sum(share[kind] for share in both) for kind in both[0]}
+    found["moments"] += found.pop("corrections")
+    return {kind: found[kind] for kind in ("values", "gradients", "moments", "bitmap", "dense")}
+
+
+def assert_state(job: Job, layout: Layout, ledger: samo.Ledger) -> None:
+    predicted = peak(job, layout).state
+    for kind, value in measured(ledger).items():
+        assert predicted[kind] == pytest.approx(value, rel=0.01, abs=2000), kind
+    assert sum(predicted.values()) == pytest.approx(ledger.measured_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "qwen3"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("state", ["exact", "lean"])
+def test_state_and_peak_are_those_of_a_step(family, weights, state) -> None:
+    model = model_of(family)
+    masks = samo.prune(model, 0.8)
+    layout = Layout(weights=weights, state=state, micro_batch=BATCH)
+    job = job_of(model, masks)
+    opt = compress(model, masks, layout)
+    loss_of(model).backward()
+    opt.step()
+    assert_state(job, layout, ledger := samo.ledger(model, opt))
+    opt.zero_grad()
+    held = ledger.measured_bytes - measured(ledger)["gradients"]
+    with NewBytes() as meter:
+        loss_of(model).backward()
+        opt.step()
+    assert peak(job, layout).peak_bytes == pytest.approx(held + meter.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_the_peak_with_checkpointing_and_accumulation(family) -> None:
+    model = model_of(family)
+    if family == "gpt":
+        model.config = CONFIG.__class__(
+            **{name: getattr(CONFIG, name) for name in CONFIG.__slots__} | {"is_checkpointed": True}
+        )
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    masks = samo.prune(model, 0.8)
+    for count in (1, 2):
+        layout = Layout(weights="streamed", checkpointing=True, micro_batch=BATCH)
+        job = job_of(model, masks, batch=count * BATCH)
+        if count == 1:
+            opt = compress(model, masks, layout)
+            loss_of(model).backward()
+            opt.step()
+        opt.zero_grad()
+        ledger = samo.ledger(model, opt)
+        with NewBytes() as meter:
+            for _ in range(count):
+                loss_of(model).backward()
+            opt.step()
+        found = ledger.measured_bytes + meter.peak_bytes
+        assert peak(job, layout).peak_bytes == pytest.approx(found, rel=0.05)
+
+
+# Ranks
+
+
+def on_ranks(rank: int, num_ranks: int, layout: Layout) -> list[int]:
+    model = GPT(CONFIG)
+    masks = samo.prune(model, 0.8)
+    if layout.pipe > 1:
+        mesh = samo.mesh(pipe=layout.pipe, data=layout.data, device="cpu")
+        pipeline = samo.Pipeline(
+            model, lambda x, y: nn.functional.cross_entropy(x.flatten(0, 1).float(), y.flatten()),
+            mesh, micro_batches=2,
+        )  # fmt: skip
+        opt = compress(pipeline.module, pipeline.masks(masks), layout)
+        tokens = torch.randint(500, (BATCH, 96))
+        pipeline.step(tokens, target=tokens)
+        opt.step()
+        found = measured(samo.ledger(pipeline.module, opt))
+        pipeline.close()
+        return [*found.values()]
+    opt = compress(model, masks, layout)
+    whole: Any = model
+    if layout.shard:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for part in (*model.blocks, model):
+            fully_shard(part, mp_policy=policy)
+        opt = samo.AdamW(model.parameters())
+    elif num_ranks > 1:
+        whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    loss_of(whole).backward()
+    opt.step()
+    dist.barrier()
+    return [*measured(samo.ledger(whole, opt)).values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(data=2, micro_batch=BATCH),
+        Layout(data=2, micro_batch=BATCH, weights="streamed", state="lean"),
+        Layout(data=2, micro_batch=BATCH, weights="streamed", shard=True),
+        Layout(pipe=2, micro_batch=2),
+        Layout(pipe=2, micro_batch=2, weights="streamed", state="lean"),
+    ],
+    ids=["ddp", "ddp-lean", "fsdp2", "pipe", "pipe-lean"],
+)
+def test_the_state_of_each_stage_is_that_of_its_ledger(layout) -> None:
+    model = GPT(CONFIG)
+    job = job_of(model, samo.prune(model, 0.8), batch=BATCH * layout.data)
+    held = run_ranks(2, on_ranks, layout)
+    for number, stage in enumerate(stages(job.network, layout.pipe)):
+        predicted = stage_state(job, layout, number, stage)
+        assert [*predicted.values()] == pytest.approx(held[number * layout.data], rel=0.01, abs=999)

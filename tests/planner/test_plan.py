@@ -1,0 +1,194 @@
+"""`samo.plan` and `samo plan`: answers, errors, exit codes, and commands that exist."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import samo
+from samo.cli.commands import Train
+from samo.cli.main import main, parse
+from samo.errors import ConfigError
+from samo.models.gpt import GPT, GPTConfig
+from samo.planner.hardware import HARDWARE, find_hardware, write_hardware
+from tests.planner.test_configs import REAL
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(REAL["llama-2-7b"]))
+    return folder
+
+
+def test_llama_7b_at_80_percent_fits_a_24_gb_card(llama, capsys) -> None:
+    assert main(["plan", str(llama), "--sparsity", "0.8", "--gpu", "rtx4090"]) == 0
+    shown = capsys.readouterr().out
+    assert "6,738,415,616 parameters, pruned: attention 80 %, mlp 80 %;" in shown
+    assert "streamed, lean, checkpointed" in shown
+    assert "samo 1; SAMO paper, 2 + 24 f bytes 4" in shown
+    assert "samo.prune(model, 0.8)" in shown
+
+
+def test_the_command_line_answers_without_torch(llama) -> None:
+    code = (
+        "import sys; from samo.cli.main import main; "
+        f"code = main(['plan', {str(llama)!r}, '--gpu', 'h200', '--json']); "
+        "assert not {'torch', 'matplotlib', 'numpy'} & {*sys.modules}; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["fits"] is True
+    assert found["options"][0]["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "message"),
+    [
+        ("gpt3-13b --gpus 0", 2, "gpus must be a whole number, 1 or more, got 0"),
+        ("gpt3-13b --gpu rtx4900", 2, "unknown GPU 'rtx4900' (did you mean 'rtx4090'?)"),
+        ("gpt3-13b --gpu mine.toml", 2, "hardware file 'mine.toml': No such file"),
+        ("gpt3-13b --gpus 2048 --batch 4", 2, "a batch of 4 sequences is too small for 2048 GPUs"),
+        ("gpt3-14b", 2, "no shape and no folder 'gpt3-14b' (did you mean 'gpt3-1"),
+        ("gpt3-13b --sparsity 80", 2, "must be 0 or more and less than 1, got 80.0; 0.9 prunes"),
+        ("gpt3-13b --rules mlps 0.5", 2, "unknown kind of matrix 'mlps'"),
+        ("gpt3-13b --context 4096", 2, "context 4096 is longer than that of 'gpt3-13b', 2048"),
+        ("gpt3-13b --batch -1", 2, "batch must be a whole number, 1 or more, got -1"),
+        ("gpt3-13b --node-gbit 0", 2, "node_gbit must be over 0"),
+        ("gpt3-13b --gpus-per-node 0", 2, "gpus_per_node must be over 0"),
+        ("gpt3-13b --figure a.pdf", 2, "--figure writes .svg or .png"),
+        ("", 2, "name a model to plan for"),
+        ("--num-layers 0 --width 64", 2, "must be 1 or more"),
+    ],
+)
+def test_nonsense_is_named_in_one_line(typed, code, message, capsys) -> None:
+    assert main(["plan", *typed.split()]) == code
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_what_does_not_fit_has_its_own_exit_code_and_advice(capsys) -> None:
+    assert main(["plan", "gpt3-13b", "--gpu", "laptop-8gb"]) == 3
+    shown = capsys.readouterr().out
+    assert "nothing fits: the least is" in shown
+    assert "This would fit:\n  8 x laptop-8gb: --gpus 8\n  1 x rtx3090: --gpu rtx3090\n" in shown
+    for line in shown.partition("This would fit:\n")[2].splitlines():
+        flags = line.partition(": ")[2].split()
+        assert main(["plan", "gpt3-13b", "--gpu", "laptop-8gb", *flags]) == 0, line
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"target": "gpt3-2.7b", "gpu": "rtx3090"},
+        {"target": "gpt3-13b", "gpu": "rtx4090"},
+        {"target": "gpt3-13b", "gpu": "a100-40", "gpus": 64, "batch": 1024},
+        {"target": "gpt3-175b", "gpu": "h100", "gpus": 8},
+        {"target": "gpt3-6.7b", "gpu": "h100", "gpus": 16, "node_gbit": 10.0},
+    ],
+    ids=lambda typed: f"{typed['target']}-{typed['gpu']}",
+)
+def test_the_command_has_the_layout_of_the_plan(typed: dict[str, Any]) -> None:
+    found = samo.plan(**typed)
+    assert found.best is not None
+    words = shlex.split(found.command)
+    config = parse(["train", "notes.txt", *words[words.index("TEXT") + 1 :]])
+    assert isinstance(config, Train)
+    own = found.best.layout
+    assert config.mesh.pipe == own.pipe
+    assert (config.mesh.shard == "weights") == own.shard
+    assert config.model.checkpointing == own.checkpointing
+    assert config.optim.state == own.state
+    assert str(config.run.weights) == str(own.weights)
+    assert config.run.batch_size * config.run.accumulate == found.job.batch
+    if words[0] == "torchrun":
+        assert int(words[2]) * int(words[4]) == found.cluster.num_gpus
+
+
+def test_the_lines_for_a_hugging_face_model_run(tmp_path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, max_position_embeddings=64,
+    )  # fmt: skip
+    folder = tmp_path / "small"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    found = samo.plan(folder, sparsity=0.5, gpu="rtx4090")
+    names = {"samo": samo, "torch": torch}
+    names["AutoModelForCausalLM"] = transformers.AutoModelForCausalLM
+    exec(found.command.replace(".cuda()", ""), names)
+    model: Any = names["model"]
+    tokens = torch.randint(256, (2, 32))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    names["opt"].step()  # type: ignore[attr-defined]
+    kept = sum(param.numel() for name, param in model.named_parameters() if "proj" in name)
+    assert samo.ledger(model).pruned.num_params == 2 * kept
+
+
+def test_a_module_in_hand_and_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(num_layers=24, width=2048, num_heads=16, context=2048))
+    planned = samo.plan(model, sparsity=0.5, gpu="h200")
+    assert planned.job.network.num_params == sum(param.numel() for param in model.parameters())
+    small = GPT(GPTConfig(num_layers=2, width=64, num_heads=2))
+    masks = samo.prune(small, 0.75)
+    found = dict(samo.plan(small, masks, gpu="h200").job.sparsity)
+    assert found["mlp"] == pytest.approx(0.75, abs=1e-3)
+    assert found["head"] == 0
+    with pytest.raises(ConfigError, match="got Linear"):
+        samo.plan(torch.nn.Linear(2, 2))
+
+
+def test_hardware_files_are_read_back(tmp_path) -> None:
+    path = tmp_path / "mine.json"
+    write_hardware(HARDWARE["h200"], path)
+    assert find_hardware(path) == HARDWARE["h200"]
+    toml = tmp_path / "own.toml"
+    toml.write_text(
+        "memory_bytes = 1e10\nflops = 1e13\nbandwidth = 1e11\n[inter]\nbandwidth = 1e9\n"
+    )
+    assert find_hardware(toml).inter.bandwidth == 1e9
+    toml.write_text("memory = 1e10\n")
+    with pytest.raises(ConfigError, match="unknown key 'memory' \\(did you mean 'memory_bytes'"):
+        find_hardware(toml)
+    toml.write_text("memory_bytes = 'x'\nflops = 1\nbandwidth = 1\n")
+    with pytest.raises(ConfigError, match="memory_bytes must be over 0, got 'x'"):
+        find_hardware(toml)
+    toml.write_text("memory_bytes = 1\n")
+    with pytest.raises(ConfigError, match="missing"):
+        find_hardware(toml)
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
+def test_the_figure_shows_memory_and_time(name, tmp_path) -> None:
+    path = tmp_path / name
+    code = main(["plan", "gpt3-175b", "--gpus", "8", "--figure", str(path), "--json"])
+    assert code == 0
+    written = path.read_bytes()
+    assert written[1:4] == b"PNG" if name.endswith("png") else b"seconds of a step" in written
+
+
+@pytest.mark.slow
+def test_a_measured_machine_can_be_planned_for(tmp_path, capsys) -> None:
+    path = tmp_path / "here.json"
+    assert main(["plan", "--measure", str(path)]) == 0
+    assert "plan with it" in capsys.readouterr().out
+    assert main(["plan", "tiny", "--gpu", str(path)]) == 0
+    assert "measured: " in capsys.readouterr().out
+
+
+def test_sparsity_of_kinds_changes_the_plan() -> None:
+    def state(**rules: float) -> float:
+        found = samo.plan("gpt3-13b", gpu="h200", rules=rules)
+        kinds = ((one.layout.weights, one.layout.state) for one in found.options)
+        return found.options[[*kinds].index(("resident", "exact"))].memory.state_bytes
+
+    assert state(attention=0.0) > 1.5 * state()

@@ -1,0 +1,130 @@
+"""The search against an exhaustive one, and what must never get worse."""
+
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+
+from samo.models.shapes import GPTConfig
+from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link
+from samo.planner.memory import Job, Layout
+from samo.planner.network import gpt, named, sparsities
+from samo.planner.search import evaluate, search
+
+ROUND = 10**8
+
+jobs = st.builds(
+    lambda layers, width, sparsity, batch, context: Job(
+        network=gpt(
+            GPTConfig(num_layers=layers, width=width, num_heads=1, context=4096, vocab_size=32000)
+        ),
+        sparsity=tuple(sparsities(sparsity).items()),
+        batch=batch,
+        context=context,
+    ),
+    st.integers(1, 6),
+    st.sampled_from([1024, 2048, 4096]),
+    st.sampled_from([0.5, 0.8, 0.9]),
+    st.integers(1, 9),
+    st.sampled_from([512, 2048]),
+)
+machines = st.builds(
+    lambda base, memory, node, bandwidth: replace(
+        HARDWARE[base], memory_bytes=memory * 1e9, gpus_per_node=node,
+        inter=Link(bandwidth=bandwidth, latency_s=1e-5),
+    ),
+    st.sampled_from(["rtx4090", "h100"]),
+    st.floats(2.0, 30.0),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1e8, 1e9, 1e11]),
+)  # fmt: skip
+
+
+def exhaustive(job: Job, cluster: Cluster) -> tuple[bool, float]:
+    """Return whether anything fits, and the fastest step, or else the least memory."""
+    best: tuple[Any, ...] = (True, float("inf"))
+    for pipe, data in itertools.product(range(1, cluster.num_gpus + 1), repeat=2):
+        if pipe * data != cluster.num_gpus or pipe > len(job.network.layers) or data > job.batch:
+            continue
+        rows = -(-job.batch // data)
+        sizes = {2**i for i in range(rows.bit_length()) if 2**i <= rows} | {rows}
+        budgets = range(ROUND, int(cluster.hardware.memory_bytes), ROUND)
+        for micro_batch, checkpointing, state, weights, shard in itertools.product(
+            sizes,
+            (False, True),
+            ("exact", "lean"),
+            ("resident", "streamed", *budgets),
+            (False, True),
+        ):
+            if shard and (pipe > 1 or data == 1 or state == "lean" or weights != "streamed"):
+                continue
+            layout = Layout(
+                pipe=pipe, data=data, micro_batch=micro_batch, checkpointing=checkpointing,
+                state=state, weights=weights, shard=shard,
+            )  # fmt: skip
+            best = min(best, evaluate(job, layout, cluster).key[:2])
+    return best  # type: ignore[return-value]
+
+
+@settings(max_examples=12, deadline=None)
+@given(job=jobs, hardware=machines, num_gpus=st.sampled_from([1, 2, 4]))
+def test_the_first_option_is_the_best_of_all(job: Job, hardware: Hardware, num_gpus: int) -> None:
+    cluster = Cluster(hardware=hardware, num_gpus=num_gpus)
+    found = search(job, cluster)
+    assume(found)
+    is_bad, value = exhaustive(job, cluster)
+    assert found[0].fits == (not is_bad)
+    assert found[0].key[1] == pytest.approx(value, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    job=jobs,
+    hardware=machines,
+    num_gpus=st.sampled_from([1, 2, 4, 8]),
+    more=st.floats(1.0, 4.0),
+    faster=st.floats(1.0, 20.0),
+)
+def test_more_memory_and_faster_links_never_give_a_slower_plan(
+    job, hardware, num_gpus, more, faster
+) -> None:
+    def best(machine: Hardware) -> float:
+        found = search(job, Cluster(hardware=machine, num_gpus=num_gpus))
+        return found[0].time.total if found and found[0].fits else float("inf")
+
+    def quick(link: Link) -> Link:
+        return Link(bandwidth=link.bandwidth * faster, latency_s=link.latency_s / faster)
+
+    before = best(hardware)
+    larger = replace(hardware, memory_bytes=hardware.memory_bytes * more)
+    assert best(larger) <= before * (1 + 1e-9)
+    nearer = replace(hardware, intra=quick(hardware.intra), inter=quick(hardware.inter))
+    assert best(nearer) <= before * (1 + 1e-9)
+
+
+def test_13b_on_2048_gpus_is_planned_in_seconds() -> None:
+    sparsity = tuple(sparsities(0.9).items())
+    job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=2048, context=2048)
+    began = time.perf_counter()
+    found = search(job, Cluster(hardware=HARDWARE["v100-16"], num_gpus=2048))
+    assert time.perf_counter() - began < 5
+    assert found[0].fits
+
+
+def test_compressed_state_helps_most_where_links_are_slow() -> None:
+    sparsity = tuple(sparsities(0.9).items())
+    job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=1024, context=2048)
+    fast = HARDWARE["a100-40"]
+
+    def gain(hardware: Hardware) -> float:
+        cluster = Cluster(hardware=hardware, num_gpus=64)
+        samo, dense = (search(job, cluster, scheme)[0] for scheme in ("samo", "dense"))
+        assert samo.fits
+        assert dense.fits
+        return dense.time.total / samo.time.total
+
+    ethernet = replace(fast, inter=Link(bandwidth=1.25e9, latency_s=5e-5))
+    assert gain(ethernet) > 2 > gain(fast) > 1
