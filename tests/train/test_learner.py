@@ -96,16 +96,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(phase: str
         assert torch.equal(tensor, before[name]), name
 
 
-@PHASES
-def test_the_norm_is_that_before_clipping(phase: str) -> None:
-    norms = {}
-    for clip in (0.0, 0.01):
-        one = learner(phase=phase, clip=clip)
-        one.backward([batch(2)])
-        norms[clip] = float(one.step(1e-3))
-    assert norms[0.0] == norms[0.01] > 0.1
-
-
 @pytest.mark.parametrize(
     ("state", "fp32_gradients", "types"),
     [

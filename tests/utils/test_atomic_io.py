@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -68,25 +67,6 @@ def test_folders_are_made_and_each_parent_is_synced(
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="file"):
         atomic_io.make_folders(tmp_path / "file")
-
-
-def test_a_lock_keeps_others_out_until_it_is_left(tmp_path: Path) -> None:
-    refused = []
-
-    def other() -> None:
-        try:
-            with atomic_io.locked(tmp_path):
-                pass
-        except BlockingIOError as error:
-            refused.append(error.filename)
-
-    with atomic_io.locked(tmp_path):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-    assert refused == [tmp_path.as_posix()]
-    other()
-    assert len(refused) == 1
 
 
 def test_a_file_system_without_locks_is_used_without(
