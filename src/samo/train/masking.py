@@ -78,7 +78,7 @@ class Masking:
         return events.Observed(
             step=step,
             distances=bird.distances[-1],
-            largest=max(self._queue_distances(), default=None),
+            largest=max(bird.distances[-1], default=None),
             threshold=settings.threshold,
             queue=settings.queue,
         )
@@ -113,7 +113,7 @@ class Masking:
             numel=numel,
             sparsity=1 - kept / numel,
             reason=reason,
-            distances=self._queue_distances(),
+            distances=bird.distances[-1] if bird is not None and bird.distances else [],
             threshold=None if bird is None else settings.threshold,
         )
 
@@ -211,11 +211,6 @@ class Masking:
             if here & matching([pattern], whole, "rules")
         }
         return choice if {*prunable(model)} - {*choice["skip"]} or choice["rules"] else {}
-
-    def _queue_distances(self) -> list[float]:
-        """Return the distances of the newest masks to the others in the queue."""
-        rows = [] if self._bird is None else self._bird.distances
-        return rows[-1] if rows else []
 
 
 @contextmanager

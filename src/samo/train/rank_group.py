@@ -87,7 +87,7 @@ class RankGroup:
             )
 
     @classmethod
-    def join(cls, settings: MeshConfig, device: str) -> "RankGroup":
+    def join(cls, settings: MeshConfig, device: Literal["cpu", "cuda"]) -> "RankGroup":
         """Join the ranks that torchrun or samo launch has started."""
         is_initialized = dist.is_available() and dist.is_initialized()
         size = dist.get_world_size() if is_initialized else num_ranks()
@@ -100,15 +100,14 @@ class RankGroup:
         timeout_s = settings.timeout_s
         if size == 1:
             return cls(timeout_s=timeout_s)
-        kind: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
         watchdog: Watchdog | None = None
         try:
             if not is_initialized:
                 store = meshes.rendezvous(timedelta(seconds=timeout_s))
                 rank, end = int(os.environ["RANK"]), partial(_end_process, settings, size)
                 watchdog = Watchdog(store, rank, size, timeout_s=timeout_s, on_lost=end)
-                meshes.join(kind, timedelta(seconds=timeout_s), store)
-            mesh = meshes.mesh(settings.pipe, data, device=kind, timeout_s=timeout_s)
+                meshes.join(device, timedelta(seconds=timeout_s), store)
+            mesh = meshes.mesh(settings.pipe, data, device=device, timeout_s=timeout_s)
             return cls(mesh, timeout_s=timeout_s, watchdog=watchdog)
         except (RuntimeError, OSError) as error:
             missing = () if watchdog is None else watchdog.stopped()
