@@ -121,9 +121,10 @@ def save_errors(path: Path) -> Iterator[None]:
             "own folder"
         ) from error
     except OSError as error:
+        intact = ". The previous checkpoint is intact" * os.path.lexists(path / NAME)
         raise CheckpointError(
-            f"cannot save to '{path}': '{error.filename or path}': {error.strerror or error}; the "
-            "previous checkpoint is intact. Free some space, or choose another folder"
+            f"cannot save to '{path}': '{error.filename or path}': {error.strerror or error}; free "
+            f"some space, or choose another folder{intact}"
         ) from error
 
 

@@ -123,9 +123,13 @@ class ModelState:
             raise saved.misfit(f"its mask of '{name}' is not of a floating-point parameter")
         shape = tuple((weight or tensor).shape)
         found = spec.shape if mask is None else mask.shape
-        if found != shape or (mask is not None and spec.shape != (mask.kept,)):
+        if found != shape:
             raise saved.misfit(
                 f"'{name}' has shape {found} in the checkpoint, {shape} in the model"
+            )
+        if mask is not None and spec.shape != (mask.kept,):
+            raise saved.misfit(
+                f"'{name}' has values of shape {spec.shape}, and its mask keeps {mask.kept:,}"
             )
         is_expanding = saved.manifest.is_compressed and not self.is_compressed
         can_cast = is_expanding and spec.dtype.is_floating_point and tensor.is_floating_point()
