@@ -19,7 +19,6 @@ import samo
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.train import events, learner as stepping
 from samo.train.checkpointing import Saver
-from samo.train.config import PruneConfig
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
 from samo.train.trainer import resume, train
@@ -120,43 +119,34 @@ def test_what_follows_from_a_checkpoint_is_done_after_a_kill_in_between(
         assert names[0] == names[1] == {"last", "best", "step-5", "step-6"}
 
 
-KILLED = {
-    "magnitude": (PruneConfig(dense_steps=3), 16, 5),
-    "early-bird": (
-        PruneConfig(method="early-bird", queue=3, mask_every=1, threshold=0.3, dense_steps=7),
-        12,
-        3,
-    ),
-    "rigl": (PruneConfig(method="rigl", mask_every=2, mask_stop=7), 12, 3),
-}
-"""Settings, steps and kills."""
+KILLED = {"magnitude": (16, 5), "settled": (12, 3), "rigl": (12, 3)}
+"""Steps and kills, by method."""
 
 
-def train_or_resume(text: Path, run: Path, name: str) -> None:
+def train_or_resume(text: Path, run: Path, method: str) -> None:
     """Do what a user does who types the same command after every crash; runs in a process."""
     torch.set_num_threads(1)
-    prune, steps, _ = KILLED[name]
     if (run / "run.json").exists():
         resume(run)
     else:
-        config = small(text, steps=steps, save_every=2, eval_every=5)
-        train(replace(config, prune=prune), run)
+        steps, _ = KILLED[method]
+        train(method_config(text, method, steps=steps, save_every=2, eval_every=5), run)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("method", KILLED)
 def test_a_run_killed_at_random_moments_and_resumed_equals_the_undisturbed_one(
-    tmp_path: Path, text: Path, name: str
+    tmp_path: Path, text: Path, method: str
 ) -> None:
-    num_kills = KILLED[name][2]
+    _, num_kills = KILLED[method]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["samo.train.trainer", "samo.kernels.cpu", "torch.utils.tensorboard"]
     )
 
     def start(run: Path) -> "multiprocessing.context.ForkServerProcess":
-        process = context.Process(target=train_or_resume, args=(text, run, name))
+        process = context.Process(target=train_or_resume, args=(text, run, method))
         process.start()
         return process
 
