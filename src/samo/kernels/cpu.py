@@ -78,13 +78,17 @@ def find_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         together.setdefault(tensor.dtype, []).append((tensor.data_ptr(), tensor.numel()))
     found = False
     for dtype, rows in together.items():
-        exponent = np.dtype(f"u{dtype.itemsize}").type(EXPONENTS[dtype])
+        exponent = _EXPONENTS[dtype]
         blocks = max(1, bitmap.num_blocks(sum(size for _, size in rows)))
         arrays = (np.array(rows, dtype=np.int64), np.empty(0, exponent.dtype), exponent, blocks)
         kernels = cpu_loops.find_exponent_rows, cpu_loops.find_exponent_rows_shared
         found |= _run(*kernels, arrays, blocks)
     return torch.tensor(bool(found), device="cpu")
 
+
+_EXPONENTS: Final[dict[torch.dtype, Any]] = {
+    dtype: np.dtype(f"u{dtype.itemsize}").type(bits) for dtype, bits in EXPONENTS.items()
+}
 
 _SEEN_AS: Final[dict[torch.dtype, Any]] = {
     torch.float32: np.float32,
@@ -130,12 +134,22 @@ def _update_rows(updates: Sequence[AdamWUpdate], settings: AdamWSettings) -> Non
 
 def _row(update: AdamWUpdate, table: Tensor | None) -> tuple[int, ...]:
     """Return a parameter's row, in the order of the loops' columns."""
-    param, remainder, grad, exp_avg, exp_avg_sq, _, _, _, dense, _, age, *_ = update
-    mask = update.mask_of_copy
-    words, offsets = (None, None) if mask is None else (mask.words, mask.offsets)
-    parts = (param, remainder, grad, exp_avg, exp_avg_sq, age, table, dense, words, offsets)
-    addresses = [0 if part is None else part.data_ptr() for part in parts]
-    return *addresses, param.numel(), 0 if dense is None else dense.numel()
+    # Written out: a small model waits for this in each step, and a loop costs 5 % of it.
+    mask, dense = update.mask_of_copy, update.dense
+    return (
+        update.param.data_ptr(),
+        0 if update.remainder is None else update.remainder.data_ptr(),
+        update.grad.data_ptr(),
+        update.exp_avg.data_ptr(),
+        update.exp_avg_sq.data_ptr(),
+        0 if update.age is None else update.age.data_ptr(),
+        0 if table is None else table.data_ptr(),
+        0 if dense is None else dense.data_ptr(),
+        0 if mask is None else mask.words.data_ptr(),
+        0 if mask is None else mask.offsets.data_ptr(),
+        update.param.numel(),
+        0 if dense is None else dense.numel(),
+    )
 
 
 def _scalars(update: AdamWUpdate, settings: AdamWSettings) -> tuple[float, ...]:
