@@ -114,6 +114,9 @@ def test_losses_do_not_depend_on_the_layout(
         assert [line["step"] for line in traffic] == list(range(1, 7))
         assert (traffic[-1]["activation_bytes"] > 0) == (pipe > 1)
         assert traffic[-1]["gradient_bytes"] > 0
+    timelines = lines(tmp_path / "many", "timeline")
+    assert [(line["step"], line["num_stages"]) for line in timelines] == [(6, pipe)] * (pipe > 1)
+    assert all(len(line["stages"]) == 2 * 3 * pipe for line in timelines)
     record = json.loads((tmp_path / "many" / "run.json").read_text())
     grid = {"pipe": pipe, "data": num_ranks // pipe}
     if pipe > 1:  # what "auto" became: at most one for each of a replica's 7 // 2 sequences

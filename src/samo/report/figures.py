@@ -12,11 +12,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from samo.report.findings import PARTS, Bar, last_loss, tokens_per_s
 from samo.report.runs import Run, finite_evals
+from samo.report.stages import timeline_figure
 from samo.report.theme import LIGHT, new_figure, run_colour, run_dashes
 from samo.train.events import Stepped
 from samo.utils import formatting
 
-__all__ = []
+__all__ = ["timeline_figure"]
 
 _LEFT: Final = 52
 _START: Final = 0.05

@@ -53,6 +53,7 @@ class Run:
         self.prune = _last(_all(log, events.Pruned))
         self.masks = self.changes[-1] if self.changes else self.prune  # their sizes now
         self.state = _last(_all(log, events.Accounted))
+        self.timeline = _last(_all(log, events.Scheduled))
         self.sample = _last(_all(log, events.Sampled))
         self.saved = _last(_all(log, events.Saved))
         self.last_eval = _last(finite_evals(log))

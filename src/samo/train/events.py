@@ -148,6 +148,20 @@ class Exchanged(Event, name="traffic"):
     memory_bytes: int
 
 
+class Scheduled(Event, name="timeline"):
+    """When each pipeline stage computed what in the last batch; only with several stages.
+
+    Entries of the lists belong together. Forward passes first, then as many backward passes.
+    """
+
+    num_stages: int
+    micro_batches: int
+    stages: list[int]
+    numbers: list[int]
+    start_ms: list[float]
+    end_ms: list[float]
+
+
 class Saved(Event, name="save"):
     """A checkpoint was written; training stood still for the first part of that time."""
 

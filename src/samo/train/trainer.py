@@ -271,6 +271,7 @@ class Trainer:
                 is_last, is_best = progress.step >= run.steps, False
                 if is_last:
                     self.report(self.learner.accounted(progress.step))
+                    self.report_timeline()
                 if is_last or progress.step % run.eval_every == 0:
                     is_best = self.evaluate()
                 request = self.ranks.agree(progress.step, self.request(interrupt.signal))
@@ -417,6 +418,25 @@ class Trainer:
             batch_size=self.config.run.batch_size,
             max_batches=self.config.run.eval_batches,
             part=part,
+        )
+
+    def report_timeline(self) -> None:
+        """Report when each stage computed what in the last batch, if there are several."""
+        if self.learner.stages is None:
+            return
+        line = self.learner.stages.pipeline.timeline()
+        passes = [e for what in ("forward", "backward") for e in line.events if e.what == what]
+        first = line.events[0].start
+        self.report(
+            events.Scheduled(
+                step=self.progress.step,
+                num_stages=line.num_stages,
+                micro_batches=line.num_micro_batches,
+                stages=[event.stage for event in passes],
+                numbers=[event.micro_batch for event in passes],
+                start_ms=[round((event.start - first) * 1e3, 3) for event in passes],
+                end_ms=[round((event.end - first) * 1e3, 3) for event in passes],
+            )
         )
 
     def save_masks(self, masks: Masks) -> None:
