@@ -11,7 +11,7 @@ from samo.cli.console import say
 from samo.report.runs import read_run
 from samo.train import events
 from samo.train.events import Event
-from samo.utils.formatting import duration, perplexity, size
+from samo.utils.formatting import duration, loss, perplexity, size
 
 __all__ = []
 
@@ -57,8 +57,8 @@ class Display:
             case events.Compiling():
                 self._say(event.step, "compiling: the next step takes longer")
             case events.Evaluated():
-                loss = event.valid_loss
-                self._say(event.step, f"validation loss {loss:.3f}, perplexity {perplexity(loss)}")
+                found = loss(event.valid_loss), perplexity(event.valid_loss)
+                self._say(event.step, "validation loss {}, perplexity {}".format(*found))
             case events.Observed() if event.largest is not None:
                 self._masks = f"masks differ by {event.largest:.3f}  "
             case events.Pruned():
@@ -86,7 +86,7 @@ class Display:
 
     def _step(self, event: events.Stepped) -> None:
         numbers = (
-            f"loss {event.loss:.3f}  {self._masks}{event.tokens_per_s:,.0f} tokens/s{self._state}"
+            f"loss {loss(event.loss)}  {self._masks}{event.tokens_per_s:,.0f} tokens/s{self._state}"
         )
         title = "" if self.title == event.phase else self.title
         description = f"{title} {event.phase}".strip()

@@ -215,7 +215,9 @@ def _finish(axes: Axes, runs: Sequence[Run], quantity: str, *, percent: bool = F
     # As many decimals as the ticks have: a tick at 2.25 must not be labelled 2.2.
     ticks = [round(float(tick), 6) for tick in axes.get_yticks()]
     decimals = max(len(f"{tick:.6f}".rstrip("0").partition(".")[2]) for tick in ticks)
-    write = formatting.percent if percent else lambda value: f"{value:,.{decimals}f}"
+    # A diverged loss or a GPU's throughput has more digits than there is room for.
+    style = ".6g" if max(map(abs, ticks)) >= 1e6 else f",.{decimals}f"
+    write = formatting.percent if percent else lambda value: format(value, style)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     axes.set_xlabel("step", fontsize=11)
     # Above the y axis, where it is read first.

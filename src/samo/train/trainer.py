@@ -196,6 +196,8 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the end, or until a signal arrives."""
+        if self.learner.device.type == "cuda":  # not the peak of an earlier run in this process
+            torch.cuda.reset_peak_memory_stats(self.learner.device)
         with ExitStack() as files:
             if self.ranks.is_first:
                 self.open_files(files)

@@ -33,8 +33,10 @@ def three_digits(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Format a loss, such as ``2.274``."""
-    return NOTHING if value is None or not math.isfinite(value) else f"{value:,.3f}"
+    """Format a loss, such as ``2.274``, or ``5.11e+07`` of a diverged model."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.3g}"
 
 
 def perplexity(loss: float) -> str:
