@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, which is Accelerate's too, and Lightning against masked dense training."""
+"""Hugging Face Trainer, which is Accelerate's too, against masked dense training."""
 
 import copy
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import samo
-from tests.core.twins import batches, hugging_face, loss_of, mlp, twins, worst
+from tests.core.twins import hugging_face, twins
 
 STEPS = 20
 
@@ -57,30 +57,3 @@ def test_hugging_face_trainer_trains_as_masked_dense_and_resumes_exactly(tmp_pat
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     assert logged(again, "loss") == losses[0]  # of the first half, as saved
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_trains_as_masked_dense(tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return loss_of(self.net, batch)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=3e-3)
-
-    model, dense = twins(mlp())
-    for net in (model, dense):
-        trainer = lightning.Trainer(
-            max_steps=STEPS, accelerator="cpu", gradient_clip_val=0.05, accumulate_grad_batches=2,
-            logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
-        loader: Any = torch.utils.data.DataLoader(list(batches(STEPS)), batch_size=None)
-        trainer.fit(Module(net), loader)
-    assert worst(model, dense) < 1e-5

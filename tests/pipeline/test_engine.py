@@ -2,13 +2,14 @@
 
 import json
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from samo.pipeline.engine import Action, Engine, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Pass, Timeline
-from samo.planner.simulator import Schedule, simulate, uniform_delays
+from samo.planner.simulator import Schedule, simulate
 
 
 def durations(seed: int, jitter: float):
@@ -19,6 +20,20 @@ def durations(seed: int, jitter: float):
         return (1.0 if what == "forward" else 2.0) * draw.uniform(1 - jitter, 1 + jitter)
 
     return duration
+
+
+def uniform_delays(
+    seed: int, low: float, high: float, *, per_link: float = 0.0
+) -> Callable[[int, int], float]:
+    """Return delays drawn for each message, around a mean drawn for each link."""
+    draw = random.Random(seed)
+    offsets: dict[tuple[int, int], float] = {}
+
+    def delay(source: int, target: int) -> float:
+        offset = offsets.setdefault((source, target), draw.random() * per_link)
+        return offset + draw.uniform(low, high)
+
+    return delay
 
 
 def check_possible(timeline: Timeline, num_ranks: int) -> None:

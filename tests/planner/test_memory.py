@@ -30,7 +30,8 @@ def model_of(family: str) -> Any:
     torch.manual_seed(0)
     if family == "gpt":
         return GPT(CONFIG)
-    config = transformers.AutoConfig.for_model(family, **LLAMA, use_cache=False)
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
+    config = transformers.AutoConfig.for_model(family, **LLAMA, **more, use_cache=False)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -88,7 +89,7 @@ def assert_state(job: Job, layout: Layout, ledger: samo.Ledger) -> None:
     assert sum(predicted.values()) == pytest.approx(ledger.measured_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt", "llama", "qwen3", "mixtral"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("state", ["exact", "lean"])
 def test_state_and_peak_are_those_of_a_step(family, weights, state) -> None:
@@ -105,7 +106,9 @@ def test_state_and_peak_are_those_of_a_step(family, weights, state) -> None:
     with NewBytes() as meter:
         loss_of(model).backward()
         opt.step()
-    assert peak(job, layout).peak_bytes == pytest.approx(held + meter.peak_bytes, rel=0.05)
+    # Experts get as many tokens as the router sends them.
+    tolerance = 0.15 if family == "mixtral" else 0.05
+    assert peak(job, layout).peak_bytes == pytest.approx(held + meter.peak_bytes, rel=tolerance)
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

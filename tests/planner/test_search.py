@@ -127,4 +127,4 @@ def test_compressed_state_helps_most_where_links_are_slow() -> None:
         return dense.time.total / samo.time.total
 
     ethernet = replace(fast, inter=Link(bandwidth=1.25e9, latency_s=5e-5))
-    assert gain(ethernet) > 2 > gain(fast) > 1
+    assert gain(ethernet) > 2 > gain(fast) > 0.9  # dense FSDP2 need not expand weights

@@ -43,6 +43,7 @@ _ENDLESS: Final = 1e300
 
 def measure(path: Path, say: Callable[[str], object]) -> Hardware:
     """Time this machine and write the file; on many ranks the first one does."""
+    is_joined = dist.is_initialized()
     ranks = mesh().size() if "RANK" in os.environ else 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = describe(device)
@@ -79,7 +80,7 @@ def measure(path: Path, say: Callable[[str], object]) -> Hardware:
             + (f"all-reduce of {ranks} ranks: {size(link.bandwidth)}/s\n" if link else "")
             + f"plan with it: samo plan MODEL --gpu {path}\n"
         )
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_joined:
         dist.barrier()
         dist.destroy_process_group()
     return found

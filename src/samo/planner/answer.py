@@ -11,7 +11,7 @@ from samo.models.shapes import SHAPES
 from samo.planner.configs import read_config
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
 from samo.planner.memory import Job, Layout, Scheme, peak
-from samo.planner.network import Kind, Network, named, sparsities
+from samo.planner.network import Network, named, sparsities
 from samo.planner.search import Option, layouts, room, search
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ def plan(
         raise ConfigError(f"{error}; 0.9 prunes 90 %") from None
     network = _network(target)
     if masks is not None:
-        chosen = _sparsities_of(masks, network)
+        from samo.planner.modules import sparsities_of  # loads torch, as the masks did
+
+        chosen = sparsities_of(masks, network)
     cluster = Cluster(hardware=hardware, num_gpus=gpus)
     job = Job(
         network=network,
@@ -180,12 +182,6 @@ def _network(target: "str | Path | Network | nn.Module") -> Network:
         f"no shape and no folder '{target}'{nearest(str(target), SHAPES)}; name a Hugging Face "
         f"folder, its config.json, or one of {', '.join(SHAPES)}"
     )
-
-
-def _sparsities_of(masks: "Masks", network: Network) -> dict[Kind, float]:
-    from samo.planner.modules import sparsities_of
-
-    return sparsities_of(masks, network)
 
 
 def _best_of_each(found: list[Option], *, by_mesh: bool) -> list[Option]:

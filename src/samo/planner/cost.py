@@ -297,10 +297,13 @@ def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float
         return max(whole - slowest.backward, last)
     gather = all_gather_s(job.itemsize * values[0], cluster, layout.data)
     ends = all_gather_s(job.itemsize * first, cluster, layout.data)
-    ahead = max(gather - slowest.forward, ends) + max(gather - slowest.backward, 0.0)
-    # The last micro-batch reduces too, while it gathers for its backward pass.
-    last = max(whole / 2 + gather - slowest.backward, ends) - max(gather - slowest.backward, 0.0)
-    return layout.micro_batches(job) * ahead + last
+    ahead = max(gather - slowest.forward, ends)
+    without = max(gather - slowest.backward, 0.0)
+    # A micro-batch that reduces does so while it gathers for its backward pass.
+    reducing = max(whole / 2 + gather - slowest.backward, ends)
+    count = layout.micro_batches(job)
+    reductions = 1 if layout.scheme == "samo" else count  # FSDP2's default is every one
+    return count * ahead + (count - reductions) * without + reductions * reducing
 
 
 def optimizer_s(job: Job, layout: Layout, cluster: Cluster) -> float:

@@ -196,8 +196,8 @@ def _gathered(job: Job, layout: Layout, stage: Sequence[Layer]) -> float:
     sizes = [layer_values(layer, job.sparsity, layout.scheme) for layer in stage]
     blocks = [size for size, layer in zip(sizes, stage) if layer.attention_width]
     whole = sum(sizes) - sum(blocks)
-    if layout.micro_batches(job) > 1:  # gradients are reduced after the last one
-        whole += sum(sizes)
+    if layout.scheme == "samo" and layout.micro_batches(job) > 1:
+        whole += sum(sizes)  # `samo train` reduces gradients after the last one
     # Two blocks, one of them with its gradients.
     return job.itemsize * (whole + 3 * max(blocks, default=0.0))
 
@@ -214,7 +214,10 @@ def stage_state(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
             total[kind] += count * value
     if layout.scheme == "samo":
         pruned = [
-            (job.itemsize * matrix.inputs * matrix.outputs * matrix.stack, matrix.count)
+            (
+                job.itemsize * matrix.inputs * matrix.outputs * matrix.stack,
+                matrix.count // matrix.stack,
+            )
             for layer in stage
             for matrix in layer.matrices
             if dict(job.sparsity)[matrix.kind]

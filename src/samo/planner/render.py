@@ -68,6 +68,11 @@ def _lines(plan: "Plan") -> Iterator[str]:
     yield "predicted, GB (10^9 bytes) at the peak of a step; * does not fit. docs/plan.md: errors"
     fewest = [f"{NAMES[scheme].split(' (')[0]} {n or 'none'}" for scheme, n in plan.fewest.items()]
     yield f"fewest {hardware.name} it fits on, as a power of two: {'; '.join(fewest)}"
+    for scheme, other in plan.rivals.items():
+        if best is not None and other.fits:
+            ratio = best.time.total / other.time.total
+            memory = best.memory.needed_bytes / other.memory.needed_bytes
+            yield f"against {NAMES[scheme]}: {ratio:.2f} of its time, {memory:.2f} of its memory"
     if best is None:
         needed = plan.options[0].memory.needed_bytes
         yield (

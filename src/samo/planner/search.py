@@ -67,7 +67,7 @@ def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Lay
                 for state in states:
                     for weights in kinds:
                         yield replace(own, state=state, weights=weights)
-                if pipe == 1 and data > 1 and scheme in ("samo", "dense"):
+                if pipe == 1 and data > 1 and scheme in ("samo", "dense", "8-bit"):
                     yield replace(own, shard=True, weights=kinds[-1])
 
 

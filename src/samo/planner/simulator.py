@@ -19,7 +19,7 @@ from samo.planner.cost import link_s, optimizer_s, reduce_s, stage_times
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 
-__all__ = ["FixedOrder", "Schedule", "Simulated", "simulate", "simulate_step", "uniform_delays"]
+__all__ = ["FixedOrder", "Schedule", "Simulated", "simulate", "simulate_step"]
 
 Schedule = Literal["message-driven", "backward-first", "1f1b", "gpipe"]
 Duration = Callable[[int, Pass, int], float]
@@ -70,25 +70,6 @@ class FixedOrder(Engine):
             return Action("receive")
         self._place += 1
         return self._one.backward() if is_backward else self._one.forward()
-
-
-def uniform_delays(seed: int, low: float, high: float, *, per_link: float = 0.0) -> Delay:
-    """Return delays drawn for each message, around a mean drawn for each link.
-
-    Example:
-        >>> from samo.planner.simulator import uniform_delays
-        >>> delay = uniform_delays(0, 1.0, 2.0)
-        >>> 1.0 <= delay(0, 1) <= 2.0
-        True
-    """
-    draw = random.Random(seed)
-    offsets: dict[tuple[int, int], float] = {}
-
-    def delay(source: int, target: int) -> float:
-        offset = offsets.setdefault((source, target), draw.random() * per_link)
-        return offset + draw.uniform(low, high)
-
-    return delay
 
 
 def simulate(

@@ -114,16 +114,18 @@ def _bars(
 
 
 def _timeline(axes: Axes, line: Timeline) -> None:
-    """Draw the first micro-batches of the best layout, as the pipeline's engine orders them."""
-    origin = line.events[0].start
-    shown = [event for event in line.events if event.micro_batch < _MICRO_BATCHES]
-    for event in shown:
+    """Draw the start of a step of the best layout, as the pipeline's engine orders its passes."""
+    origin, count = line.events[0].start, min(_MICRO_BATCHES, line.num_micro_batches)
+    end = max(event.end for event in line.events if event.micro_batch < count)
+    for event in line.events:
+        if event.start >= end:
+            continue
         colour = LIGHT["run5" if event.what == "forward" else "run0"]
         span = [(event.start - origin, event.end - event.start)]
         axes.broken_barh(span, (event.stage - 0.4, 0.8), facecolor=colour)
     axes.set_ylim(line.num_stages - 0.5, -0.5)
     axes.set_title(
-        f"stages over seconds, simulated: first {min(_MICRO_BATCHES, line.num_micro_batches)} of "
-        f"{line.num_micro_batches} micro-batches; light: forward",
+        f"stages over seconds, simulated until {count} of {line.num_micro_batches} micro-batches "
+        "are done; light: forward",
         loc="left", x=-0.65, fontsize=12,
     )  # fmt: skip

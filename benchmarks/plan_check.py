@@ -1,0 +1,237 @@
+"""What `samo plan` predicts beside what was measured: committed H200 rows, and this machine now.
+
+    python -m benchmarks.plan_check h200
+    python -m benchmarks.plan_check here --ranks 1 2 4 --rounds 3
+
+`here` measures the machine and trains a GPT on gloo ranks in turns, so that a busy machine slows
+both; every round gives a ratio, and the median counts.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import samo
+from benchmarks import ranks
+from samo.bench.machine import measure
+from samo.models.gpt import GPT
+from samo.models.shapes import SHAPES, GPTConfig
+from samo.planner.cost import step_time
+from samo.planner.hardware import HARDWARE, Cluster, Hardware
+from samo.planner.memory import Job, Layout, peak
+from samo.planner.network import gpt, sparsities
+
+__all__ = ["main", "predict_row"]
+
+RESULTS: Final = Path(__file__).parent / "results"
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "dense": {"scheme": "dense"},
+    "autocast": {"scheme": "autocast"},
+    "flashoptim": {"scheme": "8-bit"},
+    "samo": {},
+    "lean": {"state": "lean"},
+    "streamed": {"weights": "streamed"},
+    "streamed-lean": {"weights": "streamed", "state": "lean"},
+}
+"""The contenders of `samo bench step` that the planner has a scheme for."""
+
+
+def h200_rows() -> list[dict[str, Any]]:
+    """Return the measured eager steps, of equal ones the fastest."""
+    fastest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("st*h200*/rows.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            about = row["parameters"]
+            is_eager = about.get("compile", "none") == "none"
+            if row["name"] in LAYOUTS and is_eager and row["median"] is not None:
+                # Where the host is the limit, the same step took up to 1.5 times as long.
+                bytes_per_param = round(row["figures"]["state_bytes_per_param"], 2)
+                key = (row["name"], about["shape"], about["batch_size"], bytes_per_param)
+                fastest[key] = min(fastest.get(key, row), row, key=lambda one: one["median"])
+    return list(fastest.values())
+
+
+def predict_row(row: dict[str, Any]) -> tuple[Job, Layout]:
+    """Return what was trained in a row, and how."""
+    about = row["parameters"]
+    shape = SHAPES[about["shape"]]
+    config = GPTConfig(
+        num_layers=shape.num_layers,
+        width=shape.width,
+        num_heads=shape.num_heads,
+        context=about["context"],
+        vocab_size=50_304,
+    )
+    job = Job(
+        network=gpt(config),
+        sparsity=tuple(sparsities(about["sparsity"]).items()),
+        batch=about["batch_size"],
+        context=about["context"],
+    )
+    layout = Layout(
+        micro_batch=job.batch, checkpointing=about["checkpointed"], **LAYOUTS[row["name"]]
+    )
+    return job, layout
+
+
+def has_streamed_copies(row: dict[str, Any]) -> bool:
+    """Return whether a row is of a tree that streamed the copies of unpruned parameters too."""
+    return row["name"] == "streamed" and row["figures"]["state_bytes_per_param"] < 2.8
+
+
+def h200() -> None:
+    """Print predicted and measured state, peak and time."""
+    print("| model, sequences | scheme | state, GB | peak, GB | error | step, ms | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for row in h200_rows():
+        job, layout = predict_row(row)
+        memory, figures = peak(job, layout), row["figures"]
+        copies = memory.state["dense"] if has_streamed_copies(row) else 0.0
+        pairs = [
+            ((memory.state_bytes - copies) / 1e9, figures["state_bytes"] / 1e9),
+            ((memory.peak_bytes - copies) / 1e9, figures["peak_bytes"] / 1e9),
+            (
+                step_time(job, layout, Cluster(hardware=HARDWARE["h200"])).total * 1e3,
+                row["median"],
+            ),
+        ]
+        shown = [f"{ours:.4g} / {theirs:.4g}" for ours, theirs in pairs]
+        errors = [f"{ours / theirs - 1:+.1%}" for ours, theirs in pairs]
+        about = row["parameters"]
+        name = f"{about['shape'].removeprefix('gpt3-')}, {job.batch} x {job.context:,}"
+        name += "" if about["checkpointed"] else ", not checkpointed"
+        cells = [name, row["name"], shown[0], shown[1], errors[1], shown[2], errors[2]]
+        print(f"| {' | '.join(cells)} |")
+
+
+# This machine
+
+CONFIG: Final = GPTConfig(num_layers=6, width=256, num_heads=8, context=128, vocab_size=512)
+BATCH: Final = 8
+
+
+def layouts_on(num_ranks: int) -> dict[str, Layout]:
+    """Return what is tried on so many ranks."""
+    if num_ranks == 1:
+        return {
+            "resident": Layout(micro_batch=BATCH),
+            "streamed": Layout(micro_batch=BATCH, weights="streamed"),
+            "resident, checkpointed": Layout(micro_batch=BATCH, checkpointing=True),
+        }
+    own = BATCH // num_ranks
+    found = {
+        "DDP": Layout(data=num_ranks, micro_batch=own),
+        "FSDP2": Layout(data=num_ranks, micro_batch=own, weights="streamed", shard=True),
+        "pipeline": Layout(pipe=num_ranks, micro_batch=1),
+    }
+    if num_ranks == 4:
+        found["2 stages x 2"] = Layout(pipe=2, data=2, micro_batch=1)
+    return found
+
+
+def work(rank: int, num_ranks: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return predicted and measured seconds of each layout, for each round."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    samo.mesh(device="cpu")
+    for _ in range(rounds):
+        hardware = measure(Path(f"/tmp/samo-plan-check-{num_ranks}.json"), lambda text: None)
+        for name, layout in layouts_on(num_ranks).items():
+            found.setdefault(name, []).append((predicted(hardware, layout), measured(layout)))
+    return found
+
+
+def predicted(hardware: Hardware, layout: Layout) -> float:
+    """Return the seconds of a step."""
+    job = Job(
+        network=gpt(CONFIG),
+        sparsity=tuple(sparsities(0.9).items()),
+        batch=BATCH,
+        context=CONFIG.context,
+        dtype="float32",
+    )
+    return step_time(job, layout, Cluster(hardware=hardware, num_gpus=layout.num_ranks)).total
+
+
+def measured(layout: Layout, steps: int = 5) -> float:
+    """Train for some steps and return the seconds of one, the median."""
+    torch.manual_seed(0)
+    config = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
+    model = GPT(GPTConfig(**config | {"is_checkpointed": layout.checkpointing}))
+    masks = samo.prune(model, 0.9)
+    tokens = torch.randint(CONFIG.vocab_size, (BATCH // layout.data, CONFIG.context))
+    if layout.pipe > 1:
+        pipeline = samo.Pipeline(
+            model,
+            lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
+            samo.mesh(pipe=layout.pipe, data=layout.data, device="cpu"),
+            layout.micro_batches(Job(network=gpt(CONFIG), sparsity=(), batch=BATCH, context=128)),
+        )
+        samo.compress_(pipeline.module, pipeline.masks(masks), weights=layout.weights)
+        opt = samo.AdamW(pipeline.module.parameters())
+        times = []
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            opt.zero_grad()
+            pipeline.step(tokens, target=tokens)
+            opt.step()
+            times.append(time.perf_counter() - began)
+        pipeline.close()
+        return statistics.median(times[1:])
+    samo.compress_(model, masks, weights=layout.weights)
+    whole: Any = model
+    if layout.shard:
+        for part in (*model.blocks, model):
+            fully_shard(part)
+    elif layout.data > 1:
+        whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    opt = samo.AdamW(model.parameters())
+    times = []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        opt.zero_grad()
+        whole(tokens, tokens).backward()
+        opt.step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def here(counts: list[int], rounds: int) -> None:
+    """Print predicted and measured seconds on this machine."""
+    print("| ranks | layout | predicted / measured, ms | error | errors of all rounds |")
+    print("| --- | --- | --- | --- | --- |")
+    errors = []
+    for count in counts:
+        for name, pairs in ranks.run(count, work, rounds).items():
+            own = [ours / theirs - 1 for ours, theirs in pairs]
+            ours, theirs = (statistics.median(side) * 1e3 for side in zip(*pairs))
+            error = statistics.median(own)
+            errors.append(abs(error))
+            every = ", ".join(f"{one:+.0%}" for one in sorted(own))
+            print(f"| {count} | {name} | {ours:.0f} / {theirs:.0f} | {error:+.0%} | {every} |")
+    print(f"\nmean of absolute errors: {statistics.mean(errors):.0%}")
+
+
+def main() -> None:
+    """Compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["h200", "here"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.what == "h200":
+        h200()
+    else:
+        here(options.ranks, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
