@@ -221,6 +221,9 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
         shown = "".join(capfd.readouterr())
         assert shown.count("Unrecognized options: --frobnicate") == (code == 2)
         assert shown.count("usage: samo train") == (code == 0)
+    for flags in (["-n", "2"], ["--max-restarts=2"]):
+        with pytest.raises(ConfigError, match=r"(-n|--max-restarts) goes before the word train"):
+            parse(["launch", "train", "a.txt", *flags])
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def parse(arguments: Sequence[str]) -> Command:
     if name == "launch" and "train" in arguments:  # flags after that word are not launch's own
         place = arguments.index("train")
         arguments, launched = arguments[: place + 1], tuple(arguments[place:])
-        for flag in {"-n", "--num-ranks", "--max-restarts", "--logs"} & {*launched}:
+        given = {word.partition("=")[0] for word in launched}
+        for flag in {"-n", "--num-ranks", "--max-restarts", "--logs"} & given:
             raise ConfigError(f"{flag} goes before the word train: samo launch {flag} ... train")
     kind: Any = Command
     prog, text, default = "samo", _ABOUT, tyro.MISSING_NONPROP
