@@ -1,4 +1,4 @@
-"""Pipelines whose ranks share one GPU: gloo, through pinned host memory."""
+"""Pipelines on one GPU: ranks over TCP and pinned memory, and two streams of one process."""
 
 import copy
 from typing import Any
@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import samo
 from tests.pipeline.cases import next_token_loss, optimizer, reference, tiny_gpt, tokens
+from tests.pipeline.local import train_two_stages
 from tests.ranks import run_ranks
 
 
@@ -105,3 +106,40 @@ def test_replicated_stages_in_float16_skip_the_steps_of_one_process() -> None:
             # Sums in float16, in any order: 1 part in 2,048 for each of some.
             assert (change - wanted[name]).abs().max() <= 0.01 * wanted[name].abs().max(), name
     assert seen == wanted.keys()
+
+
+class Wide(torch.nn.Module):
+    """Takes a while on a GPU, and returns a non-contiguous tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(width, width)
+        self.second = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).t().contiguous().t()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 2048])
+def test_two_streams_of_one_process_equal_one(width: int) -> None:
+    """The transport for NCCL, with copies in its place: a packet that is too early is not right."""
+    torch.manual_seed(0)
+    stages: list[torch.nn.Module] = [Wide(width).cuda(), Wide(width).cuda()]
+    whole = copy.deepcopy(stages)
+    inputs = [(torch.randn(width, width, device="cuda"),) for _ in range(6)]
+
+    def loss(number: int, output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean() * (number + 1)
+
+    results = train_two_stages(stages, inputs, loss, torch.cuda)
+    for _ in range(3):
+        losses = []
+        for number, (x,) in enumerate(inputs):
+            losses.append(loss(number, whole[1](whole[0](x))))
+            losses[-1].backward()
+    for found in results:
+        torch.testing.assert_close(found[-1], sum(losses[1:], losses[0]).detach())
+    for mine, theirs in zip(stages, whole):
+        for param, wanted in zip(mine.parameters(), theirs.parameters()):
+            torch.testing.assert_close(param.grad, wanted.grad)

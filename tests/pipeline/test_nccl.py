@@ -1,5 +1,6 @@
 """The transport for NCCL on a model of it, whose deadlocks and races that of 0.1 runs into."""
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -7,11 +8,15 @@ import pytest
 import torch
 from benchmarks.pipeline.nccl_0_1 import NcclTransport01
 from benchmarks.pipeline.nccl_model import Case, NcclOnTheModel, try_timing
+from torch import nn
 
+import samo
+from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport import nccl
 from samo.pipeline.transport.base import neighbours_of
 from samo.pipeline.transport.streams import Channel
 from samo.pipeline.transport.wire import Packet
+from tests.pipeline.local import Host, train_two_stages, transports
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
@@ -60,3 +65,52 @@ def test_communicators_are_created_in_three_rounds_at_most(num_places: int, is_r
     for a, b in links:
         time[a] = time[b] = max(time[a], time[b]) + 1
     assert max(time.values()) <= (6 if is_ring and num_places > 2 else 4)
+
+
+class Turned(nn.Module):
+    """Returns a non-contiguous tensor, whole numbers and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        index = more[0] if more else torch.arange(4, device=x.device)
+        return (self.linear(x).tanh().t(), index + 1, x.new_empty(0, 3))
+
+
+def weighted_sum(number: int, output: Any) -> torch.Tensor:
+    found: torch.Tensor = (output[0] * output[1] * (number + 1)).sum()
+    return found
+
+
+def test_tensors_and_headers_on_their_own_ways_give_the_gradients_of_one_process() -> None:
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [Turned(), Turned()]
+    whole = copy.deepcopy(stages)
+    inputs = [(torch.randn(4, 4, dtype=torch.float64),) for _ in range(5)]
+    results = train_two_stages(stages, inputs, weighted_sum, Host())
+    for _ in range(3):
+        losses = []
+        for number, piece in enumerate(inputs):
+            losses.append(weighted_sum(number, whole[1](*whole[0](*piece))))
+            losses[-1].backward()
+    for found in results:
+        torch.testing.assert_close(found[-1], sum(losses[1:], losses[0]).detach())
+    for mine, theirs in zip(stages, whole):
+        for param, wanted in zip(mine.parameters(), theirs.parameters()):
+            torch.testing.assert_close(param.grad, wanted.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("leaves", "text"), [(True, "is gone"), (False, "has been silent for")])
+def test_a_neighbour_whose_data_does_not_follow_its_header_is_named(leaves, text) -> None:
+    first, second = transports(torch.device("cpu"), Host())
+    first._links[1].send(Packet("activation", 0, 0, 1, (torch.ones(2),), (False,)))
+    if leaves:
+        first.close()
+    runner = Runner([nn.Identity()], second, in_flight=[1], timeout_s=0.3)
+    with pytest.raises(samo.PeerError, match=rf"rank 0 \(stage 0 of 2\) {text}") as caught:
+        runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
+    assert caught.value.rank == 0
+    for end in (first, second):
+        end.close()
