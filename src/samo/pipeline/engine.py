@@ -114,6 +114,11 @@ class Engine:
         self._last_first: Final = list(reversed(self.stages.values()))
         self._was_backward = False
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether the next action is to send what the last pass has computed."""
+        return any(stage.sends for stage in self._last_first)
+
     def senders(self) -> set[int]:
         """Return the stages that have more to send to those of this rank."""
         own = self.stages.values()

@@ -165,7 +165,8 @@ class Runner:
         inbox.extendleft(reversed(self._early))
         self._early.clear()
         while True:
-            self.transport.poll()
+            if not engine.is_sending:
+                self.transport.poll()
             while inbox:  # decide by everything that has come
                 self._take(inbox.popleft(), engine, held, batch)
             action = engine.next()

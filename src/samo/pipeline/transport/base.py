@@ -55,12 +55,11 @@ class Transport:
     def receive(self, timeout_s: float) -> Arrival | None:
         """Return the first arrival from any neighbour, or None after ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
-        self.poll()
         while not self.inbox:
             left = deadline - time.monotonic()
-            if left <= 0:
+            self.poll(max(left, 0.0))
+            if left <= 0 and not self.inbox:
                 return None
-            self.poll(left)
         return self.inbox.popleft()
 
     def flush(self, timeout_s: float, stages: Iterable[int]) -> int | None:
