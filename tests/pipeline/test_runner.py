@@ -6,6 +6,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,16 +216,29 @@ def test_data_of_the_next_batch_waits_for_it() -> None:
 
 
 class Late:
-    """A collective that another rank does not join."""
+    """A collective that another rank does not join, or not in the first few waits."""
 
-    is_done = False
+    def __init__(self, waits: int, error: str = "") -> None:
+        self.waits, self.error = waits, error
 
     def is_completed(self) -> bool:
-        return self.is_done
+        return self.waits <= 0
 
-    def wait(self, timeout: Any) -> None:
-        time.sleep(0.01)
-        raise RuntimeError("Connection closed by peer" if self.is_done else "Operation timed out!")
+    def wait(self, timeout: Any = None) -> None:
+        self.waits -= 1
+        if self.error and self.waits < 0:
+            raise RuntimeError(self.error)
+        if self.waits >= 0:  # it is done just after the time was over
+            time.sleep(0.01)
+            raise RuntimeError("Operation timed out!")
+
+
+def test_a_collective_that_ends_when_the_time_of_a_wait_is_over_has_ended() -> None:
+    runner = Runner([nn.Identity()], network(2)[1], in_flight=[1], timeout_s=5)
+    for waits in range(4):
+        runner.run_collective(partial(runner.wait, Late(waits)))
+    with pytest.raises(samo.PeerError, match=r"did not join a collective \(Closed\)"):
+        runner.run_collective(lambda: runner.wait(Late(2, "Closed")))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +257,7 @@ def test_a_rank_that_waits_for_a_collective_hears_of_failures(arrivals: Any, tex
     transport.inbox.append(Arrival(0, ONE))  # of the next batch
     runner = Runner([nn.Identity()], transport, in_flight=[1], timeout_s=0.1)
     with pytest.raises(samo.PeerError, match=text):
-        runner.run_collective(lambda: runner.wait(Late()))
+        runner.run_collective(lambda: runner.wait(Late(999)))
     assert [arrival.packet for arrival in transport.inbox] in ([ONE], [])
 
 

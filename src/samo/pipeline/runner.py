@@ -121,8 +121,11 @@ class Runner:
                 work.wait(datetime.timedelta(seconds=0.1))
                 return
             except RuntimeError:
+                if work.is_completed():  # since, or with an error
+                    work.wait()
+                    return
                 waited = time.monotonic() - begin
-                if work.is_completed() or waited > self.timeout_s:
+                if waited > self.timeout_s:
                     raise
             self._hear_reports()  # nothing but those 0.1 s were over
             if self._broken and waited > _ABORT_S:
