@@ -1,16 +1,15 @@
 """What `samo plan` predicts beside what was measured: committed H200 rows, and this machine now.
 
     python -m benchmarks.plan_check h200
-    python -m benchmarks.plan_check here --ranks 1 2 4 --rounds 3
+    python -m benchmarks.plan_check here --ranks 1 2 4 --rounds 15
 
-`here` measures the machine and trains a GPT on gloo ranks in turns, so that a busy machine slows
-both; every round gives a ratio, and the median counts.
+`here` times the machine and trains a GPT on gloo ranks in turns, so that other work slows both.
 """
 
 import argparse
 import json
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samo
 from benchmarks import ranks
-from samo.bench.machine import measure
+from samo.bench.machine import Machine
+from samo.bench.timing import in_turns
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig
 from samo.planner.cost import step_time
@@ -138,15 +138,21 @@ def layouts_on(num_ranks: int) -> dict[str, Layout]:
     return found
 
 
-def work(rank: int, num_ranks: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return predicted and measured seconds of each layout, for each round."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    samo.mesh(device="cpu")
-    for _ in range(rounds):
-        hardware = measure(Path(f"/tmp/samo-plan-check-{num_ranks}.json"), lambda text: None)
-        for name, layout in layouts_on(num_ranks).items():
-            found.setdefault(name, []).append((predicted(hardware, layout), measured(layout)))
-    return found
+def work(rank: int, num_ranks: int, rounds: int) -> dict[str, list[float]]:
+    """Return predicted and measured seconds of each layout."""
+    if num_ranks > 1:
+        samo.mesh(device="cpu")
+    machine = Machine(num_ranks)
+    layouts = layouts_on(num_ranks)
+    steps = {name: step_of(layout) for name, layout in layouts.items()}
+    times = in_turns({**machine.calls, **steps}, rounds=rounds)
+    hardware = machine.hardware("here", times)
+    for close in CLOSE:
+        close()
+    return {
+        name: [predicted(hardware, layout), statistics.median(times[name]) / 1e3]
+        for name, layout in layouts.items()
+    }
 
 
 def predicted(hardware: Hardware, layout: Layout) -> float:
@@ -161,8 +167,11 @@ def predicted(hardware: Hardware, layout: Layout) -> float:
     return step_time(job, layout, Cluster(hardware=hardware, num_gpus=layout.num_ranks)).total
 
 
-def measured(layout: Layout, steps: int = 5) -> float:
-    """Train for some steps and return the seconds of one, the median."""
+CLOSE: Final[list[Callable[[], object]]] = []
+
+
+def step_of(layout: Layout) -> Callable[[], object]:
+    """Return a function that trains for one step."""
     torch.manual_seed(0)
     config = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
     model = GPT(GPTConfig(**config | {"is_checkpointed": layout.checkpointing}))
@@ -173,19 +182,18 @@ def measured(layout: Layout, steps: int = 5) -> float:
             model,
             lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
             samo.mesh(pipe=layout.pipe, data=layout.data, device="cpu"),
-            layout.micro_batches(Job(network=gpt(CONFIG), sparsity=(), batch=BATCH, context=128)),
+            BATCH // (layout.data * layout.micro_batch),
         )
+        CLOSE.append(pipeline.close)
         samo.compress_(pipeline.module, pipeline.masks(masks), weights=layout.weights)
         opt = samo.AdamW(pipeline.module.parameters())
-        times = []
-        for _ in range(steps + 1):
-            began = time.perf_counter()
+
+        def step() -> None:
             opt.zero_grad()
             pipeline.step(tokens, target=tokens)
             opt.step()
-            times.append(time.perf_counter() - began)
-        pipeline.close()
-        return statistics.median(times[1:])
+
+        return step
     samo.compress_(model, masks, weights=layout.weights)
     whole: Any = model
     if layout.shard:
@@ -193,30 +201,27 @@ def measured(layout: Layout, steps: int = 5) -> float:
             fully_shard(part)
     elif layout.data > 1:
         whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    opt = samo.AdamW(model.parameters())
-    times = []
-    for _ in range(steps + 1):
-        began = time.perf_counter()
-        opt.zero_grad()
+    adamw = samo.AdamW(model.parameters())
+
+    def plain_step() -> None:
+        adamw.zero_grad()
         whole(tokens, tokens).backward()
-        opt.step()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        adamw.step()
+
+    return plain_step
 
 
 def here(counts: list[int], rounds: int) -> None:
     """Print predicted and measured seconds on this machine."""
-    print("| ranks | layout | predicted / measured, ms | error | errors of all rounds |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| ranks | layout | predicted / measured, ms | error |")
+    print("| --- | --- | --- | --- |")
     errors = []
     for count in counts:
-        for name, pairs in ranks.run(count, work, rounds).items():
-            own = [ours / theirs - 1 for ours, theirs in pairs]
-            ours, theirs = (statistics.median(side) * 1e3 for side in zip(*pairs))
-            error = statistics.median(own)
+        for name, (ours, theirs) in ranks.run(count, work, rounds).items():
+            error = ours / theirs - 1
             errors.append(abs(error))
-            every = ", ".join(f"{one:+.0%}" for one in sorted(own))
-            print(f"| {count} | {name} | {ours:.0f} / {theirs:.0f} | {error:+.0%} | {every} |")
+            shown = f"{ours * 1e3:.0f} / {theirs * 1e3:.0f}"
+            print(f"| {count} | {name} | {shown} | {error:+.0%} |", flush=True)
     print(f"\nmean of absolute errors: {statistics.mean(errors):.0%}")
 
 
@@ -225,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["h200", "here"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     if options.what == "h200":
         h200()

@@ -64,7 +64,7 @@ class Prune(MaskConfig):
 class Plan:
     """Will it fit, with what, how fast: predict memory and time, and choose a layout."""
 
-    target: Positional[Annotated[str, arg(help_behavior_hint="")]] = ""
+    target: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")] = ""
     """A Hugging Face folder or config.json, or a shape such as gpt3-13b. Without it, --num-layers,
     --width and --vocab-size describe a GPT."""
     sparsity: float = 0.9

@@ -289,18 +289,23 @@ def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float
     groups = max(cluster.gpus_per_node // min(layout.data, cluster.gpus_per_node), 1)
     groups = min(groups, layout.pipe)
     whole = all_reduce_s(size * max(values), cluster, layout.data, groups)
-    if layout.pipe > 1:
-        return whole
+    latency = all_gather_s(1, cluster, layout.data)
+    if layout.pipe > 1:  # one all-reduce for each parameter
+        tensors = max(sum(len(one.matrices) + len(one.vectors) for one in part) for part in cut)
+        return whole + 2 * (tensors - 1) * latency
     first = layer_values(job.network.layers[0], job.sparsity, layout.scheme)
+    hidden = cluster.hardware.overlap
     if not layout.shard:
         last = all_reduce_s(size * first, cluster, layout.data)
-        return max(whole - slowest.backward, last)
-    gather = all_gather_s(job.itemsize * values[0], cluster, layout.data)
+        return max(whole - hidden * slowest.backward, last)
+    # One collective for each layer.
+    more = (len(job.network.layers) - 1) * latency
+    gather = all_gather_s(job.itemsize * values[0], cluster, layout.data) + more
     ends = all_gather_s(job.itemsize * first, cluster, layout.data)
-    ahead = max(gather - slowest.forward, ends)
-    without = max(gather - slowest.backward, 0.0)
+    ahead = max(gather - hidden * slowest.forward, ends)
+    without = max(gather - hidden * slowest.backward, 0.0)
     # A micro-batch that reduces does so while it gathers for its backward pass.
-    reducing = max(whole / 2 + gather - slowest.backward, ends)
+    reducing = max(whole / 2 + more + gather - hidden * slowest.backward, ends)
     count = layout.micro_batches(job)
     reductions = 1 if layout.scheme == "samo" else count  # FSDP2's default is every one
     return count * ahead + (count - reductions) * without + reductions * reducing

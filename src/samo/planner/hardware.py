@@ -45,6 +45,7 @@ class Hardware:
     flops_fraction: float = 0.8
     bandwidth_fraction: float = 0.85
     link_fraction: float = 0.8
+    overlap: float = 1.0  # of computing, that can hide communication: 0 if both need the CPU
     launch_s: float = 1e-5  # host time of an operator: a step is never faster than its host
     reserved_bytes: float = 0.8e9  # CUDA context, cuBLAS workspace, NCCL buffers
     expand: float = 1.15
