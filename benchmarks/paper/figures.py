@@ -222,7 +222,8 @@ def kernels() -> Canvas:
             for row in results("sparse-vs-dense-h200-2026-11-15")
             if (row["name"], row["parameters"]["tokens"]) == (key, 576)
         ]
-        line(axes, *zip(*found), "s-", colour, f"{name}, H200, bf16 (measured)")
+        sizes, ratios = zip(*found)
+        line(axes, sizes, ratios, "s-", colour, f"{name}, H200, bf16 (measured)")
     axes.axhline(1, color=LIGHT["muted"], linewidth=0.9)
     logarithmic(axes, "x", [2**k for k in range(7, 14)], "size of the weight")
     logarithmic(axes, "y", [0.5, 1, 2, 5, 10, 20, 50, 100])

@@ -14,9 +14,9 @@ __all__ = ["TABLES", "compare"]
 _OWN: Final = ("resident", "streamed", "streamed, lean")
 
 
-def compare(fit: Fit, only: str = "") -> list[dict[str, float | str]]:
+def compare(fit: Fit, only: str = "") -> list[dict[str, Any]]:
     """Return the 16 rows: published and modelled seconds, dense and AxoNN+SAMO, errors in per cent."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dense, pruned in zip(read("dense"), read("pruned"), strict=True):
         model, gpus = str(dense["model"]), int(dense["gpus"])
         if only in ("", model):
