@@ -66,7 +66,7 @@ def test_a_run_leaves_a_record_metrics_and_checkpoints(
     assert (result.ledger is not None) == (mode == "samo")
     assert recorded(run).run.compile is False
     if mode == "samo":
-        others = {"resume", "observe", "remap", "traffic"}
+        others = {"resume", "observe", "remap", "traffic", "timeline"}
         expected = {kind for kind, name in events.NAMES.items() if name not in others}
         assert {type(event) for event in watcher.seen} == expected | {events.Ticked}
 
