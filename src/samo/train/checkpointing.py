@@ -46,7 +46,9 @@ class Progress:
     skipped_steps: int = 0
 
 
-def load_run(path: Path, learner: Learner, masking: Masking, progress: Progress) -> None:
+def load_run(
+    path: Path, learner: Learner, masking: Masking, batches: Batches, progress: Progress
+) -> None:
     """Restore what a `Saver` wrote into new objects; ``progress`` comes from `check_run`."""
     if progress.phase == "samo":
         masks = learner.ranks.run_all("the checkpoint", lambda: load_masks(path))
@@ -59,6 +61,7 @@ def load_run(path: Path, learner: Learner, masking: Masking, progress: Progress)
         mesh=learner.ranks.mesh,
         timeout_s=learner.ranks.timeout_s,
     )
+    batches.position = progress.position
     learner.skipped_before += progress.skipped_steps - learner.skipped_steps
     try:
         masking.load_state_dict(extra)

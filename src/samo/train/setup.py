@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samo.checkpoint.load import load
-from samo.data.batches import validation_batches
+from samo.data.batches import Batches, validation_batches
 from samo.data.tokenizers import Tokenizer, open_tokenizer
 from samo.data.tokens import Tokens, open_tokens
 from samo.errors import ConfigError, DataError, RunError
@@ -123,6 +123,17 @@ def new_learner(
         whole = model if stages is None else stages.pipeline
         load(config.model.init, whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
     return Learner(model, config, ranks=ranks, stages=stages)
+
+
+def new_batches(config: ResolvedConfig, text: Text, ranks: RankGroup) -> Batches:
+    """Return the batches of this rank, from the beginning of the text."""
+    return Batches(
+        text.train,
+        context=config.model.context,
+        batch_size=config.run.batch_size,
+        seed=config.run.seed,
+        part=ranks.part,
+    )
 
 
 def run_record(config: ResolvedConfig, out: Path, text: Text, learner: Learner) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def train(
         stack.callback(folder.close)
         record = setup.run_record(resolved, out, text, learner)
         ranks.run_on_rank0("run.json", lambda: folder.write_run(record))
-        parts = (resolved, folder, text, learner, masking, Progress())
+        batches = setup.new_batches(resolved, text, ranks)
+        parts = (resolved, folder, text, learner, masking, batches, Progress())
         return Trainer(*parts, list(listeners)).run()
 
 
@@ -144,9 +145,9 @@ def resume(
                 "asked for; leave --steps out, or raise it"
             )
         learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
-        masking = Masking(resolved, learner)
+        masking, batches = Masking(resolved, learner), setup.new_batches(resolved, text, ranks)
         if has_checkpoint:
-            load_run(checkpoint, learner, masking, progress)
+            load_run(checkpoint, learner, masking, batches, progress)
         if run.eval_batches != recorded.run.eval_batches:
             progress.best_loss = None  # losses on other batches cannot be compared
         before = (recorded.run.weights, recorded.mesh.shard)
@@ -160,7 +161,7 @@ def resume(
             folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
-        parts = (resolved, folder, text, learner, masking, progress)
+        parts = (resolved, folder, text, learner, masking, batches, progress)
         return Trainer(*parts, list(listeners)).run()
 
 
@@ -173,6 +174,7 @@ class Trainer:
     text: Text
     learner: Learner
     masking: Masking
+    batches: Batches
     progress: Progress
     listeners: list[Listener]
     metrics: MetricsFile | None = field(default=None, init=False)  # on rank 0
@@ -183,14 +185,6 @@ class Trainer:
         progress = self.progress
         self.ranks = self.learner.ranks
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
-        self.batches = Batches(
-            self.text.train,
-            context=self.config.model.context,
-            batch_size=self.config.run.batch_size,
-            seed=self.config.run.seed,
-            part=self.ranks.part,
-        )
-        self.batches.position = progress.position
         parts = (self.config, self.text, self.learner, self.masking, self.batches)
         self.saver = Saver(self.folder, *parts, progress)
 
