@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samo.mask import bitmap
-from samo.pruning.densities import Pattern
+from samo.pruning.pattern import Pattern
 from samo.pruning.topk import Entries
 
 __all__ = []

@@ -1,25 +1,20 @@
-"""`prune`: choose the weights to keep, by magnitude or at random, per tensor or over all.
+"""`prune`: choose the weights to keep, by magnitude or at random, in each group of tensors."""
 
-`decide` groups the tensors that are compared with one another; each group is pruned on its own.
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from torch import Tensor, nn
 
 from samo.errors import MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
-from samo.mask.prunable import dense_parameters, is_empty, layout_of, matching, prunable
-from samo.pruning.densities import Pattern, erk_counts, parse_pattern, pattern_sparsity
+from samo.mask.prunable import dense_parameters
 from samo.pruning.nm import keep_pattern
+from samo.pruning.scope import Group, Scope, check_choice, decide
 from samo.pruning.topk import Entries, Method, compare_dtype, keep_largest
 from samo.utils.validation import check_model, whole_number
 
 __all__ = ["prune"]
-
-Scope = Literal["tensor", "global", "erk"]
 
 
 def prune(
@@ -76,127 +71,6 @@ def prune(
     return Masks({name: masks[name] for name in parameters if name in masks})
 
 
-class Group(NamedTuple):
-    """Tensors that are compared with one another, and how many weights they keep together."""
-
-    names: tuple[str, ...]
-    kept: int
-    sparsity: float
-    pattern: Pattern | None = None
-    input_dim: int = 0  # where the neighbours of the pattern are
-
-
-def decide(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    sparsity: float | None,
-    scope: Scope,
-    pattern: str | None,
-    skip: Iterable[str],
-    rules: Mapping[str, float] | None,
-) -> list[Group]:
-    """Decide what `prune` compares and how many weights it keeps, without reading values."""
-    check_choice("scope", scope, get_args(Scope))
-    neighbours = None if pattern is None else parse_pattern(pattern)
-    if neighbours is not None:
-        if scope != "tensor":
-            raise ValueError(
-                f"pattern '{pattern}' gives every tensor the same sparsity, which contradicts "
-                f"scope='{scope}'; omit one of them"
-            )
-        sparsity = pattern_sparsity(neighbours, sparsity)
-    sparsity = _check_sparsity("sparsity", sparsity)
-    rules = rules or {}
-    for name, value in rules.items():
-        _check_sparsity(f"rules['{name}']", value)
-    wanted = _choose(model, parameters, skip, rules)
-    ruled = [_group(parameters, [name], p) for name, p in wanted.items() if p is not None]
-    others = [name for name, value in wanted.items() if value is None]
-    if sparsity == 0 or not others:
-        groups = []
-    elif neighbours is not None:
-        groups = [_pattern_group(model, name, parameters[name], neighbours) for name in others]
-    elif scope == "erk":
-        groups = _erk_groups(model, parameters, others, sparsity)
-    else:
-        together = [others] if scope == "global" else [[name] for name in others]
-        groups = [_group(parameters, names, sparsity) for names in together]
-    return [group for group in [*groups, *ruled] if group.sparsity > 0]
-
-
-def check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{argument} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _choose(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    skip: Iterable[str],
-    rules: Mapping[str, float],
-) -> dict[str, float | None]:
-    """Return the weights to prune, in the order of the model, with the sparsity of their rule."""
-    candidates = prunable(model)
-    # A tied weight has several names: a pattern may match any of them, one of them gets the mask.
-    names: dict[int, str] = {}
-    for name in [*candidates, *parameters]:
-        names.setdefault(id(parameters[name]), name)
-
-    def match(patterns: Iterable[str], argument: str) -> set[str]:
-        return {names[id(parameters[name])] for name in matching(patterns, parameters, argument)}
-
-    skipped = match(skip, "skip")
-    default = set(candidates) - skipped
-    wanted: dict[str, float | None] = dict.fromkeys(default)
-    for pattern, value in rules.items():
-        hits = match([pattern], "rules") - skipped
-        # 'layers.0.*' means the matrices of layer 0, not its norms and biases as well.
-        wanted.update(dict.fromkeys(hits & default or hits, value))
-    wanted = {name: value for name, value in wanted.items() if not is_empty(parameters[name])}
-    if not wanted:
-        raise ValueError(
-            f"none of the {len(parameters):,} parameters of the model would be pruned; "
-            "samo.prunable(model) lists the default, rules={'name': sparsity} adds to it"
-        )
-    return {name: wanted[name] for name in parameters if name in wanted}
-
-
-def _group(parameters: Mapping[str, Tensor], names: Sequence[str], sparsity: float) -> Group:
-    numel = sum(parameters[name].numel() for name in names)
-    return Group(tuple(names), numel - round(numel * sparsity), sparsity)
-
-
-def _erk_groups(
-    model: nn.Module, parameters: Mapping[str, Tensor], names: Sequence[str], sparsity: float
-) -> list[Group]:
-    matrices: list[tuple[int, Sequence[int]]] = []
-    for name in names:
-        shape = tuple(parameters[name].shape)
-        is_stack = layout_of(model, name, len(shape)).is_stack
-        matrices.append((shape[0], shape[1:]) if is_stack else (1, shape))
-    counts = erk_counts(matrices, _group(parameters, names, sparsity).kept)
-    return [Group((name,), kept, sparsity) for name, kept in zip(names, counts)]
-
-
-def _pattern_group(model: nn.Module, name: str, parameter: Tensor, pattern: Pattern) -> Group:
-    shape = tuple(parameter.shape)
-    input_dim = layout_of(model, name, len(shape)).input_dim
-    if input_dim is None:
-        raise ValueError(
-            f"'{name}' of shape {shape} does not say which dimension is its inputs; set "
-            "`is_transposed` of its module (True: (experts, in, out), False: (experts, out, in))"
-        )
-    if shape[input_dim] % pattern.group:
-        raise ValueError(
-            f"'{name}' of shape {shape} has {shape[input_dim]:,} inputs, not a multiple of "
-            f"{pattern.group}; prune it without the pattern by rules={{'{name}': 0.5}} or not with "
-            f"skip=['{name}']"
-        )
-    kept = parameter.numel() // pattern.group * pattern.kept
-    return Group((name,), kept, pattern.sparsity, pattern, input_dim)
-
-
 def _masks(
     parameters: Mapping[str, Tensor], group: Group, method: Method, seed: int
 ) -> dict[str, Mask]:
@@ -233,9 +107,3 @@ def _check_values(entries: Entries) -> None:
             f"{bad:,} of the {dense.numel():,} weights of '{name}' are NaN or infinite; repair the "
             f"checkpoint, use method='random' or leave it out with skip=['{name}']"
         )
-
-
-def _check_sparsity(argument: str, value: float | None) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError(f"{argument} must be at least 0 and less than 1, got {value!r}")
-    return value

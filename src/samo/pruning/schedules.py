@@ -19,7 +19,7 @@ from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import matrices
 from samo.pruning.growth import Growth, grow_random, prune_to
-from samo.pruning.prune import check_choice
+from samo.pruning.scope import check_choice
 from samo.utils.validation import check_model, finite_number, optimizers_of, whole_number
 
 __all__ = ["DynamicSparse", "GradualPruning"]

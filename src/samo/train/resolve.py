@@ -16,7 +16,7 @@ from typing import Any, Final, get_args, get_type_hints
 
 from samo.errors import ConfigError
 from samo.models.shapes import SHAPES, GPTConfig
-from samo.pruning.densities import parse_pattern, pattern_sparsity
+from samo.pruning.pattern import parse_pattern, pattern_sparsity
 from samo.train.config import (
     Auto,
     DataConfig,

@@ -1,4 +1,4 @@
-"""Density rules against plain retellings: ERK as in RigL's loop, n:m group by group."""
+"""Scopes and patterns against plain retellings: ERK as in RigL's loop, n:m group by group."""
 
 import math
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from samo.mask import bitmap
 from samo.pruning import nm
-from samo.pruning.densities import Pattern, erk_counts, parse_pattern
+from samo.pruning.pattern import Pattern, parse_pattern
 from samo.pruning.prune import prune
+from samo.pruning.scope import erk_counts
 from samo.pruning.topk import Entries
 from tests.pruning.test_prune import model_of, models, reference_hashes
 

@@ -1,0 +1,176 @@
+"""Which tensors `prune` compares with one another, and how many weights they keep together.
+
+    tensor    each tensor keeps the same fraction
+    global    all tensors are compared, so those with small weights lose more
+    erk       small tensors keep more: density proportional to (sum of sizes) / (product of sizes)
+
+ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020), clipped to 1; the excess is spread.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor, nn
+
+from samo.mask.prunable import is_empty, layout_of, matching, prunable
+from samo.pruning.pattern import Pattern, parse_pattern, pattern_sparsity
+
+__all__ = []
+
+Scope = Literal["tensor", "global", "erk"]
+
+
+class Group(NamedTuple):
+    """Tensors that are compared with one another, and how many weights they keep together."""
+
+    names: tuple[str, ...]
+    kept: int
+    sparsity: float
+    pattern: Pattern | None = None
+    input_dim: int = 0  # where the neighbours of the pattern are
+
+
+def decide(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    sparsity: float | None,
+    scope: Scope,
+    pattern: str | None,
+    skip: Iterable[str],
+    rules: Mapping[str, float] | None,
+) -> list[Group]:
+    """Decide what `prune` compares and how many weights it keeps, without reading values."""
+    check_choice("scope", scope, get_args(Scope))
+    neighbours = None if pattern is None else parse_pattern(pattern)
+    if neighbours is not None:
+        if scope != "tensor":
+            raise ValueError(
+                f"pattern '{pattern}' gives every tensor the same sparsity, which contradicts "
+                f"scope='{scope}'; omit one of them"
+            )
+        sparsity = pattern_sparsity(neighbours, sparsity)
+    sparsity = _check_sparsity("sparsity", sparsity)
+    rules = rules or {}
+    for name, value in rules.items():
+        _check_sparsity(f"rules['{name}']", value)
+    wanted = _choose(model, parameters, skip, rules)
+    ruled = [_group(parameters, [name], p) for name, p in wanted.items() if p is not None]
+    others = [name for name, value in wanted.items() if value is None]
+    if sparsity == 0 or not others:
+        groups = []
+    elif neighbours is not None:
+        groups = [_pattern_group(model, name, parameters[name], neighbours) for name in others]
+    elif scope == "erk":
+        groups = _erk_groups(model, parameters, others, sparsity)
+    else:
+        together = [others] if scope == "global" else [[name] for name in others]
+        groups = [_group(parameters, names, sparsity) for names in together]
+    return [group for group in [*groups, *ruled] if group.sparsity > 0]
+
+
+def check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise a ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{argument} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _choose(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    skip: Iterable[str],
+    rules: Mapping[str, float],
+) -> dict[str, float | None]:
+    """Return the weights to prune, in the order of the model, with the sparsity of their rule."""
+    candidates = prunable(model)
+    # A tied weight has several names: a pattern may match any of them, one of them gets the mask.
+    names: dict[int, str] = {}
+    for name in [*candidates, *parameters]:
+        names.setdefault(id(parameters[name]), name)
+
+    def match(patterns: Iterable[str], argument: str) -> set[str]:
+        return {names[id(parameters[name])] for name in matching(patterns, parameters, argument)}
+
+    skipped = match(skip, "skip")
+    default = set(candidates) - skipped
+    wanted: dict[str, float | None] = dict.fromkeys(default)
+    for pattern, value in rules.items():
+        hits = match([pattern], "rules") - skipped
+        # 'layers.0.*' means the matrices of layer 0, not its norms and biases as well.
+        wanted.update(dict.fromkeys(hits & default or hits, value))
+    wanted = {name: value for name, value in wanted.items() if not is_empty(parameters[name])}
+    if not wanted:
+        raise ValueError(
+            f"none of the {len(parameters):,} parameters of the model would be pruned; "
+            "samo.prunable(model) lists the default, rules={'name': sparsity} adds to it"
+        )
+    return {name: wanted[name] for name in parameters if name in wanted}
+
+
+def _group(parameters: Mapping[str, Tensor], names: Sequence[str], sparsity: float) -> Group:
+    numel = sum(parameters[name].numel() for name in names)
+    return Group(tuple(names), numel - round(numel * sparsity), sparsity)
+
+
+def _erk_groups(
+    model: nn.Module, parameters: Mapping[str, Tensor], names: Sequence[str], sparsity: float
+) -> list[Group]:
+    matrices: list[tuple[int, Sequence[int]]] = []
+    for name in names:
+        shape = tuple(parameters[name].shape)
+        is_stack = layout_of(model, name, len(shape)).is_stack
+        matrices.append((shape[0], shape[1:]) if is_stack else (1, shape))
+    counts = erk_counts(matrices, _group(parameters, names, sparsity).kept)
+    return [Group((name,), kept, sparsity) for name, kept in zip(names, counts)]
+
+
+def _pattern_group(model: nn.Module, name: str, parameter: Tensor, pattern: Pattern) -> Group:
+    shape = tuple(parameter.shape)
+    input_dim = layout_of(model, name, len(shape)).input_dim
+    if input_dim is None:
+        raise ValueError(
+            f"'{name}' of shape {shape} does not say which dimension is its inputs; set "
+            "`is_transposed` of its module (True: (experts, in, out), False: (experts, out, in))"
+        )
+    if shape[input_dim] % pattern.group:
+        raise ValueError(
+            f"'{name}' of shape {shape} has {shape[input_dim]:,} inputs, not a multiple of "
+            f"{pattern.group}; prune it without the pattern by rules={{'{name}': 0.5}} or not with "
+            f"skip=['{name}']"
+        )
+    kept = parameter.numel() // pattern.group * pattern.kept
+    return Group((name,), kept, pattern.sparsity, pattern, input_dim)
+
+
+def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list[int]:
+    """Share ``kept`` weights among tensors by the Erdos-Renyi-Kernel rule.
+
+    Shares are rounded down, and the rest goes to the largest fractions, earlier tensors first.
+    ``matrices`` has the number of matrices stacked in each tensor, usually 1, and their sizes:
+    1,100 kept of (1, (10, 10)) and (1, (100, 100)) are 100 and 1,000.
+    """
+    numels = [count * math.prod(sizes) for count, sizes in matrices]
+    # A count is density times numel, so counts are proportional to the sums of sizes.
+    parts = [count * sum(sizes) for count, sizes in matrices]
+    open_ = set(range(len(matrices)))
+    while True:
+        left = kept - sum(numel for i, numel in enumerate(numels) if i not in open_)
+        total = sum(parts[i] for i in open_)
+        shares = {i: Fraction(left * parts[i], total) for i in sorted(open_)}
+        # The excess of one tensor only raises the shares of the others: those over stay over.
+        over = {i for i in open_ if shares[i] > numels[i]}
+        if not over:
+            break
+        open_ -= over
+    counts = [math.floor(shares[i]) if i in open_ else numel for i, numel in enumerate(numels)]
+    by_fraction = sorted(shares, key=lambda i: (counts[i] - shares[i], i))
+    for i in by_fraction[: kept - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def _check_sparsity(argument: str, value: float | None) -> float:
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{argument} must be at least 0 and less than 1, got {value!r}")
+    return value
