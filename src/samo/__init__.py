@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         dense_state_dict as dense_state_dict,
         masks as masks,
     )
-    from samo.core.optimizers import param_groups as param_groups
+    from samo.core.param_groups import param_groups as param_groups
     from samo.core.remap import remap_ as remap_
     from samo.distributed.mesh import mesh as mesh
     from samo.errors import (
@@ -82,7 +82,7 @@ _MODULES: Final = {
     "ledger": "samo.memory.ledger",
     "load": "samo.checkpoint.load",
     "load_masks": "samo.checkpoint.load",
-    "param_groups": "samo.core.optimizers",
+    "param_groups": "samo.core.param_groups",
     "plan": "samo.planner.answer",
     "prunable": "samo.mask.prunable",
     "prune": "samo.pruning.prune",

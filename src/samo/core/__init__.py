@@ -13,7 +13,8 @@ Reading ``module.weight``
 
 Training
     adamw.py        `AdamW`
-    optimizers.py   any optimizer: `param_groups`, before and after its step
+    param_groups.py `param_groups`: decay and learning rates by dense shape and density
+    step_hooks.py   before and after the step of any other optimizer
     remap.py        `remap_`: new masks for a model in training
     rank_checks.py  replicas and shards must have the same masks
 """

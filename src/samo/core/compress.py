@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from samo import kernels as _kernels
-from samo.core import optimizers  # noqa: F401  (registers hooks)
+from samo.core import step_hooks  # noqa: F401  (registers hooks)
 from samo.core.modules import (
     BITMAP,
     WEIGHTS,

@@ -20,8 +20,8 @@ from torch.profiler import record_function
 
 from samo.core.compress import check_not_sharded, masks_by_parameter
 from samo.core.modules import named_weights
-from samo.core.optimizers import STEPPED
 from samo.core.rank_checks import invalidate_replicas
+from samo.core.step_hooks import STEPPED
 from samo.core.weight import Weight, mark_ragged
 from samo.errors import CompressionError, MaskError
 from samo.mask import bitmap

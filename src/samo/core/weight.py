@@ -10,7 +10,7 @@ uses:
 Both can be written: the values by optimizers or ``load_state_dict``, the dense weight through
 ``module.weight``. The next read syncs them by torch's version counters. Writes through ``.data`` of
 the values do not bump a counter, so every optimizer step refreshes the dense weights of its
-parameters (`samo.core.optimizers`).
+parameters (`samo.core.step_hooks`).
 """
 
 import warnings

@@ -24,7 +24,7 @@ from samo.checkpoint.tensors import shard_like
 from samo.core.adamw import AdamW
 from samo.core.compress import compress_
 from samo.core.modules import named_weights
-from samo.core.optimizers import param_groups
+from samo.core.param_groups import param_groups
 from samo.core.rank_checks import compare_masks
 from samo.data.batches import IGNORE, Batch
 from samo.errors import MaskError
