@@ -1,6 +1,7 @@
 """Pipelines whose stages have replicas: equal to one process on the whole batch."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import samo
@@ -89,3 +90,28 @@ def test_replicated_stages_train_as_one_process_on_whole_batches() -> None:
                 assert torch.equal(value, found[second][1][name]), f"{case}: {name}"
         if case[2]:
             assert torch.equal(found[0][1]["embed.weight"], found[2][1]["head.weight"])
+
+
+class Boom(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 3:
+            raise ValueError("boom in layer")
+        return super().forward(x)
+
+
+def failing_work(rank: int, num_ranks: int) -> str:
+    mesh = samo.mesh(pipe=2, data=2)
+    layers = [Boom(4, 4) for _ in range(2)]
+    pipeline = samo.Pipeline(layers, nn.functional.mse_loss, mesh, 2, timeout_s=10)
+    try:
+        pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    except (ValueError, samo.PeerError) as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_name_the_rank_that_failed_in_another_pipeline() -> None:
+    said = run_ranks(4, failing_work, lost={3}, timeout_s=40)
+    for rank in (0, 1, 2):
+        assert "rank 3" in said[rank], said
+        assert "boom in layer" in said[rank], said

@@ -154,6 +154,7 @@ class Pipeline:
             in_flight=self.in_flight[own],
             timeout_s=timeout_s,
             wire_dtype=wire_dtype,
+            meeting=meeting,
         )
         # With NCCL, streams wait for collectives, and not the host.
         self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._runner.wait

@@ -21,6 +21,7 @@ from samo.errors import PeerError, SamoError, first_words
 from samo.pipeline.engine import Action, Engine, MessageKind, Progress
 from samo.pipeline.timeline import Event, Pass
 from samo.pipeline.transport.base import Arrival, Transport
+from samo.pipeline.transport.connect import Meeting
 from samo.pipeline.transport.wire import Packet
 
 __all__ = ["Batch", "Runner"]
@@ -70,6 +71,7 @@ class Runner:
         in_flight: Sequence[int],
         timeout_s: float,
         wire_dtype: torch.dtype | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         self.transport: Final = transport
         self.timeout_s: Final = timeout_s
@@ -82,6 +84,7 @@ class Runner:
         self._limits: Final = dict(zip(numbers, in_flight))
         self._failure: str | None = None
         self._wire_dtype: Final = wire_dtype
+        self._meeting: Final = meeting  # where failures are recorded for ranks without a link
         self._broken: Final[dict[int, Exception]] = {}  # links by neighbour
         self._early: Final[list[Arrival]] = []  # data of the next batch
 
@@ -104,6 +107,7 @@ class Runner:
                 deadline = time.monotonic() + min(_ABORT_S, self.timeout_s)
                 while self.transport.neighbours and time.monotonic() < deadline:
                     self._hear_reports(0.05)
+                    self._raise_recorded()
                 for stage, broken in self._broken.items():
                     self._fail(stage, _describe(broken), skip=stage)
                 raise PeerError(
@@ -115,7 +119,7 @@ class Runner:
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a collective on the host, and for reports of neighbours that fail meanwhile."""
-        begin = time.monotonic()
+        begin = looked = time.monotonic()
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=0.1))
@@ -128,6 +132,9 @@ class Runner:
                 if waited > self.timeout_s:
                     raise
             self._hear_reports()  # nothing but those 0.1 s were over
+            if time.monotonic() - looked > 1.0:
+                self._raise_recorded()
+                looked = time.monotonic()
             if self._broken and waited > _ABORT_S:
                 stage = min(self._broken)
                 self._fail(stage, _describe(self._broken[stage]), skip=stage)
@@ -150,6 +157,9 @@ class Runner:
         except BaseException as error:
             if neighbours:  # a pipeline of one rank can run the next batch
                 self._failure = f"{type(error).__name__}: {error}"
+                if self._meeting is not None:
+                    own = self.transport.ranks[self.transport.stage]
+                    self._meeting.record_failure(own, self._failure)
                 self._broadcast_abort(self.transport.stage, self._failure, neighbours)
             raise
         return result
@@ -356,6 +366,14 @@ class Runner:
             if packet is not None and packet.kind not in ("probe", "alive"):
                 inbox.append(arrival)
 
+    def _raise_recorded(self) -> None:
+        """Raise the failure that a rank without a link to this one has recorded, if any."""
+        failure = None if self._meeting is None else self._meeting.failure()
+        if failure is not None:
+            rank, what = failure
+            text = f"rank {rank} {what}. Restart all ranks from the last checkpoint"
+            raise PeerError(text, rank=rank)
+
     def _fail(
         self, origin: int, what: str, *, skip: int | None = None, is_timeout: bool = False
     ) -> NoReturn:
@@ -363,6 +381,8 @@ class Runner:
         transport = self.transport
         self._broadcast_abort(origin, what, [s for s in transport.neighbours if s != skip])
         rank = dict(enumerate(transport.ranks)).get(origin)  # a peer may send any number
+        if self._meeting is not None and rank is not None:
+            self._meeting.record_failure(rank, what)
         raise PeerError(
             f"rank {rank} (stage {origin} of {transport.num_stages}) {what}. Stage "
             f"{transport.stage} lost its batch: restart all ranks from the last checkpoint",

@@ -13,6 +13,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -42,7 +43,25 @@ class Meeting:
         if hasattr(store, "clone"):
             store = store.clone()  # other threads may wait on that one
         self._host, self._interface = _host_of(store)
+        # Of all pipelines that were built at the same time: replicas of a stage share no link.
+        number = sum(_meetings.values())
+        self._failures: Final = dist.PrefixStore(f"samo/failures/{number}", store)  # type: ignore[attr-defined]
         self.store: Final = dist.PrefixStore(f"{key}/{_meetings[key]}", store)  # type: ignore[attr-defined]
+
+    def record_failure(self, rank: int, what: str) -> None:
+        """Record which rank failed, and how; the first writer wins."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._failures.compare_set("first", "", json.dumps([rank, what]))
+
+    def failure(self) -> tuple[int, str] | None:
+        """Return the rank that failed, and how, if some rank has recorded it."""
+        try:
+            if not self._failures.check(["first"]):
+                return None
+            rank, what = json.loads(self._failures.get("first"))
+        except RuntimeError:
+            return None
+        return int(rank), str(what)
 
     def links(self, *, is_ring: bool) -> dict[int, socket.socket]:
         """Return a connection to each neighbour; the one with the lower place listens."""
