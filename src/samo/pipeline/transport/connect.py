@@ -40,8 +40,6 @@ class Meeting:
         key = f"samo/pipeline/{hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]}"
         _meetings[key] += 1
         store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        if hasattr(store, "clone"):
-            store = store.clone()  # other threads may wait on that one
         self._host, self._interface = _host_of(store)
         # Of all pipelines that were built at the same time: replicas of a stage share no link.
         number = sum(_meetings.values())
