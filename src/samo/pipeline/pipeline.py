@@ -158,6 +158,8 @@ class Pipeline:
         )
         # With NCCL, streams wait for collectives, and not the host.
         self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._runner.wait
+        if backend == "nccl":  # create the communicator while no kernel waits for a neighbour
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         if self._replicas is not None:
             _sync_module_states(self.module, self._replicas, _BROADCAST_BYTES, 0, ())
         for tie in self._own_ties:
