@@ -192,3 +192,64 @@ def test_the_state_of_each_stage_is_that_of_its_ledger(layout) -> None:
     for number, stage in enumerate(stages(job.network, layout.pipe)):
         predicted = stage_state(job, layout, number, stage)
         assert [*predicted.values()] == pytest.approx(held[number * layout.data], rel=0.01, abs=999)
+
+
+def peak_on_ranks(rank: int, num_ranks: int, layout: Layout, count: int) -> int:
+    names = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
+    model: Any = GPT(GPTConfig(**names | {"is_checkpointed": layout.checkpointing}))
+    masks = samo.prune(model, 0.8)
+    tokens = torch.randint(500, (layout.micro_batch * count, 96))
+    if layout.pipe > 1:
+        pipeline = samo.Pipeline(
+            model, lambda x, y: nn.functional.cross_entropy(x.flatten(0, 1).float(), y.flatten()),
+            samo.mesh(pipe=layout.pipe, device="cpu"), micro_batches=count,
+        )  # fmt: skip
+        model = pipeline.module
+        opt = compress(model, pipeline.masks(masks), layout)
+        passes = [lambda: pipeline.step(tokens, target=tokens)]
+    else:
+        opt = compress(model, masks, layout)
+        if layout.shard:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+            for part in (*model.blocks, model):
+                fully_shard(part, mp_policy=policy)
+            opt, whole = samo.AdamW(model.parameters()), model
+        else:
+            whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        passes = [lambda: whole(tokens[:BATCH], tokens[:BATCH]).backward()] * count
+
+    def step() -> None:
+        for one in passes:
+            one()
+        opt.step()
+
+    step()
+    opt.zero_grad()
+    held = samo.ledger(model, opt).measured_bytes
+    with NewBytes() as meter:
+        step()
+    dist.barrier()
+    if layout.pipe > 1:
+        pipeline.close()
+    return held + meter.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        (Layout(pipe=2, micro_batch=2), 4),
+        (Layout(pipe=2, micro_batch=2, checkpointing=True), 4),
+        (Layout(pipe=3, micro_batch=2), 6),
+        (Layout(data=2, micro_batch=BATCH), 1),
+        (Layout(data=2, micro_batch=BATCH, weights="streamed", shard=True), 1),
+        (Layout(data=2, micro_batch=BATCH, weights="streamed", shard=True), 2),
+    ],
+    ids=["pipe", "pipe-checkpointed", "pipe-3", "ddp", "fsdp2", "fsdp2-accumulated"],
+)
+def test_the_peak_of_ranks_is_that_of_a_meter(layout, count) -> None:
+    model = GPT(CONFIG)
+    masks = samo.prune(model, 0.8)
+    job = job_of(model, masks, batch=layout.data * layout.micro_batch * count)
+    found = max(run_ranks(layout.num_ranks, peak_on_ranks, layout, count))
+    assert peak(job, layout).peak_bytes == pytest.approx(found, rel=0.05)

@@ -80,8 +80,10 @@ def test_what_does_not_fit_has_its_own_exit_code_and_advice(capsys) -> None:
     assert main(["plan", "gpt3-13b", "--gpu", "laptop-8gb"]) == 3
     shown = capsys.readouterr().out
     assert "nothing fits: the least is" in shown
-    assert "This would fit:\n  8 x laptop-8gb: --gpus 8\n  1 x rtx3090: --gpu rtx3090\n" in shown
-    for line in shown.partition("This would fit:\n")[2].splitlines():
+    advice = shown.partition("This would fit:\n")[2].splitlines()
+    assert advice[-1] == "  1 x rtx3090: --gpu rtx3090"
+    assert len(advice) == 2
+    for line in advice:
         flags = line.partition(": ")[2].split()
         assert main(["plan", "gpt3-13b", "--gpu", "laptop-8gb", *flags]) == 0, line
 

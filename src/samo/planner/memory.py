@@ -9,8 +9,9 @@ may be highest, and the peak is the highest of them (N tokens of a micro-batch, 
 
 With several micro-batches, gradients exist at all of them. The workspace is what one matrix
 product needs in backward: gradients of activations, a dense gradient, and a streamed weight.
-Checkpointing holds the input of each block, 2 N D bytes, and recomputes one block at a time. A
-stage of a pipeline holds the activations of up to as many micro-batches as there are stages.
+Checkpointing holds the input of each block, 2 N D bytes, and recomputes one block at a time. The
+last stage of a pipeline holds one micro-batch, the first as many as there are stages; those between
+hold fewer if nobody is late, and the prediction is the most that the engine allows.
 """
 
 from collections import Counter
@@ -138,8 +139,8 @@ def _stage_peak(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
     state = stage_state(job, layout, number, stage)
     tokens, count = layout.micro_batch * job.context, layout.micro_batches(job)
     unit = tokens * item / 2  # Layer's bytes are for 16 bits
-    in_flight = min(layout.pipe, count)
     is_first, is_last = number == 0, number == layout.pipe - 1
+    in_flight = 1 if is_last else min(layout.pipe, count)
     blocks = [layer for layer in stage if layer.attention_width]
     own = max((layer.saved for layer in blocks), default=0.0) * unit
     inputs = 2 * network.width * unit
@@ -155,14 +156,15 @@ def _stage_peak(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
         head_saved, head_grad = head.saved * unit, float(item * head.matrices[0].numel)
         logits = float(_LOGIT * network.logits(tokens))
     embedded = float(item * stage[0].matrices[0].numel) if is_first else 0.0
-    early = state["gradients"] if count > 1 else 0.0
-    if layout.scheme == "dense" and count == 1:
+    is_ddp = layout.pipe == 1 and layout.data > 1 and not layout.shard
+    early = state["gradients"] if count > 1 or is_ddp else 0.0  # DDP never frees its buckets
+    if layout.scheme == "dense" and not early:
         early = state["gradients"] * 2 / 3  # the fp32 gradient is never freed
     everything = held * in_flight + head_saved
     moments = [
         {"gradients": early, "activations": everything, "logits": logits, "workspace": head_grad},
         {
-            "gradients": early + (head_grad if count == 1 else 0.0),
+            "gradients": early or head_grad,
             "activations": held * in_flight + again,
             "workspace": work,
         },
