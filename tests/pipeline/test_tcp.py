@@ -1,6 +1,8 @@
 """Links over TCP: order, large messages, broken connections, and ranks that do not come."""
 
+import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -82,6 +84,61 @@ def test_closing_drops_what_a_neighbour_does_not_take(
     assert time.monotonic() - begin < 2.0
     assert not [thread for thread in threading.enumerate() if thread.name == "samo-push"]
     assert isinstance(received(second), ConnectionError)
+
+
+def test_nothing_counts_as_sent_before_the_socket_has_taken_it(
+    pair: list[TcpTransport],
+) -> None:
+    first, second = pair
+    idle: list[bool] = []  # at every line of the thread that sends
+
+    def look(*_: object) -> Any:
+        idle.append(first.is_sent(1))
+        return look
+
+    before = threading.gettrace()
+    threading.settrace(look)
+    try:
+        first.send(1, Packet("activation", 0, tensors=(torch.ones(2**22),)))
+        received(second)
+        assert first.flush(5.0, [1]) is None
+    finally:
+        threading.settrace(before)  # type: ignore[arg-type]
+    assert idle == sorted(idle)
+
+
+def test_a_sender_sleeps_whatever_the_number_of_its_socket(pair: list[TcpTransport]) -> None:
+    connection = pair[0]._links[1].connection
+    number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, 1024)  # too high for select.select()
+    link = Link(socket.socket(fileno=number))
+    begin = time.process_time()
+    link.send(Packet("activation", 0), torch.ones(2**24, dtype=torch.uint8))
+    time.sleep(0.5)
+    assert not link.is_idle
+    assert time.process_time() - begin < 0.1
+    link.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_neither_ends_links_nor_keeps_them_open(pair: list[TcpTransport]) -> None:
+    first, second = pair
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        first.close()  # as an exit handler, or garbage collection, does
+        os.write(writer, b"1")
+        time.sleep(10.0)
+        os._exit(0)
+    try:
+        os.read(reader, 1)
+        first.send(1, Packet("probe", 0))
+        assert received(second).kind == "probe"
+        first.close()
+        assert isinstance(received(second), ConnectionError)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

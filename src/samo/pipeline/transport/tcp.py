@@ -6,13 +6,15 @@ neighbours. What a socket does not take at once is pushed by a thread that lives
 """
 
 import ctypes
+import os
+import select
 import selectors
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from select import select
 from typing import Final
 
 import torch
@@ -34,6 +36,8 @@ __all__ = ["Link", "TcpTransport"]
 
 Received = tuple[Packet, Layout, Tensor | None]
 
+_open: Final[weakref.WeakSet["Link"]] = weakref.WeakSet()
+
 
 class Link:
     """A connection to one neighbour, whose bodies may travel another way."""
@@ -48,6 +52,7 @@ class Link:
         self._outbox: Final[deque[memoryview]] = deque()
         self._lock: Final = threading.Lock()
         self._pusher: threading.Thread | None = None
+        _open.add(self)
 
     @property
     def is_idle(self) -> bool:
@@ -94,20 +99,23 @@ class Link:
 
     def _push(self) -> None:
         """Send what the socket did not take at once."""
+        poller = select.poll()  # select.select() takes no descriptor over 1,023
+        poller.register(self.connection, select.POLLOUT)
         while True:
             with self._lock:
                 try:
-                    sent = self._send([self._outbox[0]])
+                    rest = self._outbox[0][self._send([self._outbox[0]]) :]
                 except OSError:
                     self._outbox.clear()
-                    sent = 0
-                if self._outbox and (rest := _rest([self._outbox.popleft()], sent)):
-                    self._outbox.extendleft(rest)
+                else:
+                    if rest:  # in place: `is_idle` looks without the lock
+                        self._outbox[0] = rest
+                    else:
+                        self._outbox.popleft()
                 if not self._outbox:
                     self._pusher = None
                     return
-            with suppress(OSError, ValueError):  # of a socket that was closed
-                select([], [self.connection], [], 1.0)
+            poller.poll(1000.0)
 
     def _read(self) -> Iterator[Received | None]:
         decoder, header = Decoder(), bytearray(HEADER_BYTES)
@@ -187,6 +195,16 @@ class TcpTransport(Transport):
         """Take a packet that has come."""
         whole = packet if body is None else with_tensors(packet, body, layout)
         self.inbox.append(Arrival(stage, whole))
+
+
+def _close_in_child() -> None:
+    """Leave the links to the parent: a child must neither end them nor keep them open."""
+    for link in _open:
+        link.connection.close()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _memory(body: Tensor) -> memoryview:
