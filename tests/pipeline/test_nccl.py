@@ -103,7 +103,10 @@ def test_tensors_and_headers_on_their_own_ways_give_the_gradients_of_one_process
 
 
 @pytest.mark.parametrize(("leaves", "text"), [(True, "is gone"), (False, "has been silent for")])
-def test_a_neighbour_whose_data_does_not_follow_its_header_is_named(leaves, text) -> None:
+def test_a_neighbour_whose_data_does_not_follow_its_header_is_named(
+    leaves: bool, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samo.pipeline.transport.streams._GRACE_S", 0.05)
     first, second = transports(torch.device("cpu"), Host())
     first._links[1].send(Packet("activation", 0, 0, 1, (torch.ones(2),), (False,)))
     if leaves:

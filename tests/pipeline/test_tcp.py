@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import samo
 from samo.pipeline.transport import connect
+from samo.pipeline.transport.streams import PinnedTransport, Transfer
 from samo.pipeline.transport.tcp import Link, TcpTransport
 from samo.pipeline.transport.wire import Packet
 
@@ -139,6 +140,35 @@ def test_a_forked_child_neither_ends_links_nor_keeps_them_open(pair: list[TcpTra
         os.waitpid(child, 0)
         os.close(reader)
         os.close(writer)
+
+
+class OnTheHost(PinnedTransport):
+    """Its device is the host, where copies are complete when the test says so."""
+
+    is_complete = False
+
+    def start_receive(self, channel: Any, packet: Packet, layout: Any, body: Any) -> Transfer:
+        return Transfer(packet, body, lambda: self.is_complete, layout)
+
+    def _hand_over(self, body: torch.Tensor) -> None: ...
+
+
+def test_a_gpu_gets_what_a_neighbour_sent_before_it_left(
+    pair: list[TcpTransport],
+) -> None:
+    first, second = pair
+    streams = SimpleNamespace(Stream=lambda device: None)
+    host = OnTheHost(1, (0, 1), second._links, torch.device("cpu"), cuda=streams)
+    for number in range(2):
+        first.send(1, Packet("loss", 0, number, tensors=(torch.full((3,), float(number)),)))
+    first.close()
+    assert host.receive(0.1) is None
+    host.is_complete = True
+    for number in range(2):
+        assert received(host).tensors[0].tolist() == [number] * 3
+    assert isinstance(received(host), ConnectionError)
+    assert host.receive(0.01) is None  # once
+    host.close()
 
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ __all__ = ["Channel", "PinnedTransport", "StreamTransport", "Transfer"]
 _POLL_S: Final = 20e-6
 """Seconds between two looks at transfers under way."""
 
+_GRACE_S: Final = 2.0
+"""Seconds for which transfers from a neighbour that has left may still end."""
+
 _DATA: Final = ("activation", "gradient", "loss")
 
 
@@ -54,6 +57,8 @@ class Channel:
     sending: Transfer | None = None
     to_receive: deque[tuple[Packet, Layout, Tensor | None]] = field(default_factory=deque)
     receiving: Transfer | None = None
+    error: Exception | None = None  # what broke the link, reported behind what came before
+    given_up_at: float = 0.0
 
 
 class StreamTransport(TcpTransport):
@@ -130,7 +135,17 @@ class StreamTransport(TcpTransport):
             self._advance_sends(self._links[stage], self._channels[stage])
             self._advance_receives(stage, self._channels[stage])
         except RuntimeError as error:
-            self._break(stage, ConnectionError(first_words(error)))
+            super()._break(stage, ConnectionError(first_words(error)))
+            return
+        channel = self._channels[stage]
+        is_received = channel.receiving is None and not channel.to_receive
+        if channel.error is not None and (is_received or time.monotonic() > channel.given_up_at):
+            super()._break(stage, channel.error)
+
+    def _break(self, stage: int, error: Exception) -> None:
+        """Hand over first what has come; from a neighbour that died, it may never be complete."""
+        channel = self._channels[stage]
+        channel.error, channel.given_up_at = error, time.monotonic() + _GRACE_S
 
     def _advance_sends(self, link: Link, channel: Channel) -> None:
         while True:
