@@ -116,6 +116,32 @@ def test_the_command_has_the_layout_of_the_plan(typed: dict[str, Any]) -> None:
         assert int(words[2]) * int(words[4]) == found.cluster.num_gpus
 
 
+def test_the_command_prunes_by_rule_and_skips_dense_steps_that_do_not_fit() -> None:
+    many = {"gpu": "a100-40", "gpus": 64, "batch": 1024}
+    found = samo.plan("gpt3-13b", rules={"attention": 0.8, "head": 0.5}, **many)
+    assert found.best is not None
+    assert found.best.layout.shard
+    assert found.rivals["autocast"].fits  # on another mesh
+    words = shlex.split(found.command)
+    config = parse(["train", "notes.txt", *words[words.index("TEXT") + 1 :]])
+    assert isinstance(config, Train)
+    assert config.prune.sparsity == 0.9
+    assert config.prune.rules == {"*att*": 0.8, "*head*": 0.5}
+    assert config.prune.dense_steps == 0
+    assert config.data.vocab_size == found.job.network.vocab_size
+    assert "--dense-steps" not in samo.plan("gpt3-125m", gpu="h100").command
+
+
+def test_about_as_fast_is_exact_and_leaves_room(llama: Path) -> None:
+    small = samo.plan("gpt3-125m", gpu="h100").best
+    assert small is not None
+    assert (small.layout.state, small.layout.weights) == ("exact", "resident")
+    tight = samo.plan(llama, sparsity=0.8, gpu="rtx4090").best
+    assert tight is not None
+    assert tight.memory.needed_bytes < 0.9 * 25.4e9
+    assert not samo.plan("gpt3-175b", gpu="rtx4090").command
+
+
 def test_the_lines_for_a_hugging_face_model_run(tmp_path) -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -25,6 +25,11 @@ def run(command: Plan) -> int:
     figure = command.figure
     if figure is not None and figure.suffix not in (".svg", ".png"):
         raise ConfigError(f"--figure writes .svg or .png, got '{figure}'")
+    if command.target and {command.num_layers, command.width, command.vocab_size} != {"auto"}:
+        raise ConfigError(
+            f"'{command.target}' has its own size; leave out --num-layers, --width and "
+            "--vocab-size, or the model"
+        )
     found = plan(
         command.target or _own(command),
         sparsity=command.sparsity,

@@ -1,6 +1,5 @@
 """`samo.plan`: will it fit, with what, how fast; and what the saving buys."""
 
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from samo.errors import ConfigError, nearest
 from samo.models.shapes import SHAPES
+from samo.planner.command import command
 from samo.planner.configs import read_config
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
-from samo.planner.memory import Job, Layout, Scheme, peak
+from samo.planner.memory import Job, Scheme, peak
 from samo.planner.network import Network, named, sparsities
 from samo.planner.search import Option, layouts, room, search
 
@@ -24,6 +24,10 @@ __all__ = ["Plan", "plan"]
 RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
 _MOST_GPUS: Final = 4096
 _SEQUENCES: Final = 8  # of a step, for each GPU
+_TOLERANCE: Final = 0.02
+"""Times that differ by less are equal: the model is not more exact than that."""
+_COMFORTABLE: Final = 0.9
+"""Fraction of the memory that a plan may take before a smaller one is as good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,17 +47,19 @@ class Plan:
     rivals: dict[Scheme, Option]  # the best of each other scheme
     fewest: dict[Scheme, int | None]  # GPUs of this kind on which a scheme fits at all
     advice: list[str]  # what would fit, if nothing does
-    source: str  # the target, as it was given
+    source: str | None  # the target, if it was a name or a path
 
     @property
     def best(self) -> Option | None:
-        """The fastest layout that fits."""
+        """The fastest layout that fits; of those within 2 %, exact, and with room to spare."""
         return self.options[0] if self.options[0].fits else None
 
     @property
     def command(self) -> str:
-        """What to type or write to train with the best layout, or with the nearest one."""
-        return "\n".join(_command(self))
+        """What to type or write to train with the best layout; empty if nothing fits."""
+        if self.best is None:
+            return ""
+        return "\n".join(command(self.job, self.best.layout, self.cluster, self.source))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan for JSON: bytes and seconds."""
@@ -154,7 +160,7 @@ def plan(
             f"a batch of {job.batch} sequences is too small for {gpus} GPUs: each replica needs "
             f"one, and {len(network.layers)} layers allow as many stages; raise --batch"
         )
-    options = _best_of_each(found, by_mesh=gpus > 1)
+    options = _best_of_each(found, room(cluster), by_mesh=gpus > 1)
     return Plan(
         job=job,
         cluster=cluster,
@@ -162,8 +168,14 @@ def plan(
         rivals={scheme: search(job, cluster, scheme)[0] for scheme in RIVALS},
         fewest={scheme: _fewest(job, hardware, scheme) for scheme in ("samo", *RIVALS)},
         advice=[] if options[0].fits else list(_advice(job, cluster)),
-        source=str(target) if isinstance(target, str | Path) else network.name,
+        source=_source(target, network),
     )
+
+
+def _source(target: "str | Path | Network | nn.Module", network: Network) -> str | None:
+    if isinstance(target, Network):
+        return network.name
+    return str(target) if isinstance(target, str | Path) else None
 
 
 def _network(target: "str | Path | Network | nn.Module") -> Network:
@@ -184,15 +196,28 @@ def _network(target: "str | Path | Network | nn.Module") -> Network:
     )
 
 
-def _best_of_each(found: list[Option], *, by_mesh: bool) -> list[Option]:
+def _best_of_each(found: list[Option], space: float, *, by_mesh: bool) -> list[Option]:
     """Return the best option of each mesh, or of each way to keep weights and state."""
-    best: dict[Any, Option] = {}
+    groups: dict[Any, list[Option]] = {}
     for option in found:
         own = option.layout
         kind = "budget" if isinstance(own.weights, int) else own.weights
         key: Any = (kind, own.state, own.checkpointing)
-        best.setdefault((own.pipe, own.data, own.shard) if by_mesh else key, option)
-    return sorted(best.values(), key=lambda option: option.key)
+        groups.setdefault((own.pipe, own.data, own.shard) if by_mesh else key, []).append(option)
+    return _ranked([_ranked(group, space)[0] for group in groups.values()], space)
+
+
+def _ranked(options: list[Option], space: float) -> list[Option]:
+    """Return options best first: of those about as fast as the fastest, exact and roomy ones."""
+    fastest = min((option.time.total for option in options if option.fits), default=0.0)
+
+    def key(option: Option) -> tuple[Any, ...]:
+        if option.fits and option.time.total <= (1 + _TOLERANCE) * fastest:
+            is_tight = option.memory.needed_bytes > _COMFORTABLE * space
+            return (0, option.layout.state == "lean", is_tight, option.time.total)
+        return (1, *option.key)
+
+    return sorted(options, key=key)
 
 
 def _smallest(job: Job, cluster: Cluster, scheme: Scheme) -> float:
@@ -253,55 +278,3 @@ def _record(option: Option) -> dict[str, Any]:
         "step_s": option.time.total,
         "time": asdict(option.time),
     }
-
-
-def _command(plan: Plan) -> Iterator[str]:
-    job, own = plan.job, plan.options[0].layout
-    count, sparsity = own.micro_batches(job), max(value for _, value in job.sparsity)
-    if not job.network.command:
-        yield from _python(plan.source, own, sparsity)
-        return
-    # A pass is cut into micro-batches by a pipeline, and accumulated without one.
-    passes = [f"--batch-size {own.data * own.micro_batch}", f"--accumulate {count}"]
-    if own.pipe > 1:
-        passes = [f"--batch-size {job.batch}", f"--pipe {own.pipe}", f"--micro-batches {count}"]
-    flags = [
-        *shlex.split(job.network.command),
-        f"--context {job.context}",
-        f"--sparsity {sparsity:g}",
-        *passes,
-        f"--weights {own.weights}" if own.weights != "resident" else "",
-        f"--state {own.state}" if own.state != "exact" else "",
-        "--checkpointing" if own.checkpointing else "",
-        "--shard weights" if own.shard else "",
-    ]
-    if not plan.rivals["autocast"].fits:
-        flags.append("--dense-steps 0")  # the dense phase has no room
-    start = "samo"
-    if own.num_ranks > 1:
-        node = plan.cluster.gpus_per_node
-        nodes = -(-own.num_ranks // node)
-        start = f"torchrun --nnodes {nodes} --nproc-per-node {node} -m samo"
-        if nodes == 1:
-            start = f"samo launch -n {own.num_ranks}"
-    yield f"{start} train TEXT {' '.join(filter(None, flags))}"
-
-
-def _python(source: str, own: Layout, sparsity: float) -> Iterator[str]:
-    """Yield the lines for a model of Hugging Face: it is compressed before it moves to the GPU."""
-    weights = repr(own.weights)
-    lean = ", value_dtype=torch.bfloat16" if own.state == "lean" else ""
-    narrow = ", grad_dtype=torch.bfloat16" if own.num_ranks == 1 and not lean else ""
-    yield f"model = AutoModelForCausalLM.from_pretrained({source!r}, dtype=torch.bfloat16)"
-    yield f"masks = samo.prune(model, {sparsity:g})"
-    yield f"samo.compress_(model, masks, weights={weights}{narrow}{lean}).cuda()"
-    if own.checkpointing:
-        yield "model.gradient_checkpointing_enable()"
-    yield f'opt = samo.AdamW(model.parameters(), state="{own.state}")'
-    if own.pipe > 1:
-        mesh = f"samo.mesh(pipe={own.pipe}, data={own.data})"
-        yield f"pipeline = samo.Pipeline(model, loss_fn, {mesh}, micro_batches=...)"
-    elif own.shard:
-        yield "# fully_shard each layer and the model; see docs/distributed.md"
-    elif own.data > 1:
-        yield "model = DistributedDataParallel(model, gradient_as_bucket_view=True)"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from samo.planner.command import has_dense_phase
 from samo.planner.search import Option, room
 from samo.utils.formatting import count, percent, size, three_digits
 
@@ -73,6 +74,8 @@ def _lines(plan: "Plan") -> Iterator[str]:
             ratio = best.time.total / other.time.total
             memory = best.memory.needed_bytes / other.memory.needed_bytes
             yield f"against {NAMES[scheme]}: {ratio:.2f} of its time, {memory:.2f} of its memory"
+    if best is not None and (better := _better(plan, best)):
+        yield f"{better} is at least as good here, if you do not need a pruned model"
     if best is None:
         needed = plan.options[0].memory.needed_bytes
         yield (
@@ -86,8 +89,18 @@ def _lines(plan: "Plan") -> Iterator[str]:
     yield from (f"  {line}" for line in plan.command.splitlines())
     if not job.network.command:
         return
-    if not plan.rivals["autocast"].fits:
-        yield "a dense phase does not fit: prune at the start, or take --masks or --init"
+    if not has_dense_phase(job, best.layout, cluster):
+        yield "dense steps do not fit on this mesh: start from --masks, or from --init to prune"
+
+
+def _better(plan: "Plan", best: Option) -> str:
+    """Return a dense scheme that is no slower and needs no more memory, or nothing."""
+    for scheme in ("8-bit", "dense"):
+        other = plan.rivals[scheme]
+        is_fast = other.time.total <= best.time.total
+        if other.fits and is_fast and other.memory.needed_bytes <= best.memory.needed_bytes:
+            return NAMES[scheme]
+    return ""
 
 
 def describe(option: Option) -> str:

@@ -1,0 +1,111 @@
+"""What to type, or to write, to train with the layout of a plan."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from samo.planner.hardware import Cluster
+from samo.planner.memory import Job, Layout
+from samo.planner.network import PRUNED, Kind
+from samo.planner.search import evaluate
+
+__all__ = ["command", "has_dense_phase"]
+
+_PATTERNS: dict[Kind, str] = {
+    "attention": "*att*",
+    "mlp": "*mlp*",
+    "experts": "*experts*",
+    "router": "*mlp.gate.weight",
+    "embedding": "*embed*",
+    "head": "*head*",
+}
+"""Names of the matrices of a kind, in samo's GPT and in models of Hugging Face."""
+
+
+def command(job: Job, own: Layout, cluster: Cluster, source: str | None) -> Iterator[str]:
+    """Yield the lines for a layout; ``source`` is None for a module in hand."""
+    if job.network.command and source is not None:
+        yield _train(job, own, cluster)
+    else:
+        yield from _python(job, own, source)
+
+
+def has_dense_phase(job: Job, own: Layout, cluster: Cluster) -> bool:
+    """Return whether dense steps fit on the same mesh; `samo train` does not shard them."""
+    dense = replace(own, scheme="autocast", weights="resident", state="exact", shard=False)
+    return evaluate(job, dense, cluster).fits
+
+
+def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
+    """Return the sparsity of most matrices, and by pattern that of the others."""
+    kinds = {matrix.kind for layer in job.network.layers for matrix in layer.matrices}
+    of = {kind: value for kind, value in job.sparsity if kind in kinds}
+    base = next(of[kind] for kind in ("experts", "mlp", "attention") if kind in of)
+    usual = {kind: base if kind in PRUNED else 0.0 for kind in of}
+    return base, {_PATTERNS[kind]: of[kind] for kind in of if of[kind] != usual[kind]}
+
+
+def _train(job: Job, own: Layout, cluster: Cluster) -> str:
+    count, (sparsity, rules) = own.micro_batches(job), _sparsities(job)
+    # A pass is cut into micro-batches by a pipeline, and accumulated without one.
+    passes = [f"--batch-size {own.data * own.micro_batch}", f"--accumulate {count}"]
+    if own.pipe > 1:
+        passes = [f"--batch-size {job.batch}", f"--pipe {own.pipe}", f"--micro-batches {count}"]
+    pairs = " ".join(f"'{pattern}' {value:g}" for pattern, value in rules.items())
+    flags = [
+        job.network.command,
+        f"--vocab-size {job.network.vocab_size}",
+        f"--context {job.context}",
+        f"--sparsity {sparsity:g}",
+        f"--rules {pairs}" if rules else "",
+        *passes,
+        f"--weights {own.weights}" if own.weights != "resident" else "",
+        f"--state {own.state}" if own.state != "exact" else "",
+        "--checkpointing" if own.checkpointing else "",
+        "--shard weights" if own.shard else "",
+        "" if has_dense_phase(job, own, cluster) else "--dense-steps 0",
+    ]
+    start = "samo"
+    if own.num_ranks > 1:
+        node = cluster.gpus_per_node
+        nodes = -(-own.num_ranks // node)
+        start = (
+            f"torchrun --nnodes {nodes} --nproc-per-node {node} --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:29500 -m samo"
+        )
+        if nodes == 1:
+            start = f"samo launch -n {own.num_ranks}"
+    return f"{start} train TEXT {' '.join(filter(None, flags))}"
+
+
+def _python(job: Job, own: Layout, source: str | None) -> Iterator[str]:
+    """Yield lines for a model of Hugging Face, in the order that DDP, FSDP2 and pipelines need."""
+    sparsity, rules = _sparsities(job)
+    lean = ", value_dtype=torch.bfloat16" if own.state == "lean" else ""
+    narrow = ", grad_dtype=torch.bfloat16" if own.num_ranks == 1 and not lean else ""
+    if source is not None:
+        folder = Path(source).parent if source.endswith(".json") else source
+        yield (
+            f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.bfloat16)"
+        )
+    if own.checkpointing and source is not None:
+        yield "model.gradient_checkpointing_enable()"
+    part = "model"
+    if own.pipe > 1:
+        mesh = f"samo.mesh(pipe={own.pipe}, data={own.data})"
+        yield (
+            f"pipeline = samo.Pipeline(model, loss_fn, {mesh}, "
+            f"micro_batches={own.micro_batches(job)})"
+        )
+        part = "pipeline.module"
+    by_rule = f", rules={rules}" if rules else ""
+    yield f"masks = samo.prune({part}, {sparsity:g}{by_rule})"
+    move = "" if own.pipe > 1 else ".cuda()"
+    yield f"samo.compress_({part}, masks, weights={own.weights!r}{narrow}{lean}){move}"
+    if own.shard:
+        yield "for layer in layers: fully_shard(layer)  # its blocks; see docs/distributed.md"
+        yield "fully_shard(model)"
+    elif own.data > 1 and own.pipe == 1:
+        yield "replica = DistributedDataParallel(model, gradient_as_bucket_view=True)"
+    groups = f"samo.param_groups({part}, lr=1e-5, weight_decay=0.1)"
+    yield f'opt = samo.AdamW({groups}, state="{own.state}")  # choose your own rate'
