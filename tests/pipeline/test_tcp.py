@@ -213,6 +213,52 @@ def test_a_stranger_that_connects_is_ignored() -> None:
         dist.destroy_process_group()
 
 
+def test_failures_are_shared_by_replicas_alone() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        first = connect.Meeting((0, 1), 0, 5.0, everyone=(0, 1, 2, 3))
+        connect._meetings.clear()  # as if they were several processes
+        replica = connect.Meeting((2, 3), 0, 5.0, everyone=(0, 1, 2, 3))
+        other = connect.Meeting((4, 5), 0, 5.0, everyone=(4, 5))
+        first.record_failure(1, "is gone")
+        replica.record_failure(0, "is gone, too")
+        assert first.failure() == replica.failure() == (1, "is gone")
+        assert other.failure() is None
+        assert connect.Meeting((2, 3), 0, 5.0, everyone=(0, 1, 2, 3)).failure() is None  # the next
+    finally:
+        dist.destroy_process_group()
+
+
+SERVER = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_whose_process_is_stopped_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "_STORE_S", 0.2)
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()))
+        dist.init_process_group(store=store, rank=0, world_size=1)
+        try:
+            meeting = connect.Meeting((0, 1), 0, 5.0, everyone=(0, 1))
+            meeting.record_failure(1, "is gone")
+            assert meeting.failure() == (1, "is gone")
+            server.send_signal(signal.SIGSTOP)
+            begin = time.monotonic()
+            for _ in range(10):
+                assert meeting.failure() is None
+            meeting.record_failure(1, "is gone")
+            assert time.monotonic() - begin < 2.0
+        finally:
+            server.kill()
+            dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("host", "own", "found"),
     [

@@ -139,8 +139,9 @@ class Pipeline:
         backend = backend_of(group, self.device.type) if group is not None else ""
         meeting: Meeting | None = None
         transport = Transport()
-        if group is not None:
-            meeting = Meeting(dist.get_process_group_ranks(group), self.stage, timeout_s)
+        if group is not None and mesh is not None:
+            ranks = dist.get_process_group_ranks(group)
+            meeting = Meeting(ranks, self.stage, timeout_s, everyone=mesh.mesh.flatten().tolist())
             transport = open_links(meeting, self.device, backend, is_ring=per_rank > 1)
         self._ties: Final = find_tied(split, self.cuts, meeting, backend)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]

@@ -10,9 +10,10 @@ import json
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
@@ -28,38 +29,58 @@ _meetings: Final[Counter[str]] = Counter()
 """How many pipelines some ranks have built: each rank counts for itself, and all count alike."""
 
 _HELLO: Final = struct.Struct("<16sI")
+_STORE_S: Final = 2.0
+"""Seconds for the store to answer once the pipeline runs."""
 
 
 class Meeting:
-    """The ranks that build a pipeline together; ``place`` is this rank's among them."""
+    """The ranks that build a pipeline together; ``place`` is this rank's among them.
 
-    def __init__(self, ranks: Sequence[int], place: int, timeout_s: float) -> None:
+    ``everyone`` are those of all replicas, which share no link, and look into the store for how
+    one of them failed.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], place: int, timeout_s: float, everyone: Sequence[int] = ()
+    ) -> None:
         self.ranks: Final = tuple(ranks)
         self.place: Final = place
         self.timeout_s: Final = timeout_s
-        key = f"samo/pipeline/{hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]}"
-        _meetings[key] += 1
         store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         self._host, self._interface = _host_of(store)
-        # Of all pipelines that were built at the same time: replicas of a stage share no link.
-        number = sum(_meetings.values())
-        self._failures: Final = dist.PrefixStore(f"samo/failures/{number}", store)  # type: ignore[attr-defined]
-        self.store: Final = dist.PrefixStore(f"{key}/{_meetings[key]}", store)  # type: ignore[attr-defined]
+        self.store: Final = dist.PrefixStore(_name("pipeline", ranks), store)  # type: ignore[attr-defined]
+        self._failures: Final = dist.PrefixStore(_name("failures", everyone), store)  # type: ignore[attr-defined]
+        self._is_store_stuck = False
 
     def record_failure(self, rank: int, what: str) -> None:
         """Record which rank failed, and how; the first writer wins."""
-        with suppress(RuntimeError):  # the store may be gone
-            self._failures.compare_set("first", "", json.dumps([rank, what]))
+        text = json.dumps([rank, what])
+        self._ask(lambda: self._failures.compare_set("first", "", text))
 
     def failure(self) -> tuple[int, str] | None:
         """Return the rank that failed, and how, if some rank has recorded it."""
-        try:
-            if not self._failures.check(["first"]):
-                return None
-            rank, what = json.loads(self._failures.get("first"))
-        except RuntimeError:
+        found = self._ask(
+            lambda: self._failures.get("first") if self._failures.check(["first"]) else None
+        )
+        if found is None:
             return None
+        rank, what = json.loads(found)
         return int(rank), str(what)
+
+    def _ask(self, do: Callable[[], bytes | None]) -> bytes | None:
+        """Ask the store, unless it is gone, or its process stopped: torch would wait for ever."""
+        found: list[bytes | None] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                found.append(do())
+
+        if not self._is_store_stuck:
+            thread = threading.Thread(target=ask, name="samo-store", daemon=True)
+            thread.start()
+            thread.join(_STORE_S)
+            self._is_store_stuck = thread.is_alive()
+        return found[0] if found else None
 
     def links(self, *, is_ring: bool) -> dict[int, socket.socket]:
         """Return a connection to each neighbour; the one with the lower place listens."""
@@ -126,6 +147,13 @@ class Meeting:
             stage=place,
             is_timeout=True,
         )
+
+
+def _name(what: str, ranks: Sequence[int]) -> str:
+    """Return a name in the store that these ranks alone find, each time another one."""
+    key = f"samo/{what}/{hashlib.sha256(str(tuple(ranks)).encode()).hexdigest()[:16]}"
+    _meetings[key] += 1
+    return f"{key}/{_meetings[key]}"
 
 
 def limit_of(timeout_s: float) -> float:
