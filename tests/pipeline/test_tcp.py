@@ -183,6 +183,24 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         dist.destroy_process_group()
 
 
+def test_an_address_that_cannot_be_reached_is_named_at_once() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        meeting = connect.Meeting((4, 7), 1, timeout_s=20.0)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        address = {"host": "127.0.0.1", "port": port, "token": "00" * 16}
+        meeting.store.set("0", connect.json.dumps(address))
+        wanted = (
+            rf"rank 4 \(stage 0 of 2\) cannot be reached at 127\.0\.0\.1, port {port} .*refused"
+        )
+        with pytest.raises(samo.PeerError, match=wanted) as caught:
+            meeting.links(is_ring=False)
+        assert (caught.value.rank, caught.value.is_timeout) == (4, False)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_stranger_that_connects_is_ignored() -> None:
     store = dist.HashStore()
     dist.init_process_group(store=store, rank=0, world_size=1)

@@ -109,7 +109,7 @@ class Meeting:
                     raise self._missed(min(missing)) from None
                 except ConnectionError:
                     continue
-                if found == token and place in missing:
+                if secrets.compare_digest(found, token) and place in missing:
                     links[place] = link
                 else:
                     link.close()
@@ -126,15 +126,26 @@ class Meeting:
         return kind(store, list(places).index(self.place), len(places), limit)
 
     def _connect(self, place: int, deadline: float) -> socket.socket:
+        left = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
         try:
-            left = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
             self.store.wait([f"{place}"], left)
             found = json.loads(self.store.get(f"{place}"))
-            left_s = max(deadline - time.monotonic(), 1e-3)
-            link = socket.create_connection((found["host"], found["port"]), left_s)
-            link.sendall(_HELLO.pack(bytes.fromhex(found["token"]), self.place))
-        except (dist.DistStoreError, OSError) as error:
+        except dist.DistError as error:
             raise self._missed(place) from error
+        address = found["host"], found["port"]
+        try:
+            link = socket.create_connection(address, max(deadline - time.monotonic(), 1e-3))
+            link.sendall(_HELLO.pack(bytes.fromhex(found["token"]), self.place))
+        except OSError as error:
+            rank = self.ranks[place]
+            raise PeerError(
+                f"rank {rank} (stage {place} of {len(self.ranks)}) cannot be reached at "
+                f"{address[0]}, port {address[1]} ({error}). If it is running, its address is "
+                "wrong, the one from which it reaches the ranks' store: set MASTER_ADDR, on all "
+                "machines, to a name or address of the store's machine that all of them reach",
+                rank=rank,
+                stage=place,
+            ) from error
         return link
 
     def _missed(self, place: int) -> PeerError:
