@@ -1,0 +1,135 @@
+"""The files of a Hugging Face model folder, which may come from a stranger.
+
+config.json                    the architecture; `quantization_config` says how weights are stored
+model.safetensors              the weights, or
+model.safetensors.index.json   the files that hold them: model-00001-of-00002.safetensors, ...
+masks.safetensors              samo's masks, where zeros alone would not tell them exactly
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from safetensors import safe_open
+
+from samo.errors import CheckpointError
+from samo.utils import safetensors_io, untrusted
+
+__all__ = []
+
+CONFIG: Final = "config.json"
+WEIGHTS: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+MASKS: Final = "masks.safetensors"
+QUANTIZATION: Final = "quantization_config"
+
+TOKENIZER_FILES: Final = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""The files of a tokenizer, which are copied from folder to folder as they are."""
+
+_MAX_BYTES: Final = 2**26
+"""Largest JSON file read. The index of the largest models has 10 MB."""
+
+
+class Spec(NamedTuple):
+    """Type and shape of a tensor, and the file it is in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+
+def check_entries(folder: Path) -> None:
+    """Refuse links, pipes and devices in a folder: reading one would read something else.
+
+    Links of the hub's cache are fine: they lead to the files of the same repository.
+    """
+    blobs = folder.resolve().parent.parent / "blobs"
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            mode = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+                continue
+            target = Path(entry.path).resolve()
+            if entry.is_symlink() and target.parent == blobs and target.is_file():
+                continue
+            raise CheckpointError(
+                f"'{entry.path}' is a link, a pipe or a device, and a model is read from files in "
+                "its own folder only; copy it with cp -rL"
+            )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    with reading(file):
+        # The links that `check_entries` lets through are followed.
+        data = untrusted.read_file(file.resolve(), _MAX_BYTES)
+        found = untrusted.parse_json(data)
+        if not isinstance(found, dict):
+            raise ValueError("it is not a JSON object")
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a model, all of which are there."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        raise CheckpointError(_no_weights(folder))
+    listed = read_json(folder / INDEX).get("weight_map")
+    names = set(listed.values()) if isinstance(listed, dict) and listed else {None}
+    for name in sorted(names, key=str):
+        is_name = isinstance(name, str) and name == Path(name).name and "\\" not in name
+        if not is_name or not str(name).endswith(".safetensors"):
+            raise CheckpointError(
+                f"'{folder / INDEX}' is damaged: its weight_map names {name!r}, which is not a "
+                "safetensors file of the folder; download the model again"
+            )
+        if not (folder / str(name)).is_file():
+            raise CheckpointError(
+                f"'{folder}' is not complete: '{name}', which {INDEX} names, is missing; download "
+                "it again"
+            )
+    return [folder / str(name) for name in sorted(names, key=str)]
+
+
+def _no_weights(folder: Path) -> str:
+    found = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
+    if found:
+        return (
+            f"'{folder}' has its weights in '{found[0].name}' only, a pickle, which can run code "
+            "when it is read; convert it to safetensors in a place you trust: load the model "
+            "with transformers there, and call save_pretrained"
+        )
+    return f"'{folder}' has no weights: neither {WEIGHTS} nor {INDEX} is there"
+
+
+def read_specs(files: list[Path]) -> dict[str, Spec]:
+    """Return the tensors of safetensors files, by their headers, which safetensors checks."""
+    specs: dict[str, Spec] = {}
+    for file in files:
+        with reading(file), safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                header = tensors.get_slice(name)
+                if name in specs:
+                    raise ValueError(f"'{name}' is also in '{specs[name].file.name}'")
+                specs[name] = Spec(header.get_dtype(), tuple(header.get_shape()), file)
+    return specs
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn what is wrong with a file into an error that names it."""
+    try:
+        yield
+    except safetensors_io.READ_ERRORS as error:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(
+            f"'{file}' cannot be read: {what}; download the model again"
+        ) from error

@@ -1,0 +1,106 @@
+"""Folders of several kinds are opened, and bad ones are refused."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import samo
+from samo.errors import CheckpointError
+from samo.integrations.export import write_folder
+from samo.integrations.model_folders import open_masks, open_model, tokenizer_folder
+from tests.integrations.cases import logits, pruned
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model, _ = pruned("Llama")
+    return write_folder(model, tmp_path / "llama", max_shard_size="30KB")
+
+
+def test_a_run_of_finetune_is_its_config_and_its_checkpoint(tmp_path: Path) -> None:
+    model, masks = pruned("Llama", tie_word_embeddings=True)
+    run = tmp_path / "run"
+    model.config.save_pretrained(run / "hugging-face")
+    model.generation_config.max_length = 77
+    model.generation_config.save_pretrained(run / "hugging-face")
+    (run / "hugging-face" / "tokenizer.json").write_text("{}")
+    (run / "run.json").write_text("{}")
+    samo.compress_(model, masks)
+    samo.save(run / "checkpoints" / "last", model)
+    for path in (run, run / "checkpoints" / "last"):
+        again = open_model(path)
+        assert torch.equal(logits(again), logits(model))
+        assert again.generation_config.max_length == 77
+        assert open_masks(path, again) == masks
+        assert tokenizer_folder(path) == run / "hugging-face"
+    assert open_model(run, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_folder_without_masks_has_none(folder: Path) -> None:
+    assert open_masks(folder, open_model(folder)) is None
+    with pytest.raises(CheckpointError, match=r"llama' has no tokenizer: none of tokenizer.json"):
+        tokenizer_folder(folder)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    gone = sorted(folder.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=f"not complete: '{gone.name}', which model.safe"):
+        open_model(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no weights: neither model.safetensors nor"):
+        open_model(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match=r"in 'pytorch_model.bin' only, a pickle.*convert"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("listed", ["../x.safetensors", "x.bin", 3, None])
+def test_an_index_names_files_of_the_folder_only(folder: Path, listed: object) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": listed}}))
+    with pytest.raises(CheckpointError, match=r"index.json' is damaged: its weight_map names "):
+        open_model(folder)
+
+
+def test_links_and_pipes_are_refused(folder: Path, tmp_path: Path) -> None:
+    moved = (folder / "config.json").rename(tmp_path / "config.json")
+    (folder / "config.json").symlink_to(moved)
+    for act in (open_model, tokenizer_folder, lambda path: open_masks(path, torch.nn.Linear(1, 1))):
+        with pytest.raises(CheckpointError, match=r"config.json' is a link, a pipe.*cp -rL"):
+            act(folder)
+    (folder / "config.json").unlink()
+    moved.rename(folder / "config.json")
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(CheckpointError, match="pipe' is a link, a pipe or a device"):
+        open_model(folder)
+
+
+def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    before = logits(open_model(folder))
+    folder.rename(blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert torch.equal(logits(open_model(snapshot)), before)
+
+
+def test_damaged_files_are_named(folder: Path) -> None:
+    config, file = folder / "config.json", sorted(folder.glob("model-*.safetensors"))[0]
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    with pytest.raises(CheckpointError, match=f"{file.name}' cannot be read: .*download the model"):
+        open_model(folder)
+    file.write_bytes(data)
+    text = config.read_text()
+    for wrong in ("[]", "{", '{"model_type": "llama", "num_hidden_layers": "many"}'):
+        config.write_text(wrong)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            open_model(folder)
+    config.write_text(text.replace('"llama"', '"lama"'))
+    with pytest.raises(CheckpointError, match=r"cannot be read as a Hugging Face model: .*lama"):
+        open_model(folder)
