@@ -73,7 +73,7 @@ class Plan:
     """Sparsities of kinds of matrices: pairs of attention, mlp, experts, router, embedding or head,
     and a value."""
     gpu: str = "h100"
-    """Kind of GPU, or a .toml or .json file as --measure writes it."""
+    """Kind of GPU, here for this machine, or a .toml or .json file as --measure writes it."""
     gpus: int = 1
     """Number of GPUs."""
     gpus_per_node: int | Auto = "auto"
@@ -84,6 +84,8 @@ class Plan:
     """Sequences of a step, over all GPUs. auto: 8 for each."""
     context: int | Auto = "auto"
     """Tokens of a sequence. auto: that of the model, at most 2,048."""
+    freeze_embeddings: bool = False
+    """Train all but embeddings and head, which then have neither gradients nor state."""
     num_layers: int | Auto = "auto"
     """Blocks of a GPT that has no name."""
     width: int | Auto = "auto"

@@ -40,6 +40,7 @@ def run(command: Plan) -> int:
         node_gbit=None if command.node_gbit == "auto" else command.node_gbit,
         batch=_given(command.batch),
         context=_given(command.context),
+        freeze_embeddings=command.freeze_embeddings,
     )
     if command.json:
         sys.stdout.write(json.dumps(found.to_dict()) + "\n")

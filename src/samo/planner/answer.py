@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from samo.errors import ConfigError, nearest
 from samo.models.shapes import SHAPES
+from samo.planner.choose import ranked
 from samo.planner.command import command
 from samo.planner.configs import read_config
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
@@ -24,10 +25,6 @@ __all__ = ["Plan", "plan"]
 RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
 _MOST_GPUS: Final = 4096
 _SEQUENCES: Final = 8  # of a step, for each GPU
-_TOLERANCE: Final = 0.02
-"""Times that differ by less are equal: the model is not more exact than that."""
-_COMFORTABLE: Final = 0.9
-"""Fraction of the memory that a plan may take before a smaller one is as good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +66,7 @@ class Plan:
             "sparsity": dict(self.job.sparsity),
             "batch": self.job.batch,
             "context": self.job.context,
+            "frozen": sorted(self.job.frozen),
             "hardware": asdict(self.cluster.hardware),
             "num_gpus": self.cluster.num_gpus,
             "fits": best is not None,
@@ -97,6 +95,7 @@ def plan(
     node_gbit: float | None = None,
     batch: int | None = None,
     context: int | None = None,
+    freeze_embeddings: bool = False,
 ) -> Plan:
     """Predict memory and time of training, and choose a layout. Loads no torch for a name or path.
 
@@ -118,6 +117,7 @@ def plan(
         node_gbit: Bandwidth between nodes, in Gbit/s for each node.
         batch: Sequences of a step, over all ranks; by default 8 for each GPU.
         context: Tokens of a sequence; by default the model's, at most 2,048.
+        freeze_embeddings: Whether embeddings and head stay as they are.
 
     Raises:
         ConfigError: A setting is out of range, or a name or file is not known.
@@ -149,6 +149,7 @@ def plan(
         batch=batch or _SEQUENCES * gpus,
         context=context or min(network.context, 2048),
         dtype=hardware.dtype,
+        frozen=frozenset({"embedding", "head"}) if freeze_embeddings else frozenset(),
     )
     if job.context > network.context and network.command:
         raise ConfigError(
@@ -204,20 +205,7 @@ def _best_of_each(found: list[Option], space: float, *, by_mesh: bool) -> list[O
         kind = "budget" if isinstance(own.weights, int) else own.weights
         key: Any = (kind, own.state, own.checkpointing)
         groups.setdefault((own.pipe, own.data, own.shard) if by_mesh else key, []).append(option)
-    return _ranked([_ranked(group, space)[0] for group in groups.values()], space)
-
-
-def _ranked(options: list[Option], space: float) -> list[Option]:
-    """Return options best first: of those about as fast as the fastest, exact and roomy ones."""
-    fastest = min((option.time.total for option in options if option.fits), default=0.0)
-
-    def key(option: Option) -> tuple[Any, ...]:
-        if option.fits and option.time.total <= (1 + _TOLERANCE) * fastest:
-            is_tight = option.memory.needed_bytes > _COMFORTABLE * space
-            return (0, option.layout.state == "lean", is_tight, option.time.total)
-        return (1, *option.key)
-
-    return sorted(options, key=key)
+    return ranked([ranked(group, space)[0] for group in groups.values()], space)
 
 
 def _smallest(job: Job, cluster: Cluster, scheme: Scheme) -> float:

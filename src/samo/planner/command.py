@@ -90,6 +90,8 @@ def _python(job: Job, own: Layout, source: str | None) -> Iterator[str]:
         )
     if own.checkpointing and source is not None:
         yield "model.gradient_checkpointing_enable()"
+    for end in ("input", "output") if job.frozen else ():
+        yield f"model.get_{end}_embeddings().requires_grad_(False)"
     part = "model"
     if own.pipe > 1:
         mesh = f"samo.mesh(pipe={own.pipe}, data={own.data})"

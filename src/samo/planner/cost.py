@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from samo.planner.hardware import Cluster, Hardware
 from samo.planner.memory import Job, Layout, layer_values, stage_state, stages
-from samo.planner.network import Layer
+from samo.planner.network import Kind, Layer
 
 __all__ = ["StepTime", "all_gather_s", "all_reduce_s", "pipeline_s", "stage_times", "step_time"]
 
@@ -118,20 +118,31 @@ def link_s(num_bytes: float, cluster: Cluster, pipe: int, data: int) -> float:
 
 @lru_cache(maxsize=65536)
 def _layer_pass(
-    layer: Layer, hardware: Hardware, context: int, vocab: int, tokens: int, item: int
+    layer: Layer,
+    hardware: Hardware,
+    context: int,
+    vocab: int,
+    tokens: int,
+    item: int,
+    frozen: frozenset[Kind],
 ) -> tuple[float, float]:
     """Return the seconds of a forward pass, and of a backward pass without recomputation."""
     rate = hardware.flops * hardware.flops_fraction
     speed = hardware.bandwidth * hardware.bandwidth_fraction
-    flop = num_bytes = 0.0
+    flop = num_bytes = back_flop = back_bytes = 0.0
     for matrix in layer.matrices:
+        products = 1 if matrix.kind in frozen else 2  # of backward
         if matrix.is_lookup:
-            num_bytes += 2 * item * tokens * matrix.inputs
+            copied = 2 * item * tokens * matrix.inputs
+            num_bytes += copied
+            back_bytes += 2 * (products - 1) * copied
             continue
         own = tokens * matrix.share
         flop += 2 * own * matrix.numel
+        back_flop += products * 2 * own * matrix.numel
         size = own * (matrix.inputs + matrix.outputs) + matrix.inputs * matrix.outputs
         num_bytes += item * matrix.count * size
+        back_bytes += products * item * matrix.count * size
     window = min(layer.window or context, context)
     attended = window * (1 - window / (2 * context))  # mean over a causal sequence
     attention = 4 * tokens * attended * layer.attention_width * ATTENTION
@@ -139,8 +150,8 @@ def _layer_pass(
     is_head = any(matrix.kind == "head" for matrix in layer.matrices)
     loss = tokens * vocab if is_head else 0
     forward = (flop + attention) / rate + (num_bytes + other + _LOSS_FORWARD * loss) / speed
-    backward = (2 * flop + 2.5 * attention) / rate
-    backward += (2 * num_bytes + _BACKWARD_TRAFFIC * other + _LOSS_BACKWARD * loss) / speed
+    backward = (back_flop + 2.5 * attention) / rate
+    backward += (back_bytes + _BACKWARD_TRAFFIC * other + _LOSS_BACKWARD * loss) / speed
     host = layer.operators * hardware.launch_s
     return max(forward, host), max(backward, 2 * host)
 
@@ -166,6 +177,7 @@ def stage_times(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
     """Return the seconds of one micro-batch in each stage."""
     hardware, network = cluster.hardware, job.network
     tokens, item = layout.micro_batch * job.context, job.itemsize
+    frozen = job.frozen | ({"head"} if network.is_tied and "embedding" in job.frozen else set())
     is_fp32 = layout.num_ranks > 1 and layout.state == "exact"
     is_chunked = network.logits(tokens) < tokens * network.vocab_size
     found: dict[frozenset[tuple[Layer, int]], Pass] = {}
@@ -177,7 +189,7 @@ def stage_times(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
             streamed = _streamed_share(job, layout, number, stage)
             forward = backward = expand = compress = 0.0
             for layer, count in counts.items():
-                own = (layer, hardware, job.context, network.vocab_size, tokens, item)
+                own = (layer, hardware, job.context, network.vocab_size, tokens, item, frozen)
                 ahead, back = _layer_pass(*own)
                 is_block = bool(layer.attention_width)
                 is_again = layout.checkpointing if is_block else layer.saved > 0 and is_chunked
@@ -284,7 +296,11 @@ def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float
         return 0.0
     size = gradient_bytes(job, layout)
     cut = stages(job.network, layout.pipe)
-    values = [sum(layer_values(one, job.sparsity, layout.scheme) for one in part) for part in cut]
+    kind = (job.sparsity, layout.scheme)
+    values, held = (
+        [sum(layer_values(one, *kind, frozen) for one in part) for part in cut]
+        for frozen in (job.frozen, frozenset[Kind]())
+    )
     # Stages on the same node reduce at the same time.
     groups = max(cluster.gpus_per_node // min(layout.data, cluster.gpus_per_node), 1)
     groups = min(groups, layout.pipe)
@@ -293,14 +309,15 @@ def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float
     if layout.pipe > 1:  # one all-reduce for each parameter
         tensors = max(sum(len(one.matrices) + len(one.vectors) for one in part) for part in cut)
         return whole + 2 * (tensors - 1) * latency
-    first = layer_values(job.network.layers[0], job.sparsity, layout.scheme)
+    first = layer_values(job.network.layers[0], *kind)
     hidden = cluster.hardware.overlap
     if not layout.shard:
-        last = all_reduce_s(size * first, cluster, layout.data)
+        trained = (layer_values(one, *kind, job.frozen) for one in job.network.layers)
+        last = all_reduce_s(size * next(filter(None, trained)), cluster, layout.data)
         return max(whole - hidden * slowest.backward, last)
     # One collective for each layer.
     more = (len(job.network.layers) - 1) * latency
-    gather = all_gather_s(job.itemsize * values[0], cluster, layout.data) + more
+    gather = all_gather_s(job.itemsize * held[0], cluster, layout.data) + more
     ends = all_gather_s(job.itemsize * first, cluster, layout.data)
     ahead = max(gather - hidden * slowest.forward, ends)
     without = max(gather - hidden * slowest.backward, 0.0)
@@ -318,7 +335,8 @@ def optimizer_s(job: Job, layout: Layout, cluster: Cluster) -> float:
     shards = layout.data if layout.shard else 1
     worst = 0.0
     for number, stage in enumerate(stages(job.network, layout.pipe)):
-        values = sum(layer_values(layer, job.sparsity, layout.scheme) for layer in stage) / shards
+        own_values = (layer_values(one, job.sparsity, layout.scheme, job.frozen) for one in stage)
+        values = sum(own_values) / shards
         state = stage_state(job, layout, number, stage)
         if layout.scheme == "samo":
             # Reads and writes values and moments, reads gradients, writes dense weights.

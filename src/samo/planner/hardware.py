@@ -7,6 +7,7 @@ reports.
 """
 
 import json
+import re
 import tomllib
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from samo.errors import ConfigError, nearest
 
-__all__ = ["HARDWARE", "Cluster", "Hardware", "Link", "find_hardware"]
+__all__ = ["HARDWARE", "Cluster", "Hardware", "Link", "find_hardware", "match_hardware"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +162,7 @@ HARDWARE: Final[dict[str, Hardware]] = {
 
 
 def find_hardware(name: str | Path) -> Hardware:
-    """Return a GPU of the table, or the content of a TOML or JSON file.
+    """Return a GPU of the table, "here" for this machine, or the content of a TOML or JSON file.
 
     Example:
         >>> from samo.planner.hardware import find_hardware
@@ -174,14 +175,43 @@ def find_hardware(name: str | Path) -> Hardware:
     path = Path(name)
     if path.suffix in (".toml", ".json"):
         return _read(path)
+    if name == "here":
+        from samo.planner.local import this_hardware  # loads torch
+
+        return this_hardware()
     key = str(name).lower().replace("_", "-").replace(" ", "")
     if key not in HARDWARE:
         guess = nearest(key, HARDWARE)
         raise ConfigError(
-            f"unknown GPU '{name}'{guess}; choose among {', '.join(HARDWARE)}, or name a .toml or "
-            ".json file of your own"
+            f"unknown GPU '{name}'{guess}; choose among {', '.join(HARDWARE)}, here for this "
+            "machine, or a .toml or .json file of your own"
         )
     return HARDWARE[key]
+
+
+def match_hardware(device_name: str, memory_bytes: float) -> Hardware:
+    """Return the GPU of the table that a device of this name is, with its own memory.
+
+    A GPU that is not in the table gets the rates of the RTX 4090, and its source says so: which
+    layouts fit does not depend on rates.
+
+    Example:
+        >>> from samo.planner.hardware import match_hardware
+        >>> match_hardware("NVIDIA A100-SXM4-40GB", 42.3e9).name
+        'a100-40'
+    """
+    name = re.sub(r"\brtx (?=\d)", "rtx", device_name.lower())
+
+    def is_named(key: str) -> bool:
+        chip = "laptop" if "laptop" in name else key.partition("-")[0]
+        return key.startswith(chip) and re.search(rf"\bg?{chip}(?!\d)", name) is not None
+
+    found = [one for key, one in HARDWARE.items() if is_named(key)]
+    if not found:
+        source = f"{device_name}: not in the table, so the rates of an RTX 4090 are assumed"
+        return replace(_RTX_4090, name="gpu", memory_bytes=memory_bytes, source=source)
+    near = min(found, key=lambda one: abs(one.memory_bytes - memory_bytes))
+    return replace(near, memory_bytes=memory_bytes)
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Literal
 
+from samo.errors import ConfigError
 from samo.memory.predict import TensorSpec, predict
 from samo.pipeline.partition import partition
-from samo.planner.network import Kind, Layer, Network
+from samo.planner.network import Kind, Layer, Matrix, Network
 
 __all__ = ["Job", "Layout", "Memory", "peak", "stages"]
 
@@ -36,10 +37,8 @@ SLACK: Final = 0.05
 _LOGIT: Final = 12
 """Bytes of a logit at the peak of the loss: its log-probability, and two gradients, in fp32."""
 
-PEAK_KINDS: Final = (
-    "values", "gradients", "moments", "bitmap", "dense", "activations", "logits", "workspace",
-    "slack",
-)  # fmt: skip
+_STATE_KINDS: Final = ("values", "gradients", "moments", "bitmap", "dense")
+PEAK_KINDS: Final = (*_STATE_KINDS, "activations", "logits", "workspace", "slack")
 Bytes = dict[str, float]
 
 
@@ -52,6 +51,14 @@ class Job:
     batch: int  # sequences of a step, over all ranks
     context: int
     dtype: str = "bfloat16"
+    frozen: frozenset[Kind] = frozenset()  # kinds of unpruned matrices that are not trained
+
+    def __post_init__(self) -> None:
+        of = dict(self.sparsity)
+        if pruned := [kind for kind in sorted(self.frozen) if of[kind]]:
+            raise ConfigError(
+                f"{', '.join(pruned)} cannot be frozen and pruned; leave one of them out"
+            )
 
     @property
     def itemsize(self) -> int:
@@ -153,9 +160,14 @@ def _stage_peak(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
     head = stage[-1] if is_last else None
     head_saved = logits = head_grad = 0.0
     if head is not None:
-        head_saved, head_grad = head.saved * unit, float(item * head.matrices[0].numel)
+        head_saved = head.saved * unit
+        head_grad = (
+            0.0 if is_frozen(head.matrices[0], job) else float(item * head.matrices[0].numel)
+        )
         logits = float(_LOGIT * network.logits(tokens))
-    embedded = float(item * stage[0].matrices[0].numel) if is_first else 0.0
+    embedded = 0.0
+    if is_first and not is_frozen(stage[0].matrices[0], job):
+        embedded = float(item * stage[0].matrices[0].numel)
     is_ddp = layout.pipe == 1 and layout.data > 1 and not layout.shard
     early = state["gradients"] if count > 1 or is_ddp else 0.0  # DDP never frees its buckets
     if layout.scheme == "dense" and not early:
@@ -206,9 +218,9 @@ def _gathered(job: Job, layout: Layout, stage: Sequence[Layer]) -> float:
 
 def stage_state(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -> Bytes:
     """Return the bytes of model state of a stage, by kind."""
-    total = dict.fromkeys(("values", "gradients", "moments", "bitmap", "dense"), 0.0)
+    total = dict.fromkeys(_STATE_KINDS, 0.0)
     budget = layout.weights if isinstance(layout.weights, int) else None
-    key = (layout.scheme, layout.state, job.dtype, layout.num_ranks > 1)
+    key = (job.frozen, layout.scheme, layout.state, job.dtype, layout.num_ranks > 1)
     shards = layout.data if layout.shard else 1
     holds_tied = number > 0
     for layer, count in Counter(stage).items():
@@ -238,6 +250,7 @@ def stage_state(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
 def _layer_state(
     layer: Layer,
     sparsity: tuple[tuple[Kind, float], ...],
+    frozen: frozenset[Kind],
     scheme: Scheme,
     state: str,
     dtype: str,
@@ -247,18 +260,19 @@ def _layer_state(
 ) -> Bytes:
     """Return the state of one layer; without the dense weights of pruned matrices for samo."""
     of = dict(sparsity)
-    total: Bytes = dict.fromkeys(("values", "gradients", "moments", "bitmap", "dense"), 0.0)
+    total: Bytes = dict.fromkeys(_STATE_KINDS, 0.0)
     for matrix in layer.matrices:
         if matrix.is_tied and not holds_tied:
             continue
         numel = matrix.inputs * matrix.outputs * matrix.stack
         pruned = of[matrix.kind]
         kept = round(numel * (1 - pruned)) if pruned else None
-        one = _tensor_state(numel, kept, scheme, state, dtype, has_peers, shards)
-        for kind, value in one.items():
+        is_trained = matrix.kind not in frozen
+        own = (scheme, state, dtype, has_peers, shards, is_trained)
+        for kind, value in _tensor_state(numel, kept, *own).items():
             total[kind] += value * matrix.count / matrix.stack
     for numel in layer.vectors:
-        one = _tensor_state(numel, None, scheme, state, dtype, True, shards)
+        one = _tensor_state(numel, None, scheme, state, dtype, True, shards, True)
         for kind, value in one.items():
             total[kind] += value
     return total
@@ -272,7 +286,11 @@ def _tensor_state(
     dtype: str,
     has_peers: bool,
     shards: int,
+    is_trained: bool,
 ) -> Bytes:
+    if not is_trained:
+        size = 4 if dtype == "float32" or scheme == "autocast" else 2
+        return {**dict.fromkeys(_STATE_KINDS, 0.0), "values": size * numel / shards}
     if scheme == "samo":
         is_lean = state == "lean"
         whole = numel if kept is None else kept
@@ -311,13 +329,21 @@ def _tensor_state(
 
 @lru_cache(maxsize=1024)
 def layer_values(
-    layer: Layer, sparsity: tuple[tuple[Kind, float], ...], scheme: Scheme = "samo"
+    layer: Layer,
+    sparsity: tuple[tuple[Kind, float], ...],
+    scheme: Scheme = "samo",
+    frozen: frozenset[Kind] = frozenset(),
 ) -> float:
-    """Return how many values of a layer are trained and sent: the kept ones, or all."""
+    """Return how many values a layer has: the kept ones, or all; those of frozen kinds left out."""
     of = dict(sparsity)
     is_dense = scheme not in ("samo", "paper")
     return sum(layer.vectors) + sum(
         matrix.numel * (1 if is_dense else 1 - of[matrix.kind])
         for matrix in layer.matrices
-        if not matrix.is_tied
+        if not matrix.is_tied and matrix.kind not in frozen
     )
+
+
+def is_frozen(matrix: Matrix, job: Job) -> bool:
+    """Return whether a matrix is not trained; a tied head is if the embedding is."""
+    return ("embedding" if matrix.is_tied else matrix.kind) in job.frozen

@@ -50,9 +50,10 @@ def _lines(plan: "Plan") -> Iterator[str]:
     job, cluster, best = plan.job, plan.cluster, plan.best
     kinds = {matrix.kind for layer in job.network.layers for matrix in layer.matrices}
     pruned = ", ".join(f"{k} {percent(value)}" for k, value in job.sparsity if value and k in kinds)
+    frozen = f", frozen: {', '.join(sorted(job.frozen))}" if job.frozen else ""
     yield (
         f"{job.network.name}: {count(job.network.num_params)} parameters, pruned: "
-        f"{pruned or 'nothing'}; {job.batch} x {job.context:,} tokens a step"
+        f"{pruned or 'nothing'}{frozen}; {job.batch} x {job.context:,} tokens a step"
     )
     hardware = cluster.hardware
     yield (

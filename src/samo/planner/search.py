@@ -6,7 +6,7 @@ without checkpointing. Where resident weights do not fit and streamed ones do, a
 is left of the memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -71,8 +71,10 @@ def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Lay
                     yield replace(own, shard=True, weights=kinds[-1])
 
 
-def search(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> list[Option]:
-    """Return all options of a scheme, best first.
+def search(
+    job: Job, cluster: Cluster, scheme: Scheme = "samo", among: Iterable[Layout] | None = None
+) -> list[Option]:
+    """Return all options of a scheme, or those ``among`` the given layouts, best first.
 
     Example:
         >>> from samo.planner.hardware import HARDWARE, Cluster
@@ -86,7 +88,7 @@ def search(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> list[Option]:
         (True, 'resident', False)
     """
     found = []
-    for layout in layouts(job, cluster, scheme):
+    for layout in layouts(job, cluster, scheme) if among is None else among:
         option = evaluate(job, layout, cluster)
         found.append(option)
         is_streamed = layout.weights == "streamed" and not layout.shard
