@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         RunError as RunError,
         SamoError as SamoError,
     )
+    from samo.integrations.chunk_loss import chunk_loss_ as chunk_loss_
     from samo.mask.mask import Mask as Mask
     from samo.mask.masks import Masks as Masks
     from samo.mask.prunable import prunable as prunable
@@ -75,6 +76,7 @@ _MODULES: Final = {
     "Masks": "samo.mask.masks",
     "SamoError": "samo.errors",
     "async_save": "samo.checkpoint.save",
+    "chunk_loss_": "samo.integrations.chunk_loss",
     "compress_": "samo.core.compress",
     "decompress_": "samo.core.compress",
     "dense_state_dict": "samo.core.compress",

@@ -5,18 +5,17 @@ Shape suffixes: B = batch, T = tokens, N = B * T, D = model width, V = vocabular
 
 import zlib
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from samo.models.chunked_loss import sum_in_chunks
 from samo.models.shapes import GPTConfig
 
 __all__ = ["GPT", "GPTConfig", "draw_weights", "init_weights"]
-
-_MAX_LOGITS: Final = 2**27  # that exist at once in a loss: 2 GB with their gradients
 
 
 class GPT(nn.Module):
@@ -67,18 +66,7 @@ class GPT(nn.Module):
         return self._loss(x_BTD.flatten(0, 1), targets_BT.flatten(), reduction)
 
     def _loss(self, x_ND: Tensor, targets_N: Tensor, reduction: str) -> Tensor:
-        """Return the loss, from logits of a chunk of tokens at a time, recomputed in backward.
-
-        With a large vocabulary, all logits and their gradients would take more memory than the
-        whole state of a pruned model.
-        """
-        size = 1 << max(_MAX_LOGITS // self.config.vocab_size, 1).bit_length() - 1
-        if len(targets_N) <= size:
-            return F.cross_entropy(self.head(x_ND).float(), targets_N, reduction=reduction)
-        parts = zip(x_ND.split(size), targets_N.split(size))
-        total = torch.stack(
-            [checkpoint(self._loss_sum, x, y, use_reentrant=False) for x, y in parts]
-        ).sum()
+        total = sum_in_chunks(self._loss_sum, x_ND, targets_N, vocab_size=self.config.vocab_size)
         # -100 is the default ignore_index of torch's cross-entropy.
         return total / (targets_N != -100).sum() if reduction == "mean" else total
 
