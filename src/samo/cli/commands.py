@@ -4,10 +4,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import DisallowNone, Positional, arg, subcommand
 
 from samo.bench.settings import KernelsConfig, StepConfig
-from samo.train.config import Auto, Count, MaskConfig, OptionalPath, Steps, TrainConfig
+from samo.train.config import (
+    Amount,
+    Auto,
+    Count,
+    MaskConfig,
+    OptionalPath,
+    Seed,
+    Steps,
+    TrainConfig,
+)
 
 __all__ = []
 
@@ -58,6 +67,33 @@ class Prune(MaskConfig):
     """Keep the largest weights, or random ones. zeros: keep what is nonzero in a pruned model."""
     seed: int = 0
     """Seed for the choice between weights of equal magnitude."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generate:
+    """Let a model continue a text, or chat with it."""
+
+    model: Positional[Path]
+    """A run folder, a checkpoint of a run, or a Hugging Face folder, dense or compressed."""
+    prompt: Annotated[DisallowNone[str | None], arg(metavar="TEXT", help_behavior_hint="")] = None
+    """Text to continue. By default what is piped in."""
+    chat: bool = False
+    """Talk: one message a line, Ctrl-C stops an answer, Ctrl-D ends."""
+    max_tokens: Count = 200
+    """Most tokens of an answer."""
+    temperature: Amount = 0.8
+    """Below 1, likely tokens become likelier still; 0 is --greedy."""
+    top_p: float = 0.95
+    """Draw from the likeliest tokens that together have this probability."""
+    seed: Seed = 0
+    """Seed of the draws."""
+    greedy: bool = False
+    """Always take the likeliest token."""
+    weights: Literal["dense", "resident", "streamed"] = "dense"
+    """dense: expand pruned weights once, which is fastest. streamed: at each use, in the least
+    memory. resident: hold both, as in training."""
+    device: Literal["cpu", "cuda"] | Auto = "auto"
+    """auto: a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +168,7 @@ class Bench:
     )
 
 
-Command = Demo | Train | Launch | Prune | Plan | Inspect | Report | Bench
+Command = Demo | Train | Launch | Prune | Generate | Plan | Inspect | Report | Bench
 
 USUAL: Final = frozenset(
     {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}

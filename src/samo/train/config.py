@@ -47,6 +47,7 @@ Amount = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Share = Annotated[float, Range(1e-9, 1)]
 Sparsity = Annotated[float, Range(0, 1, "0.9 prunes 90 %")]
+Seed = Annotated[int, Range(0, 2**63)]
 Auto = Literal["auto"]
 OptionalPath = Annotated[DisallowNone[Path | None], arg(metavar="PATH", help_behavior_hint="")]
 Files = Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")]
@@ -181,7 +182,7 @@ class RunConfig:
     """Sequences per forward and backward pass."""
     accumulate: Count = 1
     """Passes per optimizer step, whose gradients are accumulated."""
-    seed: Annotated[int, Range(0, 2**63)] = 0
+    seed: Seed = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""

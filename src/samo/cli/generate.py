@@ -1,0 +1,202 @@
+"""``samo generate``: a model continues a text, or answers."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor, nn
+
+from samo.cli.commands import Generate
+from samo.cli.console import PatientConsole
+from samo.core.compress import compress_
+from samo.errors import ConfigError, DataError, MaskError, RunError, SamoError, first_words
+from samo.integrations import model_folders
+from samo.mask.masks import Masks
+from samo.models.generate import Sampling
+from samo.models.gpt import GPT
+from samo.train.rank_group import is_out_of_memory
+from samo.train.resolve import check_ranges
+from samo.utils.formatting import count, duration, plain, three_digits
+
+__all__ = []
+
+_MAX_BYTES: Final = 2**24
+"""Longest prompt read from a pipe."""
+
+
+class TextModel(Protocol):
+    """A model with its tokenizer."""
+
+    @property
+    def context(self) -> int | None:
+        """Most tokens that it can read; None if there is no limit."""
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether it knows conversations."""
+
+    def encode(self, text: str) -> Tensor:
+        """Return the tokens of a text."""
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Tensor:
+        """Return the tokens of a conversation up to the answer that is due."""
+
+    def stream(
+        self,
+        tokens: Tensor,
+        how: Sampling,
+        on_token: Callable[[], None],
+        write: Callable[[str], None],
+    ) -> None:
+        """Continue tokens; pass the text on as it is made."""
+
+
+def run(command: Generate) -> int:
+    """Generate a text, or talk until the user ends it."""
+    check_ranges(command)
+    if not 0 < command.top_p <= 1:
+        raise ConfigError(f"--top-p must be above 0 and at most 1, got {command.top_p}")
+    if command.chat and command.prompt is not None:
+        raise ConfigError("--chat reads messages line by line; leave out --prompt")
+    prompt = "" if command.chat else _prompt(command.prompt)
+    temperature = 0.0 if command.greedy else command.temperature
+    how = Sampling(command.max_tokens, temperature, command.top_p, command.seed)
+    try:
+        model = _open(command)
+        console = PatientConsole()
+        if command.chat:
+            _chat(model, how, console, command.model)
+        else:
+            tokens = _checked(model.encode(prompt), model)
+            console.print(Text(plain(prompt), style="dim"), end="", soft_wrap=True)
+            _show(model, tokens, how)
+    except SamoError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"out of memory: {first_words(error)}; use --weights streamed, or a shorter prompt"
+        ) from error
+    return 0
+
+
+def _prompt(given: str | None) -> str:
+    if given is None:
+        if sys.stdin.isatty():
+            raise ConfigError("no prompt; pass --prompt TEXT, pipe a text in, or use --chat")
+        given = sys.stdin.read(_MAX_BYTES + 1).removesuffix("\n")
+        if len(given) > _MAX_BYTES:
+            raise DataError(f"the prompt has more than {_MAX_BYTES:,} characters; shorten it")
+    if not given.strip():
+        raise ConfigError("the prompt is empty; pass some text with --prompt, or pipe it in")
+    return given
+
+
+def _open(command: Generate) -> TextModel:
+    path = command.model
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if command.device == "cuda" and device == "cpu":
+        raise ConfigError("--device cuda needs a GPU, and torch sees none; use --device cpu")
+    device = device if command.device == "auto" else command.device
+    if command.weights == "dense":
+        model = model_folders.open_model(path)
+    else:
+        model = _open_compressed(path, command.weights)
+    model.requires_grad_(False).to(device)
+    if isinstance(model, GPT):
+        from samo.train.run_text import RunText
+
+        return RunText(model, path)
+    from samo.integrations.generation import HuggingFaceText
+
+    return HuggingFaceText(model, model_folders.tokenizer_folder(path))
+
+
+def _open_compressed(path: Path, weights: Literal["resident", "streamed"]) -> nn.Module:
+    model = model_folders.open_model(path)
+    masks = model_folders.open_masks(path, model)
+    if masks is None:
+        try:
+            masks = Masks.from_zeros(model)
+        except MaskError as error:
+            why = str(error).partition(";")[0]
+            raise ConfigError(f"--weights {weights} needs a pruned model: {why}") from error
+    return compress_(model, masks, weights=weights)
+
+
+def _checked(tokens: Tensor, model: TextModel) -> Tensor:
+    if not len(tokens):
+        raise DataError("the prompt has no tokens; pass some text")
+    if model.context is not None and len(tokens) >= model.context:
+        raise DataError(
+            f"the text has {len(tokens):,} tokens, and the model reads {model.context:,} with "
+            "its answer; shorten the prompt, or start a new chat"
+        )
+    return tokens
+
+
+def _chat(model: TextModel, how: Sampling, console: Console, path: Path) -> None:
+    if not model.has_chat:
+        raise ConfigError(
+            f"'{path}' has no chat template, so its model was not made to chat; use --prompt"
+        )
+    messages: list[dict[str, str]] = []
+    while (line := _read_line(console)) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = _show(model, _checked(model.encode_chat(messages), model), how)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _read_line(console: Console) -> str | None:
+    """Return a message, None at the end of the input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (line editing)
+
+        try:
+            return input("> ")
+        except EOFError:
+            sys.stdout.write("\n")
+            return None
+    line = sys.stdin.readline()
+    if line.strip():
+        console.print(Text(f"> {plain(line.rstrip())}", style="dim"), soft_wrap=True)
+    return line.rstrip("\n") if line else None
+
+
+def _show(model: TextModel, tokens: Tensor, how: Sampling) -> str:
+    """Print what follows tokens, then on stderr how fast it came; return it.
+
+    Ctrl-C ends it early.
+    """
+    pieces: list[str] = []
+    times = [time.perf_counter()]
+
+    def write(text: str) -> None:
+        pieces.append(text)
+        sys.stdout.write(plain(text))
+        sys.stdout.flush()
+
+    try:
+        model.stream(tokens, how, lambda: times.append(time.perf_counter()), write)
+        end = ""
+    except KeyboardInterrupt:
+        end = ", stopped"
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    num_tokens = len(times) - 1
+    if not end and model.context is not None and len(tokens) + num_tokens == model.context:
+        end = ", the context is full"
+    speed = ""
+    if num_tokens > 1:  # the first token takes the whole prompt
+        rate = (num_tokens - 1) / (times[-1] - times[1])
+        speed = f", {three_digits(rate)} tokens/s; prompt read in {duration(times[1] - times[0])}"
+    sys.stderr.write(f"{count(num_tokens)} tokens{speed}{end}\n")
+    return "".join(pieces)

@@ -1,0 +1,57 @@
+"""Text from the GPT of a run of ``samo train``."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samo.data.tokenizers import open_tokenizer
+from samo.errors import DataError
+from samo.models.generate import Pieces, Sampling, stream
+from samo.models.gpt import GPT
+from samo.train.run_dir import RunDir
+
+__all__ = []
+
+
+class RunText:
+    """A GPT and the tokenizer of its run."""
+
+    has_chat = False
+
+    def __init__(self, model: GPT, path: Path) -> None:
+        self._model: Final = model
+        self._tokenizer: Final = open_tokenizer(str(RunDir.find(path).config().data.tokenizer))
+        self.context: Final = model.config.context
+
+    def encode(self, text: str) -> Tensor:
+        """Return the tokens of a text."""
+        tokens = torch.from_numpy(self._tokenizer.encode(text).astype(np.int64))
+        known = self._model.config.vocab_size
+        if len(tokens) and int(tokens.max()) >= known:
+            raise DataError(
+                f"the text has token {int(tokens.max()):,}, and the model knows {known:,}; leave "
+                "out what its training text did not have"
+            )
+        return tokens
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Tensor:
+        """A GPT of ``samo train`` continues texts, and knows no conversations."""
+        raise NotImplementedError
+
+    def stream(
+        self,
+        tokens: Tensor,
+        how: Sampling,
+        on_token: Callable[[], None],
+        write: Callable[[str], None],
+    ) -> None:
+        """Continue tokens; pass the text on as it is made. The context slides along."""
+        pieces = Pieces(lambda ids: self._tokenizer.decode(np.array(ids)), write)
+        for token in stream(self._model, tokens, how, context=self.context):
+            on_token()
+            pieces.add(token)
+        pieces.end()
