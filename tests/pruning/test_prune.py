@@ -322,8 +322,8 @@ def test_a_sparsity_out_of_range_is_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "l1"}, "method must be one of magnitude, random, got 'l1'"),
-        ({"scope": "layer"}, "scope must be one of tensor, global, erk, got 'layer'"),
+        ({"method": "l1"}, "method must be one of magnitude, random, wanda, sparsegpt, got 'l1'"),
+        ({"scope": "layer"}, "scope must be one of tensor, global, erk, owl, got 'layer'"),
         ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
         ({"skip": ["layer.*"]}, r"skip pattern 'layer\.\*' matches no param"),
         ({"rules": {"layer.*": 0.5}}, r"rules pattern 'layer\.\*' matches no param"),

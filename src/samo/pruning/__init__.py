@@ -1,8 +1,10 @@
 """Everything that makes masks.
 
-prune          by magnitude or at random
-scope          which tensors are compared: each, all, or by ERK; n:m `pattern`
+prune          by magnitude, at random, or by the inputs of the weights
+scope          which tensors are compared: each, all, by ERK or by OWL; n:m `pattern`
 topk, nm       the largest of them, the n largest of every m
+calibrated     by inputs: `blocks` runs a model block by block, `inputs` watches its products,
+               `wanda`, `sparsegpt` and `owl` decide
 early_bird     once the mask of a dense model in training stabilizes
 schedules      while a compressed model trains: gradual pruning, SET, RigL
 growth         which entries those drop and grow

@@ -31,12 +31,12 @@ def keep_pattern(entries: Entries, pattern: Pattern, input_dim: int) -> Tensor:
     unit = math.lcm(pattern.group * after, 2 * bitmap.WORD_BITS)
     words = torch.empty(bitmap.num_words(numel), dtype=torch.int32, device=entries.dense.device)
     for start, stop in bitmap.chunks(numel, unit):
-        scores = _scores(entries, start, stop, (-1, pattern.group, after))
-        bitmap.pack(_largest(scores, pattern.kept).view(-1), words, start)
+        scores = scores_of(entries, start, stop, (-1, pattern.group, after))
+        bitmap.pack(largest_of(scores, pattern.kept).view(-1), words, start)
     return words
 
 
-def _scores(entries: Entries, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
+def scores_of(entries: Entries, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
     """Return (groups, neighbours, after) with the keys above the hashes, in 62 bits."""
     index = torch.arange(start, stop, device=entries.dense.device)
     hashes = entries.hashes(index).to(torch.int64).view(shape)
@@ -56,7 +56,7 @@ def _ranks(keys: Tensor) -> Tensor:
     return torch.empty_like(keys).scatter_(1, order, is_new.cumsum(1))
 
 
-def _largest(scores: Tensor, kept: int) -> Tensor:
+def largest_of(scores: Tensor, kept: int) -> Tensor:
     """Return which of (groups, neighbours, after) are among the ``kept`` largest of their group."""
     if scores.shape[1] > _MOST_COMPARED:
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]

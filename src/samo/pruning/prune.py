@@ -1,20 +1,28 @@
-"""`prune`: choose the weights to keep, by magnitude or at random, in each group of tensors."""
+"""`prune`: choose the weights to keep, in each group of tensors."""
 
-from collections.abc import Iterable, Mapping
-from typing import get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
+from samo.core.modules import named_weights
 from samo.errors import MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
+from samo.pruning import topk
+from samo.pruning.blocks import Batch, BlockModel
+from samo.pruning.calibrated import prune_blocks
 from samo.pruning.nm import keep_pattern
+from samo.pruning.owl import outlier_ratios
 from samo.pruning.scope import Group, Scope, check_choice, decide
-from samo.pruning.topk import Entries, Method, compare_dtype, keep_largest
+from samo.pruning.topk import Entries, compare_dtype, count_not_finite, keep_largest
 from samo.utils.validation import check_model, whole_number
 
 __all__ = ["prune"]
+
+Method = Literal["magnitude", "random", "wanda", "sparsegpt"]
 
 
 def prune(
@@ -27,8 +35,14 @@ def prune(
     skip: Iterable[str] = (),
     rules: Mapping[str, float] | None = None,
     seed: int = 0,
+    calibration: Iterable[Batch] | None = None,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Masks:
-    """Choose which weights of a model to keep. The model itself is not changed.
+    """Choose which weights of a model to keep.
+
+    The model itself is not changed, **except by SparseGPT**, which sets the pruned weights to 0 and
+    replaces the values of the others.
 
     Counts are exact: of ``n`` weights ``round(n * sparsity)`` are pruned. Ties are broken by a hash
     of name, place and ``seed``, which favours no layer or row and is the same on every device.
@@ -43,16 +57,24 @@ def prune(
         2048
         >>> samo.prune(model, pattern="2:4").sparsity
         0.5
+        >>> from samo.models.gpt import GPT, GPTConfig
+        >>> gpt = GPT(GPTConfig(num_layers=2, width=64, num_heads=2))
+        >>> text = [torch.randint(0, 256, (4, 32)) for _ in range(2)]
+        >>> samo.prune(gpt, 0.5, method="wanda", calibration=text)
+        Masks(8 tensors, 49,152 of 98,304 weights kept, sparsity 0.500)
 
     Args:
         model: The model; the weights that `samo.prunable` names are pruned.
         sparsity: Fraction to prune, at least 0 and less than 1. At 0 a tensor gets no mask. May be
             omitted with a ``pattern``, which implies it.
-        method: ``"magnitude"`` keeps the largest weights, ``"random"`` any.
+        method: ``"magnitude"`` keeps the largest weights, ``"random"`` any. ``"wanda"`` multiplies
+            magnitudes by the norms of the weights' inputs and compares them within each output.
+            ``"sparsegpt"`` solves for the least change of each layer's output.
         scope: ``"tensor"`` prunes each tensor to ``sparsity``; ``"global"`` compares all of them,
             so that tensors with small weights lose more; ``"erk"`` prunes the model to ``sparsity``
             and each tensor to a density proportional to the sum of its sizes over their product
-            (Erdos-Renyi-Kernel), at most 1, so that small tensors keep more.
+            (Erdos-Renyi-Kernel), at most 1, so that small tensors keep more; ``"owl"`` does so with
+            blocks in place of tensors, and those with more outliers keep more.
         pattern: ``"n:m"``, such as ``"2:4"``: keep n of every m neighbours along a weight's inputs.
         skip: Shell-style patterns of weights to leave dense. Takes precedence over ``rules``.
         rules: Sparsities for weights that match a shell-style pattern, each tensor on its own,
@@ -60,40 +82,94 @@ def prune(
             weights of `samo.prunable` that it matches or, if it matches none of them, as
             ``"lm_head.weight"``, to all that it matches.
         seed: Breaks ties, and draws the weights of ``method="random"``.
+        calibration: For Wanda, SparseGPT and OWL: batches of tokens (B x T), or dicts of the
+            model's inputs, without padding. The model needs an `nn.ModuleList` of equal blocks.
+        device: Where to compute its blocks, one after the other. By default where the model is.
+        progress: Called with the number of blocks done, and that of all.
     """
     check_model(model)
     seed = whole_number("seed", seed)
     check_choice("method", method, get_args(Method))
+    _check_calibration(model, method, scope, calibration)
     parameters = dense_parameters(model)
+    blocks = None if calibration is None else BlockModel(model, calibration, device)
+    passes = (scope == "owl") + (method in ("wanda", "sparsegpt"))
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None and blocks is not None:
+            progress(done, passes * len(blocks.blocks))
+
+    def ratios(names: Sequence[str]) -> Sequence[float]:
+        assert blocks is not None
+        for name in names:
+            _check_values(name, parameters[name])
+        return outlier_ratios(blocks, parameters, names, tick)
+
+    groups = decide(
+        model, parameters, sparsity, scope, pattern, skip, rules, ratios if scope == "owl" else None
+    )
+    for name in (name for group in groups for name in group.names):
+        _check_values(name, parameters[name], is_read=method != "random")
+    for group in groups:
+        _check_kept(group.names[0], group.kept, group)  # before SparseGPT changes anything
     masks: dict[str, Mask] = {}
-    for group in decide(model, parameters, sparsity, scope, pattern, skip, rules):
-        masks.update(_masks({name: parameters[name] for name in group.names}, group, method, seed))
+    if method == "wanda" or method == "sparsegpt":
+        assert blocks is not None
+        masks = prune_blocks(blocks, parameters, groups, method, seed, tick)
+    else:
+        for group in groups:
+            chosen = {name: parameters[name] for name in group.names}
+            masks.update(_masks(chosen, group, method, seed))
+    for group in groups:
+        for name in group.names:
+            _check_kept(name, masks[name].kept, group)
     return Masks({name: masks[name] for name in parameters if name in masks})
 
 
+def _check_calibration(model: nn.Module, method: Method, scope: Scope, calibration: object) -> None:
+    """Refuse what calibrated methods cannot do, and calibration data that nothing would read."""
+    needs = method in ("wanda", "sparsegpt") or scope == "owl"
+    what = f"scope='{scope}'" if scope == "owl" else f"method='{method}'"
+    if needs and calibration is None:
+        raise ValueError(
+            f"{what} looks at the inputs of the weights; pass calibration=batches, some of the "
+            "model's usual tokens (B x T)"
+        )
+    if not needs and calibration is not None:
+        raise ValueError(f"{what} reads no calibration data; choose 'wanda' or 'sparsegpt'")
+    if method in ("wanda", "sparsegpt") and scope == "global":
+        raise ValueError(
+            f"{what} compares weights within a layer, since scores of different layers have "
+            "different units; choose scope='tensor', 'erk' or 'owl'"
+        )
+    if needs and next(named_weights(model), None) is not None:
+        raise ValueError(f"{what} takes a dense model; call samo.decompress_(model) first")
+
+
 def _masks(
-    parameters: Mapping[str, Tensor], group: Group, method: Method, seed: int
+    parameters: Mapping[str, Tensor], group: Group, method: topk.Method, seed: int
 ) -> dict[str, Mask]:
     dtype = compare_dtype(parameter.dtype for parameter in parameters.values())
     entries = [Entries(n, p.detach(), method, dtype, seed) for n, p in parameters.items()]
-    for tensor in entries:
-        _check_values(tensor)
     if group.pattern is not None:
         words = [keep_pattern(tensor, group.pattern, group.input_dim) for tensor in entries]
     else:
         words = keep_largest(entries, group.kept)
-    masks = {entry.name: Mask(entry.dense.shape, bits) for entry, bits in zip(entries, words)}
-    for name, mask in masks.items():
-        if mask.kept == 0:
-            raise MaskError(
-                f"sparsity {group.sparsity} would keep none of the weights of '{name}'; prune it "
-                f"less with rules={{'{name}': 0.5}} or not with skip=['{name}']"
-            )
-    return masks
+    return {entry.name: Mask(entry.dense.shape, bits) for entry, bits in zip(entries, words)}
 
 
-def _check_values(entries: Entries) -> None:
-    name, dense = entries.name, entries.dense
+def _check_kept(name: str, kept: int, group: Group) -> None:
+    if kept == 0:
+        raise MaskError(
+            f"sparsity {group.sparsity} would keep none of the weights of '{name}'; prune it "
+            f"less with rules={{'{name}': 0.5}} or not with skip=['{name}']"
+        )
+
+
+def _check_values(name: str, dense: Tensor, *, is_read: bool = True) -> None:
     if dense.is_meta:
         raise ValueError(f"'{name}' is on device 'meta' and has no values to choose from")
     if not dense.is_floating_point():
@@ -101,7 +177,7 @@ def _check_values(entries: Entries) -> None:
             f"'{name}' is {dense.dtype}, but only floating-point weights can be pruned; leave it "
             f"out with skip=['{name}']"
         )
-    bad = entries.count_not_finite() if entries.method == "magnitude" else 0
+    bad = count_not_finite(dense) if is_read else 0
     if bad:
         raise ValueError(
             f"{bad:,} of the {dense.numel():,} weights of '{name}' are NaN or infinite; repair the "

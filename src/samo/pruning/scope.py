@@ -3,14 +3,17 @@
     tensor    each tensor keeps the same fraction
     global    all tensors are compared, so those with small weights lose more
     erk       small tensors keep more: density proportional to (sum of sizes) / (product of sizes)
+    owl       blocks with more outliers keep more
 
 ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020), clipped to 1; the excess is spread.
+OWL is Outlier Weighed Layerwise sparsity (Yin et al. 2023); ``owl.py`` counts outliers.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -19,7 +22,13 @@ from samo.pruning.pattern import Pattern, parse_pattern, pattern_sparsity
 
 __all__ = []
 
-Scope = Literal["tensor", "global", "erk"]
+Scope = Literal["tensor", "global", "erk", "owl"]
+
+Ratios = Callable[[Sequence[str]], Sequence[float]]
+"""Returns the fraction of outliers in the block of each named tensor."""
+
+_OWL_RANGE: Final = 0.16
+"""Between the densities of the blocks with the most and the fewest outliers: OWL's 2 * 0.08."""
 
 
 class Group(NamedTuple):
@@ -40,9 +49,15 @@ def decide(
     pattern: str | None,
     skip: Iterable[str],
     rules: Mapping[str, float] | None,
+    ratios: Ratios | None = None,
 ) -> list[Group]:
-    """Decide what `prune` compares and how many weights it keeps, without reading values."""
+    """Decide what `prune` compares and how many weights it keeps; only OWL reads values."""
     check_choice("scope", scope, get_args(Scope))
+    if (scope == "owl") != (ratios is not None):
+        raise ValueError(
+            "scope='owl' counts outliers of the layers' inputs, which takes calibration data; pass "
+            "it to samo.prune(..., calibration=batches), or choose another scope"
+        )
     neighbours = None if pattern is None else parse_pattern(pattern)
     if neighbours is not None:
         if scope != "tensor":
@@ -64,6 +79,13 @@ def decide(
         groups = [_pattern_group(model, name, parameters[name], neighbours) for name in others]
     elif scope == "erk":
         groups = _erk_groups(model, parameters, others, sparsity)
+    elif ratios is not None:
+        numels = [parameters[name].numel() for name in others]
+        counts = owl_counts(numels, ratios(others), sparsity)
+        groups = [
+            Group((name,), kept, 1 - kept / numel)
+            for name, kept, numel in zip(others, counts, numels)
+        ]
     else:
         together = [others] if scope == "global" else [[name] for name in others]
         groups = [_group(parameters, names, sparsity) for names in together]
@@ -164,8 +186,32 @@ def erk_counts(matrices: Sequence[tuple[int, Sequence[int]]], kept: int) -> list
             break
         open_ -= over
     counts = [math.floor(shares[i]) if i in open_ else numel for i, numel in enumerate(numels)]
+    return _rounded_up(counts, shares, kept)
+
+
+def owl_counts(numels: Sequence[int], ratios: Sequence[float], sparsity: float) -> list[int]:
+    """Share the kept weights among tensors by the outlier ratios of their blocks.
+
+    Densities rise linearly with the ratio, over a range of 0.16 and with the mean that ``sparsity``
+    asks for; over a narrower one if a tensor would keep more than all or less than half the mean.
+    """
+    total = sum(numels)
+    mean, exact = 1 - Fraction(sparsity), [Fraction(ratio) for ratio in ratios]
+    center = sum(map(operator.mul, exact, numels), Fraction()) / total
+    offsets = [ratio - center for ratio in exact]
+    spread = max(offsets) - min(offsets)
+    slope = Fraction(_OWL_RANGE) / spread if spread else Fraction()
+    if spread:
+        slope = min(slope, (1 - mean) / max(offsets), mean / 2 / -min(offsets))
+    shares = {i: (mean + slope * offsets[i]) * numel for i, numel in enumerate(numels)}
+    counts = [math.floor(share) for share in shares.values()]
+    return _rounded_up(counts, shares, total - round(total * sparsity))
+
+
+def _rounded_up(counts: list[int], shares: Mapping[int, Fraction], total: int) -> list[int]:
+    """Add 1 to the counts with the largest fractions cut off, earlier ones first, up to a total."""
     by_fraction = sorted(shares, key=lambda i: (counts[i] - shares[i], i))
-    for i in by_fraction[: kept - sum(counts)]:
+    for i in by_fraction[: total - sum(counts)]:
         counts[i] += 1
     return counts
 

@@ -70,11 +70,6 @@ class Entries:
         # 31 of the 64 bits: a non-negative int32, with the same two digits as a float32 magnitude.
         return z.bitwise_right_shift_(33).bitwise_and_(0x7FFFFFFF).to(torch.int32)
 
-    def count_not_finite(self) -> int:
-        """Count the entries that are NaN or infinite."""
-        chunks = bitmap.chunks(self.dense.numel())
-        return sum(int((~flat_slice(self.dense, *chunk).isfinite()).sum()) for chunk in chunks)
-
 
 def compare_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the narrowest dtype, for the fewest passes, that represents all of some exactly."""
@@ -112,6 +107,12 @@ def magnitudes(values: Tensor) -> Tensor:
     """Return the bit patterns of ``values`` without the sign, as int16, int32 or int64."""
     dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     return values.view(dtype) & torch.iinfo(dtype).max
+
+
+def count_not_finite(dense: Tensor) -> int:
+    """Count the entries that are NaN or infinite."""
+    chunks = bitmap.chunks(dense.numel())
+    return sum(int((~flat_slice(dense, *chunk).isfinite()).sum()) for chunk in chunks)
 
 
 def flat_slice(dense: Tensor, start: int, stop: int) -> Tensor:

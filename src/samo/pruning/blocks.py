@@ -1,0 +1,192 @@
+"""Run a model block by block over calibration data, with one block in memory at a time.
+
+The model's own forward prepares what a block is given (masks, position embeddings, which may differ
+from block to block): it runs with the blocks before it replaced by their stored output, and stops
+when it calls the block. So nothing needs to be known of the model but where its blocks are.
+
+    embed ─ block 0 ─ block 1 ─ block 2 ─ ...     to get the inputs of block 2
+            stored    stored    stop
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+__all__ = []
+
+Batch = Tensor | Mapping[str, Any]
+"""Tokens (B x T), or named inputs of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block, computed with a copy of its parameters and buffers that may be changed."""
+
+    name: str  # of the block in the model
+    module: nn.Module
+    state: dict[str, Tensor]
+    model: "BlockModel"
+    index: int
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's own parameters, by their names in ``state``."""
+        yield from self.module.named_parameters()
+
+    def run(self) -> Iterator[Any]:
+        """Yield its output for each batch, computed as the copy is now."""
+        for batch in range(len(self.model.batches)):
+            args, kwargs = self.model.inputs(self.index, batch)
+            yield functional_call(self.module, self.state, args, kwargs)
+
+
+class BlockModel:
+    """A model as a sequence of equal blocks, with the calibration data.
+
+    Args:
+        model: The model, which stays where it is.
+        calibration: Batches.
+        device: Where blocks are computed. By default where the model is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calibration: Iterable[Batch],
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.path, self.blocks = find_blocks(model)
+        self.home: Final = next(model.parameters()).device
+        self.device: Final = self.home if device is None else torch.device(device)
+        self.batches: Final = [_moved(_checked(batch), self.home) for batch in calibration]
+        if not self.batches:
+            raise ValueError("calibration has no batches; pass some of the model's usual inputs")
+        self._model: Final = model
+        self._outputs: list[Any] = []
+
+    def check_names(self, wanted: Mapping[int, str]) -> None:
+        """Raise a ValueError unless all parameters, given by identity, belong to blocks."""
+        inside = {id(parameter) for block in self.blocks for parameter in block.parameters()}
+        for key, name in wanted.items():
+            if key not in inside:
+                raise ValueError(
+                    f"'{name}' belongs to none of the blocks '{self.path}', so its inputs are not "
+                    f"known; leave it out with skip=['{name}'], or use method='magnitude'"
+                )
+
+    @torch.no_grad()
+    def walk(self) -> Iterator[Block]:
+        """Yield one block after the other; the next is given what this one's copy makes then."""
+        with _evaluating(self._model):
+            self._outputs = [None] * len(self.batches)
+            for index, module in enumerate(self.blocks):
+                tensors = dict(module.named_parameters())
+                state = {name: _copied(tensor, self.device) for name, tensor in tensors.items()}
+                state |= {name: t.to(self.device) for name, t in module.named_buffers()}
+                block = Block(f"{self.path}.{index}", module, state, self, index)
+                yield block
+                if index + 1 < len(self.blocks):
+                    for batch, output in enumerate(block.run()):
+                        self._outputs[batch] = _moved(output, self.home)
+                state.clear()  # the caller may still hold the block
+
+    def inputs(self, index: int, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the model gives to a block, on the device of the blocks."""
+        called: list[int] = []
+
+        def forward(place: int, *args: Any, **kwargs: Any) -> Any:
+            called.append(place)
+            if len(called) <= index:
+                return self._outputs[batch]
+            raise _Reached(args, kwargs)
+
+        given = self.batches[batch]
+        reached = None
+        try:
+            with _replaced(self.blocks, forward):
+                self._model(given) if isinstance(given, Tensor) else self._model(**given)
+        except _Reached as found:
+            reached = found
+        if reached is None or called != list(range(index + 1)):
+            raise ValueError(
+                f"the model does not call its {len(self.blocks)} blocks '{self.path}' once each, "
+                f"in their order, but {called} to reach block {index}; use method='magnitude'"
+            )
+        return _moved((reached.inputs, reached.named), self.device)
+
+
+def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Return the name and the blocks of the largest list of equal blocks of a model."""
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1:
+            found[path] = sum(parameter.numel() for parameter in module.parameters())
+    if not found or not max(found.values()):
+        raise ValueError(
+            f"a {type(model).__name__} has no nn.ModuleList of equal blocks to calibrate one after "
+            "the other; use method='magnitude'"
+        )
+    path = max(found, key=lambda name: found[name])  # the outer one of two with equal counts
+    return path, list(cast(nn.ModuleList, model.get_submodule(path)))
+
+
+class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass
+    def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        super().__init__("reached a block")
+        self.inputs, self.named = inputs, named
+
+
+@contextmanager
+def _replaced(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
+    """Call ``forward`` with the place of a module instead of its own."""
+    before = [vars(module).get("forward") for module in modules]
+    for place, module in enumerate(modules):
+        vars(module)["forward"] = partial(forward, place)
+    try:
+        yield
+    finally:
+        for module, own in zip(modules, before):
+            del vars(module)["forward"]
+            if own is not None:
+                vars(module)["forward"] = own
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn off dropout and the cache of keys and values, which would grow with every pass."""
+    modes = [(module, module.training) for module in model.modules()]
+    config = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    model.eval()
+    if use_cache:
+        config.use_cache = False  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        if use_cache:
+            config.use_cache = use_cache  # type: ignore[union-attr]
+        for module, mode in modes:
+            module.training = mode
+
+
+def _checked(batch: object) -> Batch:
+    if not isinstance(batch, Tensor | Mapping):
+        raise TypeError(
+            "calibration must be batches, each a tensor of tokens (B x T) or a dict of the model's "
+            f"inputs, got {type(batch).__name__}"
+        )
+    return batch
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

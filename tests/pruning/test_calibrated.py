@@ -1,0 +1,583 @@
+"""Wanda, SparseGPT and OWL against plain whole-model code written from the published formulas."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samo
+from samo.mask.masks import Masks
+from samo.pruning import sparsegpt
+from samo.pruning.blocks import BlockModel
+from samo.pruning.prune import prune
+from samo.pruning.scope import owl_counts
+from tests.meters import Experts, LiveBytes
+from tests.pruning.language_models import FAMILIES, batches, language_model
+
+CALIBRATED = ["wanda", "sparsegpt"]
+
+
+# The published formulas
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    base = getattr(model, "transformer", None) or getattr(model, "model", model)
+    return list(getattr(base, "h", None) or getattr(base, "layers", None) or base.blocks)
+
+
+def inputs_of(model: nn.Module, layer: nn.Module, data: list[Any]) -> list[Tensor]:
+    """Return what a layer is given when the whole model runs, as rows, for each batch."""
+    seen: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    hook.remove()
+    return seen
+
+
+def kept_in(total: int, part: int, parts: int) -> int:
+    return total * (part + 1) // parts - total * part // parts
+
+
+def wanda_keep(weight: Tensor, rows: list[Tensor], sparsity: float, pattern: Any) -> Tensor:
+    """Keep the largest |w_ij| * ||x_j|| of each output."""
+    squares = sum((x.square().sum(0) for x in rows), torch.zeros(()))
+    scores = weight.abs() * squares.sqrt()
+    keep = torch.zeros_like(weight, dtype=torch.bool)
+    total = weight.numel() - round(weight.numel() * sparsity)
+    for row in range(len(weight)):
+        if pattern is None:
+            best = scores[row].argsort(descending=True)[: kept_in(total, row, len(weight))]
+            keep[row, best] = True
+            continue
+        kept, group = pattern
+        for start in range(0, weight.shape[1], group):
+            order = scores[row, start : start + group].argsort(descending=True)
+            keep[row, start + order[:kept]] = True
+    return keep
+
+
+def sparsegpt_keep_(
+    weight: Tensor, rows: list[Tensor], sparsity: float, pattern: Any, width: int
+) -> Tensor:
+    """Prune ``weight`` column by column, changing all columns to the right at once."""
+    columns = weight.shape[1]
+    hessian = sum((x.t() @ x for x in rows), torch.zeros(()))
+    hessian = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns)
+    upper = torch.linalg.cholesky(torch.linalg.inv(hessian)).t()
+    keep = torch.zeros_like(weight, dtype=torch.bool)
+    total = weight.numel() - round(weight.numel() * sparsity)
+    for column in range(columns):
+        if pattern is None and column % width == 0:
+            end = min(column + width, columns)
+            costs = weight[:, column:end] ** 2 / upper.diagonal()[column:end] ** 2
+            count = total * end // columns - total * column // columns
+            cut = costs.flatten().sort(descending=True).values[count - 1]
+            keep[:, column:end] = costs >= cut
+        elif pattern is not None and column % pattern[1] == 0:
+            end = column + pattern[1]
+            costs = weight[:, column:end] ** 2 / upper.diagonal()[column:end] ** 2
+            best = costs.argsort(dim=1, descending=True)[:, : pattern[0]]
+            keep[:, column:end] = torch.zeros_like(costs, dtype=torch.bool).scatter(1, best, True)
+        error = (weight[:, column] * ~keep[:, column]) / upper[column, column]
+        weight[:, column + 1 :] -= error[:, None] * upper[column, column + 1 :]
+        weight[:, column] *= keep[:, column]
+    return keep
+
+
+def reference(
+    model: nn.Module, data: list[Any], method: str, sparsity: float, pattern: Any, width: int
+) -> dict[str, Tensor]:
+    """Prune a model in place, block by block, and return what is kept."""
+    names = {id(module): name for name, module in model.named_modules()}
+    wanted = samo.prunable(model)
+    kept: dict[str, Tensor] = {}
+    model.eval()
+    for block in blocks_of(model):
+        layers = [m for m in block.modules() if f"{names[id(m)]}.weight" in wanted]
+        rows = [inputs_of(model, layer, data) for layer in layers]
+        for layer, x in zip(layers, rows):
+            is_conv1d = type(layer).__name__ == "Conv1D"
+            weight = layer.weight.detach()
+            matrix = weight.t().clone() if is_conv1d else weight.clone()
+            if method == "wanda":
+                keep = wanda_keep(matrix, x, sparsity, pattern)
+                matrix *= keep
+            else:
+                keep = sparsegpt_keep_(matrix, x, sparsity, pattern, width)
+            weight.copy_(matrix.t() if is_conv1d else matrix)
+            kept[f"{names[id(layer)]}.weight"] = keep.t() if is_conv1d else keep
+    return kept
+
+
+@pytest.fixture
+def _double() -> Iterator[None]:
+    """Compute in float64, where no two scores are so near that rounding could swap them."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_double")
+@pytest.mark.parametrize("family", ["GPT2", "Llama", "samo"])
+@pytest.mark.parametrize("method", CALIBRATED)
+@pytest.mark.parametrize(("sparsity", "pattern"), [(0.7, None), (0.5, (2, 4)), (0.625, (3, 8))])
+def test_masks_and_weights_are_those_of_the_published_formulas(
+    family: str, method: Any, sparsity: float, pattern: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparsegpt, "_COLUMNS", 24)  # several ranges of columns, also uneven ones
+    model, data = language_model(family).double(), batches()
+    plain = copy.deepcopy(model)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    expected = reference(plain, data, method, sparsity, pattern, 24)
+    text = pattern and "{}:{}".format(*pattern)
+    masks = prune(model, sparsity, method=method, pattern=text, calibration=data)
+    assert list(masks) == samo.prunable(model) == list(expected)
+    for name, keep in expected.items():
+        assert torch.equal(masks[name].to_bool(), keep), name
+        numel = keep.numel()
+        assert masks[name].kept == numel - round(numel * sparsity)
+    if method == "sparsegpt":
+        for name, keep in expected.items():
+            found = model.get_parameter(name).detach()
+            assert not found[~keep].any()
+            # Two orders of the same sums, and two ways to invert a matrix of condition 1e5.
+            torch.testing.assert_close(found, plain.get_parameter(name), rtol=1e-9, atol=1e-9)
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == (set(masks) if method == "sparsegpt" else set())
+
+
+def test_wanda_in_float32_is_equal_too() -> None:
+    model, data = language_model("Llama"), batches()
+    expected = reference(copy.deepcopy(model), data, "wanda", 0.6, None, 128)
+    masks = prune(model, 0.6, method="wanda", calibration=data)
+    assert all(torch.equal(masks[name].to_bool(), keep) for name, keep in expected.items())
+
+
+# Blocks
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "samo"])
+def test_blocks_are_given_what_the_model_gives_them(family: str) -> None:
+    model, data = language_model(family).train(), batches(2)
+    given: list[list[Tensor]] = []
+    model.eval()
+    for layer in blocks_of(model):
+        seen: list[Tensor] = []
+        hook = layer.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+        with torch.no_grad():
+            for batch in data:
+                model(batch)
+        hook.remove()
+        given.append(seen)
+    model.train()
+    names = [name for name, _ in model.named_modules()]
+    for block, expected in zip(BlockModel(model, data).walk(), given):
+        assert block.name in names
+        for out, true in zip(block.run(), expected):
+            assert torch.equal(out, true)
+        assert not block.module.training
+    assert all(module.training for module in model.modules())
+    assert not any("forward" in vars(block) for block in blocks_of(model))
+    assert getattr(getattr(model, "config", None), "use_cache", True)
+
+
+def test_inputs_may_be_dicts_and_the_iterable_may_be_read_once() -> None:
+    model, data = language_model("Llama"), batches()
+    expected = prune(model, 0.5, method="wanda", calibration=data)
+    named = ({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in data)
+    assert prune(model, 0.5, method="wanda", calibration=named) == expected
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_bfloat16_models_are_pruned_in_float32(method: Any) -> None:
+    model = language_model("Llama").bfloat16()
+    masks = prune(model, 0.5, method=method, calibration=batches())
+    assert masks.sparsity == 0.5
+    masks.apply_(model)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_progress_counts_blocks() -> None:
+    calls: list[tuple[int, int]] = []
+    model, data = language_model("Llama"), batches(1)
+    prune(model, 0.5, method="wanda", calibration=data, progress=lambda *done: calls.append(done))
+    assert calls == [(1, 2), (2, 2)]
+    calls.clear()
+    prune(
+        model,
+        0.5,
+        method="wanda",
+        scope="owl",
+        calibration=data,
+        progress=lambda *done: calls.append(done),
+    )
+    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+class Stack(nn.Module):
+    """Blocks of one linear layer."""
+
+    def __init__(self, count: int, width: int, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layers, x)
+
+
+def in_order(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def test_a_weight_of_two_blocks_gets_one_mask_and_is_pruned_in_both() -> None:
+    model = Stack(3, 16, in_order)
+    model.layers[1].weight = model.layers[0].weight
+    data = [torch.randn(50, 16)]
+    masks = prune(model, 0.5, method="wanda", calibration=data)
+    assert list(masks) == ["layers.0.weight", "layers.2.weight"]
+    masked = copy.deepcopy(model)
+    masks.apply_(masked)
+    x = masked.layers[1](masked.layers[0](data[0]))
+    expected = wanda_keep(model.layers[2].weight.detach(), [x.detach()], 0.5, None)
+    assert torch.equal(masks["layers.2.weight"].to_bool(), expected)
+
+
+def test_the_error_of_sparsegpt_is_less_than_that_of_wanda_and_of_magnitude() -> None:
+    torch.manual_seed(0)
+    model = Stack(1, 64, in_order)
+    mix = torch.randn(64, 64) * torch.logspace(0, -2, 64)
+    scales = torch.logspace(0, -1, 64)[torch.randperm(64)]
+    data = [torch.randn(256, 64) @ mix.t() * scales for _ in range(2)]
+    expected = model(data[0]).detach()
+    errors = {}
+    for method in ("magnitude", "wanda", "sparsegpt"):
+        pruned = copy.deepcopy(model)
+        with_data = {} if method == "magnitude" else {"calibration": data}
+        prune(pruned, 0.6, method=method, **with_data).apply_(pruned)  # type: ignore[arg-type]
+        errors[method] = float((pruned(data[0]) - expected).detach().norm())
+    assert errors["sparsegpt"] < 0.8 * errors["wanda"]
+    assert errors["wanda"] < 0.95 * errors["magnitude"]
+
+
+# Memory
+
+
+class Beyond(LiveBytes):
+    """Counts what is alive beyond a model and its calibration tokens."""
+
+    def __init__(self, model: nn.Module, data: list[Tensor]) -> None:
+        super().__init__()
+        known = [*model.parameters(), *model.buffers(), *data]
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+
+    def see(self, tensor: Tensor) -> None:
+        if tensor.untyped_storage().data_ptr() not in self.known:
+            super().see(tensor)
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_memory_is_one_block_and_the_calibration_activations(method: Any) -> None:
+    data = batches(4, 2, 16)
+    peaks = {}
+    for layers in (2, 8):
+        model = language_model(
+            "Llama", num_hidden_layers=layers, hidden_size=64, intermediate_size=256
+        )
+        masks, meter = None, Beyond(model, data)
+        with meter:
+            masks = prune(model, 0.5, method=method, calibration=data)
+        peaks[layers] = meter.peak_bytes - sum(mask.nbytes for mask in masks.values())
+    block = sum(param.nbytes for param in blocks_of(model)[0].parameters())
+    activations = len(data) * 2 * 16 * 64 * 4
+    assert peaks[8] <= 1.05 * peaks[2]  # whatever the number of blocks
+    tables = 8 * 2**16 * 4  # of counts, whatever the size
+    statistics = 0 if method == "wanda" else 4 * (6 * 64**2 + 256**2)
+    largest = 64 * 256 * (8 * 6 if method == "wanda" else 4 * 4 + 4 * 256 * 256 // (64 * 256) * 4)
+    assert peaks[8] <= block + activations + statistics + largest + tables
+
+
+# Experts
+
+
+def expert_inputs(model: nn.Module, data: list[Tensor], path: str) -> list[dict[str, Tensor]]:
+    """Return the inputs of both matrices of each expert, in float64, from what the router chose."""
+    experts = model.get_submodule(path)
+    given: list[tuple[Tensor, ...]] = []
+    hook = experts.register_forward_pre_hook(lambda _, args: given.append(args))
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    hook.remove()
+    found = []
+    for expert in range(experts.num_experts):
+        x = torch.cat([hidden[(chosen == expert).any(1)] for hidden, chosen, _ in given])
+        gate, up = (x @ experts.gate_up_proj[expert].t()).chunk(2, dim=-1)
+        found.append({"gate_up_proj": x, "down_proj": (experts.act_fn(gate) * up).detach()})
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+def test_an_expert_is_pruned_by_the_tokens_that_reach_it(family: str, implementation: str) -> None:
+    model, data = language_model(family), batches()
+    model.set_experts_implementation(implementation)
+    masks = prune(model, 0.5, method="wanda", calibration=data)
+    path = "model.layers.0.mlp.experts"
+    for expert, inputs in enumerate(expert_inputs(model.eval(), data, path)):
+        for name, x in inputs.items():
+            weight = model.get_parameter(f"{path}.{name}").detach()[expert]
+            expected = wanda_keep(weight, [x], 0.5, None)
+            found = masks[f"{path}.{name}"].to_bool()[expert]
+            # Sums over tokens in another order: a near tie may fall the other way.
+            assert (found != expected).float().mean() < 0.002
+            assert torch.equal(found.sum(1), torch.full((len(weight),), weight.shape[1] // 2))
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_experts_that_few_tokens_reach_are_pruned_by_magnitude(
+    method: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Experts(3, 16)])
+    model.forward = lambda x: model.blocks[0](x)  # type: ignore[method-assign]
+    before = model.blocks[0].experts.up.detach().clone()
+    with torch.no_grad():  # tokens choose by the sign of their first entry; none takes expert 2
+        model.blocks[0].router.weight.zero_()[0, 0] = 1
+        model.blocks[0].router.weight[1, 0] = -1
+    x = torch.randn(200, 16)
+    x[:, 0] = 1
+    x[:20, 0] = -1
+    with caplog.at_level(logging.WARNING, logger="samo"):
+        masks = prune(model, 0.5, method=method, calibration=[x])
+    assert "fewer than 32 tokens reach 2 of the 3 experts of 'blocks.0.experts.up'" in caplog.text
+    keep = masks["blocks.0.experts.up"].to_bool()
+    ones = [torch.ones(1, 16)]
+    for expert in (1, 2):
+        weight = before[expert].t()
+        if method == "wanda":
+            assert torch.equal(keep[expert].t(), wanda_keep(weight, ones, 0.5, None))
+        else:
+            assert torch.equal(keep[expert], before[expert].abs() > before[expert].abs().median())
+            after = model.blocks[0].experts.up.detach()[expert]
+            assert torch.equal(after, before[expert] * keep[expert])  # nothing else changed
+    if method == "wanda":
+        assert torch.equal(keep[0].t(), wanda_keep(before[0].t(), [x[20:]], 0.5, None))
+
+
+# OWL
+
+
+def test_owl_counts_are_exact_and_follow_the_published_formula() -> None:
+    numels, ratios = [1000, 1000, 1000, 1000], [0.1, 0.2, 0.4, 0.1]
+    counts = owl_counts(numels, ratios, 0.7)
+    scaled = torch.tensor([0, 1 / 3, 1, 0]) * 0.16
+    expected = 1000 * (0.3 + scaled - scaled.mean())
+    assert torch.tensor(counts).sub(expected).abs().max() < 1
+    assert sum(counts) == 1200
+    assert sum(owl_counts([999, 77, 501], [0.3, 0.1, 0.2], 0.123)) == 1577 - round(1577 * 0.123)
+    assert owl_counts([100, 100], [0.1, 0.1], 0.5) == [50, 50]
+    assert owl_counts([100, 100], [0.1, 0.2], 0.9) == [5, 15]  # 2 and 18 would be too far apart
+    assert owl_counts([100, 100], [0.1, 0.2], 0.05) == [90, 100]  # 103 are not there
+
+
+@pytest.mark.parametrize("method", ["magnitude", *CALIBRATED])
+def test_blocks_with_more_outliers_keep_more(method: Any) -> None:
+    model, data = language_model("Llama", num_hidden_layers=3), batches()
+    spiky = model.get_submodule("model.layers.1.mlp")
+    with torch.no_grad():
+        for param in spiky.parameters():
+            param.view(-1)[::97] *= 100
+    masks = prune(model, 0.7, method=method, scope="owl", calibration=data)
+    assert masks.kept == masks.numel - round(masks.numel * 0.7)
+    parts = [
+        Masks({name: mask for name, mask in masks.items() if f"layers.{i}." in name})
+        for i in range(3)
+    ]
+    assert parts[1].sparsity < min(parts[0].sparsity, parts[2].sparsity) - 0.05
+    for part in parts:  # the same for all matrices of a block
+        assert all(abs(mask.sparsity - part.sparsity) < 2e-3 for mask in part.values())
+
+
+# Other settings
+
+
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_skip_rules_and_erk_keep_their_meaning(method: Any) -> None:
+    data = batches(1)
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"]
+    how: Any = {"skip": [names[0]], "rules": {names[1]: 0.25}}
+    masks = prune(language_model("Llama"), 0.5, method=method, calibration=data, **how)
+    assert names[0] not in masks
+    assert masks[names[1]].sparsity == 0.25
+    masks = prune(language_model("Llama"), 0.5, method=method, scope="erk", calibration=data)
+    expected = prune(language_model("Llama"), 0.5, scope="erk")
+    assert {n: m.kept for n, m in masks.items()} == {n: m.kept for n, m in expected.items()}
+
+
+def test_ties_are_broken_by_the_seed() -> None:
+    model = Stack(2, 32, in_order)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.fill_(1)
+    data = [torch.ones(4, 32)]
+    one, same, other = (
+        prune(model, 0.5, method="wanda", calibration=data, seed=seed) for seed in (0, 0, 1)
+    )
+    assert one == same != other
+    assert torch.equal(one["layers.0.weight"].to_bool().sum(1), torch.full((32,), 16))
+
+
+def test_inputs_that_are_always_zero_are_pruned_first() -> None:
+    data = [torch.randn(50, 16) * (torch.arange(16) >= 4)]
+    for method in CALIBRATED:
+        model = Stack(1, 16, in_order)
+        keep = prune(model, 0.5, method=method, calibration=data)["layers.0.weight"]  # type: ignore[arg-type]
+        assert not keep.to_bool()[:, :4].any()
+        assert model.layers[0].weight.isfinite().all()
+
+
+# Bad input
+
+
+def repeated(layers: Any, x: Tensor) -> Tensor:
+    return in_order([layers[0], *layers], x)
+
+
+def skipping(layers: Any, x: Tensor) -> Tensor:
+    return layers[0](x)
+
+
+class Elementwise(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum(0)
+
+
+class Half(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.nn.functional.linear(x, self.weight[:8]).repeat(1, 2)
+
+
+def of(kind: type[nn.Linear]) -> Stack:
+    model = Stack(1, 16, in_order)
+    model.layers = nn.ModuleList([kind(16, 16)])
+    return model
+
+
+def outside() -> Stack:
+    model = Stack(2, 16, lambda layers, x: in_order(layers, model.first(x)))
+    model.first = nn.Linear(16, 16)
+    return model
+
+
+def compressed() -> nn.Module:
+    model = Stack(2, 16, in_order)
+    return samo.compress_(model, prune(model, 0.5))
+
+
+X = [torch.ones(4, 16)]
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (None, {"method": "wanda"}, r"method='wanda' looks at the inputs .* calibration=batches"),
+        (None, {"scope": "owl"}, r"scope='owl' looks at the inputs"),
+        (None, {"calibration": X}, r"method='magnitude' reads no calibration data"),
+        (None, {"method": "wanda", "calibration": []}, r"calibration has no batches"),
+        (
+            None,
+            {"method": "sparsegpt", "scope": "global", "calibration": X},
+            r"compares weights within a layer.*choose scope='tensor', 'erk' or 'owl'",
+        ),
+        (compressed, {"method": "wanda", "calibration": X}, r"call samo.decompress_\(model\)"),
+        (
+            lambda: nn.Sequential(nn.Linear(16, 16)),
+            {"method": "wanda", "calibration": X},
+            r"a Sequential has no nn.ModuleList of equal blocks .* use method='magnitude'",
+        ),
+        (
+            lambda: Stack(3, 16, repeated),
+            {"method": "wanda", "calibration": X},
+            r"does not call its 3 blocks 'layers' once each, in their order, but \[0, 0\] to reach",
+        ),
+        (
+            lambda: Stack(2, 16, skipping),
+            {"method": "wanda", "calibration": X},
+            r"but \[0\] to reach block 1",
+        ),
+        (
+            lambda: of(Elementwise),
+            {"method": "wanda", "calibration": X},
+            r"the inputs of 'layers.0.weight' were not seen.*set_experts_implementation",
+        ),
+        (
+            lambda: of(Half),
+            {"method": "wanda", "calibration": X},
+            r"'layers.0.weight' of shape \(16, 16\) is multiplied as \(16, 8\), not as a whole",
+        ),
+        (
+            outside,
+            {"method": "sparsegpt", "calibration": X},
+            r"'first.weight' belongs to none of the blocks 'layers'.* skip=\['first.weight'\]",
+        ),
+        (
+            None,
+            {"method": "wanda", "calibration": [torch.full((4, 16), torch.inf)]},
+            r"inputs of 'layers.0.weight' are NaN or infinite",
+        ),
+        (
+            None,
+            {"method": "sparsegpt", "sparsity": 0.999, "calibration": X},
+            r"sparsity 0.999 would keep none of the weights of 'layers.0.weight'",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(make: Any, settings: Any, message: str) -> None:
+    model = (make or (lambda: Stack(2, 16, in_order)))()
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=message):
+        prune(model, **{"sparsity": 0.5, **settings})
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_calibration_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"calibration must be batches, .* got list"):
+        prune(Stack(1, 16, in_order), 0.5, method="wanda", calibration=[[1, 2]])  # type: ignore[list-item]
+
+
+def test_inputs_that_no_damping_helps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = torch.ones((), dtype=torch.int32)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda h, **_: (h, failed))
+    with pytest.raises(ValueError, match=r"'layers.0.weight' are too nearly dependent"):
+        prune(Stack(1, 16, in_order), 0.5, method="sparsegpt", calibration=X)
+
+
+def test_owl_outside_of_prune_says_what_it_needs() -> None:
+    with pytest.raises(ValueError, match=r"scope='owl' counts outliers .* calibration=batches"):
+        samo.EarlyBird(Stack(1, 16, in_order), sparsity=0.5, scope="owl").observe()
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_blocks_are_computed_on_another_device(method: Any) -> None:
+    model, data = language_model("Llama").double(), batches()
+    other = copy.deepcopy(model)
+    expected = prune(model, 0.5, method=method, calibration=data)
+    found = prune(other, 0.5, method=method, calibration=data, device="cuda")
+    assert found == expected
+    for one, two in zip(model.parameters(), other.parameters()):
+        assert two.device.type == "cpu"
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
