@@ -174,7 +174,7 @@ USUAL: Final = frozenset(
     {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}
     | {"checkpointing", "sparsity", "dense_steps", "method", "masks", "lr", "state", "mode"}
     | {"steps", "batch_size", "accumulate", "seed", "device", "dtype", "weights"}
-    | {"eval_every", "save_every", "pipe", "shard"}
+    | {"eval_every", "save_every", "plan", "pipe"}
 )
 """The settings that ``samo train --help`` shows; ``--help-all`` shows the others too."""
 
