@@ -13,7 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import samo
 from samo.core.compress import masks as masks_of
@@ -32,6 +36,16 @@ from tests.meters import (
 
 X = torch.linspace(-1, 1, 96).view(8, 12)
 Run = Callable[..., Any]
+
+
+def save_products() -> Any:
+    """Selective checkpointing: recompute all but the outputs of products."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def random_masks(model: nn.Module, density: float = 0.5, seed: int = 0) -> samo.Masks:
@@ -228,6 +242,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Run]] = {
     "resnet": (SmallResNet, lambda m: m(IMAGE[:, :3])),
     "reentrant": (mlp, lambda m: checkpoint(m, X.clone().requires_grad_(), use_reentrant=True)),
     "checkpointed": (mlp, lambda m: checkpoint(m, X, use_reentrant=False)),
+    "products saved": (
+        mlp,
+        lambda m: checkpoint(m, X, use_reentrant=False, context_fn=save_products),
+    ),
     "checkpointed dropout": (
         lambda: nn.Sequential(nn.Linear(12, 32), nn.Dropout(), nn.Linear(32, 6)),
         lambda m: checkpoint(m, X, use_reentrant=False, preserve_rng_state=True),

@@ -131,7 +131,12 @@ def _product(operation: Operation, x: Any, weight: Any, bias: Any, dims: int) ->
     args = (values, x, bias, layout, operation)
     if not torch.is_grad_enabled():
         return _compute(*args, is_tracked=False)
-    if is_compiling or torch._C._current_graph_task_id() == -1:
+    if (
+        is_compiling
+        or torch._C._current_graph_task_id() == -1
+        # Selective checkpointing, a dispatch mode, expects the operations of the forward pass.
+        or torch._C._len_torch_dispatch_stack()
+    ):
         return Product.apply(*args, False)  # type: ignore[no-untyped-call]
     saved = Product.apply(*args, True)  # type: ignore[no-untyped-call]
     return Deferred.apply(saved, (*args, values.requires_grad))  # type: ignore[no-untyped-call]
