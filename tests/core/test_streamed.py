@@ -540,6 +540,14 @@ def test_an_expansion_from_before_a_step_cannot_be_written_to() -> None:
     assert torch.equal(model(X), expected)
 
 
+def test_an_expansion_of_values_that_were_replaced_is_not_returned_again() -> None:
+    model = streamed()
+    held = model[0].weight.detach()
+    values = model.get_parameter("0.weight")
+    values.data = values.data * 2
+    assert torch.equal(model[0].weight.detach(), 2 * held)
+
+
 # What the weight looks like ---------------------------------------------------------------------
 
 

@@ -226,6 +226,16 @@ def test_a_write_to_pruned_entries_is_undone_with_one_warning() -> None:
     assert not pruned_entries(model).any()
     with warnings.catch_warnings(action="error"):
         model(X)
+def test_values_that_are_replaced_twice_are_noticed() -> None:
+    """The second replacement may get the memory, and so the address, of the first values."""
+    model = compressed()
+    values = model.get_parameter("0.weight")
+    for _ in range(100):
+        values.data = values.data * 0.5
+        values.data = values.data + 1
+        assert torch.equal(model[0].weight[kept(model)], values)
+
+
 
 
 def test_writes_on_both_sides_are_refused() -> None:

@@ -325,6 +325,7 @@ class LiveExpansion:
         self._weight: Final = weakref.ref(weight)
         self.index: Final = index
         self._mask: Final = weight.mask
+        self._values: Final = weight.values.detach()  # holds their memory, and so the address
         self._version: int = base._version
         self._values_version: int = weight.values._version
         weight.expansions.append(self)
@@ -332,7 +333,11 @@ class LiveExpansion:
 
     def is_current(self, weight: Weight) -> bool:
         """Return whether mask and values are still the same."""
-        return weight.mask is self._mask and weight.values._version == self._values_version
+        values = weight.values
+        is_same = values._version == self._values_version
+        return (
+            is_same and weight.mask is self._mask and values.data_ptr() == self._values.data_ptr()
+        )
 
     def apply_writes(self) -> None:
         """Apply writes to the values; raise CompressionError if the values changed too."""

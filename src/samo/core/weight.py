@@ -92,6 +92,7 @@ class Weight:
     _dense_version: int
     _address: int
     _adopted: nn.Parameter | None = None  # by `adopt`: FSDP2 swaps it in and out in every pass
+    _synced: Tensor | None  # shares the values' memory, so that no other can have its address
 
     def __init__(self, plan: Plan, path: _kernels.Path, *, is_resident: bool) -> None:
         name, param, mask, dtype, value_dtype, grad_dtype = plan
@@ -271,7 +272,9 @@ class Weight:
 
     def mark_synced(self) -> None:
         """Record that values and dense weight agree."""
-        self._version, self._address = self.values._version, self.values.data_ptr()
+        if self.values.data_ptr() != self._address:
+            self._address, self._synced = self.values.data_ptr(), self.values.detach()
+        self._version = self.values._version
         self._dense_version = self.dense._version  # type: ignore[union-attr]
 
     def _refresh(self) -> None:
@@ -321,7 +324,7 @@ class Weight:
                 values.grad_dtype = self.layout.grad_dtype
             self._streamed = None  # sharded values keep it until the full values return
         self.values = values
-        self.dense = self._plain = self._tracked = None
+        self.dense = self._plain = self._tracked = self._synced = None
         self.expansions = []
         self._version = self._dense_version = -1
         self._address = 0
@@ -388,7 +391,8 @@ class Weight:
         """Drop references until `after_apply`: torch swaps only tensors without other ones."""
         self.sync_written()
         _WEIGHTS.pop(id(self.values), None)
-        self.dense = self._plain = self._tracked = self._streamed = self._adopted = None
+        self.dense = self._plain = self._tracked = self._synced = None
+        self._streamed = self._adopted = None
 
     def after_apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Adopt the device and compute dtype that ``Module._apply`` gave the values."""
