@@ -43,6 +43,29 @@ def test_a_hook_on_the_weight_sees_the_whole_dense_gradient_once() -> None:
     assert model.get_parameter("0.weight").grad.abs().max() <= 0.01
 
 
+@ignores_dynamo
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: nn.init.zeros_(model[0].weight),
+        lambda model: model.to(torch.float64).to(torch.float32),
+        lambda model: samo.remap_(model, samo.prune(model, 0.7)),
+        lambda model: model.compile(backend="aot_eager"),
+    ],
+    ids=["written", "cast", "remapped", "compiled"],
+)
+def test_a_hook_stays_on_the_weight_until_it_is_removed(change: Any) -> None:
+    model = compressed()
+    seen: list[torch.Size] = []
+    model(X).sum().backward()
+    handle = model[0].weight.register_hook(lambda grad: seen.append(grad.shape))
+    change(model)
+    for _ in range(2):
+        model(X).sum().backward()
+        assert seen == [(32, 12)]
+        handle.remove()
+
+
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> None:
     """Gradients are freed as they appear, as in torch's tutorial."""

@@ -99,7 +99,7 @@ class Traced(NamedTuple):
     bitmap: Tensor | None
     """The mask's `Mask.packed`; None where nothing is pruned."""
     sizes: str
-    """Shape and strides as text, for one guard instead of many; "" while there are watchers."""
+    """Shape and strides as text, for one guard instead of many; "" while there are hooks."""
     dtype: torch.dtype
 
 
@@ -167,6 +167,13 @@ class DenseWeight(Tensor):
         """Freeze or unfreeze the parameter."""
         self._weight.values.requires_grad_(requires_grad)
         return self
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook that stays after writes to the weight, ``.to()`` and new masks."""
+        handle = super().register_hook(hook)  # type: ignore[no-untyped-call]
+        self._weight.hooks = self._backward_hooks
+        self._weight.prepare_traced()
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)

@@ -85,14 +85,15 @@ class Weight:
     ragged: Traced | None  # the same for a ragged weight, whose length stays dynamic
     expansions: list[LiveExpansion]  # live expansions returned to callers, who may write to them
     mesh: DeviceMesh | None = None  # over which the values are sharded, if they ever were
+    hooks: dict[int, Any] | None = None  # those of `_tracked`, for the tensor that replaces it
     _plain: DenseWeight | None  # the resident copy, as returned without gradients
     _tracked: DenseWeight | None  # and with gradients
     _streamed: StreamedWeight | None  # what `read` returns for a streamed weight
     _version: int
     _dense_version: int
     _address: int
-    _adopted: nn.Parameter | None = None  # by `adopt`: FSDP2 swaps it in and out in every pass
     _synced: Tensor | None  # shares the values' memory, so that no other can have its address
+    _adopted: nn.Parameter | None = None  # by `adopt`: FSDP2 swaps it in and out in every pass
 
     def __init__(self, plan: Plan, path: _kernels.Path, *, is_resident: bool) -> None:
         name, param, mask, dtype, value_dtype, grad_dtype = plan
@@ -173,6 +174,9 @@ class Weight:
             # Autograd runs the most recent nodes first. This node is older than the pass it serves
             # and would run last, keeping every dense gradient alive until then.
             tracked.grad_fn._set_sequence_nr(_FIRST)
+            if self.hooks:
+                tracked._backward_hooks = self.hooks
+                tracked.grad_fn._register_hook_dict(tracked)
             self._tracked = as_dense_weight(tracked, self)
         return self._tracked
 
@@ -204,7 +208,8 @@ class Weight:
     def prepare_traced(self) -> None:
         """Collect what compiled code reads. Every object costs guard time in every call."""
         shape, strides, mask, _, _, watchers = self.layout
-        sizes = "" if watchers else f"{' '.join(map(str, shape))}/{' '.join(map(str, strides))}"
+        sizes = f"{' '.join(map(str, shape))}/{' '.join(map(str, strides))}"
+        sizes = "" if watchers or self.hooks else sizes
         bitmap = None if mask is None else mask.packed
         traced = Traced(self.values, self.dense, bitmap, sizes, self.dtype)
         self.traced, self.ragged = (None, traced) if self.is_ragged else (traced, None)
