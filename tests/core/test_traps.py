@@ -103,6 +103,14 @@ def test_a_scripted_child_is_refused_and_the_model_left_as_it_was() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_module_that_has_the_name_of_the_bitmap_is_refused() -> None:
+    model = mlp()
+    model[2].register_buffer("weight_bitmap", torch.ones(3))
+    with pytest.raises(samo.CompressionError, match=r"a Linear has 'weight_bitmap', the name"):
+        samo.compress_(model, samo.prune(model, 0.5))
+    assert type(model[0]) is nn.Linear
+
+
 # Identity ---------------------------------------------------------------------------------------
 
 

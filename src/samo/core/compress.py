@@ -365,7 +365,7 @@ def _plan_parameters(
         if asked not in _DTYPES:
             raise ValueError(
                 f"parameter '{name}' is {asked}; pass dtype=torch.bfloat16 for narrower "
-                "floats, and no masks for integers"
+                "floats, and no masks for integers and complex numbers"
             )
         if mask is not None and not param.is_meta:
             _check_values(name, param, asked)

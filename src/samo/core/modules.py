@@ -289,6 +289,12 @@ def _compare(name: str, saved: Any, mask: Mask) -> str:
 def check_class(module: nn.Module, names: tuple[str, ...]) -> None:
     """Raise CompressionError if a module's class cannot be replaced."""
     cls = type(module)
+    for name in names:
+        if hasattr(module, name + BITMAP):
+            raise CompressionError(
+                f"a {cls.__name__} has '{name + BITMAP}', the name under which the state dict "
+                f"would have the mask of its '{name}'; rename one of the two"
+            )
     try:
         module.__class__ = compressed_class(cls, names)  # type: ignore[arg-type]
         module.__class__ = cls
