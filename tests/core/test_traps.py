@@ -226,14 +226,6 @@ def test_a_write_reaches_the_values_and_the_dense_weight(
     assert torch.equal(model.get_parameter("0.weight"), expected[keep])
 
 
-def test_a_write_to_pruned_entries_is_undone_with_one_warning() -> None:
-    model = compressed()
-    nn.init.ones_(model[0].weight)
-    with pytest.warns(UserWarning, match="nonzero values were written to pruned entries"):
-        model(X)
-    assert not pruned_entries(model).any()
-    with warnings.catch_warnings(action="error"):
-        model(X)
 def test_values_that_are_replaced_twice_are_noticed() -> None:
     """The second replacement may get the memory, and so the address, of the first values."""
     model = compressed()
@@ -244,6 +236,14 @@ def test_values_that_are_replaced_twice_are_noticed() -> None:
         assert torch.equal(model[0].weight[kept(model)], values)
 
 
+def test_a_write_to_pruned_entries_is_undone_with_one_warning() -> None:
+    model = compressed()
+    nn.init.ones_(model[0].weight)
+    with pytest.warns(UserWarning, match="nonzero values were written to pruned entries"):
+        model(X)
+    assert not pruned_entries(model).any()
+    with warnings.catch_warnings(action="error"):
+        model(X)
 
 
 def test_writes_on_both_sides_are_refused() -> None:
@@ -349,19 +349,28 @@ def test_the_dense_weight_is_fresh_after_a_step(make: Any, dtype: torch.dtype) -
         assert not held[~kept(model)].any()
 
 
-def test_values_written_through_data_are_seen_after_the_next_step_or_load() -> None:
-    """The one write that torch has no sign of: see docs/limits.md."""
+@pytest.mark.parametrize(
+    "double",
+    [lambda p: p.data.mul_(2), lambda p: p.detach().numpy().__imul__(2)],
+    ids=["data", "numpy"],
+)
+def test_values_written_past_torch_are_seen_after_the_next_step_or_load(double: Any) -> None:
+    """The writes that torch has no sign of: see docs/limits.md."""
     model = compressed()
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
     before = model[0].weight.detach().clone()
-    model.get_parameter("0.weight").data.mul_(2)
+    double(model.get_parameter("0.weight"))
     assert torch.equal(model[0].weight, before)  # in silence
     model(X).sum().backward()
     opt.step()
     assert torch.equal(model[0].weight, 2 * before)
-    model.get_parameter("0.weight").data.mul_(2)
+    double(model.get_parameter("0.weight"))
     model.load_state_dict(model.state_dict())
     assert torch.equal(model[0].weight, 4 * before)
+    model = compressed(weights="streamed")
+    before = model[0].weight.detach().clone()
+    double(model.get_parameter("0.weight"))
+    assert torch.equal(model[0].weight, 2 * before)
 
 
 @ignores_dynamo
@@ -694,3 +703,38 @@ def test_autocast_casts_a_weight_anew_at_each_of_its_uses_in_one_pass() -> None:
         with torch.autocast("cpu"), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             model(model(model(torch.randn(2, 64, requires_grad=True))))
         assert len({t.data_ptr() for t in saved if t.numel() == 64 * 64}) == copies
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_functional_call_expands_values_of_another_mask_with_its_own(weights: Any) -> None:
+    """See docs/limits.md."""
+    model, other = compressed(weights=weights), compressed(weights=weights)
+    params, _ = torch.func.stack_module_state([model, other])
+    given = {name: stacked[1] for name, stacked in params.items()}
+    found = torch.func.functional_call(model, given, (X,))
+    mixed = samo.compress_(samo.decompress_(copy.deepcopy(model)), masks_of(model))
+    for name, values in mixed.named_parameters():
+        values.data = given[name].data
+    assert torch.equal(found, mixed(X))
+    assert not torch.equal(found, other(X))
+    dense = samo.dense_state_dict(other)
+    assert torch.equal(torch.func.functional_call(model, dense, (X,)), other(X))
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_backward_to_the_weight_leaves_no_gradient(weights: Any) -> None:
+    """See docs/limits.md."""
+    model = compressed(weights=weights)
+    model(X).sum().backward(inputs=[model[0].weight])
+    assert model[0].weight.grad is None
+    model(X).sum().backward(inputs=[model.get_parameter("0.weight")])
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_the_weight_is_no_leaf_for_optimizers_and_plain_modules(weights: Any) -> None:
+    model = compressed(weights=weights)
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        torch.optim.SGD([model[0].weight])
+    with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor to parameter 'weight'"):
+        setattr(nn.Linear(12, 32), "weight", model[0].weight)  # noqa: B010
