@@ -18,6 +18,8 @@ bytes never load torch.
 import importlib
 from typing import TYPE_CHECKING, Final
 
+from samo.integrations import import_hook
+
 if TYPE_CHECKING:
     from samo.checkpoint.load import load as load, load_masks as load_masks
     from samo.checkpoint.save import async_save as async_save, save as save
@@ -105,3 +107,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+import_hook.install()

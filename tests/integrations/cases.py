@@ -47,6 +47,23 @@ def pruned(family: str, sparsity: float = 0.9, **changes: Any) -> tuple[Any, sam
     return model, masks
 
 
+def trained(family: str, **changes: Any) -> Any:
+    """A pruned model, compressed in bfloat16 and trained for a step."""
+    model, masks = pruned(family, **changes)
+    samo.compress_(model, masks, dtype=torch.bfloat16)
+    opt = samo.AdamW(model.parameters(), lr=1e-2)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    opt.step()
+    return model
+
+
+def load(folder: Path, **options: Any) -> Any:
+    """Load a folder as a user of transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     found: Tensor = model(input_ids=IDS, use_cache=False).logits

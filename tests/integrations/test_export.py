@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,14 +10,7 @@ import samo
 from samo.errors import CheckpointError
 from samo.integrations.export import write_folder
 from samo.integrations.model_folders import open_masks, open_model, tokenizer_folder
-from tests.integrations.cases import FAMILIES, logits, names, pruned
-
-
-def load(folder: Path, **options: Any) -> Any:
-    """Load a folder as a user of transformers does, who knows nothing of samo."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, **options)
+from tests.integrations.cases import FAMILIES, load, logits, names, pruned
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -106,9 +106,7 @@ def recorded(run: Path, **changes: Any) -> ResolvedConfig:
 
 
 def optim(**settings: Any) -> ResolvedOptim:
-    return ResolvedOptim(
-        **{"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, "state": "exact", **settings}
-    )
+    return ResolvedOptim(**{"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, **settings})
 
 
 def new_learner(

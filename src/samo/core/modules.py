@@ -28,6 +28,9 @@ BITMAP: Final = "_bitmap"
 
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
+MIXINS: Final[dict[type, type]] = {}
+"""Behaviour that other packages add to the compressed modules of a class and its subclasses."""
+
 
 class CompressedModule(nn.Module):
     """Behaviour shared by all modules with compressed parameters."""
@@ -38,8 +41,19 @@ class CompressedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in weights_in(self) and isinstance(value, nn.Parameter):
             self._assign(name, value)
+        elif name.endswith(BITMAP) and name.removesuffix(BITMAP) in weights_in(self):
+            self._check_bitmap(name.removesuffix(BITMAP), value)
         else:
             super().__setattr__(name, value)
+
+    def _check_bitmap(self, name: str, value: Tensor) -> None:
+        """Make ``module.weight_bitmap = tensor`` a check, for loaders that set what they read."""
+        weight = weights_in(self)[name]
+        if weight.mask is None or not torch.equal(value, to_bytes(weight.mask).to(value.device)):
+            raise MaskError(
+                f"the bitmap of '{weight.name}' is not that of its mask; compress the model with "
+                "samo.masks(model, state_dict)"
+            )
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -205,7 +219,8 @@ def compressed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
         # RNNs compute with their own list of weights, which cuDNN wants in one buffer.
         namespace["_flat_weights"] = property(_flat_weights, lambda self, weights: None)
         namespace["flatten_parameters"] = lambda self: None
-    return type(cls)(cls.__name__, (CompressedModule, cls), namespace)  # type: ignore[misc]
+    added = (mixin for base, mixin in MIXINS.items() if issubclass(cls, base))
+    return type(cls)(cls.__name__, (CompressedModule, *added, cls), namespace)  # type: ignore[misc]
 
 
 def rebuild(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:

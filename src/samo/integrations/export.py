@@ -1,5 +1,6 @@
 """Write models as Hugging Face folders."""
 
+import copy
 import json
 import os
 import secrets
@@ -12,19 +13,22 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from samo.core.compress import dense_state_dict, masks as masks_of
-from samo.core.modules import CompressedModule
+from samo.core.compress import dense_of, masks as masks_of
+from samo.core.modules import BITMAP, CompressedModule, named_weights, original_class, to_bytes
+from samo.core.weight import whole
 from samo.errors import CheckpointError
-from samo.integrations import folder_files
-from samo.integrations.folder_files import CONFIG, MASKS
+from samo.integrations import folder_files, sparse_bitmask
+from samo.integrations.folder_files import CONFIG, MASKS, METHOD, QUANTIZATION, VERSION
+from samo.integrations.gpt2 import to_gpt2, write_byte_tokenizer
 from samo.integrations.model_card import model_card
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
+from samo.models.gpt import GPT
 from samo.utils import atomic_io
 
 __all__ = ["Format", "write_folder"]
 
-Format = Literal["dense"]
+Format = Literal["dense", "compressed", "bitmask"]
 
 
 def write_folder(
@@ -56,70 +60,115 @@ def write_folder(
         True
 
     Args:
-        model: A causal language model of transformers, dense or compressed; it stays as it is.
+        model: A causal language model of transformers, dense or compressed, or a `GPT` of samo,
+            which becomes a GPT-2. It stays as it is.
         out: The folder to make, which must not exist.
         format: ``"dense"`` has zeros where weights are pruned, and every tool reads it.
+            ``"compressed"`` has values and bitmaps: after ``import samo``, ``from_pretrained``
+            makes a compressed model of it. ``"bitmask"`` is the layout sparse-bitmask of
+            compressed-tensors 0.14.
         dtype: Dtype of the weights in the files; by default that in which the model computes.
-        source: Folder whose tokenizer files are copied.
-        masks: Masks of a dense model; its pruned weights are written as zeros.
+        source: Folder whose tokenizer files are copied. A GPT of 256 tokens gets a tokenizer of
+            bytes without one.
+        masks: Masks of a dense model; its pruned weights are written as zeros. By default, if the
+            format needs some, what is 0 is pruned.
         max_shard_size: Largest size of a file, such as ``"5GB"``.
 
     Raises:
         CheckpointError: The folder exists, or cannot be written.
+        MaskError: The model is not pruned, or the masks do not fit it.
     """
     if format not in get_args(Format):
         raise ValueError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
-    if not hasattr(model, "save_pretrained"):
-        raise TypeError(f"model must be one of transformers, got {type(model).__name__}")
     if isinstance(model, CompressedModule):
         if masks is not None:
             raise ValueError("masks are for dense models; a compressed model has its own")
         masks = masks_of(model)
+    elif masks is None and format != "dense":
+        masks = Masks.from_zeros(model)
+    elif masks is not None:
+        masks.parameters_of(model)  # checks names and shapes
+    dtype_of_files = dtype or compute_dtype(model)
+    gpt = model.config if isinstance(model, GPT) else None
+    if isinstance(model, GPT):
+        model, masks, dtype = *to_gpt2(model, masks), dtype_of_files
+    if not hasattr(model, "save_pretrained"):
+        raise TypeError(f"model must be one of transformers, got {type(model).__name__}")
     with _new_folder(Path(out)) as folder:
-        _write_dense(model, folder, dtype, masks, max_shard_size)
-        if masks is not None:
+        is_compressed = format == "compressed"
+        state = state_of(model, masks, dtype, is_compressed=is_compressed)
+        _save(model, folder, state, max_shard_size, is_original=not is_compressed)
+        del state
+        changes: dict[str, Any] = {"dtype": str(dtype_of_files).removeprefix("torch.")}
+        if is_compressed:
+            changes[QUANTIZATION] = {"quant_method": METHOD, "version": VERSION}
+        edit_config(folder, **changes)
+        if format == "bitmask":
+            sparse_bitmask.write(folder)
+        if masks is not None and not is_compressed:
             masks.save(folder / MASKS)
         if source is not None:
             copy_tokenizer(Path(source), folder)
-        (folder / "README.md").write_text(model_card(model, masks, Path(out).name), "utf-8")
+        elif gpt is not None and gpt.vocab_size == 256:
+            write_byte_tokenizer(folder, gpt.context)
+        (folder / "README.md").write_text(model_card(model, masks, Path(out).name, format), "utf-8")
     return Path(out)
 
 
-def _write_dense(
-    model: Any, folder: Path, dtype: torch.dtype | None, masks: Masks | None, max_shard_size: Any
+def _save(
+    model: Any, folder: Path, state: dict[str, Tensor], max_shard_size: Any, *, is_original: bool
 ) -> None:
-    state = dense_state(model, masks, dtype)
-    own = model.config.dtype
-    model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
-    model.config.dtype = own  # transformers writes the dtype of the parameters there
-    edit_config(folder, dtype=str(dtype or compute_dtype(model)).removeprefix("torch."))
+    """Let transformers write a state dict with its config; the model's own stays as it is."""
+    config, model.config = model.config, copy.deepcopy(model.config)
+    try:
+        save: Any = original_class(model).save_pretrained  # type: ignore[attr-defined]
+        save(  # not the one of a compressed model
+            model,
+            folder,
+            state_dict=state,
+            max_shard_size=max_shard_size,
+            save_original_format=is_original,
+        )
+    finally:
+        model.config = config
 
 
 @torch.no_grad()
-def dense_state(
-    model: nn.Module, masks: Masks | None, dtype: torch.dtype | None
+def state_of(
+    model: nn.Module, masks: Masks | None, dtype: torch.dtype | None, *, is_compressed: bool
 ) -> dict[str, Tensor]:
-    """Return the state dict of a model with zeros where weights are pruned."""
-    if isinstance(model, CompressedModule):
-        own = {name: param.dtype for name, param in dense_parameters(model).items()}
-        state = dense_state_dict(model)
-    else:
-        own = {}
-        state = model.state_dict(keep_vars=True)
-    pruned = {id(state[name]): mask for name, mask in (masks or {}).items()}
-    is_dense = not isinstance(model, CompressedModule)
+    """Return a state dict for a file, of a model that may be compressed itself; tied is one tensor.
+
+    Weights are in ``dtype``, or in that in which each computes.
+    """
+    state = model.state_dict(keep_vars=True)
+    weights = dict(named_weights(model, remove_duplicate=False))
+    pruned = {} if weights else {id(state[name]): mask for name, mask in (masks or {}).items()}
     made: dict[int, Tensor] = {}
+
+    def make(name: str, value: Tensor) -> Tensor:
+        if (weight := weights.get(name)) is not None:
+            to = dtype or weight.dtype
+            return whole(value.detach()).to(to) if is_compressed else dense_of(weight, to)
+        is_cast = dtype is not None and isinstance(value, nn.Parameter)
+        found = value.detach().to(dtype if is_cast and value.is_floating_point() else value.dtype)
+        if id(value) not in pruned:
+            return found
+        mask = pruned[id(value)].to(value.device)
+        return found[mask.to_bool()] if is_compressed else mask.zero_(found.clone())
+
+    found: dict[str, Tensor] = {}
     for name, value in state.items():
+        if name.removesuffix(BITMAP) in weights and name not in weights:
+            if is_compressed:
+                found[name] = value
+            continue
         if id(value) not in made:
-            is_param = name in own or isinstance(value, nn.Parameter)
-            to = (dtype or own.get(name)) if is_param and value.is_floating_point() else None
-            found = value.detach().to(to or value.dtype)
-            if is_dense and id(value) in pruned:
-                mask = pruned[id(value)].to(found.device)
-                found = mask.zero_(found.clone() if found.data_ptr() == value.data_ptr() else found)
-            made[id(value)] = found
-        state[name] = made[id(value)]
-    return state
+            made[id(value)] = make(name, value)
+        found[name] = made[id(value)]
+        if is_compressed and id(value) in pruned:
+            found[name + BITMAP] = to_bytes(pruned[id(value)])
+    return found
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from safetensors import safe_open
+from torch import Tensor
 
 from samo.errors import CheckpointError
 from samo.utils import safetensors_io, untrusted
@@ -26,12 +27,20 @@ INDEX: Final = "model.safetensors.index.json"
 MASKS: Final = "masks.safetensors"
 QUANTIZATION: Final = "quantization_config"
 
+METHOD: Final = "samo"
+"""The ``quant_method`` of folders that samo compressed."""
+VERSION: Final = 1
+"""Of the layout of these folders."""
+
 TOKENIZER_FILES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json"),
 )
 """The files of a tokenizer, which are copied from folder to folder as they are."""
+
+FLOATS: Final = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights, as safetensors calls them."""
 
 _MAX_BYTES: Final = 2**26
 """Largest JSON file read. The index of the largest models has 10 MB."""
@@ -121,6 +130,13 @@ def read_specs(files: list[Path]) -> dict[str, Spec]:
                     raise ValueError(f"'{name}' is also in '{specs[name].file.name}'")
                 specs[name] = Spec(header.get_dtype(), tuple(header.get_shape()), file)
     return specs
+
+
+def read_tensor(spec: Spec, name: str) -> Tensor:
+    """Return a tensor, in memory of its own."""
+    with reading(spec.file), safe_open(spec.file, framework="pt") as tensors:
+        found: Tensor = tensors.get_tensor(name)
+        return found.clone()
 
 
 @contextmanager

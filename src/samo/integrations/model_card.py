@@ -1,6 +1,6 @@
 """The README.md of an exported model: what is pruned, how much, and by what."""
 
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -13,7 +13,18 @@ from samo.utils.formatting import count, percent, plain
 __all__ = []
 
 
-def model_card(model: nn.Module, masks: Masks | None, name: str) -> str:
+_FORMATS: Final = {
+    "dense": "The weights are dense. `masks.safetensors`, if there, has the masks: a kept weight "
+    "may be exactly 0.",
+    "compressed": "The weights are compressed: values and bitmaps. `import samo` before "
+    "`from_pretrained`; the model can be trained on as it is.",
+    "bitmask": "The weights are in the layout `sparse-bitmask` of compressed-tensors, which its "
+    "versions up to 0.14.0.1 and samo read. It loses kept weights that are exactly 0; "
+    "`masks.safetensors` has the masks.",
+}
+
+
+def model_card(model: nn.Module, masks: Masks | None, name: str, layout: str) -> str:
     """Return the text of a model card."""
     dense = dense_parameters(model)
     total = sum({id(param): param.numel() for param in dense.values()}.values())
@@ -24,7 +35,7 @@ def model_card(model: nn.Module, masks: Masks | None, name: str) -> str:
         f"{count(total - pruned)} of {count(total)} weights are kept: the sparsity of the whole "
         f"model is {percent(pruned / total if total else 0.0)}. Pruned weights are exactly 0.",
         "",
-        f"Written by samo {__version__}.",
+        f"Written by samo {__version__}. {_FORMATS[layout]}",
     ]
     if masks:
         lines += ["", "## Sparsity", "", *_table("kind", _by(masks, _kind_of)), ""]

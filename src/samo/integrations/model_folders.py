@@ -12,22 +12,24 @@ A run of samo finetune has its model's config.json and tokenizer in RUN/hugging-
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from samo.checkpoint import read_manifest
+from samo.checkpoint import read_manifest, verify
 from samo.checkpoint.load import check_shape, load, load_masks
 from samo.checkpoint.manifest import NAME
+from samo.checkpoint.tensors import SavedTensors
+from samo.core.compress import compress_
 from samo.errors import CheckpointError
-from samo.integrations import folder_files
-from samo.integrations.folder_files import CONFIG, MASKS
+from samo.integrations import folder_files, hugging_face
+from samo.integrations.folder_files import CONFIG, MASKS, METHOD
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 
-__all__ = ["open_masks", "open_model", "tokenizer_folder"]
+__all__ = ["open_compressed", "open_masks", "open_model", "tokenizer_folder"]
 
 HUGGING_FACE: Final = "hugging-face"
 """Folder of a run of samo finetune that has all of its model but the weights."""
@@ -41,15 +43,18 @@ class Place(NamedTuple):
 
 
 def find(path: str | os.PathLike[str]) -> Place:
-    """Return where the model of a folder is."""
+    """Return where the model of a folder is. Nothing in a Hugging Face folder is a link."""
     path = Path(path)
     if (path / "run.json").is_file():
         path = path / "checkpoints" / "last"
     if (path / NAME).is_file():
         beside = path.parent.parent / HUGGING_FACE
         is_own = path.parent.name == "checkpoints" and (beside / CONFIG).is_file()
+        if is_own:
+            folder_files.check_entries(beside)
         return Place(path, beside if is_own else None)
     if (path / CONFIG).is_file():
+        folder_files.check_entries(path)
         return Place(None, path)
     found = f"holds none of {NAME}, run.json, {CONFIG}" if path.exists() else "does not exist"
     raise CheckpointError(
@@ -77,13 +82,61 @@ def open_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
         CheckpointError: There is no model in the folder, or it cannot be read.
     """
     checkpoint, folder = find(path)
-    if folder is not None:
-        folder_files.check_entries(folder)
     if checkpoint is None:
         assert folder is not None
-        return _open_hugging_face(folder, dtype)
-    model = _open_gpt(checkpoint) if folder is None else _open_finetuned(checkpoint, folder)
+        return hugging_face.open_dense(folder, dtype)
+    if folder is not None:
+        saved, masks = _read_checkpoint(checkpoint)
+        dense = {name: _dense(saved, name, masks) for name in saved.specs}
+        return hugging_face.from_state(folder, dense, dtype)
+    model = GPT(_gpt_config(checkpoint))
+    load(checkpoint, model)
     return model if dtype is None else model.to(dtype)
+
+
+def open_compressed(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    weights: Literal["resident", "streamed"] | int = "resident",
+) -> nn.Module:
+    """Load the model in a folder, compressed and on the CPU, without a dense one on the way.
+
+    A dense folder can only be compressed once it is loaded.
+
+    Args:
+        path: As for `open_model`; a run must have pruned its model.
+        dtype: Compute dtype; by default that of the model when it was saved.
+        weights: As in `samo.compress_`.
+
+    Raises:
+        CheckpointError: There is no model in the folder, or it cannot be read.
+        MaskError: The model is not pruned.
+    """
+    checkpoint, folder = find(path)
+    if checkpoint is None:
+        assert folder is not None
+        if hugging_face.method_of(folder) == METHOD:
+            return hugging_face.open_compressed(folder, dtype, weights)
+        model = hugging_face.open_dense(folder, dtype)
+        masks = open_masks(path, model)
+        return compress_(
+            model, Masks.from_zeros(model) if masks is None else masks, weights=weights
+        )
+    load_masks(checkpoint)  # raises an error for a dense model
+    saved, masks = _read_checkpoint(checkpoint)
+    dtype = dtype or getattr(torch, read_manifest(checkpoint).dtype)
+    if folder is not None:
+        values = {name: saved.read(name).clone() for name in saved.specs}
+        return hugging_face.from_state(folder, values, dtype, masks, weights)
+    with torch.device("meta"):
+        gpt = GPT(_gpt_config(checkpoint))
+    is_lean = torch.bfloat16 in {saved.specs[name].dtype for name in masks}
+    value_dtype = torch.bfloat16 if is_lean else None
+    compress_(gpt, masks, dtype=dtype, value_dtype=value_dtype, weights=weights)
+    gpt.to_empty(device="cpu")
+    load(checkpoint, gpt)
+    return gpt
 
 
 def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
@@ -100,10 +153,12 @@ def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
         masks = load_masks(checkpoint)
     else:
         assert folder is not None
-        folder_files.check_entries(folder)
-        if not (folder / MASKS).is_file():
+        if hugging_face.method_of(folder) == METHOD:
+            masks = hugging_face.read_masks(folder, model)
+        elif (folder / MASKS).is_file():
+            masks = Masks.load(folder / MASKS)
+        else:
             return None
-        masks = Masks.load(folder / MASKS)
     masks.parameters_of(model)
     return masks
 
@@ -115,20 +170,19 @@ def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
         CheckpointError: The folder has none, as that of a model that reads bytes.
     """
     checkpoint, folder = find(path)
-    if folder is not None:
-        folder_files.check_entries(folder)
-        if any((folder / name).is_file() for name in folder_files.TOKENIZER_FILES):
-            return folder
+    names = folder_files.TOKENIZER_FILES
+    if folder is not None and any((folder / name).is_file() for name in names):
+        return folder
     raise CheckpointError(
-        f"'{folder or checkpoint}' has no tokenizer: none of "
-        f"{', '.join(folder_files.TOKENIZER_FILES[:2])}, ... is there"
+        f"'{folder or checkpoint}' has no tokenizer: none of {', '.join(names[:2])}, ... is there"
     )
 
 
-# The kinds --------------------------------------------------------------------------------------
+# Checkpoints ------------------------------------------------------------------------------------
 
 
-def _open_gpt(path: Path) -> nn.Module:
+def _gpt_config(path: Path) -> GPTConfig:
+    """Return the shape of the GPT in a checkpoint, which its files have too."""
     try:
         config = GPTConfig(**read_manifest(path).extra["model"])
         for field in fields(config):
@@ -140,55 +194,29 @@ def _open_gpt(path: Path) -> nn.Module:
             "Python, and load the checkpoint with samo.load(path, model)"
         ) from None
     check_shape(path, config)
-    model = GPT(config)
-    load(path, model)
-    return model
+    return config
 
 
-def _open_finetuned(checkpoint: Path, folder: Path) -> nn.Module:
-    auto = _transformers(folder)
-    try:
-        config = auto.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = auto.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = auto.GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # OSError, ValueError, KeyError, ...
-        raise _unreadable(folder, error) from error
-    load(checkpoint, model)
-    assert isinstance(model, nn.Module)
-    return model.eval()
+def _read_checkpoint(path: Path) -> tuple[SavedTensors, Masks]:
+    """Return the tensors and masks of a checkpoint, whose every byte is checked."""
+    manifest = verify(path)
+    masks = load_masks(path) if manifest.is_compressed else Masks({})
+    saved = SavedTensors(path, manifest, "weights")
+    for name, mask in masks.items():
+        spec = saved.specs.get(name)
+        if spec is None or spec.shape != (mask.kept,):
+            raise CheckpointError(
+                f"'{path}' does not fit: its mask of '{name}' keeps {mask.kept:,} values, and it "
+                f"has {None if spec is None else spec.shape}"
+            )
+    return saved, masks
 
 
-def _open_hugging_face(folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    auto = _transformers(folder)
-    folder_files.read_json(folder / CONFIG)
-    folder_files.read_specs(folder_files.weight_files(folder))
-    options = {} if dtype is None else {"dtype": dtype}
-    try:
-        model = auto.AutoModelForCausalLM.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            **options,
-        )
-    except Exception as error:  # OSError, ValueError, KeyError, ...
-        raise _unreadable(folder, error) from error
-    assert isinstance(model, nn.Module)
-    return model
-
-
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    first = str(error).partition("\n")[0]
-    return CheckpointError(f"'{folder}' cannot be read as a Hugging Face model: {first}")
-
-
-def _transformers(folder: Path) -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise CheckpointError(
-            f"'{folder}' is a Hugging Face model, which needs a package that is not installed: pip "
-            "install transformers"
-        ) from None
-    return transformers
+def _dense(saved: SavedTensors, name: str, masks: Masks) -> Tensor:
+    """Return a tensor of a checkpoint, in memory of its own, with zeros where it is pruned."""
+    values = saved.read(name)
+    if name not in masks:
+        return values.clone()
+    dense = values.new_zeros(masks[name].shape)
+    dense[masks[name].to_bool()] = values
+    return dense

@@ -92,9 +92,7 @@ class ModelConfig:
     """Sequence length, in tokens."""
     tied: bool = False
     """Tie the weights of the embedding and the output head."""
-    checkpointing: Annotated[
-        DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")
-    ] = None
+    checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: saves memory."""
     init: OptionalPath = None
     """Start from the weights of this checkpoint."""
@@ -166,8 +164,8 @@ class OptimConfig:
     """Decay rates of the two moments."""
     eps: Amount = 1e-8
     """Added to the denominator."""
-    state: Literal["auto", "exact", "lean"] = "auto"
-    """Optimizer state of pruned training: fp32, or 8 bits. auto: exact."""
+    state: Literal["exact", "lean"] = "exact"
+    """Optimizer state of pruned training: fp32, or 8 bits."""
     clip: Amount = 1.0
     """Maximum gradient norm. 0: no clipping."""
 
@@ -192,10 +190,9 @@ class RunConfig:
     """Compute dtype. auto: bfloat16 on a GPU that supports it, float32 on a CPU."""
     fp32_gradients: bool = False
     """Keep the gradients of a bfloat16 model in float32, also between ranks."""
-    weights: Annotated[str | int, arg(metavar="{auto,resident,streamed}|BYTES")] = "auto"
+    weights: Annotated[str | int, arg(metavar="{resident,streamed}|BYTES")] = "resident"
     """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an
-    amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time.
-    auto: resident."""
+    amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time."""
     compile: Annotated[DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")] = None
     """Compile the model's blocks with torch.compile: the first steps take longer, and results round
     differently."""
@@ -219,27 +216,19 @@ class RunConfig:
 class MeshConfig:
     """The mesh of ranks, for runs under torchrun or samo launch."""
 
-    plan: bool = False
-    """Choose for these ranks and their memory: stages, sharding, weights, state, checkpointing,
-    micro-batches. What is given stays."""
-    pipe: Count | Auto = "auto"
-    """Pipeline stages to split the model into. auto: 1."""
+    pipe: Count = 1
+    """Pipeline stages to split the model into."""
     data: Count | Auto = "auto"
     """Replicas of each stage, which share every batch. auto: as many as there are ranks for."""
     micro_batches: Count | Auto = "auto"
     """Micro-batches per pass through the pipeline. auto: two for each stage."""
     stages_per_rank: Count = 1
     """Stages on each rank of the pipeline. With 2, ranks idle less and send more."""
-    shard: Literal["auto", "none", "weights"] = "auto"
+    shard: Literal["none", "weights"] = "none"
     """weights: shard the pruned model and its state over the replicas with FSDP2, and stream the
-    weights. The dense phase is not sharded. auto: none."""
+    weights. The dense phase is not sharded."""
     timeout_s: Annotated[float, Range(0.1)] = 600.0
     """Seconds that a rank waits for another one before the run fails."""
-
-    @property
-    def num_stages(self) -> int:
-        """The stages that were asked for."""
-        return 1 if isinstance(self.pipe, str) else self.pipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +258,6 @@ class ResolvedModel(ModelConfig):
     width: int
     num_heads: int
     context: int
-    checkpointing: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +277,6 @@ class ResolvedOptim(OptimConfig):
     lr: float
     warmup_steps: int
     density_power: float
-    state: Literal["exact", "lean"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,18 +287,6 @@ class ResolvedRun(RunConfig):
     dtype: DType
     weights: Weights
     compile: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedMesh(MeshConfig):
-    """`MeshConfig` without "auto", but for replicas and micro-batches."""
-
-    pipe: int
-    shard: Literal["none", "weights"]
-    planned: tuple[str, ...] = ()
-    """The settings, of any section, that ``plan`` has chosen."""
-    reason: str = ""
-    """Why, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,4 +301,3 @@ class ResolvedConfig(TrainConfig):
     prune: ResolvedPrune
     optim: ResolvedOptim
     run: ResolvedRun
-    mesh: ResolvedMesh

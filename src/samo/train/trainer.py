@@ -37,7 +37,6 @@ from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
 from samo.train.rank_group import Interrupt, RankGroup
 from samo.train.resolve import (
-    again,
     check_batch,
     gpt_config,
     learning_rate,
@@ -123,7 +122,8 @@ def resume(
     folder = RunDir.find(path)
     checkpoint = folder.last if folder.path == path else path
     recorded = folder.config()
-    resolved = resolve_resumed(recorded, config or again(recorded))
+    wanted = config or replace(recorded, mesh=replace(recorded.mesh, data="auto"))
+    resolved = resolve_resumed(recorded, wanted)
     run = resolved.run
     ranks = ranks or RankGroup.join(resolved.mesh, run.device)
     with ranks.watched(), ExitStack() as stack:

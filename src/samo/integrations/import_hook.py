@@ -1,0 +1,59 @@
+"""Let transformers read compressed folders as soon as both packages are imported, in any order.
+
+`import samo` must cost nothing, and transformers takes seconds to import. So a finder waits on
+`sys.meta_path` until somebody imports the module of transformers that loads models; right after
+that module has run, samo adds itself to it. A process that never imports transformers pays for one
+comparison of names per import.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:  # each of these takes longer to import than all of samo
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+__all__ = []
+
+_WAITED_FOR: Final = "transformers.modeling_utils"
+
+
+def install() -> None:
+    """Register samo with transformers now, if that is imported, or when it will be."""
+    found = sys.modules.get(_WAITED_FOR)
+    if hasattr(found, "PreTrainedModel"):  # not one that is still being imported
+        _register()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Finds one module as Python would, once, and adds a step to its import."""
+
+    def find_spec(
+        self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        if fullname != _WAITED_FOR:
+            return None
+        sys.meta_path.remove(self)
+        from importlib.util import find_spec
+
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                _register()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    try:
+        from samo.integrations.quantizer import register
+    except ImportError:  # a transformers older or newer than samo knows must still import
+        return
+    register()

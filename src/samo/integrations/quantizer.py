@@ -1,0 +1,243 @@
+"""Compressed folders in transformers: `from_pretrained` reads them, `save_pretrained` writes them.
+
+    config.json          "quantization_config": {"quant_method": "samo", "version": 1}
+    model.safetensors    the state dict of a compressed model: of each pruned weight the values,
+                         1-D, under its own name, and its bitmap under NAME_bitmap
+
+transformers calls whatever stores weights in its own way a quantizer. This one makes the weights of
+a model without memory compressed ones, by the bitmaps of the files, before transformers fills them.
+So no dense model is ever there, unless the weights are to be resident. A loaded model is like one
+that `samo.compress_` made, and nothing of the quantizer is left on it.
+
+Imported by samo.integrations.import_hook, after transformers.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from samo.core.compress import compress_
+from samo.core.modules import BITMAP, MIXINS, from_bytes, named_weights
+from samo.errors import CheckpointError, nearest
+from samo.integrations import folder_files
+from samo.integrations.folder_files import FLOATS, METHOD, VERSION, Spec
+from samo.mask.masks import Masks
+from samo.mask.prunable import dense_parameters
+
+__all__ = ["SamoConfig"]
+
+
+class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How to load a compressed folder: the ``quantization_config`` of its config.json.
+
+    Args:
+        weights: As in `samo.compress_`: ``"resident"``, ``"streamed"``, or a budget in bytes.
+        version: Of the layout of the folder.
+        masks: The masks, if weights come from a state dict and not from files.
+    """
+
+    def __init__(
+        self,
+        weights: str | int = "resident",
+        version: int = VERSION,
+        masks: Masks | None = None,
+        **others: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        self.weights = weights
+        self.version = version
+        self.masks = masks
+        unknown = others.keys() - {"quant_method"}
+        if unknown:
+            raise ValueError(
+                f"a quantization_config of samo has no setting {min(unknown)!r}; it has weights "
+                "and version"
+            )
+        if type(version) is not int or version != VERSION:
+            raise ValueError(
+                f"the folder is compressed in version {version!r}, this samo reads version "
+                f"{VERSION}; update samo"
+            )
+        is_budget = type(weights) is int and weights >= 0
+        if not is_budget and weights not in ("resident", "streamed"):
+            raise ValueError(
+                "weights must be 'resident', 'streamed', or the number of bytes that resident "
+                f"dense weights may take, got {weights!r}"
+            )
+        if masks is not None and not isinstance(masks, Masks):
+            raise ValueError("masks of a quantization_config cannot come from a file")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json holds: how to load is up to who loads."""
+        return {"quant_method": METHOD, "version": self.version}
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """Return what ``from_pretrained(quantization_config=...)`` may change."""
+        return {"weights": self.weights}
+
+
+class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Compresses a model without memory for transformers to fill."""
+
+    requires_calibration = True  # refuses a SamoConfig for a folder that is not compressed
+    is_trainable = True
+    is_qat_trainable = True
+
+    def is_serializable(self) -> bool:
+        """Say that the model can be saved."""
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        config, specs = self.quantization_config, dict[str, Spec]()
+        with torch.device("cpu"):  # here the default is meta
+            if config.masks is None:
+                specs = folder_files.read_specs([Path(file) for file in checkpoint_files or ()])
+            tie(model, specs)
+            for param in model.parameters():
+                # All are in the files. transformers looks for this mark on module.weight, and
+                # initializes those that lack it.
+                param._is_hf_initialized = True
+            masks = read_masks(model, specs) if config.masks is None else config.masks
+            compress_(model, masks, weights=config.weights)
+            if config.masks is None:
+                check_specs(model, specs)
+        # transformers sets each parameter anew, and a weight that gets a new one streams it.
+        self._plans = [
+            (
+                weight,
+                weight.is_resident,
+                weight.dtype,
+                weight.layout.grad_dtype,
+                weight.values.dtype,
+            )
+            for _, weight in named_weights(model)
+        ]
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for weight, is_resident, dtype, grad_dtype, value_dtype in self._plans:
+            values = weight.values
+            assert values.dtype == value_dtype, "transformers keeps the dtype of each parameter"
+            weight.is_resident, weight.dtype = is_resident, dtype
+            weight.layout = weight.layout._replace(grad_dtype=grad_dtype)
+            weight.bind(values)
+        del self._plans
+        self.remove_quantization_config(model)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):
+                vars(module.config).pop("_is_quantized", None)
+        return model
+
+
+def tie(model: Any, specs: dict[str, Spec]) -> None:
+    """Make tied parameters one, as transformers does after loading, unless the files have both."""
+    for target, source in model.all_tied_weights_keys.items():
+        if not (target in specs and source in specs):
+            path, _, name = target.rpartition(".")
+            setattr(model.get_submodule(path), name, model.get_parameter(source))
+
+
+def read_masks(model: nn.Module, specs: dict[str, Spec]) -> Masks:
+    """Return the masks in the files of a compressed folder."""
+    shapes = {name: tuple(param.shape) for name, param in dense_parameters(model).items()}
+    found = {}
+    for name, spec in specs.items():
+        weight = name.removesuffix(BITMAP)
+        if weight == name:
+            continue
+        if weight not in shapes:
+            raise _misfit(spec.file, f"'{name}' is of no weight{nearest(weight, shapes)}")
+        if spec.dtype != "U8" or len(spec.shape) != 1:
+            raise _misfit(spec.file, f"'{name}' is {spec.dtype} {spec.shape}, not a list of bytes")
+        found[weight] = from_bytes(weight, folder_files.read_tensor(spec, name), shapes[weight])
+    if not found:
+        raise CheckpointError(
+            f"'{_folder(specs)}' has no bitmaps, so it is not compressed; remove "
+            "quantization_config from its config.json"
+        )
+    return Masks(found)
+
+
+def check_specs(model: nn.Module, specs: dict[str, Spec]) -> None:
+    """Refuse files that do not hold what a compressed model needs, before they take memory."""
+    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, spec in specs.items():
+        if name not in own:
+            raise _misfit(spec.file, f"the model has no '{name}'{nearest(name, own)}")
+        if spec.shape != tuple(own[name].shape):
+            raise _misfit(
+                spec.file,
+                f"'{name}' has shape {spec.shape} in the file, {tuple(own[name].shape)} in the "
+                "model",
+            )
+        if own[name].is_floating_point() != (spec.dtype in FLOATS):
+            raise _misfit(
+                spec.file, f"'{name}' is {spec.dtype} in the file, {own[name].dtype} in the model"
+            )
+    there = {id(own[name]) for name in specs}
+    for name, value in own.items():
+        if id(value) not in there and not name.endswith(BITMAP):
+            raise CheckpointError(f"'{_folder(specs)}' is not complete: '{name}' is missing")
+
+
+def _folder(specs: dict[str, Spec]) -> Path | str:
+    return next((spec.file.parent for spec in specs.values()), "")
+
+
+def _misfit(file: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"'{file}' does not fit its config.json: {what}; download it again")
+
+
+class CompressedPreTrainedModel:
+    """What a compressed model of transformers does in another way than a dense one."""
+
+    config: Any
+    _dtype_of_files: torch.dtype | None = None  # while a dense state dict is saved
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the model computes, not that of its values."""
+        if self._dtype_of_files is not None:
+            return self._dtype_of_files
+        for _, weight in named_weights(self):  # type: ignore[arg-type]
+            return weight.dtype
+        return super().dtype  # type: ignore[misc]
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write a compressed folder, or a dense one of a dense ``state_dict``."""
+        if state_dict is None or any(name.endswith(BITMAP) for name in state_dict):
+            self.config.quantization_config = SamoConfig()
+            # The original format has other shapes, such as a tensor for each expert.
+            options["save_original_format"] = False
+        else:
+            values = [value for value in state_dict.values() if isinstance(value, Tensor)]
+            self._dtype_of_files = next(v.dtype for v in values if v.is_floating_point())
+        try:
+            super().save_pretrained(  # type: ignore[misc]
+                save_directory, *args, state_dict=state_dict, **options
+            )
+        finally:
+            vars(self.config).pop("quantization_config", None)
+            vars(self).pop("_dtype_of_files", None)
+
+
+def register() -> None:
+    """Make transformers know compressed folders, and compressed models know transformers."""
+    MIXINS[PreTrainedModel] = CompressedPreTrainedModel
+    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(METHOD)(SamoConfig)
+        auto.register_quantizer(METHOD)(SamoQuantizer)
