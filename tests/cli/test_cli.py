@@ -149,8 +149,8 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("inspect hugging", 1, "choose the weights to keep with: samo prune hugging"),
         ("prune nothing", 1, "'nothing' does not exist"),
         ("prune full", 1, "holds none of manifest.json, run.json, config.json"),
-        ("prune full --out notes.txt", 2, "'notes.txt' exists; choose another file with"),
-        ("prune full --out no/folder/m", 2, "--out must be a file in an existing folder"),
+        ("prune full --out notes.txt", 2, "'notes.txt' exists; choose another name with"),
+        ("prune full --out no/folder/m", 2, "--out must be in an existing folder"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_makes_nothing(
@@ -265,13 +265,19 @@ def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixtu
     transformers.LlamaForCausalLM(config).save_pretrained("llama")
     assert main(["prune", "llama", "--sparsity", "0.75"]) == 0
     assert "model.layers.0.mlp.up_proj.weight" in capsys.readouterr().out
-    assert samo.Masks.load("masks.safetensors").sparsity == pytest.approx(0.75, abs=1e-3)
-    assert main(["prune", "llama", "--pattern", "2:4", "--out", "pattern"]) == 0
-    masks = samo.Masks.load("pattern")
+    pruned = transformers.LlamaForCausalLM.from_pretrained("llama-pruned")
+    masks = samo.Masks.load("llama-pruned/masks.safetensors")
+    assert samo.Masks.from_zeros(pruned) == masks
+    assert masks.sparsity == pytest.approx(0.75, abs=1e-3)
+    assert main(["prune", "llama", "--pattern", "2:4", "--out", "pattern.safetensors"]) == 0
+    masks = samo.Masks.load("pattern.safetensors")
     keep = masks["model.layers.0.mlp.down_proj.weight"].to_bool()
     assert (keep.view(32, 12, 4).sum(2) == 2).all()
-    assert main(["prune", "llama", "--scope", "erk", "--sparsity", "0.8", "--out", "erk"]) == 0
-    masks = samo.Masks.load("erk")
+    assert (
+        main(["prune", "llama", "--scope", "erk", "--sparsity", "0.8", "--out", "e.safetensors"])
+        == 0
+    )
+    masks = samo.Masks.load("e.safetensors")
     assert masks.kept == masks.numel - round(masks.numel * 0.8)
     assert len({round(mask.sparsity, 2) for mask in masks.values()}) == 2
     capsys.readouterr()

@@ -57,16 +57,29 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prune(MaskConfig):
-    """Choose the weights to keep of a checkpoint, a run or a Hugging Face model folder."""
+    """Prune a Hugging Face model, or choose masks for a run or a checkpoint."""
 
     source: Positional[Path]
     """A checkpoint, a run folder, or a folder with config.json and model weights."""
-    out: Path = Path("masks.safetensors")
-    """Mask file to write, which must not exist yet."""
-    method: Literal["magnitude", "random", "zeros"] = "magnitude"
-    """Keep the largest weights, or random ones. zeros: keep what is nonzero in a pruned model."""
+    out: OptionalPath = None
+    """Folder to write, with zeros for pruned weights and the masks beside them, or a mask file
+    (.safetensors). By default NAME-pruned for a Hugging Face model, else masks.safetensors."""
+    method: Literal["magnitude", "random", "wanda", "sparsegpt", "zeros"] = "magnitude"
+    """Keep the largest weights, or random ones. wanda: weigh them by their inputs. sparsegpt: so
+    that outputs change least, which changes kept weights too. zeros: what a pruned model keeps."""
+    scope: Literal["tensor", "global", "erk", "owl"] = "tensor"  # type: ignore[assignment]
+    """Prune each matrix to the sparsity, or all of them together; erk: small matrices less; owl:
+    blocks with many outliers less."""
+    calibration: OptionalPath = None
+    """Text for wanda, sparsegpt and owl: ordinary text of the kind that the model will see."""
+    samples: Count = 128
+    """Pieces of the text to calibrate on."""
+    context: Count | Auto = "auto"
+    """Tokens of a piece. auto: what the model reads, at most 2,048."""
+    device: Literal["cpu", "cuda"] | Auto = "auto"
+    """Where to compute the model's blocks, one at a time. auto: a GPU if there is one."""
     seed: int = 0
-    """Seed for the choice between weights of equal magnitude."""
+    """Draws the pieces of the text, and decides between weights of equal rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

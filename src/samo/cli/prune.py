@@ -1,31 +1,127 @@
-"""``samo prune``: masks from a model, and a summary."""
+"""``samo prune``: a pruned model, or masks alone, and a summary."""
 
-from torch import nn
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
 
 from samo.cli.commands import Prune
 from samo.cli.console import PatientConsole, mask_table, say
-from samo.errors import ConfigError
-from samo.integrations.model_folders import open_model
+from samo.data.calibration import calibration_batches
+from samo.errors import CheckpointError, ConfigError, DataError, RunError
+from samo.integrations import model_folders
 from samo.mask.masks import Masks
+from samo.mask.prunable import dense_parameters, matrices
+from samo.models.gpt import GPT
 from samo.pruning.prune import prune
-from samo.train.resolve import check_ranges, resolve_sparsity
+from samo.train.resolve import check_ranges, device_and_dtype, resolve_sparsity
+from samo.utils.disk_tensors import disk_copy
+from samo.utils.formatting import duration
 
 __all__ = []
 
+_MASK_FILE: Final = ".safetensors"
+_MAX_CONTEXT: Final = 2048
+_SECONDS_BETWEEN_LINES: Final = 5.0
+
 
 def run(command: Prune) -> int:
-    """Choose masks, write them and show them."""
-    if command.out.is_dir() or not command.out.parent.is_dir():
-        raise ConfigError(f"--out must be a file in an existing folder, got '{command.out}'")
-    if command.out.exists():
-        raise ConfigError(f"'{command.out}' exists; choose another file with --out, or remove it")
+    """Choose masks, write them or a pruned model, and show them."""
     check_ranges(command)
-    model = open_model(command.source)
+    _check_flags(command)
+    if command.out is not None:
+        _check_new(command.out)
+    source = model_folders.find(command.source)
+    out = command.out or _default_out(command, source.hugging_face is not None)
+    _check_new(out)
+    is_folder = out.suffix != _MASK_FILE
+    if is_folder and source.hugging_face is None:
+        raise ConfigError(
+            f"--out must be a mask file for a model of samo train, such as {out}{_MASK_FILE}; "
+            "folders are for Hugging Face models"
+        )
+    console = PatientConsole()
+    model = model_folders.open_model(command.source)
+    if is_folder:
+        _move_to_disk(model, out.parent)
+    nonzero = _count_nonzero(model) if command.method != "random" else {}
+    masks = _choose(model, command, console)
+    _check_zeros(masks, nonzero)
+    console.print(mask_table(masks))
+    if is_folder:
+        from samo.integrations.export import write_folder
+
+        masks.apply_(model)
+        write_folder(model, out, source=source.hugging_face, masks=masks)
+    else:
+        masks.save(out)
+    say(console, f"written to {out}")
+    return 0
+
+
+def _check_flags(command: Prune) -> None:
+    needs_text = command.method in ("wanda", "sparsegpt") or command.scope == "owl"
+    what = "--scope owl" if command.scope == "owl" else f"--method {command.method}"
+    if needs_text and command.calibration is None:
+        raise ConfigError(f"{what} needs text to calibrate on: --calibration FILE")
+    if not needs_text and command.calibration is not None:
+        raise ConfigError(f"--calibration has no effect with {what}; leave one of them out")
+    is_file = command.out is not None and command.out.suffix == _MASK_FILE
+    if command.method == "sparsegpt" and is_file:
+        raise ConfigError(
+            f"--method sparsegpt changes the weights that it keeps, so the masks in "
+            f"'{command.out}' would not be enough; name a folder with --out"
+        )
+
+
+def _default_out(command: Prune, is_hugging_face: bool) -> Path:
+    if is_hugging_face and command.method != "zeros":
+        return Path(f"{command.source.resolve().name}-pruned")
+    return Path(f"masks{_MASK_FILE}")
+
+
+def _check_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise ConfigError(f"'{out}' exists; choose another name with --out, or remove it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out must be in an existing folder, got '{out}'")
+
+
+def _move_to_disk(model: nn.Module, folder: Path) -> None:
+    """Give the matrices of a model memory in files, where it can be changed at no cost.
+
+    Weights of a Hugging Face folder are mapped from its files; what is written to them becomes
+    memory of the process, in the end that of the whole model.
+    """
+    try:
+        for name in matrices(model):
+            param = model.get_parameter(name)
+            param.data = disk_copy(param, folder)
+    except OSError as error:
+        raise RunError(
+            f"no room for a copy of the model in '{folder}': {error.strerror or error}; free some "
+            "space, or choose another place with --out"
+        ) from error
+
+
+def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
     try:
         if command.method == "zeros":
-            masks = Masks.from_zeros(model, skip=command.skip)
-        else:
-            masks = prune(
+            return Masks.from_zeros(model, skip=command.skip)
+        with _progress(console) as progress:
+            calibrated: dict[str, Any] = {}
+            if command.calibration is not None:
+                device = device_and_dtype(command.device)["device"]
+                batches = _batches(model, command)
+                calibrated = {"calibration": batches, "device": device, "progress": progress}
+            return prune(
                 model,
                 resolve_sparsity(command.sparsity, command.pattern),
                 method=command.method,
@@ -34,7 +130,10 @@ def run(command: Prune) -> int:
                 skip=command.skip,
                 rules=command.rules,
                 seed=command.seed,
+                **calibrated,
             )
+    except (ConfigError, DataError):
+        raise
     except ValueError as error:
         if command.method == "zeros":
             why = str(error).partition(";")[0]  # the rest is for Python
@@ -43,23 +142,74 @@ def run(command: Prune) -> int:
                 "zeros to prune it, or --skip a weight"
             ) from error
         raise ConfigError(f"cannot prune '{command.source}': {error}") from error
-    _check_zeros(model, masks, command)
-    masks.save(command.out)
-    console = PatientConsole()
-    console.print(mask_table(masks))
-    say(console, f"written to {command.out}")
-    return 0
 
 
-def _check_zeros(model: nn.Module, masks: Masks, command: Prune) -> None:
+def _batches(model: nn.Module, command: Prune) -> list[Tensor]:
+    """Return the samples of the calibration text."""
+    assert command.calibration is not None
+    if isinstance(model, GPT):
+        from samo.train.run_text import RunText
+
+        text: Any = RunText(model, command.source)
+    else:
+        from samo.integrations.generation import HuggingFaceText
+
+        try:
+            folder = model_folders.tokenizer_folder(command.source)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; --calibration needs the model's tokenizer, copy its files there"
+            ) from error
+        text = HuggingFaceText(model, folder)
+    most = min(text.context or _MAX_CONTEXT, _MAX_CONTEXT)
+    context = most if isinstance(command.context, str) else command.context
+    if text.context is not None and context > text.context:
+        raise ConfigError(f"--context {context:,} is more than the model's {text.context:,} tokens")
+    return calibration_batches(
+        command.calibration, text.encode, command.samples, context, command.seed
+    )
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that shows how many blocks are done: a bar, or lines in a file."""
+    started = line_at = time.monotonic()
+    bar = Progress(
+        TextColumn("calibrate"),
+        BarColumn(bar_width=24),
+        TextColumn("block {task.completed}/{task.total}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+    def show(done: int, total: int) -> None:
+        nonlocal line_at
+        if not bar.task_ids:
+            bar.add_task("", total=total)
+        bar.update(bar.task_ids[0], completed=done)
+        now = time.monotonic()
+        if not console.is_terminal and now - line_at >= _SECONDS_BETWEEN_LINES:
+            line_at = now
+            left = (now - started) / done * (total - done)
+            say(console, f"block {done}/{total}  left {duration(left)}")
+
+    with bar:
+        yield show
+
+
+@torch.no_grad()
+def _count_nonzero(model: nn.Module) -> dict[str, int]:
+    params = dense_parameters(model)
+    return {name: int(params[name].count_nonzero()) for name in matrices(model)}
+
+
+def _check_zeros(masks: Masks, nonzero: dict[str, int]) -> None:
     """Refuse to keep zeros of a model that is pruned already: which ones would be arbitrary."""
-    if command.method == "random":
-        return
-    for name, param in masks.parameters_of(model).items():
-        nonzero = int(param.count_nonzero())
-        if nonzero < masks[name].kept:
+    for name, mask in masks.items():
+        if nonzero.get(name, mask.kept) < mask.kept:
             raise ConfigError(
-                f"'{name}' has only {nonzero:,} nonzero weights, and {masks[name].kept:,} would be "
-                f"kept; raise --sparsity above {1 - nonzero / param.numel():.3f}, "
+                f"'{name}' has only {nonzero[name]:,} nonzero weights, and {mask.kept:,} would be "
+                f"kept; raise --sparsity above {1 - nonzero[name] / mask.numel:.3f}, "
                 "use --method zeros, or --skip it"
             )

@@ -32,7 +32,7 @@ class HuggingFaceText:
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of a text, with those that the tokenizer puts before it."""
-        return self._checked(self._tokenizer(text, return_tensors="pt")["input_ids"])
+        return self._checked(self._tokenizer(text, return_tensors="pt", verbose=False)["input_ids"])
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> Tensor:
         """Return the tokens of a conversation up to the answer that is due."""

@@ -1,0 +1,52 @@
+"""Samples of a text for calibration: windows of equal length, without overlap."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from samo.data.files import check_readable, map_text, pieces
+from samo.errors import DataError
+
+__all__ = []
+
+_TOKENS_PER_BATCH: Final = 2048
+_POOL: Final = 4  # times as many windows are encoded as drawn, if the text has them
+
+
+def calibration_batches(
+    path: Path, encode: Callable[[str], Tensor], samples: int, context: int, seed: int = 0
+) -> list[Tensor]:
+    """Return ``samples`` windows of ``context`` tokens from a text, as batches (B x T).
+
+    They are drawn at random from the beginning of the text. What ``encode`` puts before a text,
+    such as a token that marks its beginning, begins each window.
+    """
+    check_readable(path)
+    map_text(path)  # refuses binary files
+    before = encode("")
+    length = context - len(before)
+    if length < 1:
+        raise DataError(f"a context of {context} tokens has no room for text; use a longer one")
+    found: list[Tensor] = []
+    num_tokens = 0
+    for text in pieces(path):
+        tokens = encode(text)
+        if len(before) and torch.equal(tokens[: len(before)], before):
+            tokens = tokens[len(before) :]
+        found.append(tokens)
+        num_tokens += len(tokens)
+        if num_tokens >= _POOL * samples * length:
+            break
+    if num_tokens < samples * length:
+        raise DataError(
+            f"'{path}' has {num_tokens:,} tokens, and {samples:,} samples of {context:,} need "
+            f"{samples * length:,}; use more text, fewer --samples or a shorter --context"
+        )
+    windows = torch.cat(found)[: num_tokens // length * length].view(-1, length)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]
+    chosen = torch.cat([before.expand(samples, -1), windows[order]], dim=1)
+    return list(chosen.split(math.ceil(_TOKENS_PER_BATCH / context)))

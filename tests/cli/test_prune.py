@@ -1,0 +1,284 @@
+"""``samo prune`` on folders of Hugging Face models: what is written, and what is refused."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import samo
+from samo.cli.main import main
+from samo.data.calibration import calibration_batches
+from samo.data.tokenizers import ByteTokenizer
+from samo.errors import DataError
+from samo.utils.disk_tensors import disk_copy
+from tests.data.trained_tokenizer import TEXT, VOCAB_SIZE, save_trained_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE = {
+    "vocab_size": VOCAB_SIZE + 8,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "GPT2": {},
+    "Llama": {},
+    "Qwen2": {"tie_word_embeddings": True},
+    "Mistral": {"dtype": "bfloat16"},
+    "Gemma": {},
+    "Mixtral": {"num_local_experts": 2},
+}
+CALIBRATED = "--calibration notes.txt --samples 6 --context 32"
+
+
+def save_model(folder: Path, family: str = "Llama", **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    shape = SHAPE | FAMILIES[family] | changes
+    dtype = getattr(torch, shape.pop("dtype", "float32"))
+    config = getattr(transformers, f"{family}Config")(**shape)
+    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model = getattr(transformers, name)(config).to(dtype)
+    model.save_pretrained(folder)
+    file = save_trained_tokenizer(folder) / "tokenizer.json"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text(TEXT * 40)
+    return tmp_path
+
+
+def type_in(line: str) -> int:
+    return main(line.split())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_a_folder_has_zeros_and_masks_and_reads_like_any_other(
+    family: str, method: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(here / "model", family)
+    how = "" if method == "magnitude" else CALIBRATED
+    assert type_in(f"prune model --sparsity 0.75 --method {method} {how}") == 0
+    assert "written to model-pruned" in capsys.readouterr().out
+    again = transformers.AutoModelForCausalLM.from_pretrained("model-pruned")
+    assert again.dtype == model.dtype
+    masks = samo.Masks.load("model-pruned/masks.safetensors")
+    assert list(masks) == sorted(samo.prunable(model))
+    # Weights in bfloat16 may be 0 themselves after SparseGPT.
+    zeros = samo.Masks.from_zeros(again)
+    assert all((zeros[name] & mask) == zeros[name] for name, mask in masks.items())
+    assert zeros == masks or (method, family) == ("sparsegpt", "Mistral")
+    for mask in masks.values():
+        assert mask.kept == mask.numel - round(mask.numel * 0.75)
+    for name, param in model.named_parameters():
+        is_equal = torch.equal(again.get_parameter(name), param)
+        assert is_equal == (name not in masks)
+        if method != "sparsegpt" and name in masks:
+            assert torch.equal(again.get_parameter(name), masks[name].zero_(param.detach().clone()))
+    assert again.generation_config.eos_token_id == 2
+    tokens = transformers.AutoTokenizer.from_pretrained("model-pruned")(TEXT)["input_ids"]
+    assert again(torch.tensor([tokens])).logits.isfinite().all()
+
+
+def test_the_masks_are_those_of_the_same_call_in_python(here: Path) -> None:
+    model = save_model(here / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("model")
+    how = "--pattern 2:4 --out masks.safetensors --seed 3"
+    assert type_in(f"prune model --method wanda {how} {CALIBRATED}") == 0
+
+    def encode(text: str) -> torch.Tensor:
+        return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+
+    batches = calibration_batches(here / "notes.txt", encode, 6, 32, seed=3)
+    expected = samo.prune(model, pattern="2:4", method="wanda", calibration=batches, seed=3)
+    assert samo.Masks.load("masks.safetensors") == expected
+
+
+def test_owl_and_rules_reach_the_masks(here: Path) -> None:
+    model = save_model(here / "model")
+    rules = "--rules *.q_proj.weight 0.25 --skip *.k_proj.weight"
+    assert type_in(f"prune model --sparsity 0.6 --scope owl {rules} {CALIBRATED}") == 0
+    masks = samo.Masks.load("model-pruned/masks.safetensors")
+    assert not any("k_proj" in name for name in masks)
+    others = {n: m for n, m in masks.items() if "q_proj" not in n}
+    numel = sum(mask.numel for mask in others.values())
+    assert sum(mask.kept for mask in others.values()) == numel - round(numel * 0.6)
+    assert len(masks) == len(samo.prunable(model)) - 2
+
+
+def test_a_run_is_calibrated_with_its_own_tokenizer(here: Path) -> None:
+    flags = "--steps 2 --batch-size 2 --num-layers 1 --width 32 --num-heads 2"
+    assert type_in(f"train notes.txt {flags} --context 32 --mode dense --out run") == 0
+    assert type_in(f"prune run --sparsity 0.5 --method wanda {CALIBRATED}") == 0
+    assert samo.Masks.load("masks.safetensors").sparsity == 0.5
+    with_folder = f"prune run --method sparsegpt {CALIBRATED} --out folder"
+    assert type_in(with_folder) == 2
+
+
+# Bad input
+
+
+def no_tokenizer(folder: Path) -> None:
+    save_model(folder)
+    for file in folder.glob("token*"):
+        file.unlink()
+
+
+def infinite(folder: Path) -> None:
+    model = save_model(folder)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = 1e38
+        model.model.layers[0].mlp.up_proj.weight.fill_(1e30)
+    model.save_pretrained(folder)
+
+
+def sparse(folder: Path) -> None:
+    model = save_model(folder)
+    samo.prune(model, 0.8).apply_(model)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "flags", "code", "message"),
+    [
+        (save_model, "--method wanda", 2, "--method wanda needs text to calibrate on: --calib"),
+        (save_model, "--scope owl", 2, "--scope owl needs text to calibrate on"),
+        (save_model, "--calibration notes.txt", 2, "--calibration has no effect with --method mag"),
+        (
+            save_model,
+            f"--method sparsegpt {CALIBRATED} --out m.safetensors",
+            2,
+            "changes the weights that it keeps, so the masks in 'm.safetensors' would not be",
+        ),
+        (save_model, f"--method wanda {CALIBRATED} --scope global", 2, "compares weights within"),
+        (save_model, "--out notes.txt", 2, "'notes.txt' exists; choose another name with --out"),
+        (
+            save_model,
+            "--method wanda --calibration notes.txt --context 65",
+            2,
+            "--context 65 is more than the model's 64 tokens",
+        ),
+        (
+            save_model,
+            "--method wanda --calibration notes.txt",
+            1,
+            "tokens, and 128 samples of 64 need 8,192; use more text, fewer --samples or",
+        ),
+        (
+            save_model,
+            "--method wanda --calibration note.txt",
+            1,
+            "'note.txt' does not exist (did you mean 'notes.txt'?)",
+        ),
+        (
+            no_tokenizer,
+            f"--method wanda {CALIBRATED}",
+            1,
+            "has no tokenizer: none of tokenizer.json, tokenizer_config.json, ... is there; "
+            "--calibration needs the model's tokenizer",
+        ),
+        (
+            infinite,
+            f"--method sparsegpt {CALIBRATED}",
+            2,
+            "inputs of 'model.layers.0.mlp.down_proj.weight' are NaN or infinite",
+        ),
+        (sparse, "--sparsity 0.5", 2, "nonzero weights, and"),
+        (sparse, f"--sparsity 0.5 --method wanda {CALIBRATED}", 2, "raise --sparsity above 0.8"),
+        (sparse, f"--sparsity 0.5 --method sparsegpt {CALIBRATED}", 2, "use --method zeros"),
+    ],
+)
+def test_what_cannot_be_pruned_is_refused_and_nothing_is_written(
+    make: Any,
+    flags: str,
+    code: int,
+    message: str,
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make(here / "model")
+    before = sorted(here.iterdir())
+    capsys.readouterr()
+    assert type_in(f"prune model {flags}") == code
+    assert message in capsys.readouterr().err
+    assert sorted(here.iterdir()) == before
+
+
+def test_what_exists_is_never_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(here / "model")
+    assert type_in("prune model --sparsity 0.5") == 0
+    before = {file: file.read_bytes() for file in (here / "model-pruned").iterdir()}
+    assert type_in("prune model --sparsity 0.6") == 2
+    assert "'model-pruned' exists" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in (here / "model-pruned").iterdir()} == before
+
+
+def test_a_full_disk_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    save_model(here / "model")
+    monkeypatch.setattr("os.posix_fallocate", full)
+    assert type_in("prune model --sparsity 0.5") == 1
+    assert "no room for a copy of the model in '.': No space left" in capsys.readouterr().err
+
+
+# The parts
+
+
+def test_samples_do_not_overlap_and_begin_as_a_text_does(here: Path) -> None:
+    tokenizer = ByteTokenizer()
+    start = torch.tensor([300])
+
+    def encode(text: str) -> torch.Tensor:
+        return torch.cat([start, torch.from_numpy(tokenizer.encode(text).copy()).long()])
+
+    (here / "digits.txt").write_text("".join(chr(33 + i) for i in range(90)))
+    batches = calibration_batches(here / "digits.txt", encode, samples=8, context=11, seed=1)
+    samples = torch.cat(batches)
+    assert samples.shape == (8, 11)
+    assert (samples[:, 0] == 300).all()
+    assert (samples[:, 1:].diff(dim=1) == 1).all()
+    firsts = sorted(samples[:, 1].tolist())
+    assert len({*firsts}) == 8
+    assert all((first - 33) % 10 == 0 for first in firsts)
+    assert firsts != samples[:, 1].tolist()
+    sizes = {len(batch) * 64 for batch in calibration_batches(here / "notes.txt", encode, 40, 64)}
+    assert sizes <= {2048, 40 * 64 - 2048}
+    with pytest.raises(DataError, match="a context of 1 tokens has no room for text"):
+        calibration_batches(here / "digits.txt", encode, samples=8, context=1)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1,), (33, 65)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_on_disk_is_equal_and_of_its_own(
+    shape: tuple[int, ...], dtype: torch.dtype, here: Path
+) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    copy = disk_copy(tensor, here)
+    assert copy.dtype == dtype
+    assert torch.equal(copy, tensor)
+    assert [file.name for file in here.iterdir()] == ["notes.txt"]
+    copy += 1
+    assert torch.equal(copy, tensor + 1)
+    if math.prod(shape):
+        mapped = Path("/proc/self/maps").read_text()
+        assert f"{here}/#" in mapped or "(deleted)" in mapped
