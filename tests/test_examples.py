@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import samo
 from tests.meters import ignores_dynamo
 from tests.ranks import run_ranks
 
@@ -92,3 +93,39 @@ def check_printed(printed: str, how: str, pruned_bytes: str, *, num_pruned: int 
     start = ledger.index(f"pruned, {num_pruned:,} parameters")
     together = next(row for row in ledger[start:] if "together" in row)
     assert together.split()[-1] == pruned_bytes
+
+
+FRAMEWORKS: Final = {
+    "trainer.py": ("transformers", "by Trainer, step 40", 81_920, "5.33"),
+    "accelerated.py": ("accelerate", "by Accelerate", 98_304, "3.73"),
+    "lightning_module.py": ("lightning", "by Lightning", 98_304, "3.73"),
+    "sft.py": ("trl", "by SFTTrainer", 81_920, "5.33"),
+}
+"""Packages, what is printed, and bytes: 4.129 + 12f without gradients, 2.129 + 16f in bfloat16."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the packages, about each other
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_examples_of_frameworks_train_and_show_the_ledger(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, how, num_pruned, pruned_bytes = FRAMEWORKS[name]
+    pytest.importorskip(package)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr().out
+    check_printed(printed[printed.index("loss ") :], how, pruned_bytes, num_pruned=num_pruned)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_adapters_merges_what_it_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    found = runpy.run_path(str(EXAMPLES / "lora.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert 4 < float(printed.split()[1]) < 5.5  # a little below its start: the base is random
+    ledger = printed[printed.index("pruned, 81,920 parameters") :].splitlines()
+    together = next(row for row in ledger if "together" in row)
+    assert together.split()[-1] == "0.33"  # 0.129 + 2f: neither gradients nor moments
+    assert samo.Masks.from_zeros(found["merged"]) == found["masks"]

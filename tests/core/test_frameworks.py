@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, which is Accelerate's too, against masked dense training."""
+"""Hugging Face Trainer, which is Accelerate's too, and peft, against masked dense training."""
 
 import copy
 from pathlib import Path
@@ -57,3 +57,76 @@ def test_hugging_face_trainer_trains_as_masked_dense_and_resumes_exactly(tmp_pat
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     assert logged(again, "loss") == losses[0]  # of the first half, as saved
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
+
+
+# Adapters
+
+
+def with_adapters(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)  # the same adapters for both
+    settings = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(model, peft.LoraConfig(**settings)).eval()
+
+
+def train_adapters(model: Any) -> list[float]:
+    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    ids = torch.arange(24).view(2, 12)
+    losses = []
+    for _ in range(4):
+        opt.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_adapters_train_on_a_compressed_base_as_on_a_dense_one(weights: Any) -> None:
+    base, dense = twins(start := hugging_face("Llama"), samo.prune(start, 0.8), weights=weights)
+    model, twin = with_adapters(base), with_adapters(dense)
+    before = [param.detach().clone() for param in base.parameters() if not param.requires_grad]
+    assert train_adapters(model) == train_adapters(twin)
+    after = [param for param in base.parameters() if not param.requires_grad]
+    assert all(torch.equal(*pair) for pair in zip(before, after))
+    assert not [param for param in after if param.grad is not None]
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_adapters_merged_into_a_compressed_base_keep_the_mask_and_tell(
+    weights: Any, is_safe: bool
+) -> None:
+    masks = samo.prune(start := hugging_face("Llama"), 0.8)
+    base, dense = twins(start, masks, weights=weights)
+    model, twin = with_adapters(base), with_adapters(dense)
+    assert train_adapters(model) == train_adapters(twin)
+    with pytest.warns(UserWarning, match=r"as when adapters are merged, call samo.decompress_"):
+        merged = model.merge_and_unload(safe_merge=is_safe)
+    expected = twin.merge_and_unload(safe_merge=is_safe)
+    masks.apply_(expected)
+    state = samo.dense_state_dict(merged)
+    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_adapters_merged_after_decompress_are_those_of_a_dense_base(weights: Any) -> None:
+    base, dense = twins(start := hugging_face("Llama"), samo.prune(start, 0.8), weights=weights)
+    model, twin = with_adapters(base), with_adapters(dense)
+    assert train_adapters(model) == train_adapters(twin)
+    samo.decompress_(model)
+    merged, expected = model.merge_and_unload(), twin.merge_and_unload()
+    state = merged.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+
+
+def test_saved_adapters_load_onto_a_compressed_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base, _ = twins(start := hugging_face("Llama"), samo.prune(start, 0.8))
+    model = with_adapters(copy.deepcopy(base))
+    train_adapters(model)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    ids = torch.arange(12).view(1, 12)
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)

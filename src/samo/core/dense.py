@@ -141,6 +141,8 @@ class DenseWeight(Tensor):
             # `weight.data += delta` assigns the same memory.
             if value.data_ptr() != self.data_ptr():
                 self._weight.write(value)
+            else:  # now, so that a warning comes from where the write is
+                self._weight.sync_written()
 
     @property
     def grad(self) -> Tensor | None:

@@ -306,8 +306,9 @@ class Weight:
             if dense.count_nonzero() != kept.count_nonzero():
                 # One text for all weights, so that Python shows it once for a state dict.
                 warnings.warn(
-                    "nonzero values were written to pruned entries, which stay 0; to train them, "
-                    "give the model other masks with samo.remap_",
+                    "nonzero values were written to pruned entries, which stay 0; to keep them, as "
+                    "when adapters are merged, call samo.decompress_ first; to train them, give "
+                    "the model other masks with samo.remap_",
                     stacklevel=2,
                 )
 
