@@ -115,6 +115,7 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Train, and yield the number of each step that was taken, to the end of the run."""
         optim = ResolvedOptim(
+            state="exact",
             density_power=0.0,
             lr=self.lr,
             warmup_steps=self.settings.every(20),

@@ -12,6 +12,7 @@ from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.planner.configs import FAMILIES, from_config, read_config
 from samo.planner.network import PRUNED, gpt
+from samo.planner.public import PUBLIC
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6, "num_attention_heads": 4,
@@ -38,22 +39,16 @@ CASES = {
     ],
     "qwen3_moe": [{**EXPERTS, "decoder_sparse_step": 2}],
 }
-REAL = {
-    "llama-2-7b": {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000},
-    "llama-3-8b": {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-        "vocab_size": 128256, "max_position_embeddings": 8192},
-    "mixtral-8x7b": {"model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2.5-0.5b": {"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
-        "vocab_size": 151936, "tie_word_embeddings": True},
+KNOWN = {
+    "llama-2-7b": 6738415616, "llama-2-13b": 13015864320, "llama-3-8b": 8030261248,
+    "llama-3-70b": 70553706496, "llama-3.2-1b": 1235814400, "llama-3.2-3b": 3212749824,
+    "mistral-7b": 7248023552, "mixtral-8x7b": 46702792704, "qwen2.5-0.5b": 494032768,
+    "qwen2.5-1.5b": 1543714304, "qwen2.5-3b": 3085938688, "qwen2.5-7b": 7615616512,
+    "qwen2.5-14b": 14770033664, "qwen2.5-32b": 32763876352, "qwen2.5-72b": 72706203648,
+    "qwen3-0.6b": 596049920, "qwen3-8b": 8190735360, "gemma-2-2b": 2614341888,
+    "gemma-2-9b": 9241705984, "gemma-2-27b": 27227128320,
 }  # fmt: skip
-KNOWN = {"llama-2-7b": 6738415616, "llama-3-8b": 8030261248, "mixtral-8x7b": 46702792704,
-         "qwen2.5-0.5b": 494032768}  # fmt: skip
-"""As their model cards say."""
+"""Parameters, as their model cards say."""
 
 
 def model_of(config):
@@ -87,9 +82,9 @@ def test_every_family_is_tested() -> None:
     assert {*CASES} == {*FAMILIES}
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_well_known_models_have_as_many_parameters_as_their_cards_say(name, tmp_path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC[name]))
     assert read_config(tmp_path).num_params == KNOWN[name]
     assert read_config(tmp_path / "config.json").num_params == KNOWN[name]
 

@@ -1,5 +1,6 @@
 """Predicted state and peak against what models hold: the ledger, and a meter of live storages."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samo
+from samo.models.chunked_loss import MAX_LOGITS
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.memory import Job, Layout, peak, stage_state, stages
 from samo.planner.modules import from_module, sparsities_of
@@ -109,6 +111,34 @@ def test_state_and_peak_are_those_of_a_step(family, weights, state) -> None:
     # Experts get as many tokens as the router sends them.
     tolerance = 0.15 if family == "mixtral" else 0.05
     assert peak(job, layout).peak_bytes == pytest.approx(held + meter.peak_bytes, rel=tolerance)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_with_a_loss_in_chunks(checkpointing) -> None:
+    torch.manual_seed(0)
+    sizes = {**LLAMA, "vocab_size": 8192, "use_cache": False}
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    samo.chunk_loss_(model, max_logits=64 * 8192)
+    masks = samo.prune(model, 0.8)
+    layout = Layout(weights="streamed", checkpointing=checkpointing, micro_batch=BATCH)
+    job = job_of(model, masks)
+    assert job.network.max_logits == MAX_LOGITS
+    job = replace(job, network=replace(job.network, max_logits=64 * 8192))
+    opt = compress(model, masks, layout)
+    loss_of(model).backward()
+    opt.step()
+    ledger = samo.ledger(model, opt)
+    opt.zero_grad()
+    held = ledger.measured_bytes - measured(ledger)["gradients"]
+    with NewBytes() as meter:
+        loss_of(model).backward()
+        opt.step()
+    assert peak(job, layout).peak_bytes == pytest.approx(held + meter.peak_bytes, rel=0.02)
+    # The loss of a pipeline of such a model is the caller's own.
+    assert job.network.logits(96 * BATCH, pipe=2) == 96 * BATCH * 8192
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])

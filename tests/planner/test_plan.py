@@ -12,19 +12,24 @@ import torch
 import transformers
 
 import samo
+from samo.bench import machine
 from samo.cli.commands import Train
 from samo.cli.main import main, parse
 from samo.errors import ConfigError
 from samo.models.gpt import GPT, GPTConfig
+from samo.planner.answer import Plan
 from samo.planner.hardware import HARDWARE, find_hardware, write_hardware
-from tests.planner.test_configs import REAL
+from samo.planner.public import PUBLIC
+from samo.train.resolve import resolve
+
+LONG = pytest.mark.long
 
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     folder = tmp_path / "my-llama"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(REAL["llama-2-7b"]))
+    (folder / "config.json").write_text(json.dumps(PUBLIC["llama-2-7b"]))
     return folder
 
 
@@ -33,8 +38,54 @@ def test_llama_7b_at_80_percent_fits_a_24_gb_card(llama, capsys) -> None:
     shown = capsys.readouterr().out
     assert "6,738,415,616 parameters, pruned: attention 80 %, mlp 80 %;" in shown
     assert "streamed, lean, checkpointed" in shown
-    assert "samo 1; SAMO paper, 2 + 24 f bytes 4" in shown
+    assert "samo 1; SAMO paper, 2 + 24 f bytes 4" in " ".join(shown.split())
     assert "samo.prune(model, 0.8)" in shown
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_llama_3_8b_is_known_by_name_and_fits_24_gb(freezes) -> None:
+    found = samo.plan(
+        "llama-3-8b", sparsity=0.8, gpu="rtx4090", batch=2, context=2048, freeze_embeddings=freezes
+    )
+    assert found.best is not None
+    assert found.best.layout.state == "lean"
+    assert found.best.memory.needed_bytes < 24e9
+    assert found.command.count("requires_grad_(False)") == 2 * freezes
+    assert "from_pretrained('MODEL_DIR'" in found.command
+    assert ("frozen: embedding, head" in str(found)) == freezes
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"target": "tiny", "gpu": "rtx4090"},
+        {"target": "gpt3-13b", "gpu": "a100-40", "gpus": 64, "batch": 1024},
+        {"target": "llama-3-70b", "gpu": "h200", "batch": 2},
+        {"target": "gpt3-175b", "gpu": "rtx4090", "gpus": 256, "gpus_per_node": 1},
+        {"target": "gpt3-175b", "gpu": "laptop-8gb"},
+    ],
+    ids=lambda typed: f"{typed['target']}-{typed['gpu']}",
+)
+def test_tables_and_prose_are_100_columns_wide_at_most(typed: dict[str, Any]) -> None:
+    found = samo.plan(**typed)
+    commands = {f"  {line}" for line in found.command.splitlines()}
+    assert all(len(line) <= 100 for line in str(found).splitlines() if line not in commands)
+
+
+def test_units_are_those_of_the_model() -> None:
+    def units(found: Plan) -> list[str]:
+        tables = [line.split() for line in str(found).splitlines() if " dense " in f"{line} "]
+        return [words[0] for words in tables if "needs" in words]
+
+    small, large = samo.plan("tiny", gpu="rtx4090"), samo.plan("gpt3-13b", gpu="h200")
+    assert (units(small), units(large)) == (["MB"], ["GB"])
+    assert "\nms " in str(small)
+    assert "\ns " in str(large)
+    best = small.options[0]
+    row = next(line for line in str(small).splitlines() if line.startswith("resident exact "))
+    needs, peak = (float(word) for word in row.split()[2:4])
+    assert needs == pytest.approx(best.memory.needed_bytes / 1e6, abs=0.05)
+    assert peak == pytest.approx(best.memory.peak_bytes / 1e6, abs=0.05)
 
 
 def test_the_command_line_answers_without_torch(llama) -> None:
@@ -57,6 +108,12 @@ def test_the_command_line_answers_without_torch(llama) -> None:
         ("gpt3-13b --gpu mine.toml", 2, "hardware file 'mine.toml': No such file"),
         ("gpt3-13b --gpus 2048 --batch 4", 2, "a batch of 4 sequences is too small for 2048 GPUs"),
         ("gpt3-14b", 2, "no shape and no folder 'gpt3-14b' (did you mean 'gpt3-1"),
+        (
+            "meta-llama/Llama-3.1-8B",
+            2,
+            "reads no hub; download the model and name its folder or config.json, or plan for a "
+            "shape (did you mean 'llama-3-8b'?)",
+        ),
         ("gpt3-13b --sparsity 80", 2, "must be 0 or more and less than 1, got 80.0; 0.9 prunes"),
         ("gpt3-13b --rules mlps 0.5", 2, "unknown kind of matrix 'mlps'"),
         ("gpt3-13b --context 4096", 2, "context 4096 is longer than that of 'gpt3-13b', 2048"),
@@ -105,13 +162,13 @@ def test_the_command_has_the_layout_of_the_plan(typed: dict[str, Any]) -> None:
     words = shlex.split(found.command)
     config = parse(["train", "notes.txt", *words[words.index("TEXT") + 1 :]])
     assert isinstance(config, Train)
-    own = found.best.layout
-    assert config.mesh.pipe == own.pipe
-    assert (config.mesh.shard == "weights") == own.shard
-    assert config.model.checkpointing == own.checkpointing
-    assert config.optim.state == own.state
-    assert str(config.run.weights) == str(own.weights)
-    assert config.run.batch_size * config.run.accumulate == found.job.batch
+    own, resolved = found.best.layout, resolve(config)
+    assert resolved.mesh.pipe == own.pipe
+    assert (resolved.mesh.shard == "weights") == own.shard
+    assert resolved.model.checkpointing == own.checkpointing
+    assert resolved.optim.state == own.state
+    assert str(resolved.run.weights) == str(own.weights)
+    assert resolved.run.batch_size * resolved.run.accumulate == found.job.batch
     if words[0] == "torchrun":
         assert int(words[2]) * int(words[4]) == found.cluster.num_gpus
 
@@ -205,7 +262,9 @@ def test_the_figure_shows_memory_and_time(name, tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_measured_machine_can_be_planned_for(tmp_path, capsys) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(machine._ROUNDS, marks=LONG)])
+def test_a_measured_machine_can_be_planned_for(rounds, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "_ROUNDS", rounds)
     path = tmp_path / "here.json"
     assert main(["plan", "--measure", str(path)]) == 0
     assert "plan with it" in capsys.readouterr().out

@@ -9,10 +9,11 @@ from samo.errors import ConfigError, nearest
 from samo.models.shapes import SHAPES
 from samo.planner.choose import ranked
 from samo.planner.command import command
-from samo.planner.configs import read_config
+from samo.planner.configs import from_config, read_config
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
 from samo.planner.memory import Job, Scheme, peak
 from samo.planner.network import Network, named, sparsities
+from samo.planner.public import PUBLIC, no_hub
 from samo.planner.search import Option, layouts, room, search
 
 if TYPE_CHECKING:
@@ -106,8 +107,9 @@ def plan(
         (True, False)
 
     Args:
-        target: A named shape, a Hugging Face folder or config.json, or a module: samo's GPT or a
-            causal language model of Hugging Face, on the meta device too.
+        target: A named shape such as "gpt3-13b" or "llama-3-8b", a Hugging Face folder or
+            config.json, or a module: samo's GPT or a causal language model of Hugging Face, on the
+            meta device too.
         masks: Of a module; otherwise ``sparsity`` says how much is pruned.
         sparsity: Of what `samo.prune` prunes: matrices of attention, MLPs and experts.
         rules: Sparsities by kind, if they differ: attention, mlp, experts, router, embedding, head.
@@ -191,9 +193,14 @@ def _network(target: "str | Path | Network | nn.Module") -> Network:
     path = Path(target)
     if path.exists() or path.suffix == ".json":
         return read_config(path)
+    if target in PUBLIC:
+        return from_config(PUBLIC[str(target)], str(target))
+    if "/" in str(target):
+        raise no_hub(str(target))
+    names = (*SHAPES, *PUBLIC)
     raise ConfigError(
-        f"no shape and no folder '{target}'{nearest(str(target), SHAPES)}; name a Hugging Face "
-        f"folder, its config.json, or one of {', '.join(SHAPES)}"
+        f"no shape and no folder '{target}'{nearest(str(target), names)}; name a Hugging Face "
+        f"folder, its config.json, or one of {', '.join(names)}"
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 from samo.planner.network import PRUNED, Kind
+from samo.planner.public import PUBLIC
 from samo.planner.search import evaluate
 
 __all__ = ["command", "has_dense_phase"]
@@ -85,11 +86,14 @@ def _python(job: Job, own: Layout, source: str | None) -> Iterator[str]:
     narrow = ", grad_dtype=torch.bfloat16" if own.num_ranks == 1 and not lean else ""
     if source is not None:
         folder = Path(source).parent if source.endswith(".json") else source
+        folder = "MODEL_DIR" if source in PUBLIC else folder
         yield (
             f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.bfloat16)"
         )
     if own.checkpointing and source is not None:
         yield "model.gradient_checkpointing_enable()"
+    if own.pipe == 1:
+        yield "samo.chunk_loss_(model)"
     for end in ("input", "output") if job.frozen else ():
         yield f"model.get_{end}_embeddings().requires_grad_(False)"
     part = "model"

@@ -1,7 +1,8 @@
 """Hugging Face's config.json as a `Network`: Llama, Mistral, Qwen, Gemma, GPT-2, and mixtures.
 
 Parameters are counted exactly. Activations are those of the eager code of transformers: its norms
-of Llama's kind work in fp32, and its loss has all logits of a micro-batch at once.
+of Llama's kind work in fp32. The loss is that of `samo.chunk_loss_`; a pipeline has all logits of a
+micro-batch at once.
 """
 
 import json
@@ -96,7 +97,7 @@ def _gpt2(config: Mapping[str, Any], name: str) -> Network:
         operators=45,
     )
     layers = (network.layers[0], *[block] * shape.num_layers, network.layers[-1])
-    return replace(network, layers=layers, max_logits=0)
+    return replace(network, layers=layers, has_chunks=False)
 
 
 def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
@@ -184,6 +185,7 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
         width=d,
         vocab_size=vocab,
         context=config.get("max_position_embeddings", 2048),
+        has_chunks=False,
     )
 
 

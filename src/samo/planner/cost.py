@@ -179,7 +179,7 @@ def stage_times(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
     tokens, item = layout.micro_batch * job.context, job.itemsize
     frozen = job.frozen | ({"head"} if network.is_tied and "embedding" in job.frozen else set())
     is_fp32 = layout.num_ranks > 1 and layout.state == "exact"
-    is_chunked = network.logits(tokens) < tokens * network.vocab_size
+    is_chunked = network.logits(tokens, layout.pipe) < tokens * network.vocab_size
     found: dict[frozenset[tuple[Layer, int]], Pass] = {}
     times = []
     for number, stage in enumerate(stages(network, layout.pipe)):

@@ -164,7 +164,7 @@ def _stage_peak(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -
         head_grad = (
             0.0 if is_frozen(head.matrices[0], job) else float(item * head.matrices[0].numel)
         )
-        logits = float(_LOGIT * network.logits(tokens))
+        logits = float(_LOGIT * network.logits(tokens, layout.pipe))
     embedded = 0.0
     if is_first and not is_frozen(stage[0].matrices[0], job):
         embedded = float(item * stage[0].matrices[0].numel)

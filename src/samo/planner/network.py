@@ -10,6 +10,8 @@ __all__ = ["Layer", "Matrix", "Network", "gpt", "named"]
 
 Kind = Literal["attention", "mlp", "experts", "router", "embedding", "head"]
 
+MAX_LOGITS: Final = 2**27
+"""That exist at once in a loss, as `samo.models.chunked_loss` has it."""
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 PRUNED: Final[frozenset[Kind]] = frozenset({"attention", "mlp", "experts"})
 """What `samo.prune` prunes by default."""
@@ -72,7 +74,8 @@ class Network:
     width: int
     vocab_size: int
     context: int  # longest sequence
-    max_logits: int = 0  # at once, 0 for those of a whole micro-batch
+    max_logits: int = MAX_LOGITS  # at once
+    has_chunks: bool = True  # in the last stage of a pipeline, too
     command: str = ""  # what `samo train` calls it; "" for a model of Hugging Face
 
     @property
@@ -90,9 +93,9 @@ class Network:
         """Whether the head shares the embedding's weight."""
         return any(matrix.is_tied for matrix in self.layers[-1].matrices)
 
-    def logits(self, tokens: int) -> int:
+    def logits(self, tokens: int, pipe: int = 1) -> int:
         """Return how many logits exist at once."""
-        if not self.max_logits:
+        if pipe > 1 and not self.has_chunks:
             return tokens * self.vocab_size
         chunk = 1 << max(self.max_logits // self.vocab_size, 1).bit_length() - 1
         return min(tokens, chunk) * self.vocab_size
@@ -137,7 +140,6 @@ def gpt(config: GPTConfig, name: str = "gpt", command: str = "") -> Network:
         width=d,
         vocab_size=vocab,
         context=config.context,
-        max_logits=2**27,
         command=command,
     )
 

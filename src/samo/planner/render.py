@@ -1,11 +1,12 @@
 """A plan as text: what was asked, the table, what the saving buys, and the command."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from samo.planner.command import has_dense_phase
 from samo.planner.search import Option, room
-from samo.utils.formatting import count, percent, size, three_digits
+from samo.utils.formatting import count, percent, size
 
 if TYPE_CHECKING:
     from samo.planner.answer import Plan
@@ -19,6 +20,12 @@ NAMES: Final = {
     "dense": "dense, mixed precision",
     "autocast": "dense, autocast (samo's dense phase)",
 }
+_SHORT: Final = {
+    "paper": "SAMO paper",
+    "8-bit": "dense 8-bit",
+    "dense": "dense mixed",
+    "autocast": "dense autocast",
+}
 _PARTS: Final = {
     "compute": "compute",
     "bubble": "bubble",
@@ -28,22 +35,24 @@ _PARTS: Final = {
     "optimizer": "update",
 }
 _BYTES: Final = {
-    "values": "values",
-    "gradients": "grads",
-    "moments": "moments",
-    "bitmap": "bitmap",
-    "dense": "dense",
-    "activations": "activ.",
-    "logits": "logits",
-    "workspace": "work",
-    "slack": "slack",
+    "values": ("values", "bitmap"),
+    "grads": ("gradients",),
+    "moments": ("moments",),
+    "dense": ("dense",),
+    "activ.": ("activations",),
+    "work": ("logits", "workspace"),
 }
+_WIDTH: Final = 100
 _SHOWN: Final = 5
 
 
 def text(plan: "Plan") -> str:
     """Return a plan as lines for a terminal."""
-    return "\n".join(_lines(plan))
+    lines = []
+    for line in _lines(plan):
+        is_prose = not line.startswith(" ") and len(line) > _WIDTH
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ") if is_prose else [line]
+    return "\n".join(lines)
 
 
 def _lines(plan: "Plan") -> Iterator[str]:
@@ -58,16 +67,23 @@ def _lines(plan: "Plan") -> Iterator[str]:
     hardware = cluster.hardware
     yield (
         f"{cluster.num_gpus} x {hardware.name}, {size(room(cluster))} of "
-        f"{size(hardware.memory_bytes)} usable each ({hardware.source})"
+        f"{size(hardware.memory_bytes)} usable each"
     )
+    if hardware.source:
+        yield f"({hardware.source})"
     yield ""
     is_many = cluster.num_gpus > 1
     options = plan.options[: _SHOWN if is_many else None]
-    yield from _memory_table(options, list(plan.rivals.items()), is_many=is_many)
+    shown = [*options, *plan.rivals.values()]
+    yield from _memory_table(shown, is_many=is_many)
     yield ""
-    yield from _time_table(options, list(plan.rivals.items()), is_many=is_many)
+    yield from _time_table(shown, is_many=is_many)
     yield ""
-    yield "predicted, GB (10^9 bytes) at the peak of a step; * does not fit. docs/plan.md: errors"
+    yield (
+        "All predicted; docs/plan.md has the errors. * does not fit. needs: peak, and 5 % that the "
+        "allocator loses. values: with bitmaps. work: logits and workspace. ckpt: checkpointed "
+        "activations. size: sequences of a micro-batch."
+    )
     fewest = [f"{NAMES[scheme].split(' (')[0]} {n or 'none'}" for scheme, n in plan.fewest.items()]
     yield f"fewest {hardware.name} it fits on, as a power of two: {'; '.join(fewest)}"
     for scheme, other in plan.rivals.items():
@@ -81,8 +97,9 @@ def _lines(plan: "Plan") -> Iterator[str]:
         needed = plan.options[0].memory.needed_bytes
         yield (
             f"nothing fits: the least is {size(needed)} on each GPU, {describe(plan.options[0])}, "
-            f"{size(needed - room(cluster))} too much. This would fit:"
+            f"{size(needed - room(cluster))} too much"
         )
+        yield "This would fit:"
         yield from (f"  {line}" for line in plan.advice or ["nothing that samo plan knows"])
         return
     yield ""
@@ -114,49 +131,59 @@ def describe(option: Option) -> str:
     return ", ".join(parts)
 
 
-def _mesh(option: Option) -> str:
-    return f"{option.layout.pipe} x {option.layout.data}"
+def _label(option: Option) -> str:
+    """Return a layout in few words, for a table."""
+    own = option.layout
+    weights = f"budget {size(own.weights)}" if isinstance(own.weights, int) else own.weights
+    words = [weights, own.state] if own.scheme == "samo" else [_SHORT[own.scheme]]
+    words += ["FSDP2"] if own.shard else []
+    words += ["ckpt"] if own.checkpointing else []
+    return " ".join([*words, *([] if option.fits else ["*"])])
 
 
-def _rows(
-    options: Sequence[Option], rivals: Sequence[tuple[str, Option]]
-) -> Iterator[tuple[str, Option]]:
-    for option in [*options, *(option for _, option in rivals)]:
-        yield describe(option) + ("" if option.fits else " *"), option
+def _memory_table(options: Sequence[Option], *, is_many: bool) -> Iterator[str]:
+    largest = max(option.memory.needed_bytes for option in options)
+    name, unit = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    rows = []
+    for option in options:
+        memory = option.memory
+        parts = [sum(memory.at_peak[kind] for kind in kinds) for kinds in _BYTES.values()]
+        rows.append([memory.needed_bytes, memory.peak_bytes, *parts])
+    cells = [
+        [f"{value / unit:,.1f}" if value >= unit / 20 else "-" for value in row] for row in rows
+    ]
+    yield from _table(name, ["needs", "peak", *_BYTES], options, cells, is_many=is_many)
 
 
-def _memory_table(
-    options: Sequence[Option], rivals: Sequence[tuple[str, Option]], *, is_many: bool
-) -> Iterator[str]:
-    lines = [["", *(["pipe x data"] if is_many else []), "peak", *_BYTES.values()]]
-    for name, option in _rows(options, rivals):
-        found = [option.memory.needed_bytes, *(option.memory.at_peak[kind] for kind in _BYTES)]
-        mesh = [_mesh(option)] if is_many else []
-        lines.append([name, *mesh, *(_gigabytes(value) for value in found)])
-    yield from _table(lines)
-
-
-def _time_table(
-    options: Sequence[Option], rivals: Sequence[tuple[str, Option]], *, is_many: bool
-) -> Iterator[str]:
+def _time_table(options: Sequence[Option], *, is_many: bool) -> Iterator[str]:
     parts = dict(_PARTS)
     if not is_many:
         parts = {key: parts[key] for key in ("compute", "expand_compress", "optimizer")}
-    extra = ["pipe x data"] if is_many else []
-    lines = [["", *extra, "micro-b.", "step, s", *parts.values()]]
-    for name, option in _rows(options, rivals):
+    name, unit, digits = "s", 1.0, 2
+    if max(option.time.total for option in options) < 1:
+        name, unit, digits = "ms", 1e-3, 1
+    cells = []
+    for option in options:
         times = [option.time.total, *(getattr(option.time, part) for part in parts)]
-        mesh = [_mesh(option)] if is_many else []
-        shown = [three_digits(value) if value else "-" for value in times]
-        lines.append([name, *mesh, str(option.layout.micro_batch), *shown])
-    yield from _table(lines)
+        shown = (f"{value / unit:,.{digits}f}" for value in times)
+        zero = f"{0:.{digits}f}"
+        cells.append([str(option.layout.micro_batch), *("-" if s == zero else s for s in shown)])
+    yield from _table(name, ["size", "step", *parts.values()], options, cells, is_many=is_many)
 
 
-def _gigabytes(value: float) -> str:
-    return f"{value / 1e9:.1f}" if value >= 5e7 else "-"
-
-
-def _table(lines: list[list[str]]) -> Iterator[str]:
+def _table(
+    unit: str,
+    header: Sequence[str],
+    options: Sequence[Option],
+    cells: Sequence[Sequence[str]],
+    *,
+    is_many: bool,
+) -> Iterator[str]:
+    lines = [[unit, *(["pipe x data"] if is_many else []), *header]]
+    for option, row in zip(options, cells):
+        own = option.layout
+        mesh = [f"{own.pipe} x {own.data}"] if is_many else []
+        lines.append([_label(option), *mesh, *row])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     for line in lines:
         first = line[0].ljust(widths[0])
