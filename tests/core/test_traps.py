@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -291,6 +292,45 @@ def test_a_weight_is_frozen_and_trained_again(weights: Any) -> None:
     model[0].weight.requires_grad = True
     step(model, opt, X.bfloat16())
     assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_is_set_to_none_is_gone(name: str) -> None:
+    model = compressed(torch.bfloat16)
+    setattr(model[0], name, None)
+    assert getattr(model[0], name) is None
+    assert f"0.{name}" not in {name for name, _ in named_weights(model)}
+    assert not any(key.startswith(f"0.{name}") for key in model.state_dict())
+    assert getattr(copy.deepcopy(model).to(torch.float32)[0], name) is None
+    assert getattr(samo.decompress_(model)[0], name) is None
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_model_that_inference_mode_restores_goes_on_training(
+    weights: Any, tmp_path: Path
+) -> None:
+    model = compressed(weights=weights)
+    opt = torch.optim.AdamW(model.parameters())
+    step(model, opt, X)
+    with torch.inference_mode():
+        samo.save(tmp_path, model, opt)
+        samo.load(tmp_path, model, opt)
+        model.load_state_dict(model.state_dict())
+        model.to(torch.float64).to(torch.float32)
+        samo.remap_(model, samo.prune(model, 0.7), opt)
+    step(model, opt, X)
+    with torch.inference_mode():
+        samo.decompress_(model)
+    step(model, torch.optim.AdamW(model.parameters()), X)
+
+
+def test_a_copy_made_in_inference_mode_is_refused() -> None:
+    model = compressed()
+    with (
+        torch.inference_mode(),
+        pytest.raises(samo.CompressionError, match="cannot get a tensor made in inference mode"),
+    ):
+        copy.deepcopy(model)
 
 
 def test_a_deleted_weight_is_gone_and_can_be_replaced() -> None:

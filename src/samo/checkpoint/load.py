@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["load", "load_masks"]
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],

@@ -127,6 +127,7 @@ def compress_(
     return model
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def decompress_(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Restore an ordinary model in place: original classes, shapes and dtypes.

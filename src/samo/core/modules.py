@@ -61,15 +61,17 @@ class CompressedModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Assign as `__setattr__` does: a plain parameter would be trained without the mask."""
-        if name in weights_in(self) and param is not None:
+        if param is None:
+            weights_in(self).pop(name, None)
+        elif name in weights_in(self):
             if isinstance(param, DTensor):  # FSDP2 sets the attribute
                 raise CompressionError(
                     f"'{weights_in(self)[name].name}' is compressed and has no rows or columns for "
                     "tensor parallelism to shard; leave it out of the plan, or use fully_shard"
                 )
             self._assign(name, param)
-        else:
-            super().register_parameter(name, param)
+            return
+        super().register_parameter(name, param)
 
     def _assign(self, name: str, value: nn.Parameter) -> None:
         """Make ``module.weight = parameter`` write the values."""

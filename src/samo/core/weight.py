@@ -336,6 +336,11 @@ class Weight:
         self._address = 0
         _WEIGHTS[id(values)] = self
         if self.is_resident:
+            if values.is_inference():
+                raise CompressionError(
+                    f"'{self.name}' cannot get a tensor made in inference mode, which counts no "
+                    "writes; copy or load the model outside, or under torch.no_grad()"
+                )
             self.sync()
         if not isinstance(values, DTensor):
             self.prepare_traced()
