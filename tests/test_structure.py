@@ -25,6 +25,7 @@ ONLY_IN: Final = {
     "jinja2": "samo.report",
     "matplotlib": "samo.report",
     "numba": "samo.kernels",
+    "pyarrow": "samo.data.arrow_files",
     "rich": "samo.cli",
     "tensorboard": "samo.train.metrics",
     "tokenizers": "samo.data.tokenizers",

@@ -7,7 +7,6 @@ then waits for the data.
 """
 
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,14 +91,14 @@ class NcclTransport01(Transport):
                 agent().sleep()
             packet, layout = wire.arrived.popleft()
             tensors, events = self._tensors(stage, layout)
-            whole = replace(packet, tensors=tuple(tensors))
+            whole = packet._replace(tensors=tuple(tensors))
             self.received.append((Arrival(stage, whole), events))
             self.device.wake()
 
     def _tensors(self, stage: int, layout: Layout) -> tuple[list[Tensor], list[Event]]:
         stream, received, events = self.device.Stream(), [], []
         with self.device.stream(stream):
-            for dtype, shape, *_ in layout:
+            for dtype, shape, *_ in layout.specs:
                 tensor = torch.empty(shape, dtype=dtype)
                 if tensor.numel():
                     self.comms[stage][1].recv([tensor], 0, 0).wait()

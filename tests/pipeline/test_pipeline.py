@@ -297,6 +297,17 @@ def test_one_stage_needs_no_mesh_and_equals_the_model() -> None:
     assert all(torch.equal(found, state[name]) for name, found in model.state_dict().items())
 
 
+def test_a_step_takes_one_number_of_torchs_generator_whatever_layers_draw() -> None:
+    layers = [nn.Linear(2, 2), nn.Dropout(), nn.Dropout()]
+    pipeline = samo.Pipeline(layers, F.mse_loss, None, 2)
+    torch.manual_seed(0)
+    pipeline.step(torch.ones(4, 2), target=torch.ones(4, 2))
+    found = torch.rand(3)
+    torch.manual_seed(0)
+    torch.randint(2**47, ())
+    assert torch.equal(torch.rand(3), found)
+
+
 def test_a_closed_pipeline_says_so_at_once_and_one_process_goes_on_after_a_bad_batch() -> None:
     with samo.Pipeline([nn.Linear(2, 2)], F.mse_loss, None, 2) as pipeline:
         assert not pipeline.eval(torch.ones(2, 2), target=torch.ones(2, 2)).requires_grad

@@ -5,7 +5,6 @@ import queue
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ class MemoryTransport(Transport):
 
     def send(self, stage: int, packet: Packet) -> None:
         tensors = tuple(tensor.detach().clone() for tensor in packet.tensors)
-        self.links[self.stage, stage].put(replace(packet, tensors=tensors))
+        self.links[self.stage, stage].put(packet._replace(tensors=tensors))
 
     def poll(self, timeout_s: float = 0.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -160,11 +159,11 @@ def test_a_stage_that_fails_is_named_by_all_others(how: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("packet", "text"),
     [
-        (replace(ONE, step=3), "sent activation of batch 3 in batch 0"),
-        (replace(ONE, is_training=False), r"rank 0 .* called eval\(\) where this rank"),
-        (replace(ONE, stage=0), "sent activation for stage 0, which is not on this rank"),
-        (replace(ONE, kind="gradient"), "sent gradient 0 of 2 .* no gradient was due"),
-        (replace(ONE, micro_batch=1), "sent activation 1 .* activation 0 was due"),
+        (ONE._replace(step=3), "sent activation of batch 3 in batch 0"),
+        (ONE._replace(is_training=False), r"rank 0 .* called eval\(\) where this rank"),
+        (ONE._replace(stage=0), "sent activation for stage 0, which is not on this rank"),
+        (ONE._replace(kind="gradient"), "sent gradient 0 of 2 .* no gradient was due"),
+        (ONE._replace(micro_batch=1), "sent activation 1 .* activation 0 was due"),
         (ABORT, r"rank 0 \(stage 0 of 2\) OSError: disk"),
     ],
 )
@@ -182,8 +181,8 @@ def test_a_packet_out_of_place_names_its_sender(packet: Packet, text: str) -> No
         ([ConnectionError("Closed")], 0, r"is gone \(Closed\)"),
         ([ValueError("sent an invalid header")], 0, r"of 3\) sent an invalid header"),
         # What was sent before a link broke is read before.
-        ([replace(ABORT, stage=2), ConnectionError("Closed")], 2, r"of 3\) OSError: disk"),
-        ([replace(ONE, step=1)], 0, "sent activation of batch 1 in batch 0"),
+        ([ABORT._replace(stage=2), ConnectionError("Closed")], 2, r"of 3\) OSError: disk"),
+        ([ONE._replace(step=1)], 0, "sent activation of batch 1 in batch 0"),
     ],
 )
 def test_a_broken_link_names_the_stage_at_fault(arrivals: list[Any], rank: int, text: str) -> None:
@@ -209,7 +208,7 @@ def test_a_neighbour_that_has_sent_everything_may_leave_and_is_missed_in_the_nex
 def test_data_of_the_next_batch_waits_for_it() -> None:
     """The first stage may begin a batch before its neighbour has left the last one."""
     transport = network(2)[1]
-    later = replace(ONE, step=1, tensors=(torch.zeros(1),))
+    later = ONE._replace(step=1, tensors=(torch.zeros(1),))
     transport.inbox.extend([Arrival(0, ONE), Arrival(0, later)])
     runner = Runner([nn.Identity()], transport, in_flight=[1], timeout_s=5)
     assert [float(runner.run(lambda: Batch(1, loss=total))) for _ in range(2)] == [1, 0]

@@ -106,7 +106,9 @@ def recorded(run: Path, **changes: Any) -> ResolvedConfig:
 
 
 def optim(**settings: Any) -> ResolvedOptim:
-    return ResolvedOptim(**{"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, **settings})
+    return ResolvedOptim(
+        **{"lr": 1e-3, "warmup_steps": 0, "density_power": 0.0, "state": "exact", **settings}
+    )
 
 
 def new_learner(

@@ -53,7 +53,7 @@ def test_the_loss_is_the_mean_over_all_real_tokens_of_a_step() -> None:
 @PHASES
 def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(phase: str) -> None:
     whole, pieces = learner(phase=phase), learner(phase=phase)
-    inputs, targets, _ = batch(4, real=16)
+    inputs, targets, *_ = batch(4, real=16)
     targets = targets.clone()
     targets[3, 3:] = IGNORE
     loss = whole.backward([Batch(inputs, targets, 51)])

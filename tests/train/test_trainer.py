@@ -96,7 +96,7 @@ def test_a_run_is_dense_training_whose_pruned_weights_are_set_to_zero(
                 if name in pruned:
                     param.data.masked_fill_(pruned[name], 0)
                     group["scale"] = masks[name].numel / masks[name].kept
-        inputs_BT, targets_BT, _ = next(batches)
+        inputs_BT, targets_BT, *_ = next(batches)
         loss = twin(inputs_BT, targets_BT)
         opt.zero_grad()
         loss.backward()

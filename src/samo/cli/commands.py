@@ -151,10 +151,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspect:
-    """Show masks, a checkpoint or a run; without a path, this machine and its kernels."""
+    """Show masks, a checkpoint, a run or a model; without a path, this machine and its kernels."""
 
     path: Positional[OptionalPath] = None
-    """A mask file, a checkpoint or a run folder."""
+    """A mask file, a checkpoint, a run folder or a Hugging Face folder."""
     verify: bool = False
     """Read the whole checkpoint, or both of a run, and verify the checksums."""
     json: bool = False
@@ -187,7 +187,7 @@ USUAL: Final = frozenset(
     {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}
     | {"checkpointing", "sparsity", "dense_steps", "method", "masks", "lr", "state", "mode"}
     | {"steps", "batch_size", "accumulate", "seed", "device", "dtype", "weights"}
-    | {"eval_every", "save_every", "pipe", "shard"}
+    | {"eval_every", "save_every", "plan", "pipe"}
 )
 """The settings that ``samo train --help`` shows; ``--help-all`` shows the others too."""
 

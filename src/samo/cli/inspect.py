@@ -29,16 +29,17 @@ def run(command: Inspect) -> int:
         found = _run(path, verify=command.verify)
     elif (path / "manifest.json").is_file():
         found, masks = _checkpoint(path, verify=command.verify)
+    elif (path / "config.json").is_file():
+        return _model(path, command)
     elif path.is_file():
         masks = Masks.load(path)
         found = {"masks": str(path), "fingerprint": masks.fingerprint()}
     else:
-        what = "has no run.json or manifest.json" if path.exists() else "does not exist"
-        next_step = "pass a mask file, a checkpoint or a run folder"
-        if (path / "config.json").is_file():
-            what = "is a Hugging Face model, not one of samo's folders"
-            next_step = f"choose the weights to keep with: samo prune {path}"
-        raise CheckpointError(f"'{path}' {what}; {next_step}")
+        names = "run.json, manifest.json or config.json"
+        what = f"has no {names}" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"'{path}' {what}; pass a mask file, a checkpoint, a run or a Hugging Face folder"
+        )
     if command.json:
         json.dump(_records(found, masks), sys.stdout, default=str)
         sys.stdout.write("\n")
@@ -47,6 +48,24 @@ def run(command: Inspect) -> int:
     console.print(facts({k: v[0] if isinstance(v, tuple) else v for k, v in found.items()}))
     if masks is not None:
         console.print(mask_table(masks))
+    return 0
+
+
+def _model(path: Path, command: Inspect) -> int:
+    from samo.cli import model_facts
+    from samo.integrations.inspection import inspect_folder
+
+    if command.verify:
+        raise ConfigError(f"--verify needs a checkpoint or a run folder, and '{path}' has no sums")
+    found = inspect_folder(path)
+    if command.json:
+        json.dump(model_facts.records(path, found), sys.stdout)
+        sys.stdout.write("\n")
+        return 0
+    console = PatientConsole()
+    console.print(facts(model_facts.rows(path, found)))
+    for table in model_facts.tables(found):
+        console.print(table)
     return 0
 
 

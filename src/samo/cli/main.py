@@ -181,10 +181,10 @@ def _train_defaults(arguments: Sequence[str]) -> Train:
         for name in ("config", "out"):
             if getattr(given, name) is not None:
                 raise ConfigError(f"leave out --{name}: --resume uses the settings of the run")
+        from samo.train.resolve import again
         from samo.train.run_dir import RunDir
 
-        base: TrainConfig = RunDir.find(Path(given.resume)).config()
-        base = replace(base, mesh=replace(base.mesh, data="auto"))  # on any number of ranks
+        base = again(RunDir.find(Path(given.resume)).config())
     elif given.config is not None:
         base = read_toml(Path(given.config))
     else:

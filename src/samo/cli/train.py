@@ -16,7 +16,7 @@ from samo.train import launch_env
 from samo.train.events import Listener
 from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup, is_out_of_memory
-from samo.train.resolve import doubts, resolve, resolve_resumed
+from samo.train.resolve import again, doubts, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
 from samo.utils.formatting import loss
@@ -70,6 +70,8 @@ def _train(command: Train, console: Console, display: Display) -> Result:
     if command.resume is not None:
         path, folder = command.resume, RunDir.find(command.resume)
         display.folder = folder.path
+        if is_first_rank() and (reason := resolve_resumed(folder.config(), command).mesh.reason):
+            say(console, reason)
         if is_first_rank() and not folder.has_checkpoint:
             say(console, "the run has no checkpoint yet: it starts again at its first step")
         if is_restarted():  # the run has newer checkpoints by now than the one that was given
@@ -79,6 +81,8 @@ def _train(command: Train, console: Console, display: Display) -> Result:
     if is_first_rank():
         for doubt in doubts(resolved):
             say(console, f"warning: {doubt}")
+        if resolved.mesh.reason:
+            say(console, resolved.mesh.reason)
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
     name, runs = resolved.data.train[0].stem, Path("runs")
     before = launch_env.restarted_dir(command.out, runs, name) if is_restarted() else None
@@ -86,7 +90,7 @@ def _train(command: Train, console: Console, display: Display) -> Result:
     chosen, resumes = ranks.all_gather("the run folder", (str(out), before is not None))[0]
     display.folder = Path(chosen)
     if resumes:
-        config = replace(RunDir.find(display.folder).config(), mesh=resolved.mesh)
+        config = replace(again(RunDir.find(display.folder).config()), mesh=command.mesh)
         return resume(display.folder, config=config, listeners=listeners, ranks=ranks)
     return train(resolved, display.folder, listeners=listeners, ranks=ranks)
 

@@ -1,4 +1,4 @@
-"""Shuffled batches from a token stream; the position in the shuffled order is one integer.
+"""Shuffled batches of a text or of examples; the position in their order is one integer.
 
 A window has ``context + 1`` tokens: the model reads all but the last and predicts all but the
 first. Each epoch predicts every token but the first of a segment once. Window borders shift from
@@ -8,6 +8,9 @@ epoch to epoch, as far as the last window of a segment has room:
     epoch 0    [t0 .. .. t3] [t3 .. .. .. t7] [t7 .. t9]        shifted by 1
     epoch 1    [t0 t1] [t1 .. .. .. t5] [t5 .. .. .. t9]        shifted by 3
 
+Of examples a window has one, or with packing several, one after the other, whole; which ones is
+drawn from the seed, once.
+
 Every epoch has the same number of windows, so ``divmod(position, num_windows)`` is the epoch and
 the index in its permutation. A permutation is drawn from (seed, epoch) and takes 4 bytes a window.
 
@@ -15,20 +18,21 @@ Shapes: B sequences in a batch, T tokens in a sequence.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samo.data.examples import Examples
 from samo.data.tokens import Tokens
 from samo.errors import DataError
 
 __all__ = ["IGNORE", "Batch", "Batches", "part_of", "validation_batches"]
 
 IGNORE: Final = -100
-"""Target of padding, which torch's cross entropy ignores."""
+"""Target of padding and of tokens only to read, which torch's cross entropy ignores."""
 
 
 class Batch(NamedTuple):
@@ -37,9 +41,12 @@ class Batch(NamedTuple):
     inputs_BT: Tensor
     """Tokens to read, int64; short windows are padded with 0."""
     targets_BT: Tensor
-    """Tokens to predict, int64; short windows are padded with `IGNORE`."""
+    """Tokens to predict, int64; `IGNORE` where there is none, as in the padding."""
     num_tokens: int
-    """Targets in the batch of all ranks, without padding; this may be the part of one rank."""
+    """Targets in the batch of all ranks, without `IGNORE`; this may be the part of one rank."""
+    positions_BT: Tensor | None = None
+    """Positions of packed examples, int64: each starts at 0, and so does the padding. None if every
+    row is one sequence."""
 
 
 class Batches(Iterator[Batch]):
@@ -50,7 +57,7 @@ class Batches(Iterator[Batch]):
 
     def __init__(
         self,
-        tokens: Tokens,
+        data: Tokens | Examples,
         *,
         context: int,
         batch_size: int,
@@ -58,7 +65,7 @@ class Batches(Iterator[Batch]):
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.position = 0
-        self._windows: Final = _Windows(tokens, context)
+        self._windows: Final = _windows(data, context, seed)
         self._batch_size: Final = batch_size
         self._seed: Final = seed
         self._part: Final = part
@@ -71,11 +78,11 @@ class Batches(Iterator[Batch]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the tokens so far."""
+        """Passes over the data so far."""
         return self.position / self.num_windows
 
     def __next__(self) -> Batch:
-        spans = []
+        spans: list[Any] = []
         position, end = self.position, self.position + self._batch_size
         while position < end:  # a batch may continue into the next epoch
             epoch, first = divmod(position, self.num_windows)
@@ -107,18 +114,18 @@ def part_of(count: int, part: tuple[int, int]) -> slice:
 
 
 def validation_batches(
-    tokens: Tokens,
+    data: Tokens | Examples,
     *,
     context: int,
     batch_size: int,
     max_batches: int,
     part: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Return up to ``max_batches`` batches, spread evenly over the tokens, the same at every call.
+    """Return up to ``max_batches`` batches, spread evenly over the data, the same at every call.
 
     The last batch may have fewer sequences, and a ``part`` of it none.
     """
-    windows = _Windows(tokens, context)
+    windows = _windows(data, context, seed=0)
     no_shifts = np.zeros_like(windows.max_shifts)
     total = min(windows.count, max_batches * batch_size)
     chosen = np.arange(total) * windows.count // total
@@ -126,6 +133,21 @@ def validation_batches(
         windows.read(windows.spans(chosen[start : start + batch_size], no_shifts), part)
         for start in range(0, total, batch_size)
     )
+
+
+class _Source(Protocol):
+    """What batches are drawn from: numbered windows."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def max_shifts(self) -> NDArray[Any]: ...
+    def spans(self, numbers: NDArray[Any], shifts: NDArray[Any], /) -> list[Any]: ...
+    def read(self, spans: list[Any], part: tuple[int, int], /) -> Batch: ...
+
+
+def _windows(data: Tokens | Examples, context: int, seed: int) -> _Source:
+    return _Windows(data, context) if isinstance(data, Tokens) else _Rows(data, context, seed)
 
 
 _Span = tuple[NDArray[Any], int, int]
@@ -171,3 +193,46 @@ class _Windows:
             inputs[row, : stop - start] = segment[start:stop]
             targets[row, : stop - start] = segment[start + 1 : stop + 1]
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), num_tokens)
+
+
+class _Rows:
+    """The rows of examples, numbered, read like windows."""
+
+    def __init__(self, examples: Examples, context: int, seed: int) -> None:
+        self._examples: Final = examples
+        self._context: Final = context
+        self._order, self._starts = examples.rows(context, seed)
+        self.max_shifts: Final = np.zeros(0, dtype=np.int64)  # nothing shifts
+        self.count: Final = len(self._starts) - 1
+
+    def spans(self, numbers: NDArray[Any], _: NDArray[Any]) -> list[NDArray[np.int64]]:
+        """Return the spans of the examples of each row."""
+        return [
+            self._examples.spans_N4[self._order[self._starts[number] : self._starts[number + 1]]]
+            for number in numbers.tolist()
+        ]
+
+    def read(self, rows: list[NDArray[np.int64]], part: tuple[int, int]) -> Batch:
+        """Read a part of the rows into a batch. Only this touches tokens."""
+        num_tokens = sum(int(spans[:, 3].sum()) for spans in rows)
+        rows = rows[part_of(len(rows), part)]
+        inputs = np.zeros((len(rows), self._context), dtype=np.int64)
+        targets = np.full_like(inputs, IGNORE)
+        positions = np.zeros_like(inputs)
+        for row, spans in enumerate(rows):
+            first = 0
+            for owner, start, stop, _ in spans.tolist():
+                tokens = self._examples.segments[owner][start:stop]
+                last = first + len(tokens) - 1
+                # The complement of a token is only read.
+                inputs[row, first:last] = np.maximum(tokens, ~tokens)[:-1]
+                targets[row, first:last] = np.where(tokens < 0, IGNORE, tokens)[1:]
+                positions[row, first:last] = np.arange(last - first)
+                first = last
+            positions[row, first:] = np.arange(self._context - first)
+        return Batch(
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            num_tokens,
+            torch.from_numpy(positions) if self._examples.is_packed else None,
+        )

@@ -16,7 +16,7 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,10 +97,23 @@ def map_text(path: Path) -> NDArray[np.uint8]:
 def encoded(path: Path, tokenizer: Tokenizer, cache: Path) -> NDArray[Any]:
     """Map the tokens of a text file, and encode it first if the cache does not have them."""
     map_text(path)  # refuses binary files
-    source = path.resolve()
-    stat = source.stat()
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-    facts = (str(source), stat.st_size, stat.st_mtime_ns, tokenizer.fingerprint, dtype)
+    arrays = (tokenizer.encode(text) for text in pieces(path))
+    return cached(path, tokenizer, dtype, arrays, cache)
+
+
+def cached(
+    path: Path, tokenizer: Tokenizer, dtype: str, arrays: Iterable[NDArray[Any]], cache: Path
+) -> NDArray[Any]:
+    """Map what a file is encoded to; ``arrays`` are drawn, joined and written if it is not cached.
+
+    ``path`` is a file, or a folder of files.
+    """
+    source = path.resolve()
+    within = sorted(source.iterdir()) if source.is_dir() else [source]
+    stats = [(str(each), each.stat()) for each in within]
+    versions = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    facts = (str(source), versions, tokenizer.fingerprint, dtype)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     prefix = f"{path.name}-{digest[:12]}-"
     for found in cache.glob(f"{glob.escape(prefix)}*.tokens"):
@@ -115,8 +128,8 @@ def encoded(path: Path, tokenizer: Tokenizer, cache: Path) -> NDArray[Any]:
 
     def chunks() -> Iterator[bytes]:
         nonlocal checksum
-        for text in pieces(path):
-            chunk = tokenizer.encode(text).astype(dtype).tobytes()
+        for array in arrays:
+            chunk = array.astype(dtype, copy=False).tobytes()
             checksum = zlib.crc32(chunk, checksum)
             yield chunk
 

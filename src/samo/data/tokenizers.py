@@ -74,7 +74,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 @contextmanager
-def _named(file: Path, what: str) -> Iterator[None]:
+def naming(file: Path, what: str) -> Iterator[None]:
     """Turn any error of the package, also a panic of Rust, into one that names the file."""
     try:
         yield
@@ -92,7 +92,7 @@ class _FolderTokenizer:
 
         self.name = name
         self._file: Final = file
-        with _named(file, "cannot be read"):
+        with naming(file, "cannot be read"):
             self.fingerprint = hashlib.sha256(file.read_bytes()).hexdigest()
             self._tokenizer: Final = HuggingFace.from_file(str(file))
             # The file may set both, which would cut or pad a training text.
@@ -102,7 +102,7 @@ class _FolderTokenizer:
             self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        with _named(self._file, "cannot encode the text"):
+        with naming(self._file, "cannot encode the text"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.array(ids, dtype=np.uint32)
 

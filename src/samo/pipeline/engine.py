@@ -111,13 +111,17 @@ class Engine:
 
     def __init__(self, stages: Iterable[Progress]) -> None:
         self.stages: Final = {progress.stage: progress for progress in stages}
-        self._last_first: Final = list(reversed(self.stages.values()))
         self._was_backward = False
 
     @property
-    def is_sending(self) -> bool:
-        """Whether the next action is to send what the last pass has computed."""
-        return any(stage.sends for stage in self._last_first)
+    def is_computing(self) -> bool:
+        """Whether the next action is a pass: what has come meanwhile may make another one due."""
+        can_compute = False
+        for stage in self.stages.values():
+            if stage.sends:
+                return False
+            can_compute = can_compute or stage.can_go_forward or stage.can_go_backward
+        return can_compute
 
     def senders(self) -> set[int]:
         """Return the stages that have more to send to those of this rank."""
@@ -127,11 +131,12 @@ class Engine:
 
     def next(self) -> Action:
         """Decide what to do now, and count it as done."""
-        for stage in self._last_first:
+        forward = backward = None
+        for stage in self.stages.values():  # the last one that can
             if stage.sends:
                 return stage.sends.pop(0)
-        forward = next((one for one in self._last_first if one.can_go_forward), None)
-        backward = next((one for one in self._last_first if one.can_go_backward), None)
+            forward = stage if stage.can_go_forward else forward
+            backward = stage if stage.can_go_backward else backward
         is_turn = forward is not None and self._was_backward and self.alternates
         if backward is not None and not is_turn:
             self._was_backward = True
@@ -139,7 +144,7 @@ class Engine:
         if forward is not None:
             self._was_backward = False
             return forward.forward()
-        is_done = all(stage.is_complete for stage in self._last_first)
+        is_done = all(stage.is_complete for stage in self.stages.values())
         return Action("step" if is_done else "receive")
 
 

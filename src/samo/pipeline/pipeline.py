@@ -120,7 +120,7 @@ class Pipeline:
         if device is None:
             is_cpu = mesh is None or mesh.device_type == "cpu"
             device = "cpu" if is_cpu else torch.device("cuda", torch.cuda.current_device())
-        self.device: Final = torch.device(device)
+        self.device: Final = torch.empty(0, device=device).device  # with its index
         self.mesh: Final = mesh
         split = take_apart(layers)
         self.names: Final = tuple(name for unit in split.units for name in unit.tensor_names())
@@ -206,7 +206,9 @@ class Pipeline:
             scaler.scale(torch.zeros((), device=self.device))  # creates the scale, on all stages
         for tie in self._own_ties:
             tie.before_batch(self.module)
-        loss = self._runner.run(lambda: self._batch(x, target, scaler=scaler))
+        seed = int(torch.randint(2**47, (), device="cpu")) + self._replica
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            loss = self._runner.run(lambda: self._batch(x, target, seed=seed, scaler=scaler))
         if is_last or self._ties:
             self._runner.run_collective(lambda: self._reduce_gradients(is_last))
         return loss
@@ -257,7 +259,7 @@ class Pipeline:
     def eval(self, x: Tensors | None = None, *, target: Tensors | None = None) -> Tensor:
         """Return the loss of a batch, without gradients. ``module.eval()`` turns off dropout."""
         self._check_open()
-        return self._runner.run(lambda: self._batch(x, target, is_training=False))
+        return self._runner.run(lambda: self._batch(x, target))
 
     def timeline(self) -> Timeline:
         """Return what each stage did when in the last batch. Call on every rank of one machine."""
@@ -305,10 +307,13 @@ class Pipeline:
         x: Tensors | None,
         target: Tensors | None,
         *,
-        is_training: bool = True,
+        seed: int | None = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> Batch:
-        """Cut what this rank needs of a batch; in the runner, which tells others of a failure."""
+        """Cut what this rank needs of a batch; in the runner, which tells others of a failure.
+
+        A batch that is trained on has a seed.
+        """
 
         def moved(pieces: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
             return [tuple(tensor.to(self.device) for tensor in piece) for piece in pieces]
@@ -330,8 +335,7 @@ class Pipeline:
                 return found.reshape(()) * factor
 
         scale = None if scaler is None else scaler.scale
-        seed = int(torch.randint(2**47, (), device="cpu")) + self._replica if is_training else None
-        return Batch(self.micro_batches, inputs, loss, is_training, scale, seed)
+        return Batch(self.micro_batches, inputs, loss, seed is not None, scale, seed)
 
     def _reduce_gradients(self, is_last: bool) -> None:
         """Sum those of tied weights over stages; after the last batch, average over replicas.

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
+from torch._C._profiler import _RecordFunctionFast as record_function
 
 from samo.errors import PeerError, SamoError, first_words
 from samo.pipeline.engine import Action, Engine, MessageKind, Progress
@@ -177,20 +177,21 @@ class Runner:
         inbox = self.transport.inbox
         inbox.extendleft(reversed(self._early))
         self._early.clear()
-        while True:
-            if not engine.is_sending:
-                self.transport.poll()
-            while inbox:  # decide by everything that has come
-                self._take(inbox.popleft(), engine, held, batch)
-            action = engine.next()
-            if action.kind == "step":
-                break
-            if action.kind == "receive":
-                self._wait(engine, held, batch)
-            elif action.kind == "forward" or action.kind == "backward":
-                self._compute(action.kind, action, held[action.stage], batch)
-            else:
-                self._send(action.kind, action, held[action.stage], batch.is_training)
+        with torch.set_grad_enabled(batch.is_training):
+            while True:
+                if engine.is_computing:
+                    self.transport.poll()
+                while inbox:  # decide by everything that has come
+                    self._take(inbox.popleft(), engine, held, batch)
+                action = engine.next()
+                if action.kind == "step":
+                    break
+                if action.kind == "receive":
+                    self._wait(engine, held, batch)
+                elif action.kind == "forward" or action.kind == "backward":
+                    self._compute(action.kind, action, held[action.stage], batch)
+                else:
+                    self._send(action.kind, action, held[action.stage], batch.is_training)
         (loss,) = held[self.transport.stage].loss
         return loss
 
@@ -198,7 +199,7 @@ class Runner:
 
     def _compute(self, what: Pass, action: Action, held: _Held, batch: Batch) -> None:
         start = time.perf_counter()
-        with torch.set_grad_enabled(batch.is_training), record_function(f"samo/{what}"):
+        with record_function(f"samo/{what}"):
             (self._forward if what == "forward" else self._backward)(action, held, batch)
         end = time.perf_counter()
         self.events.append(Event(start, end, action.stage, what, action.micro_batch))
@@ -311,7 +312,8 @@ class Runner:
         probed: set[int] = set()
         while True:
             now = time.monotonic()
-            for stage in self._due(engine):
+            is_late = now - begin >= self.timeout_s / 2
+            for stage in self._due(engine) if is_late or self._broken else ():
                 silence = now - heard[stage]
                 if stage in self._broken:
                     self._fail(stage, _describe(self._broken[stage]), skip=stage)

@@ -24,9 +24,13 @@ class Stage(nn.Module):
     """The layers of one rank, a piece for each of its stages, under their paths in the model."""
 
     def __init__(
-        self, pieces: Sequence[Mapping[int, Unit]], modules: Mapping[str, nn.Module]
+        self,
+        pieces: Sequence[Mapping[int, Unit]],
+        modules: Mapping[str, nn.Module],
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self._device = device
         self._pieces = tuple(map(dict, pieces))  # units by their numbers in the model
         for path, module in modules.items():
             parents, _, name = path.rpartition(".")
@@ -38,20 +42,18 @@ class Stage(nn.Module):
             place.add_module(name, module)
 
     def forward(self, *inputs: Any, piece: int = 0, seed: int | None = None) -> Any:
-        """Compute one stage of this rank; with a seed, draw the same numbers in every layout."""
+        """Compute one stage of this rank; with a seed, draw the same numbers in every layout.
+
+        A seed leaves torch's generators changed: the caller restores them after the batch.
+        """
         cache: Cache = {}
         output: Any = inputs
-        generators = [] if seed is None else _generators(inputs)
-        before = [generator.get_state() for generator in generators]
-        try:
-            for number, unit in self._pieces[piece].items():
-                for generator in generators:
-                    generator.manual_seed(_mixed(seed or 0, number))
-                output = unit.call(self.get_submodule, cache, *inputs)
-                inputs = output if isinstance(output, tuple) else (output,)
-        finally:
-            for generator, state in zip(generators, before):
-                generator.set_state(state)
+        generators = [] if seed is None else _generators(self._device)
+        for number, unit in self._pieces[piece].items():
+            for generator in generators:
+                generator.manual_seed(_mixed(seed or 0, number))
+            output = unit.call(self.get_submodule, cache, *inputs)
+            inputs = output if isinstance(output, tuple) else (output,)
         return output
 
 
@@ -63,11 +65,11 @@ def _mixed(seed: int, number: int) -> int:
     return x ^ x >> 31
 
 
-def _generators(inputs: Iterable[Any]) -> list[torch.Generator]:
+def _generators(device: torch.device) -> list[torch.Generator]:
     """Return the generators that dropout draws from."""
-    devices = {tensor.device for tensor in inputs if isinstance(tensor, Tensor)}
-    found = [torch.cuda.default_generators[d.index or 0] for d in devices if d.type == "cuda"]
-    return [torch.default_generator, *found]
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
 
 
 def build_stage(
@@ -90,7 +92,7 @@ def build_stage(
                 modules[path] = _initialized(module, device, layers.init)
             modules |= {path: make() for path, make in unit.local.items() if path not in modules}
     pieces = [{n: layers.units[n] for n in range(start, stop)} for start, stop in cuts]
-    stage = Stage(pieces, modules)
+    stage = Stage(pieces, modules, device)
     _tie(stage, layers.tied)
     if weights is not None:
         _load(stage, weights, layers.tied)

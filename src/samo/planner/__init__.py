@@ -6,8 +6,8 @@
 - simulator: the pipeline's own engine in virtual time
 - search: the best layouts; choose: one of them; answer, render: `samo.plan`, and its text
 
-`modules` and `local`, which describes this machine, alone import torch. `samo.bench.machine` times a
-machine and writes a hardware file.
+`modules` and `local`, which describes this machine, alone import torch. `samo.bench.machine` times
+a machine and writes a hardware file.
 """
 
 __all__ = []

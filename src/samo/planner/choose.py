@@ -38,6 +38,7 @@ def choose(
     *,
     scheme: Scheme = "samo",
     among: Iterable[Layout] | None = None,
+    budgets: bool = True,
 ) -> Choice:
     """Return the fastest layout that fits; of those within 2 %, exact, and with room to spare.
 
@@ -55,13 +56,13 @@ def choose(
         job: What to train.
         cluster: Where; `samo.planner.local.this_hardware` describes this machine.
         scheme: "autocast" for dense training.
-        among: The layouts to choose from; by default all of the cluster. Streamed weights stand for
-            budgets too.
+        among: The layouts to choose from; by default all of the cluster.
+        budgets: Whether streamed weights stand for a budget of resident ones, too.
 
     Raises:
         ConfigError: None of them fits.
     """
-    found = search(job, cluster, scheme, among)
+    found = search(job, cluster, scheme, among, budgets=budgets)
     space = room(cluster)
     fitting = [option for option in found if option.fits]
     if not fitting:
@@ -106,4 +107,5 @@ def _complexity(option: Option) -> tuple[Any, ...]:
 def _named(option: Option) -> str:
     own = option.layout
     mesh = f"{own.pipe} x {own.data} (stages x replicas), " if own.num_ranks > 1 else ""
-    return mesh + describe(option)
+    cut = f", micro-batches of {own.micro_batch}" if own.pipe > 1 else ""
+    return mesh + describe(option) + cut

@@ -72,7 +72,12 @@ def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Lay
 
 
 def search(
-    job: Job, cluster: Cluster, scheme: Scheme = "samo", among: Iterable[Layout] | None = None
+    job: Job,
+    cluster: Cluster,
+    scheme: Scheme = "samo",
+    among: Iterable[Layout] | None = None,
+    *,
+    budgets: bool = True,
 ) -> list[Option]:
     """Return all options of a scheme, or those ``among`` the given layouts, best first.
 
@@ -91,7 +96,7 @@ def search(
     for layout in layouts(job, cluster, scheme) if among is None else among:
         option = evaluate(job, layout, cluster)
         found.append(option)
-        is_streamed = layout.weights == "streamed" and not layout.shard
+        is_streamed = layout.weights == "streamed" and not layout.shard and budgets
         if is_streamed and option.fits and (budget := _budget(job, layout, cluster)):
             found.append(evaluate(job, replace(layout, weights=budget), cluster))
     return sorted(found, key=lambda option: option.key)

@@ -92,7 +92,9 @@ class ModelConfig:
     """Sequence length, in tokens."""
     tied: bool = False
     """Tie the weights of the embedding and the output head."""
-    checkpointing: bool = False
+    checkpointing: Annotated[
+        DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")
+    ] = None
     """Recompute activations in the backward pass instead of storing them: saves memory."""
     init: OptionalPath = None
     """Start from the weights of this checkpoint."""
@@ -164,8 +166,8 @@ class OptimConfig:
     """Decay rates of the two moments."""
     eps: Amount = 1e-8
     """Added to the denominator."""
-    state: Literal["exact", "lean"] = "exact"
-    """Optimizer state of pruned training: fp32, or 8 bits."""
+    state: Literal["auto", "exact", "lean"] = "auto"
+    """Optimizer state of pruned training: fp32, or 8 bits. auto: exact."""
     clip: Amount = 1.0
     """Maximum gradient norm. 0: no clipping."""
 
@@ -190,9 +192,10 @@ class RunConfig:
     """Compute dtype. auto: bfloat16 on a GPU that supports it, float32 on a CPU."""
     fp32_gradients: bool = False
     """Keep the gradients of a bfloat16 model in float32, also between ranks."""
-    weights: Annotated[str | int, arg(metavar="{resident,streamed}|BYTES")] = "resident"
+    weights: Annotated[str | int, arg(metavar="{auto,resident,streamed}|BYTES")] = "auto"
     """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an
-    amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time."""
+    amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time.
+    auto: resident."""
     compile: Annotated[DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")] = None
     """Compile the model's blocks with torch.compile: the first steps take longer, and results round
     differently."""
@@ -216,19 +219,27 @@ class RunConfig:
 class MeshConfig:
     """The mesh of ranks, for runs under torchrun or samo launch."""
 
-    pipe: Count = 1
-    """Pipeline stages to split the model into."""
+    plan: bool = False
+    """Choose for these ranks and their memory: stages, sharding, weights, state, checkpointing,
+    micro-batches. What is given stays."""
+    pipe: Count | Auto = "auto"
+    """Pipeline stages to split the model into. auto: 1."""
     data: Count | Auto = "auto"
     """Replicas of each stage, which share every batch. auto: as many as there are ranks for."""
     micro_batches: Count | Auto = "auto"
     """Micro-batches per pass through the pipeline. auto: two for each stage."""
     stages_per_rank: Count = 1
     """Stages on each rank of the pipeline. With 2, ranks idle less and send more."""
-    shard: Literal["none", "weights"] = "none"
+    shard: Literal["auto", "none", "weights"] = "auto"
     """weights: shard the pruned model and its state over the replicas with FSDP2, and stream the
-    weights. The dense phase is not sharded."""
+    weights. The dense phase is not sharded. auto: none."""
     timeout_s: Annotated[float, Range(0.1)] = 600.0
     """Seconds that a rank waits for another one before the run fails."""
+
+    @property
+    def num_stages(self) -> int:
+        """The stages that were asked for."""
+        return 1 if isinstance(self.pipe, str) else self.pipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,6 +269,7 @@ class ResolvedModel(ModelConfig):
     width: int
     num_heads: int
     context: int
+    checkpointing: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,6 +289,7 @@ class ResolvedOptim(OptimConfig):
     lr: float
     warmup_steps: int
     density_power: float
+    state: Literal["exact", "lean"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,6 +300,18 @@ class ResolvedRun(RunConfig):
     dtype: DType
     weights: Weights
     compile: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedMesh(MeshConfig):
+    """`MeshConfig` without "auto", but for replicas and micro-batches."""
+
+    pipe: int
+    shard: Literal["none", "weights"]
+    planned: tuple[str, ...] = ()
+    """The settings, of any section, that ``plan`` has chosen."""
+    reason: str = ""
+    """Why, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -301,3 +326,4 @@ class ResolvedConfig(TrainConfig):
     prune: ResolvedPrune
     optim: ResolvedOptim
     run: ResolvedRun
+    mesh: ResolvedMesh

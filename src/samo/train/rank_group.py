@@ -93,7 +93,7 @@ class RankGroup:
         size = dist.get_world_size() if is_initialized else num_ranks()
         data = None if isinstance(settings.data, str) else settings.data
         try:
-            meshes.check_sizes({"pipe": settings.pipe, "data": data}, size)
+            meshes.check_sizes({"pipe": settings.num_stages, "data": data}, size)
         except ValueError as error:
             hint = "; start ranks with samo launch -n or torchrun" if size == 1 else ""
             raise ConfigError(f"{error}{hint}") from None
@@ -107,7 +107,7 @@ class RankGroup:
                 rank, end = int(os.environ["RANK"]), partial(_end_process, settings, size)
                 watchdog = Watchdog(store, rank, size, timeout_s=timeout_s, on_lost=end)
                 meshes.join(device, timedelta(seconds=timeout_s), store)
-            mesh = meshes.mesh(settings.pipe, data, device=device, timeout_s=timeout_s)
+            mesh = meshes.mesh(settings.num_stages, data, device=device, timeout_s=timeout_s)
             return cls(mesh, timeout_s=timeout_s, watchdog=watchdog)
         except (RuntimeError, OSError) as error:
             missing = () if watchdog is None else watchdog.stopped()
@@ -302,8 +302,9 @@ class Interrupt:
 
 def rank_name(mesh: MeshConfig, size: int, rank: int) -> str:
     """Return a rank with its stage, as "rank 3 (stage 1 of 2)", if there are several."""
-    stage = rank // max(size // mesh.pipe, 1)
-    return f"rank {rank}" + (f" (stage {stage} of {mesh.pipe})" if mesh.pipe > 1 else "")
+    count = mesh.num_stages
+    stage = rank // max(size // count, 1)
+    return f"rank {rank}" + (f" (stage {stage} of {count})" if count > 1 else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

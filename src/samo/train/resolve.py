@@ -24,10 +24,12 @@ from samo.train.config import (
     PruneConfig,
     Range,
     ResolvedConfig,
+    ResolvedMesh,
     ResolvedModel,
     ResolvedOptim,
     ResolvedPrune,
     ResolvedRun,
+    RunConfig,
     TrainConfig,
     Weights,
 )
@@ -84,10 +86,10 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
     is_trained = config.model.init is not None
     sizes = {name: getattr(shape, name) for name in _SIZES}
-    model = ResolvedModel(**_filled(config.model, **sizes))
+    model = ResolvedModel(**_filled(config.model, checkpointing=False, **sizes))
     power = 0.0 if is_dense or is_trained else -1.0
     rates = {"lr": shape.lr, "warmup_steps": min(steps // 20, 1000), "density_power": power}
-    optim = ResolvedOptim(**_filled(config.optim, **rates))
+    optim = ResolvedOptim(**_filled(config.optim, state="exact", **rates))
     method = "none" if is_dense else prune.method
     starts_pruned = method in ("none", *MOVING) or is_trained or prune.masks is not None
     dense_steps = 0 if starts_pruned else steps // 5
@@ -117,9 +119,13 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
             **_filled(config.run, compile=False, **device_and_dtype(config.run.device))
             | {"weights": weights}
         ),
-        mesh=config.mesh,
+        mesh=ResolvedMesh(**_filled(config.mesh, pipe=1, shard="none")),
     )
     _check(resolved)
+    if config.mesh.plan and not isinstance(config.mesh, ResolvedMesh):
+        from samo.train.planning import planned  # loads torch
+
+        return planned(config, resolved, lambda one: not any(_problems(one)))
     return resolved
 
 
@@ -129,6 +135,8 @@ def resolve_resumed(recorded: ResolvedConfig, wanted: TrainConfig) -> ResolvedCo
     for section in fields(TrainConfig):
         before, after = getattr(recorded, section.name), getattr(wanted, section.name)
         known = {} if section.name == "mesh" else _filled(before)
+        if wanted.mesh.plan:
+            known.pop("weights", None)  # may differ on other ranks
         values = _filled(after, **known)
         for name, value in values.items():
             if value != getattr(before, name) and name not in CHANGEABLE:
@@ -140,6 +148,23 @@ def resolve_resumed(recorded: ResolvedConfig, wanted: TrainConfig) -> ResolvedCo
                 )
         sections[section.name] = type(after)(**values)
     return resolve(TrainConfig(**sections))
+
+
+def again(recorded: ResolvedConfig) -> TrainConfig:
+    """Return the settings that a resume begins with: as recorded, on any number of ranks.
+
+    What was planned for the ranks is "auto" again; optimizer state and checkpointing stay.
+    """
+    free = {"data", *recorded.mesh.planned} - {"state", "checkpointing"}
+
+    def section(kind: Any, values: Any) -> Any:
+        names = [entry.name for entry in fields(kind)]
+        return kind(**{name: "auto" if name in free else getattr(values, name) for name in names})
+
+    sections = {entry.name: getattr(recorded, entry.name) for entry in fields(TrainConfig)}
+    sections["run"] = section(RunConfig, recorded.run)
+    sections["mesh"] = section(MeshConfig, recorded.mesh)
+    return TrainConfig(**sections)
 
 
 def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
@@ -194,15 +219,15 @@ def device_and_dtype(wanted: str) -> dict[str, str]:
 
 def _weights(value: str | int, is_sharded: bool) -> Weights:
     """Return "resident", "streamed", or a number of bytes; sharded weights are always streamed."""
-    if value == "streamed" or (value == "resident" and is_sharded):
+    if value == "streamed" or (value in ("auto", "resident") and is_sharded):
         return "streamed"
-    if value == "resident":
+    if value in ("auto", "resident"):
         return "resident"
     found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([kmgt]?)b)?", str(value).lower())
     if found is None:
         raise ConfigError(
-            f"--weights must be resident, streamed, or an amount of memory such as 4GB or 500MB, "
-            f"got {str(value)[:40]!r}"
+            "--weights must be auto, resident, streamed, or an amount of memory such as 4GB or "
+            f"500MB, got {str(value)[:40]!r}"
         )
     return round(float(found[1]) * 1000 ** (" kmgt".index(found[2] or " ")))
 
@@ -246,13 +271,19 @@ def _ranges(hint: Any) -> Iterator[Range]:
 
 def _check(config: ResolvedConfig) -> None:
     """Refuse settings that do not work together, whatever the number of ranks."""
+    for message in _problems(config):
+        raise ConfigError(message)
+
+
+def _problems(config: ResolvedConfig) -> Iterator[str]:
+    """Yield why settings do not work together."""
     for one, other, why in _conflicts(config):
         if one:
             how = f"does not work with {other}: {why}" if why else f"has no effect with {other}"
-            raise ConfigError(f"{one} {how}; leave one of them out")
+            yield f"{one} {how}; leave one of them out"
     for is_wrong, message in _other_rules(config):
         if is_wrong:
-            raise ConfigError(message)
+            yield message
 
 
 def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:

@@ -37,6 +37,7 @@ from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard
 from samo.train.rank_group import Interrupt, RankGroup
 from samo.train.resolve import (
+    again,
     check_batch,
     gpt_config,
     learning_rate,
@@ -122,8 +123,7 @@ def resume(
     folder = RunDir.find(path)
     checkpoint = folder.last if folder.path == path else path
     recorded = folder.config()
-    wanted = config or replace(recorded, mesh=replace(recorded.mesh, data="auto"))
-    resolved = resolve_resumed(recorded, wanted)
+    resolved = resolve_resumed(recorded, config or again(recorded))
     run = resolved.run
     ranks = ranks or RankGroup.join(resolved.mesh, run.device)
     with ranks.watched(), ExitStack() as stack:

@@ -15,7 +15,7 @@ from samo.pipeline.transport.base import neighbours_of
 from samo.pipeline.transport.connect import Meeting
 from samo.pipeline.transport.streams import Channel, PinnedTransport, StreamTransport, Transfer
 from samo.pipeline.transport.tcp import Link, TcpTransport
-from samo.pipeline.transport.wire import Layout, Packet, body_bytes, pack
+from samo.pipeline.transport.wire import Layout, Packet, pack
 
 __all__ = ["NcclTransport", "communicators", "link_order", "open_links"]
 
@@ -41,7 +41,7 @@ class NcclTransport(StreamTransport):
     ) -> Transfer:
         """Queue the receive."""
         with self.cuda.stream(channel.recv_stream):
-            found = torch.empty(body_bytes(layout), dtype=torch.uint8, device=self.device)
+            found = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
             work = channel.comms[1].recv([found], _SENDER, 0)
         return Transfer(packet, found, work.is_completed, layout, finish=work.wait)
 

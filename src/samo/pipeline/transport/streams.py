@@ -42,7 +42,7 @@ class Transfer:
     packet: Packet
     body: Tensor
     is_complete: Callable[[], bool]
-    layout: Layout = ()
+    layout: Layout = field(default_factory=Layout)
     finish: Callable[[], object] = lambda: None  # raises if it has failed
 
 
@@ -176,7 +176,7 @@ class StreamTransport(TcpTransport):
             if not channel.to_receive:
                 return
             packet, layout, body = channel.to_receive.popleft()
-            if any(0 not in spec.shape for spec in layout):
+            if layout.nbytes:
                 channel.receiving = self.start_receive(channel, packet, layout, body)
             else:
                 empty = torch.empty(0, dtype=torch.uint8, device=self.device)

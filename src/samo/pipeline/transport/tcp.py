@@ -13,7 +13,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -27,7 +27,6 @@ from samo.pipeline.transport.wire import (
     Encoder,
     Layout,
     Packet,
-    body_bytes,
     pack,
     with_tensors,
 )
@@ -35,6 +34,9 @@ from samo.pipeline.transport.wire import (
 __all__ = ["Link", "TcpTransport"]
 
 Received = tuple[Packet, Layout, Tensor | None]
+
+_BUFFER_BYTES: Final = 2**14
+"""Room for what comes with a header: a small body, or the next packets."""
 
 _open: Final[weakref.WeakSet["Link"]] = weakref.WeakSet()
 
@@ -48,6 +50,9 @@ class Link:
         self.connection: Final = connection
         self.encoder: Final = Encoder()
         self._has_bodies, self._is_pinned = has_bodies, is_pinned
+        self._buffer: Final = memoryview(bytearray(_BUFFER_BYTES))
+        self._unread = self._buffer[:0]
+        self._is_empty = False
         self._packets: Final = self._read()
         self._outbox: Final[deque[memoryview]] = deque()
         self._lock: Final = threading.Lock()
@@ -122,27 +127,44 @@ class Link:
         while True:
             yield from self._fill(memoryview(header))
             text = bytearray(decoder.text_bytes(header))
-            yield from self._fill(memoryview(text))
+            if text:
+                yield from self._fill(memoryview(text))
             packet, layout = decoder.decode(header, text)
             body: Tensor | None = None
-            if layout and self._has_bodies:
-                size = body_bytes(layout)
-                body = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+            if layout.specs and self._has_bodies:
+                body = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
                 yield from self._fill(_memory(body))
             yield packet, layout, body
 
     def _fill(self, memory: memoryview) -> Iterator[None]:
+        """Fill memory: a large one by the socket itself, a small one through the buffer."""
         while memory:
+            if not self._unread:
+                if len(memory) > _BUFFER_BYTES:
+                    memory = memory[(yield from self._receive_into(memory)) :]
+                    continue
+                self._unread = self._buffer[: (yield from self._receive_into(self._buffer))]
+            part = self._unread[: len(memory)]
+            memory[: len(part)] = part
+            memory, self._unread = memory[len(part) :], self._unread[len(part) :]
+
+    def _receive_into(self, memory: memoryview) -> Generator[None, None, int]:
+        """Return how many bytes have come; yield until there are any."""
+        while True:
+            if self._is_empty:
+                self._is_empty = False
+                yield
             try:
                 size = self.connection.recv_into(memory)
             except BlockingIOError:
-                yield
+                self._is_empty = True
                 continue
             except OSError as error:
                 raise ConnectionError(error.strerror or str(error)) from error
             if not size:
                 raise ConnectionError("Connection closed by peer")
-            memory = memory[size:]
+            self._is_empty = size < len(memory)  # that was all: asking again would tell no more
+            return size
 
 
 class TcpTransport(Transport):

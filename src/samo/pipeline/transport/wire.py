@@ -9,9 +9,9 @@ tensors. Order alone identifies packets: no tags are needed, which NCCL does not
 """
 
 import json
+import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
@@ -41,12 +41,17 @@ class TensorSpec(NamedTuple):
     is_narrow: bool = False
 
 
-Layout = tuple[TensorSpec, ...]
-_NO_LAYOUT: Final[Layout] = ()
+class Layout(NamedTuple):
+    """The tensors of a packet, and where they lie in its body: worked out once, when announced."""
+
+    specs: tuple[TensorSpec, ...] = ()
+    places: tuple[slice, ...] = ()
+    nbytes: int = 0
+    needs_grad: tuple[bool, ...] = ()
+    is_narrow: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
-class Packet:
+class Packet(NamedTuple):
     """A message with its tensors, of the ``step``-th batch."""
 
     kind: PacketKind
@@ -127,12 +132,12 @@ class Decoder:
                 "the same program and version?"
             )
         self.sequence += 1
-        reason, layout = "", _NO_LAYOUT
+        reason, layout = "", Layout()
         try:
             found = json.loads(text) if text else None
             if number >= 0:
                 if found is not None:
-                    self._layouts[number] = _layout(found)
+                    self._layouts[number] = layout_of(_specs(found))
                 layout = self._layouts[number]
             elif found is not None:
                 reason = str(found)
@@ -143,8 +148,8 @@ class Decoder:
             step,
             micro_batch,
             stage,
-            needs_grad=tuple(spec.needs_grad for spec in layout),
-            is_narrow=tuple(spec.is_narrow for spec in layout),
+            needs_grad=layout.needs_grad,
+            is_narrow=layout.is_narrow,
             reason=reason,
             is_training=bool(bits & _IS_TRAINING),
             seed=seed if bits & _HAS_SEED else None,
@@ -152,17 +157,25 @@ class Decoder:
         return packet, layout
 
 
-def body_bytes(layout: Layout) -> int:
-    """Return the size of a body."""
-    return _places(layout)[-1]
+def layout_of(specs: Sequence[TensorSpec]) -> Layout:
+    """Place tensors in a body, each at a multiple of 16 bytes."""
+    places: list[slice] = []
+    end = 0
+    for spec in specs:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + spec.dtype.itemsize * math.prod(spec.shape)
+        places.append(slice(start, end))
+    needs_grad = tuple(spec.needs_grad for spec in specs)
+    is_narrow = tuple(spec.is_narrow for spec in specs)
+    return Layout(tuple(specs), tuple(places), end, needs_grad, is_narrow)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Return tensors as one body: a view of one that is contiguous, else a copy of all."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].view(-1).view(torch.uint8)
-    layout = tuple(TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors)
-    body = torch.empty(body_bytes(layout), dtype=torch.uint8, device=tensors[0].device)
+    layout = layout_of([TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors])
+    body = torch.empty(layout.nbytes, dtype=torch.uint8, device=tensors[0].device)
     for place, tensor in zip(unpack(body, layout), tensors):
         place.copy_(tensor)
     return body
@@ -170,38 +183,24 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def unpack(body: Tensor, layout: Layout) -> tuple[Tensor, ...]:
     """Return the tensors of a body. They share its memory, and no version counter."""
-    places = _places(layout)
+    if len(layout.specs) == 1:  # nobody to share with
+        (spec,) = layout.specs
+        return (body.view(spec.dtype).view(spec.shape),)
     return tuple(
-        body[start : start + _nbytes(spec)].view(spec.dtype).view(spec.shape).data
-        for spec, start in zip(layout, places)
+        body[place].view(spec.dtype).view(spec.shape).data
+        for spec, place in zip(layout.specs, layout.places)
     )
 
 
-def _layout(found: object) -> Layout:
+def _specs(found: object) -> list[TensorSpec]:
     rows: Any = found
-    layout = tuple(TensorSpec(getattr(torch, d), tuple(shape), *more) for d, shape, *more in rows)
-    for dtype, shape, *flags in layout:
+    specs = [TensorSpec(getattr(torch, d), tuple(shape), *more) for d, shape, *more in rows]
+    for dtype, shape, *flags in specs:
         if not isinstance(dtype, torch.dtype) or not all(isinstance(flag, bool) for flag in flags):
             raise TypeError
         if not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError
-    return layout
-
-
-def _places(layout: Layout) -> list[int]:
-    """Return where each tensor of a body begins, and where the last one ends."""
-    places, end = [], 0
-    for spec in layout:
-        places.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-        end = places[-1] + _nbytes(spec)
-    return [*places, end]
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    size = spec.dtype.itemsize
-    for length in spec.shape:
-        size *= length
-    return size
+    return specs
 
 
 def _invalid(header: bytes | bytearray) -> ValueError:
@@ -213,4 +212,4 @@ def _invalid(header: bytes | bytearray) -> ValueError:
 
 def with_tensors(packet: Packet, body: Tensor, layout: Layout) -> Packet:
     """Return a packet with the tensors of its body."""
-    return replace(packet, tensors=unpack(body, layout))
+    return packet._replace(tensors=unpack(body, layout))

@@ -1,0 +1,97 @@
+"""Rows of parquet files, and of folders that Hugging Face's ``Dataset.save_to_disk`` wrote.
+
+Both need pyarrow, and a folder needs no package ``datasets``: it is a list of files in Arrow's
+format. They may come from strangers: of a folder, only files in it are read, and no links.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from samo.errors import DataError, first_words
+from samo.utils import untrusted
+
+__all__ = []
+
+_STATE: Final = "state.json"
+_MAX_STATE_BYTES: Final = 2**24
+_ROWS_AT_ONCE: Final = 64
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a parquet file, numbered from 1."""
+    _arrow(path)
+    from pyarrow.parquet import ParquetFile
+
+    with _naming(path), ParquetFile(path) as file:
+        yield from enumerate(_rows(file.iter_batches(_ROWS_AT_ONCE)), 1)
+
+
+def folder_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a folder written by ``save_to_disk``, numbered from 1."""
+    if (path / "dataset_dict.json").is_file():
+        parts = sorted(each.parent.name for each in path.glob(f"*/{_STATE}")) or ["train"]
+        raise DataError(
+            f"data folder '{path}' has the parts {', '.join(parts)}; name one: {path / parts[0]}"
+        )
+    if not (path / _STATE).is_file():
+        raise DataError(
+            f"data folder '{path}' has no {_STATE}; pass files, such as {path}/*.jsonl, or a "
+            "folder written by datasets.Dataset.save_to_disk"
+        )
+    _arrow(path)
+    try:
+        state = untrusted.parse_json(untrusted.read_file(path / _STATE, _MAX_STATE_BYTES))
+        names = [each["filename"] for each in state["_data_files"]]
+        for name in names:
+            if not isinstance(name, str) or name != os.path.basename(name):
+                raise ValueError(f"{str(name)[:80]!r} is not the name of a file")
+            untrusted.check_file(path / name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"data folder '{path}': its {_STATE} cannot be used ({error}); save the dataset again"
+        ) from None
+    yield from enumerate((row for name in names for row in _stream_rows(path / name)), 1)
+
+
+def _stream_rows(path: Path) -> Iterator[Any]:
+    import pyarrow
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+            for batch in stream:
+                batch.validate(full=True)  # or a damaged file could make it read beyond the end
+                for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                    yield batch.slice(start, _ROWS_AT_ONCE)
+
+    with _naming(path):
+        yield from _rows(batches())
+
+
+def _rows(batches: Iterable[Any]) -> Iterator[Any]:
+    return (row for batch in batches for row in batch.to_pylist())
+
+
+def _arrow(path: Path) -> None:
+    """Raise DataError if pyarrow is missing, or so old that it unpickles what files name."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(
+            f"data file '{path}' needs the package pyarrow: pip install pyarrow"
+        ) from None
+    if int(pyarrow.__version__.partition(".")[0]) < 15:
+        raise DataError(
+            f"data file '{path}' needs pyarrow 15 or newer, and this is {pyarrow.__version__}: "
+            "pip install --upgrade pyarrow"
+        )
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, NotImplementedError, MemoryError) as error:
+        raise DataError(f"data file '{path}' cannot be read: {first_words(error)}") from None

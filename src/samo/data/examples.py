@@ -1,0 +1,241 @@
+"""`Examples`: texts, completions and conversations as tokens, some of which are learned.
+
+A file of examples becomes one array of 32-bit integers. A token to learn stands for itself, a token
+only to read is stored as its complement, and `END` follows each example:
+
+    user: 2 + 2?  assistant: 4     ~21 ~2 ~13 ~2 ~30 ~22 4 1 END
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samo.data import files
+from samo.data.packing import pack
+from samo.data.rows import Example, read_examples
+from samo.data.tokenizers import Tokenizer
+from samo.data.tokens import Tokens
+from samo.errors import DataError
+
+__all__ = ["ExampleTokenizer", "Examples", "open_examples"]
+
+END: Final = np.iinfo(np.int32).min
+"""Follows each example in its file; the complement of no token."""
+
+_EXAMPLES_AT_ONCE: Final = 256
+_CHARS_AT_ONCE: Final = 2**21
+_TOKENS_AT_ONCE: Final = 2**24
+_log: Final = logging.getLogger(__name__)
+
+Rows = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Examples row by row, and where each row starts and the last ends."""
+
+
+class ExampleTokenizer(Tokenizer, Protocol):
+    """A tokenizer that knows how its model reads documents, completions and conversations."""
+
+    def encode_examples(
+        self, examples: Sequence[tuple[str, Example]]
+    ) -> Iterable[NDArray[np.int32]]:
+        """Return the tokens of examples, complemented where they are only read.
+
+        Each example comes with its place, for messages.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Examples in memory-mapped files.
+
+    Example:
+        >>> array = np.array([~5, 7, 1, END, ~5, ~6, 8, 1, END], dtype=np.int32)
+        >>> examples = Examples([array], np.array([[0, 0, 3, 2], [0, 4, 8, 2]]), vocab_size=10)
+        >>> len(examples), examples.num_tokens, examples.num_targets
+        (2, 7, 4)
+    """
+
+    segments: Sequence[NDArray[np.int32]]
+    """The encoded files."""
+    spans_N4: NDArray[np.int64]
+    """Of each example: its segment, its first token, the one after its last, and its targets."""
+    vocab_size: int
+    """All tokens are less than this."""
+    is_packed: bool = True
+    """Whether a row of a batch may have several examples."""
+    _rows: dict[tuple[int, int], Rows] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.spans_N4)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all examples."""
+        return int((self.spans_N4[:, 2] - self.spans_N4[:, 1]).sum())
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens to learn in all examples."""
+        return int(self.spans_N4[:, 3].sum())
+
+    def fingerprint(self) -> str:
+        """Return a SHA-256 of the examples, of many as `Tokens.fingerprint` does."""
+        content = Tokens(self.segments, self.vocab_size).fingerprint()
+        spans = self.spans_N4.astype("<i8").tobytes()
+        return hashlib.sha256(content.encode() + spans).hexdigest()
+
+    def split(self, valid_fraction: float) -> tuple["Examples", "Examples"]:
+        """Split off a fraction of the examples for validation, at least one, drawn at random."""
+        num_valid = max(round(len(self) * valid_fraction), 1)
+        if num_valid >= len(self):
+            raise DataError(
+                f"{len(self):,} examples are too few to hold back {num_valid:,} for validation "
+                "and train on the others; use more examples, or --valid FILE"
+            )
+        # The same examples whatever the seed of a run, so that the losses of runs compare.
+        order = np.random.default_rng(0).permutation(len(self))
+        valid, train = np.sort(order[:num_valid]), np.sort(order[num_valid:])
+        return (
+            replace(self, spans_N4=self.spans_N4[train], _rows={}),
+            replace(self, spans_N4=self.spans_N4[valid], _rows={}),
+        )
+
+    def rows(self, context: int, seed: int) -> Rows:
+        """Return the examples of rows with ``context`` tokens to read, as `pack` does."""
+        if (context, seed) not in self._rows:
+            sizes = self.spans_N4[:, 2] - self.spans_N4[:, 1] - 1
+            if sizes.max() > context:
+                raise ValueError(
+                    f"an example has {sizes.max():,} tokens to read, more than the {context:,} of "
+                    "a row; open the examples with this context"
+                )
+            alone = np.arange(len(self)), np.arange(len(self) + 1)
+            self._rows[context, seed] = pack(sizes, context, seed) if self.is_packed else alone
+        return self._rows[context, seed]
+
+
+def open_examples(
+    paths: Iterable[str | os.PathLike[str]],
+    *,
+    tokenizer: ExampleTokenizer,
+    context: int,
+    cache: Path,
+    vocab_size: int | None = None,
+    is_packed: bool = True,
+) -> Examples:
+    """Open files of examples, and encode into ``cache`` those that it does not have.
+
+    An example longer than a row of ``context`` tokens to read is cut, and one without anything to
+    learn left out; both are counted in a warning.
+
+    Args:
+        paths: Files of JSON lines, parquet files, folders written by ``Dataset.save_to_disk``.
+        tokenizer: The tokenizer of the model.
+        context: Tokens that the model reads at once.
+        cache: A folder for the encoded files.
+        vocab_size: Tokens that the model knows, by default the tokenizer's.
+        is_packed: Whether a row of a batch may have several examples.
+    """
+    given = [Path(path) for path in paths]
+    for path in given:
+        if not path.is_dir():
+            files.check_readable(path)
+    limit = tokenizer.vocab_size if vocab_size is None else vocab_size
+    segments, spans, num_cut = [], [], 0
+    for number, path in enumerate(given):
+        segment = files.cached(path, tokenizer, "<i4", _encoded(path, tokenizer), cache)
+        _check_tokens(path, segment, tokenizer, limit)
+        found, ends = _spans(segment, number, context)
+        segments.append(segment)
+        spans.append(found)
+        num_cut += int(np.count_nonzero(found[:, 2] < ends))
+    spans_N4 = np.concatenate(spans)
+    if num_cut:
+        _log.warning(
+            "%s of %s examples have more than the %s tokens of a sequence, and are cut; a larger "
+            "--context keeps them whole",
+            *(f"{count:,}" for count in (num_cut, len(spans_N4), context + 1)),
+        )
+    is_learned = spans_N4[:, 3] > 0
+    names = ", ".join(f"'{path}'" for path in given)
+    if not is_learned.any():
+        raise DataError(
+            f"none of the {len(spans_N4):,} examples in {names} has a token to learn; a completion "
+            "must not be empty, a conversation needs a message of the assistant, and both must "
+            f"start within the first {context + 1:,} tokens (--context)"
+        )
+    if not is_learned.all():
+        _log.warning(
+            "%s of %s examples in %s have no token to learn, and are left out",
+            f"{np.count_nonzero(~is_learned):,}",
+            f"{len(spans_N4):,}",
+            names,
+        )
+    return Examples(segments, spans_N4[is_learned], limit, is_packed)
+
+
+def _encoded(path: Path, tokenizer: ExampleTokenizer) -> Iterator[NDArray[np.int32]]:
+    """Yield the encoded examples of a file, some at a time."""
+    end = np.array([END], dtype=np.int32)
+    for examples in _some(read_examples(path)):
+        arrays = tokenizer.encode_examples(examples)
+        yield np.concatenate([part for array in arrays for part in (array, end)])
+
+
+def _some(examples: Iterable[tuple[str, Example]]) -> Iterator[list[tuple[str, Example]]]:
+    """Yield lists of examples, limited in number and text."""
+    some: list[tuple[str, Example]] = []
+    size = 0
+    for place, example in examples:
+        some.append((place, example))
+        size += example.num_chars
+        if len(some) == _EXAMPLES_AT_ONCE or size >= _CHARS_AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _check_tokens(
+    path: Path, segment: NDArray[np.int32], tokenizer: Tokenizer, vocab_size: int
+) -> None:
+    """Raise DataError if a token is outside the model's vocabulary."""
+    largest = 0
+    for start in range(0, len(segment), _TOKENS_AT_ONCE):
+        part = segment[start : start + _TOKENS_AT_ONCE]
+        tokens = np.maximum(part, ~part)
+        largest = max(largest, int(tokens.max(where=part != END, initial=0)))
+    if largest >= vocab_size:
+        raise DataError(
+            f"tokenizer '{tokenizer.name}' makes token {largest:,} of '{path}', but the model has "
+            f"only {vocab_size:,} tokens, up to {vocab_size - 1:,}; use the tokenizer of the model"
+        )
+
+
+def _spans(
+    segment: NDArray[np.int32], number: int, context: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the spans of a segment's examples, cut to fit in a row, and their ends before that."""
+    ends = np.concatenate(
+        [
+            np.flatnonzero(segment[start : start + _TOKENS_AT_ONCE] == END) + start
+            for start in range(0, len(segment), _TOKENS_AT_ONCE)
+        ]
+    )
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    stops = np.minimum(ends, starts + context + 1)
+    firsts = np.minimum(starts + 1, stops)  # nothing stands before a first token to predict it
+    counts = np.empty_like(ends)
+    for some in range(0, len(ends), _EXAMPLES_AT_ONCE):
+        part = slice(some, some + _EXAMPLES_AT_ONCE)
+        base = starts[some]
+        before = np.concatenate([[0], np.cumsum(segment[base : ends[part][-1]] >= 0)])
+        counts[part] = before[stops[part] - base] - before[firsts[part] - base]
+    owners = np.full_like(ends, number)
+    return np.stack([owners, starts, stops, counts], axis=1), ends

@@ -1,0 +1,195 @@
+"""Rows of example files: JSON lines, parquet, and folders of Hugging Face's ``save_to_disk``.
+
+{"text": "..."}                                           every token is learned
+{"prompt": "...", "completion": "..."}                    the completion is learned
+{"messages": [{"role": "user", "content": "..."}, ...]}   the assistant's turns are learned
+
+A row with several of these is what stands lowest here; other columns are ignored. Errors name the
+file and the line.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from samo.data import arrow_files, files
+from samo.errors import DataError
+from samo.utils import untrusted
+
+__all__ = ["Chat", "Completion", "Example", "Text", "is_example_file", "read_examples"]
+
+_JSON_SUFFIXES: Final = (".jsonl", ".ndjson", ".json")
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_MAX_LINE_BYTES: Final = 2**26
+_ACCEPTED: Final = "'text', 'prompt' and 'completion', or 'messages'"
+
+
+class Text(NamedTuple):
+    """A document: all of it is learned."""
+
+    text: str
+
+    @property
+    def num_chars(self) -> int:
+        """Length of its text."""
+        return len(self.text)
+
+
+class Completion(NamedTuple):
+    """A prompt and what follows it: what follows is learned."""
+
+    prompt: str
+    completion: str
+
+    @property
+    def num_chars(self) -> int:
+        """Length of its text."""
+        return len(self.prompt) + len(self.completion)
+
+
+class Chat(NamedTuple):
+    """A conversation: what the assistant says is learned."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    """Descriptions of tools, for the chat template."""
+
+    @property
+    def num_chars(self) -> int:
+        """Length of its text."""
+        return sum(len(message.get("content", "")) for message in self.messages)
+
+
+Example = Text | Completion | Chat
+
+
+def is_example_file(path: Path) -> bool:
+    """Return whether a path is for rows of examples, not for plain text or tokens."""
+    return path.is_dir() or path.suffix in (*_JSON_SUFFIXES, ".parquet")
+
+
+def read_examples(path: Path) -> Iterator[tuple[str, Example]]:
+    """Yield the examples of a file, each with its place for messages."""
+    if path.is_dir():
+        rows, unit = arrow_files.folder_rows(path), "row"
+    else:
+        files.check_readable(path)
+        if path.suffix == ".parquet":
+            rows, unit = arrow_files.parquet_rows(path), "row"
+        else:
+            rows, unit = _json_rows(path), "line"
+    is_empty = True
+    for number, row in rows:
+        is_empty = False
+        try:
+            example = _example(row)
+        except ValueError as error:
+            raise DataError(f"data file '{path}', {unit} {number:,}: {error}") from None
+        yield f"data file '{path}', {unit} {number:,}", example
+    if is_empty:
+        raise DataError(f"data file '{path}' has no examples; a row has {_ACCEPTED}")
+
+
+# Rows
+
+
+def _example(row: object) -> Example:
+    """Return what a row holds; ValueError if it is nothing known."""
+    if not isinstance(row, dict):
+        raise ValueError(f"it is {_kind(row)}, not an object; a row has {_ACCEPTED}")
+    # A column of parquet may be null in the rows that lack it.
+    known = {key: value for key, value in row.items() if value is not None}
+    if "messages" in known:
+        tools = known.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise ValueError(f"'tools' is {_kind(tools)}; it must be a list")
+        return Chat(_messages(known["messages"]), tools)
+    if "prompt" in known and "completion" in known:
+        return Completion(_string(known, "prompt"), _string(known, "completion"))
+    if "text" in known:
+        return Text(_string(known, "text"))
+    found = ", ".join(f"'{str(key)[:40]}'" for key in list(known)[:8]) or "nothing"
+    raise ValueError(f"it has {found}; a row has {_ACCEPTED}")
+
+
+def _messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list):
+        raise ValueError(f"'messages' is {_kind(messages)}; it must be a list of messages")
+    if not messages:
+        raise ValueError("'messages' is empty; it must have a message of the assistant")
+    checked = []
+    for number, message in enumerate(messages, 1):
+        try:
+            checked.append(_message(message))
+        except ValueError as error:
+            raise ValueError(f"message {number} of {len(messages)}: {error}") from None
+    return checked
+
+
+def _message(message: object) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"it is {_kind(message)}; it must have 'role' and 'content'")
+    message = {key: value for key, value in message.items() if value is not None}
+    role = message.get("role")
+    if role not in _ROLES:
+        what = "no 'role'" if role is None else f"the role {str(role)[:40]!r}"
+        raise ValueError(f"it has {what}; roles are {', '.join(_ROLES)}")
+    if "content" in message or not message.get("tool_calls"):
+        _string(message, "content")
+    return message
+
+
+def _string(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"'{key}' is {_kind(value)}; it must be a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"'{key}' has half of a surrogate pair, \\u{ord(value[error.start]):04x}, at character "
+            f"{error.start:,}; write the whole character"
+        ) from None
+    return value
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a bool"}
+    return "missing" if value is None else names.get(type(value), "a number")
+
+
+# Files
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a file with one JSON object a line. Blank lines count, and are skipped."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            place = f"data file '{path}', line {number:,}"
+            if len(line) > _MAX_LINE_BYTES:
+                raise DataError(
+                    f"{place} has more than {_MAX_LINE_BYTES:,} bytes; put each example on a line "
+                    "of its own, and long text into a .txt file"
+                )
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # Windows' editors mark UTF-8 so
+            if not line.strip():
+                continue
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{place} is not UTF-8: its byte {error.start:,} is "
+                    f"0x{line[error.start]:02x}; convert the file (iconv -t utf-8)"
+                ) from None
+            try:
+                row = untrusted.parse_json(line)
+            except ValueError as error:
+                hint = "; each line must be one JSON object"
+                if number == 1 and re.match(rb"\s*\[\s*(\{|$)", line):
+                    hint = f"; of a JSON array make lines: jq -c '.[]' {path.name}"
+                raise DataError(f"{place} is not JSON: {error}{hint}") from None
+            yield number, row

@@ -1,0 +1,245 @@
+"""The tokenizer of a Hugging Face model: documents, completions and conversations as it reads them.
+
+    {"text": ...}                     BOS  text                 EOS
+    {"prompt": ..., "completion": .}  BOS  prompt | completion  EOS
+    {"messages": ...}                 what the chat template of the folder writes
+
+BOS is added if the tokenizer adds it, EOS always, unless the text has it already; a chat template
+writes its own. Right of the bar, and of a conversation what the assistant says, is learned.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samo.data.rows import Chat, Completion, Example, Text
+from samo.data.tokenizers import naming
+from samo.errors import DataError, first_words
+from samo.integrations.folder_files import TOKENIZER_FILES, check_entries
+
+__all__ = ["ModelTokenizer"]
+
+_GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ModelTokenizer:
+    """The tokenizer in a model folder, read by transformers. No code from the folder runs.
+
+    Example:
+        >>> from samo.integrations.tokenizers import ModelTokenizer
+        >>> ModelTokenizer("no-such-folder")
+        Traceback (most recent call last):
+        ...
+        samo.errors.DataError: 'no-such-folder' is not a folder; name a Hugging Face model folder
+
+    Args:
+        folder: A folder with ``tokenizer.json`` or the files of an older tokenizer.
+
+    Raises:
+        DataError: There is no tokenizer in the folder, or it cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        path = Path(folder)
+        if not path.is_dir():
+            raise DataError(f"'{folder}' is not a folder; name a Hugging Face model folder")
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise DataError(
+                f"the tokenizer in '{folder}' needs a package that is not installed: pip install "
+                "transformers"
+            ) from None
+        check_entries(path)
+        self.name = str(folder)
+        self._path: Final = path
+        found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+        if not found:
+            raise DataError(
+                f"folder '{folder}' has no tokenizer; copy the tokenizer files of the model into "
+                "it, or write them with transformers' tokenizer.save_pretrained(folder)"
+            )
+        with naming(path, "has a tokenizer that cannot be read"):
+            contents = [
+                (file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in found
+            ]
+            self._tokenizer: Final[Any] = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+            backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            if backend is None:
+                raise ValueError("it has no tokenizer.json, and transformers cannot make one")
+            # The file may set both, which would cut or pad an example.
+            backend.no_truncation()
+            backend.no_padding()
+            self._backend: Final[Any] = backend
+            # The largest id, not the number of ids: some vocabularies have gaps.
+            self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+            bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+            self._bos: Final = [bos] if bos in self._tokenizer("").input_ids else []
+            self._eos: Final = [] if eos is None else [eos]
+        self.fingerprint = hashlib.sha256(repr(contents).encode()).hexdigest()
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        """Return the tokens of a text, without special tokens added."""
+        return np.array(self._encode([text])[0].ids, dtype=np.uint32)
+
+    def decode(self, ids: NDArray[Any]) -> str:
+        """Return the text of tokens."""
+        return str(self._tokenizer.decode(np.asarray(ids).tolist()))
+
+    def encode_examples(
+        self, examples: Sequence[tuple[str, Example]]
+    ) -> Iterator[NDArray[np.int32]]:
+        """Yield the tokens of examples, complemented where they are only read."""
+        texts: list[str] = []  # of all examples, because a batch is encoded on all cores
+        said: list[list[tuple[int, int]]] = []  # of each conversation
+        for place, example in examples:
+            if isinstance(example, Text):
+                texts.append(example.text)
+            elif isinstance(example, Completion):
+                texts += (example.prompt, example.prompt + example.completion)
+            elif not self._is_tagged(place, example):
+                text, turns = self._render(place, example)
+                texts.append(text)
+                said.append(turns)
+        encoded, turns_of = iter(self._encode(texts)), iter(said)
+        for place, example in examples:
+            if isinstance(example, Text):
+                yield self._marked([], next(encoded).ids)
+            elif isinstance(example, Completion):
+                prompt, whole = next(encoded).ids, next(encoded).ids
+                rest = whole[len(prompt) :]
+                if whole[: len(prompt)] != prompt:
+                    # A token spans the border. A prompt is always encoded as it is when the model
+                    # is used, without what follows.
+                    rest = self._encode([example.completion])[0].ids
+                yield self._marked(prompt, rest)
+            elif self._is_tagged(place, example):
+                yield self._tagged(place, example)
+            else:
+                yield _learning(next(encoded), next(turns_of))
+
+    def _encode(self, texts: list[str]) -> Sequence[Any]:
+        with naming(self._path, "has a tokenizer that cannot encode the text"):
+            encoded: Sequence[Any] = self._backend.encode_batch(texts, add_special_tokens=False)
+        return encoded
+
+    def _marked(self, read: list[int], learned: list[int]) -> NDArray[np.int32]:
+        """Return tokens with BOS and EOS, complemented where they are only read."""
+        bos, eos = self._bos, self._eos
+        if (read or learned)[:1] == bos:
+            bos = []
+        if learned[-1:] == eos:
+            eos = []
+        # A prompt may be empty; BOS is only read, like the first token of anything.
+        read = [*bos, *read]
+        return np.array([*(~token for token in read), *learned, *eos], dtype=np.int32)
+
+    # Conversations
+
+    def _is_tagged(self, place: str, chat: Chat) -> bool:
+        """Return whether the chat template marks what the assistant says."""
+        if self._tokenizer.chat_template is None:
+            raise DataError(
+                f"{place}: 'messages' need a chat template, and folder '{self.name}' has none; put "
+                "the chat_template.jinja of a model into it, or write 'prompt' and 'completion'"
+            )
+        template = self._tokenizer.get_chat_template(tools=chat.tools)
+        return _GENERATION.search(template) is not None
+
+    def _tagged(self, place: str, chat: Chat) -> NDArray[np.int32]:
+        """Return the tokens of a conversation, complemented unless the template marks them."""
+        encoded = self._apply(
+            place,
+            chat.messages,
+            chat.tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        tokens = np.array(encoded["input_ids"], dtype=np.int32)
+        return np.where(np.array(encoded["assistant_masks"], dtype=bool), tokens, ~tokens)
+
+    def _render(self, place: str, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and where in it the assistant speaks, backwards."""
+        whole = self._apply(place, chat.messages, chat.tools)
+        turns: list[tuple[int, int]] = []
+        for number, message in reversed([*enumerate(chat.messages)]):
+            if message["role"] != "assistant":
+                continue
+            limit = turns[-1][0] if turns else len(whole)
+            until = self._apply(place, chat.messages[: number + 1], chat.tools)
+            head = ""
+            if number:
+                before = chat.messages[:number]
+                head = self._apply(place, before, chat.tools, add_generation_prompt=True)
+            turn = _turn(whole[:limit], head, until, self._tokenizer.eos_token)
+            if turn is None:
+                raise DataError(
+                    f"{place}: the chat template of '{self.name}' writes the start of a "
+                    f"conversation otherwise once message {number + 1} follows, so that its tokens "
+                    "cannot be told; mark what the assistant says in the template with "
+                    "{% generation %} and {% endgeneration %}, or split the conversation"
+                )
+            turns.append(turn)
+        return whole, turns
+
+    def _apply(
+        self,
+        place: str,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        **options: bool,
+    ) -> Any:
+        # A template is a stranger's program. transformers runs it in jinja's
+        # ImmutableSandboxedEnvironment, which gives it no way to Python's objects or to files.
+        try:
+            options = {"tokenize": False, **options}
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **options)
+        except ImportError as error:
+            raise DataError(f"a chat template needs jinja2: {first_words(error)}") from None
+        except Exception as error:  # a template can raise anything
+            raise DataError(
+                f"{place}: the chat template of '{self.name}' refuses the conversation: "
+                f"{first_words(error)}"
+            ) from None
+
+
+def _turn(whole: str, head: str, until: str, eos: str | None) -> tuple[int, int] | None:
+    """Return where a turn of the assistant stands in a conversation, or None if it is not clear.
+
+    Args:
+        whole: The conversation, up to the next turn of the assistant.
+        head: What a model reads before it speaks.
+        until: The conversation up to this turn, as if it were the last.
+        eos: With what a model ends its turn; what the template adds after it is not learned.
+    """
+    start, stop = len(head), len(whole)
+    if not whole.startswith(head):
+        return None
+    find = str.find
+    if whole.startswith(until):
+        stop, find = len(until), str.rfind
+    end = find(whole[start:stop], eos) if eos else -1
+    if end >= 0:
+        assert eos is not None
+        return start, start + end + len(eos)
+    # Some templates write a turn otherwise once others follow; then only EOS shows its end.
+    return (start, stop) if whole.startswith(until) else None
+
+
+def _learning(encoding: Any, turns: list[tuple[int, int]]) -> NDArray[np.int32]:
+    """Return tokens, complemented unless they overlap a turn."""
+    tokens = np.array(encoding.ids, dtype=np.int32)
+    starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+    is_learned = np.zeros(len(tokens), dtype=bool)
+    for start, stop in turns:
+        is_learned |= (stops > start) & (starts < stop)
+    return np.where(is_learned, tokens, ~tokens)

@@ -1,0 +1,208 @@
+"""What a folder holds, against a count by hand and the ledger."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import samo
+from samo.cli.main import main
+from samo.integrations.inspection import inspect_folder
+from tests.integrations.cases import causal_lm, pruned
+
+SPARSITY = 0.8
+
+
+def write(folder: Path, family: str = "Llama", *, has_masks: bool = True) -> tuple[Any, samo.Masks]:
+    model, masks = pruned(family, SPARSITY)
+    model.save_pretrained(folder)
+    if has_masks:
+        masks.save(folder / "masks.safetensors")
+    return model, masks
+
+
+def test_kept_weights_are_those_of_the_masks_and_else_the_nonzero_ones(tmp_path: Path) -> None:
+    model, masks = write(tmp_path)
+    found = inspect_folder(tmp_path)
+    assert (found.kind, found.model_type, found.dtype) == ("dense", "llama", "float32")
+    assert found.masks == "masks.safetensors"
+    assert {tensor.name: tensor.kept for tensor in found.pruned} == {
+        name: mask.kept for name, mask in masks.items()
+    }
+    assert {t.name: t.shape for t in found.tensors} == {
+        name: tuple(param.shape) for name, param in model.named_parameters()
+    }
+    files = (tmp_path / "model.safetensors", tmp_path / "masks.safetensors")
+    assert found.num_bytes == sum(file.stat().st_size for file in files)
+    files[1].unlink()
+    again = inspect_folder(tmp_path)
+    assert again.masks == "zeros"
+    counts = [sum(t.kept or 0 for t in facts.pruned) for facts in (found, again)]
+    assert counts[0] - counts[1] == 1  # the kept weight that is exactly 0
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Gemma", "Mixtral"])
+def test_other_families_are_counted(tmp_path: Path, family: str) -> None:
+    model, masks = write(tmp_path, family, has_masks=False)
+    found = inspect_folder(tmp_path)
+    assert sum(t.numel for t in found.tensors) == sum(p.numel() for p in model.parameters())
+    assert sum(t.kept or 0 for t in found.pruned) == masks.kept - 1
+    assert sum(t.numel for t in found.pruned) == masks.numel
+
+
+@pytest.mark.parametrize("state", ["exact", "lean"])
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_the_bytes_to_train_are_those_of_the_ledger(
+    tmp_path: Path, state: Any, weights: Any
+) -> None:
+    model, masks = write(tmp_path)
+    found = inspect_folder(tmp_path)
+    narrow = {"value_dtype": torch.bfloat16} if state == "lean" else {}
+    options = {"dtype": torch.bfloat16, "grad_dtype": torch.bfloat16, **narrow}
+    samo.compress_(model, masks, weights=weights, **options)
+    opt = samo.AdamW(model.parameters(), lr=0.1, state=state)
+    model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    opt.step()
+    ledger = samo.ledger(model, opt)
+    assert found.train_bytes()[f"{state}_{weights}"] == ledger.measured_bytes
+    assert found.train_bytes()["dense"] == 20 * sum(t.numel for t in found.tensors)
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_the_bytes_to_run_are_those_of_the_tensors(tmp_path: Path, weights: Any) -> None:
+    model, masks = write(tmp_path)
+    found = inspect_folder(tmp_path).run_bytes()
+    assert found["dense"] == sum(4 * param.numel() for param in model.parameters())
+    samo.compress_(model.requires_grad_(False), masks, weights=weights)
+    assert found[weights] == samo.ledger(model).measured_bytes
+
+
+def test_a_bitmask_folder_is_counted(tmp_path: Path) -> None:
+    model, masks = write(tmp_path, has_masks=False)
+    state = load_file(tmp_path / "model.safetensors")
+    for base in masks:
+        dense = state.pop(base)
+        keep = dense != 0
+        state[f"{base}.shape"] = torch.tensor(dense.shape)
+        state[f"{base}.compressed"] = dense[keep]
+        state[f"{base}.bitmask"] = torch.zeros(len(dense), -(-dense.shape[1] // 8)).byte()
+        state[f"{base}.row_offsets"] = torch.zeros(len(dense), dtype=torch.int64)
+    save_file(state, tmp_path / "model.safetensors")
+    found = inspect_folder(tmp_path)
+    assert (found.kind, found.masks) == ("sparse-bitmask", "bitmaps")
+    assert sum(t.kept or 0 for t in found.pruned) == masks.kept - 1
+    assert {t.name: t.shape for t in found.pruned} == {n: m.shape for n, m in masks.items()}
+    assert sum(t.numel for t in found.tensors) == sum(p.numel() for p in model.parameters())
+    sizes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
+    assert sum(t.num_bytes for t in found.tensors) == sizes
+
+
+def test_a_compressed_folder_is_counted_without_its_dense_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, masks = write(tmp_path, has_masks=False)
+    samo.compress_(model, masks)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "samo", "version": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = inspect_folder(tmp_path)
+    assert (found.kind, found.masks) == ("compressed", "bitmaps")
+    assert {t.name: (t.shape, t.kept) for t in found.pruned} == {
+        name: (mask.shape, mask.kept) for name, mask in masks.items()
+    }
+    sizes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in model.state_dict().values())
+    assert sum(t.num_bytes for t in found.tensors) == sizes
+    state = model.state_dict() | {"x": torch.ones(3), "x_bitmap": torch.ones(40).byte()}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(samo.CheckpointError, match="is damaged: its model has no weight 'x'"):
+        inspect_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "none"}))
+    with pytest.raises(samo.CheckpointError, match="cannot be read as a Hugging Face model"):
+        inspect_folder(tmp_path)
+
+
+def test_masks_of_other_names_are_passed_over_for_zeros(tmp_path: Path) -> None:
+    _, masks = write(tmp_path)
+    samo.Masks({f"other.{name}": mask for name, mask in masks.items()}).save(
+        tmp_path / "masks.safetensors"
+    )
+    assert inspect_folder(tmp_path).masks == "zeros"
+
+
+# The command
+
+
+def test_json_has_the_numbers_of_a_count_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = causal_lm("Llama")
+    for layer in model.model.layers:  # 16 of 32 rows
+        nn.init.zeros_(layer.self_attn.q_proj.weight[:16])
+    model.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    # 2 x (32 x 32 x 2 + 32 x 16 x 2 + 32 x 64 x 3 + 2 x 32) + 2 x 64 x 32 + 32
+    assert found["num_params"] == 22_688
+    assert (found["prunable"], found["kept"]) == (2048, 1024)
+    assert found["masks"] == "zeros"
+    assert found["run_bytes"]["dense"] == 4 * 22_688
+    bitmap = 2 * (8 * 16 + 8)  # pairs of words, and a count: of 1,024 bits each
+    assert found["run_bytes"]["streamed"] == 4 * (22_688 - 2048) + 4 * 1024 + bitmap
+    assert found["run_bytes"]["resident"] == found["run_bytes"]["streamed"] + 4 * 2048
+    (own,) = [t for t in found["tensors"] if t["name"] == "model.layers.0.self_attn.q_proj.weight"]
+    assert own == {
+        "name": "model.layers.0.self_attn.q_proj.weight", "shape": [32, 32], "dtype": "float32",
+        "kept": 512, "num_bytes": 4096, "numel": 1024, "sparsity": 0.5,
+    }  # fmt: skip
+    assert found["num_bytes"] == (tmp_path / "model.safetensors").stat().st_size
+
+
+def test_the_page_has_memory_kinds_of_weights_and_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    _, masks = write(tmp_path)
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"80 % of {masks.numel:,} in 14 tensors, by masks.safetensors" in shown
+    assert "model.layers.*.mlp.up_proj.weight" in shown
+    assert "model.layers.1 " in shown
+    assert "to train, lean state" in shown
+
+
+def test_an_unpruned_folder_says_how_to_prune_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    causal_lm("GPT2").save_pretrained("gpt2")
+    capsys.readouterr()
+    assert main(["inspect", "gpt2"]) == 0
+    assert "nothing; choose what to keep with: samo prune gpt2" in capsys.readouterr().out
+    assert main(["inspect", "gpt2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["masks"] == ""
+
+
+def test_names_in_a_folder_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "layers.0.\x1b[2Jweight"
+    save_file({name: torch.eye(8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "\\u001b[2Jx", "dtype": "evil"}')
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "?[2Jweight" in shown
+    assert "?[2Jx, float32" in shown
+    assert "\x1b" not in shown
+
+
+def test_a_link_in_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "m")
+    (tmp_path / "m" / "more.safetensors").symlink_to("/dev/zero")
+    assert main(["inspect", str(tmp_path / "m")]) == 1
+    assert "is a link, a pipe or a device" in capsys.readouterr().err

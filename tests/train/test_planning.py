@@ -1,0 +1,191 @@
+"""``samo train --plan``: the layout for the ranks at hand, and again when a run resumes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samo.cli.main import main
+from samo.errors import ConfigError
+from samo.planner.hardware import HARDWARE, Hardware
+from samo.train import planning
+from samo.train.resolve import again, resolve, resolve_resumed
+from tests.train.helpers import small, text
+from tests.train.test_config import config
+
+__all__ = ["text"]  # the fixture
+
+BIG: dict[str, Any] = {"shape": "gpt3-2.7b", "context": 1024}
+BF16 = {"dtype": "bfloat16", "batch_size": 8}
+PRUNED = {"dense_steps": 0}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that sets the ranks, and the memory of each."""
+
+    def become(ranks: int, memory_bytes: float = 141e9) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(planning, "this_hardware", lambda device, ranks: hardware)
+        hardware: Hardware = replace(HARDWARE["h200"], memory_bytes=memory_bytes)
+
+    return become
+
+
+def planned(**sections: Any):
+    given = {"model": BIG, "run": BF16, "prune": PRUNED, **sections}
+    return resolve(config(**{**given, "mesh": {"plan": True, **given.get("mesh", {})}}))
+
+
+def test_one_rank_keeps_what_fits(machine) -> None:
+    machine(1)
+    roomy = planned()
+    assert (roomy.run.weights, roomy.optim.state, roomy.model.checkpointing) == (
+        "resident", "exact", False
+    )  # fmt: skip
+    assert roomy.mesh.reason.startswith("planned: resident, exact: ")
+    machine(1, 16e9)
+    assert planned().model.checkpointing
+    machine(1, 6e9)
+    tight = planned()
+    assert tight.optim.state == "lean"
+    assert tight.run.weights != "resident"
+    assert "resident, exact takes" in tight.mesh.reason
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"run": {"weights": "streamed"}},
+        {"run": {"weights": "1GB"}},
+        {"optim": {"state": "exact"}},
+        {"model": {"checkpointing": True}},
+        {"mesh": {"pipe": 1}},
+        {"mesh": {"pipe": 4}},
+        {"mesh": {"pipe": 2, "micro_batches": 2}},
+        {"mesh": {"data": 2}},
+        {"mesh": {"shard": "weights"}},
+        {"mesh": {"shard": "none"}},
+    ],
+    ids=str,
+)
+def test_flags_win(machine, given: dict[str, dict[str, Any]]) -> None:
+    machine(4, 12e9)
+    base = {"model": BIG, "run": BF16}
+    merged = {**given, **{name: {**base[name], **given.get(name, {})} for name in base}}
+    found = planned(**merged)
+    for section, values in given.items():
+        for name, value in values.items():
+            wanted = {"1GB": 10**9}.get(value, value)
+            assert getattr(getattr(found, section), name) == wanted, name
+            assert name not in found.mesh.planned
+    assert found.mesh.planned
+
+
+@pytest.mark.parametrize(
+    ("prune", "refused"),
+    [
+        ({"method": "rigl"}, {"pipe", "shard", "lean"}),
+        ({"scope": "global", "dense_steps": 0}, {"pipe"}),
+        ({"method": "gradual", "dense_steps": 10}, {"pipe", "shard"}),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_together_is_not_planned(machine, prune, refused) -> None:
+    machine(2, 80e9)
+    found = planned(prune=prune)
+    has = {"pipe": found.mesh.pipe > 1, "shard": found.mesh.shard == "weights"}
+    has["lean"] = found.optim.state == "lean"
+    assert not any(has[name] for name in refused)
+    assert resolve(found) == found  # it passes all rules, and is not planned again
+
+
+def test_a_model_too_large_for_one_rank_is_cut_or_sharded(machine) -> None:
+    machine(1, 4e9)
+    with pytest.raises(ConfigError, match="no layout that these settings allow fits on 1 x h200"):
+        planned()
+    machine(4, 3e9)
+    found = planned()
+    assert found.mesh.pipe > 1 or found.mesh.shard == "weights"
+    cut = planned(mesh={"shard": "none"})
+    assert cut.mesh.pipe > 1
+    assert "micro_batches" in cut.mesh.planned
+
+
+def test_dense_steps_have_to_fit_too(machine) -> None:
+    machine(1, 50e9)
+    tight = planned(prune={"dense_steps": 10})
+    assert tight.model.checkpointing
+    assert tight.mesh.reason.endswith("; dense steps take 43.3 GB")
+    assert not planned().model.checkpointing
+    machine(1, 20e9)
+    with pytest.raises(ConfigError, match=r"the dense phase takes 43.3 GB on each of 1 ranks"):
+        planned(prune={"dense_steps": 10})
+    machine(1, 60e9)
+    alone = planned(run={**BF16, "mode": "dense"})
+    assert alone.run.weights == "resident"
+    assert alone.mesh.reason.startswith("planned: dense, autocast")
+
+
+def test_a_resumed_run_is_planned_again_for_its_ranks(machine) -> None:
+    machine(2, 4e9)
+    before = planned(mesh={"shard": "none"})
+    assert before.mesh.pipe > 1
+    machine(1, 141e9)
+    after = resolve_resumed(before, again(before))
+    assert (after.mesh.pipe, after.run.weights) == (1, "resident")
+    assert after.mesh.shard == "none"
+    assert after.optim == before.optim
+    assert after.model == before.model
+    assert after.mesh.reason != before.mesh.reason
+    machine(2, 4e9)
+    same = resolve_resumed(before, again(before))
+    assert same.run == before.run
+    assert same.mesh.micro_batches == before.mesh.micro_batches
+    assert same.mesh.pipe == before.mesh.pipe
+    by_hand = replace(before, mesh=replace(before.mesh, plan=False, planned=()))
+    assert again(by_hand).mesh.pipe == before.mesh.pipe
+
+
+def test_the_vocabulary_is_known_or_guessed(text: Path) -> None:
+    assert planning._vocab_size(resolve(small(text))) == 256
+    tokens = replace(small(text), data=replace(small(text).data, train=(Path("/a.bin"),)))
+    assert planning._vocab_size(resolve(tokens)) == 50_304
+    given = replace(tokens, data=replace(tokens.data, vocab_size=77))
+    assert planning._vocab_size(resolve(given)) == 77
+
+
+FLAGS = (
+    "--plan --steps 3 --batch-size 4 --num-layers 2 --width 32 --num-heads 2 --context 32 "
+    "--eval-every 1000 --eval-batches 1 --dense-steps 1 --sample-tokens 0 --device cpu"
+)
+
+
+def test_the_command_line_says_what_and_why_and_records_it(text: Path, tmp_path, capsys) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(text), *FLAGS.split(), "--out", str(out)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "planned: resident, exact: " in shown
+    mesh = json.loads((out / "run.json").read_text())["config"]["mesh"]
+    assert mesh["plan"] is True
+    assert mesh["planned"] == ["checkpointing", "pipe", "shard", "state", "weights"]
+    assert mesh["reason"].startswith("planned: resident, exact")
+    assert main(["train", "--resume", str(out), "--steps", "4"]) == 0
+    assert "planned: resident, exact" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launch_plan_the_same_and_resume_alone(text: Path, tmp_path) -> None:
+    out = tmp_path / "run"
+    python, environment = [sys.executable, "-m", "samo"], {**os.environ, "OMP_NUM_THREADS": "1"}
+    launched = [*python, "launch", "-n", "2", "train", str(text), *FLAGS.split(), "--out", str(out)]
+    for command in (launched, [*python, "train", "--resume", str(out), "--steps", "4"]):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("planned: ") == 1
+    assert json.loads((out / "run.json").read_text())["ranks"] == {"pipe": 1, "data": 1}
