@@ -65,6 +65,6 @@ def test_a_micro_batch_takes_few_calls_and_a_message_one_of_the_socket() -> None
     few, many = calls_of(8), calls_of(24)
     each = {name: (many[name] - few[name]) / 16 for name in many}
     assert each["sendmsg"] == 1  # a header with its tensors
-    assert each["recv_into"] == 1
+    assert each["recvmsg_into"] == 1
     assert each["poll"] == 2  # one before each pass
     assert each["all"] <= 260  # 237 with torch 2.13, whose own are among them

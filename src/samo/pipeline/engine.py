@@ -114,14 +114,9 @@ class Engine:
         self._was_backward = False
 
     @property
-    def is_computing(self) -> bool:
-        """Whether the next action is a pass: what has come meanwhile may make another one due."""
-        can_compute = False
-        for stage in self.stages.values():
-            if stage.sends:
-                return False
-            can_compute = can_compute or stage.can_go_forward or stage.can_go_backward
-        return can_compute
+    def is_sending(self) -> bool:
+        """Whether the next action is to send what the last pass has computed."""
+        return any([stage.sends for stage in self.stages.values()])
 
     def senders(self) -> set[int]:
         """Return the stages that have more to send to those of this rank."""

@@ -179,8 +179,6 @@ class Runner:
         self._early.clear()
         with torch.set_grad_enabled(batch.is_training):
             while True:
-                if engine.is_computing:
-                    self.transport.poll()
                 while inbox:  # decide by everything that has come
                     self._take(inbox.popleft(), engine, held, batch)
                 action = engine.next()
@@ -188,10 +186,13 @@ class Runner:
                     break
                 if action.kind == "receive":
                     self._wait(engine, held, batch)
-                elif action.kind == "forward" or action.kind == "backward":
+                    continue
+                if action.kind == "forward" or action.kind == "backward":
                     self._compute(action.kind, action, held[action.stage], batch)
                 else:
                     self._send(action.kind, action, held[action.stage], batch.is_training)
+                if not engine.is_sending:
+                    self.transport.poll()
         (loss,) = held[self.transport.stage].loss
         return loss
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -36,7 +36,7 @@ __all__ = ["Link", "TcpTransport"]
 Received = tuple[Packet, Layout, Tensor | None]
 
 _BUFFER_BYTES: Final = 2**14
-"""Room for what comes with a header: a small body, or the next packets."""
+"""Room for what comes behind the bytes that are due: a small body, or the next packets."""
 
 _open: Final[weakref.WeakSet["Link"]] = weakref.WeakSet()
 
@@ -137,25 +137,16 @@ class Link:
             yield packet, layout, body
 
     def _fill(self, memory: memoryview) -> Iterator[None]:
-        """Fill memory: a large one by the socket itself, a small one through the buffer."""
+        """Fill memory, first with what came with the last bytes; yield where more must come."""
+        size = min(len(memory), len(self._unread))
+        memory[:size] = self._unread[:size]
+        memory, self._unread = memory[size:], self._unread[size:]
         while memory:
-            if not self._unread:
-                if len(memory) > _BUFFER_BYTES:
-                    memory = memory[(yield from self._receive_into(memory)) :]
-                    continue
-                self._unread = self._buffer[: (yield from self._receive_into(self._buffer))]
-            part = self._unread[: len(memory)]
-            memory[: len(part)] = part
-            memory, self._unread = memory[len(part) :], self._unread[len(part) :]
-
-    def _receive_into(self, memory: memoryview) -> Generator[None, None, int]:
-        """Return how many bytes have come; yield until there are any."""
-        while True:
-            if self._is_empty:
+            if self._is_empty:  # as the last call has told
                 self._is_empty = False
                 yield
             try:
-                size = self.connection.recv_into(memory)
+                size, *_ = self.connection.recvmsg_into([memory, self._buffer])
             except BlockingIOError:
                 self._is_empty = True
                 continue
@@ -163,8 +154,9 @@ class Link:
                 raise ConnectionError(error.strerror or str(error)) from error
             if not size:
                 raise ConnectionError("Connection closed by peer")
-            self._is_empty = size < len(memory)  # that was all: asking again would tell no more
-            return size
+            self._is_empty = size < len(memory) + _BUFFER_BYTES
+            self._unread = self._buffer[: max(size - len(memory), 0)]
+            memory = memory[size:]
 
 
 class TcpTransport(Transport):
