@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         SamoError as SamoError,
     )
     from samo.integrations.chunk_loss import chunk_loss_ as chunk_loss_
+    from samo.integrations.export import export as export
     from samo.mask.mask import Mask as Mask
     from samo.mask.masks import Masks as Masks
     from samo.mask.prunable import prunable as prunable
@@ -83,6 +84,7 @@ _MODULES: Final = {
     "decompress_": "samo.core.compress",
     "dense_state_dict": "samo.core.compress",
     "masks": "samo.core.compress",
+    "export": "samo.integrations.export",
     "ledger": "samo.memory.ledger",
     "load": "samo.checkpoint.load",
     "load_masks": "samo.checkpoint.load",

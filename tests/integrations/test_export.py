@@ -8,7 +8,6 @@ import torch
 
 import samo
 from samo.errors import CheckpointError
-from samo.integrations.export import write_folder
 from samo.integrations.model_folders import open_masks, open_model, tokenizer_folder
 from tests.integrations.cases import FAMILIES, load, logits, names, pruned
 
@@ -19,7 +18,7 @@ def test_a_dense_folder_has_the_weights_the_zeros_and_the_masks(
 ) -> None:
     model, masks = pruned(family)
     before = logits(model)
-    out = write_folder(model, tmp_path / "dense", masks=masks)
+    out = samo.export(model, tmp_path / "dense", masks=masks)
     again = load(out)
     assert torch.equal(logits(again), before)
     assert open_masks(out, again) == masks
@@ -27,7 +26,7 @@ def test_a_dense_folder_has_the_weights_the_zeros_and_the_masks(
     assert names(out) >= {"config.json", "model.safetensors", "masks.safetensors", "README.md"}
 
     samo.compress_(model, masks, dtype=torch.bfloat16)
-    out = write_folder(model, tmp_path / "narrow")
+    out = samo.export(model, tmp_path / "narrow")
     again = open_model(out)
     assert again.dtype == torch.bfloat16
     assert torch.equal(logits(again), logits(model))
@@ -41,7 +40,7 @@ def test_masks_make_zeros_without_changing_the_model(tmp_path: Path) -> None:
     model, _ = pruned("Llama", sparsity=0.5)
     before = {name: param.clone() for name, param in model.named_parameters()}
     masks = samo.prune(model, 0.9)
-    again = load(write_folder(model, tmp_path / "out", masks=masks, dtype=torch.bfloat16))
+    again = load(samo.export(model, tmp_path / "out", masks=masks, dtype=torch.bfloat16))
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     assert model.config.dtype in (None, torch.float32)
     masks.apply_(model)
@@ -51,7 +50,7 @@ def test_masks_make_zeros_without_changing_the_model(tmp_path: Path) -> None:
 
 def test_weights_are_cut_into_files(tmp_path: Path) -> None:
     model, masks = pruned("Llama")
-    out = write_folder(model, tmp_path / "out", masks=masks, max_shard_size="30KB")
+    out = samo.export(model, tmp_path / "out", masks=masks, max_shard_size="30KB")
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
     assert torch.equal(logits(open_model(out)), logits(model))
 
@@ -62,19 +61,19 @@ def test_tokenizer_files_are_copied_and_nothing_else(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "chat_template.jinja", "modeling_mine.py"):
         (source / name).write_text("{}")
     model, masks = pruned("GPT2")
-    out = write_folder(model, tmp_path / "out", source=source, masks=masks)
+    out = samo.export(model, tmp_path / "out", source=source, masks=masks)
     assert tokenizer_folder(out) == out
     assert (out / "chat_template.jinja").read_text() == "{}"
     assert "modeling_mine.py" not in names(out)
     (source / "vocab.json").symlink_to("/etc/passwd")
     with pytest.raises(CheckpointError, match=r"vocab.json' is a link, a pipe or a device"):
-        write_folder(model, tmp_path / "other", source=source)
+        samo.export(model, tmp_path / "other", source=source)
     assert names(tmp_path) == {"source", "out"}  # no half of a folder is left
 
 
 def test_the_model_card_states_the_sparsity(tmp_path: Path) -> None:
     model, masks = pruned("Llama")
-    out = write_folder(model, tmp_path / "my-llama", masks=masks)
+    out = samo.export(model, tmp_path / "my-llama", masks=masks)
     text = (out / "README.md").read_text()
     assert "# my-llama" in text
     assert f"Written by samo {samo.__version__}" in text
@@ -86,20 +85,20 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     model, masks = pruned("GPT2")
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="there' exists; choose another folder, or remove it"):
-        write_folder(model, tmp_path / "there", masks=masks)
+        samo.export(model, tmp_path / "there", masks=masks)
     blocked = tmp_path / "file"
     blocked.touch()
     with pytest.raises(CheckpointError, match=r"cannot write '.*file/out': .*File exists; free"):
-        write_folder(model, blocked / "out", masks=masks)
+        samo.export(model, blocked / "out", masks=masks)
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     model, masks = pruned("GPT2")
     with pytest.raises(ValueError, match=r"format must be one of dense.* got 'gguf'"):
-        write_folder(model, tmp_path / "out", format="gguf")  # type: ignore[arg-type]
+        samo.export(model, tmp_path / "out", format="gguf")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="model must be one of transformers, got Linear"):
-        write_folder(torch.nn.Linear(2, 2), tmp_path / "out")
+        samo.export(torch.nn.Linear(2, 2), tmp_path / "out")
     samo.compress_(model, masks)
     with pytest.raises(ValueError, match="masks are for dense models; a compressed model has its"):
-        write_folder(model, tmp_path / "out", masks=masks)
+        samo.export(model, tmp_path / "out", masks=masks)
     assert not os.listdir(tmp_path)

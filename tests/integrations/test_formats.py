@@ -11,7 +11,7 @@ from torch import nn
 
 import samo
 from samo.core.modules import BITMAP, named_weights
-from samo.integrations.export import Format, write_folder
+from samo.integrations.export import Format
 from samo.integrations.model_folders import open_compressed, open_masks, open_model
 from tests.integrations.cases import FAMILIES, IDS, load, logits, names, pruned, trained
 from tests.meters import LiveBytes
@@ -41,7 +41,7 @@ def test_a_trained_model_goes_out_and_comes_back(
 ) -> None:
     model = trained(family)
     masks, expected = samo.masks(model), logits(model)
-    out = write_folder(model, tmp_path / "out", format=format)
+    out = samo.export(model, tmp_path / "out", format=format)
     assert model.config.to_dict().get("quantization_config") is None  # unchanged
     dense = open_model(out)
     assert dense.dtype == torch.bfloat16
@@ -67,10 +67,10 @@ def test_a_dense_model_and_its_masks_make_the_same_folder_as_a_compressed_one(
 ) -> None:
     model, masks = pruned(family)
     for format in get_args(Format):
-        write_folder(model, tmp_path / f"dense-{format}", format=format, masks=masks)
+        samo.export(model, tmp_path / f"dense-{format}", format=format, masks=masks)
     samo.compress_(model, masks)
     for format in get_args(Format):
-        write_folder(model, tmp_path / f"out-{format}", format=format)
+        samo.export(model, tmp_path / f"out-{format}", format=format)
         first, second = (
             load_file(tmp_path / f"{kind}-{format}" / "model.safetensors")
             for kind in ("dense", "out")
@@ -88,7 +88,7 @@ def test_a_tied_and_pruned_embedding_stays_tied(
     embedding = model.get_input_embeddings().weight
     masks = samo.Masks({**masks, "model.embed_tokens.weight": samo.Mask.from_bool(embedding > 0)})
     samo.compress_(model, masks, dtype=dtype)
-    out = write_folder(model, tmp_path / "out", format=format)
+    out = samo.export(model, tmp_path / "out", format=format)
     again = open_model(out)
     assert torch.equal(logits(again), logits(model))
     assert open_masks(out, again)["model.embed_tokens.weight"] == masks["model.embed_tokens.weight"]
@@ -129,7 +129,7 @@ def test_save_pretrained_writes_what_from_pretrained_reads_and_rounds_nothing(
 
 def test_a_loaded_model_is_like_one_that_compress_made(tmp_path: Path) -> None:
     model = trained("Llama")
-    again = load(write_folder(model, tmp_path / "out", format="compressed"))
+    again = load(samo.export(model, tmp_path / "out", format="compressed"))
     for (name, ours), (_, theirs) in zip(named_weights(model), named_weights(again), strict=True):
         assert (ours.is_resident, ours.dtype) == (theirs.is_resident, theirs.dtype), name
         assert ours.values.dtype == theirs.values.dtype == torch.float32
@@ -154,9 +154,9 @@ def test_pruned_tensors_take_a_sixth_of_dense_ones(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256}
     model, masks = pruned("Llama", **sizes)
     kept, numel = masks.kept, masks.numel
-    out = write_folder(model, tmp_path / "out", format="compressed", masks=masks)
+    out = samo.export(model, tmp_path / "out", format="compressed", masks=masks)
     assert pruned_bytes(out) <= 4 * kept + numel / 8 + 40 * len(masks)  # fp32, as the model
-    out = write_folder(
+    out = samo.export(
         model, tmp_path / "half", format="compressed", masks=masks, dtype=torch.bfloat16
     )
     dense = sum(2 * mask.numel for mask in masks.values())
@@ -174,7 +174,7 @@ def test_loading_streamed_never_holds_the_dense_model(
     model, masks = pruned("Llama", **sizes)
     dense_bytes = sum(2 * param.numel() for param in model.parameters())
     samo.compress_(model, masks, dtype=torch.bfloat16)
-    out = write_folder(model, tmp_path / "out", format="compressed")
+    out = samo.export(model, tmp_path / "out", format="compressed")
     with LiveBytes() as meter:
         if how == "config":
             config = AutoConfig.from_pretrained(out)
@@ -195,7 +195,7 @@ def test_trainer_trains_a_loaded_model(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     model = trained("Llama")
-    again = load(write_folder(model, tmp_path / "out", format="compressed"))
+    again = load(samo.export(model, tmp_path / "out", format="compressed"))
     before, masks = {name: p.clone() for name, p in values_of(again).items()}, samo.masks(again)
     args = TrainingArguments(
         tmp_path / "trainer", max_steps=2, save_steps=2, use_cpu=True, report_to=[],
@@ -212,7 +212,7 @@ def test_trainer_trains_a_loaded_model(tmp_path: Path) -> None:
 
 def test_a_bitmask_folder_has_the_layout_of_compressed_tensors(tmp_path: Path) -> None:
     model, masks = pruned("Llama")
-    out = write_folder(model, tmp_path / "out", format="bitmask", masks=masks)
+    out = samo.export(model, tmp_path / "out", format="bitmask", masks=masks)
     state = load_file(out / "model.safetensors")
     dense = model.model.layers[0].mlp.up_proj.weight.detach()
     prefix = "model.layers.0.mlp.up_proj"
@@ -233,7 +233,7 @@ def test_a_bitmask_folder_has_the_layout_of_compressed_tensors(tmp_path: Path) -
     assert config["sparsity_config"]["format"] == "sparse-bitmask"
     assert prefix in config["sparsity_config"]["targets"]
     assert "masks.safetensors" in names(out)
-    sharded = write_folder(
+    sharded = samo.export(
         model, tmp_path / "parts", format="bitmask", masks=masks, max_shard_size="30KB"
     )
     assert torch.equal(logits(open_model(sharded)), logits(model))

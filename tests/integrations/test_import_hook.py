@@ -50,8 +50,12 @@ def test_samo_waits_for_transformers(tmp_path: Path) -> None:
 
 
 def test_samo_registers_at_once_if_transformers_is_there(tmp_path: Path) -> None:
-    code = "import transformers.modeling_utils\n" + WATCH + "import_hook.install()\n"
-    # The first time, the real function fails on this transformers, and nobody notices.
+    code = (
+        "import sys, transformers.modeling_utils\n"
+        "sys.modules['samo.integrations.quantizer'] = None\n"  # as in a transformers without these
+        + WATCH
+        + "import_hook.install()\n"
+    )
     assert python(code, tmp_path) == ["registered run"]
 
 

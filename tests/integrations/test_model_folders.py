@@ -9,7 +9,6 @@ import torch
 
 import samo
 from samo.errors import CheckpointError
-from samo.integrations.export import write_folder
 from samo.integrations.model_folders import open_masks, open_model, tokenizer_folder
 from tests.integrations.cases import logits, pruned
 
@@ -17,7 +16,7 @@ from tests.integrations.cases import logits, pruned
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     model, _ = pruned("Llama")
-    return write_folder(model, tmp_path / "llama", max_shard_size="30KB")
+    return samo.export(model, tmp_path / "llama", max_shard_size="30KB")
 
 
 def test_a_run_of_finetune_is_its_config_and_its_checkpoint(tmp_path: Path) -> None:

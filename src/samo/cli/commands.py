@@ -11,9 +11,11 @@ from samo.train.config import (
     Amount,
     Auto,
     Count,
+    DType,
     MaskConfig,
     OptionalPath,
     Seed,
+    ShortDType,
     Steps,
     TrainConfig,
 )
@@ -80,6 +82,22 @@ class Prune(MaskConfig):
     """Where to compute the model's blocks, one at a time. auto: a GPU if there is one."""
     seed: int = 0
     """Draws the pieces of the text, and decides between weights of equal rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Export:
+    """Write a model as a Hugging Face folder: dense, or compressed to a fraction of the bytes."""
+
+    source: Positional[Path]
+    """A run folder, a checkpoint of a run, or a Hugging Face folder, dense or compressed."""
+    out: OptionalPath = None
+    """Folder to write, which must not exist yet. By default the name of the source and the format
+    in the working folder."""
+    format: Literal["dense", "compressed", "bitmask"] = "dense"
+    """dense: zeros where weights are pruned; every tool reads it. compressed: values and bitmaps,
+    for samo. bitmask: the layout sparse-bitmask of compressed-tensors 0.14."""
+    dtype: Annotated[DType | ShortDType | Auto, arg(metavar="{auto,bf16,fp16,fp32}")] = "auto"
+    """Dtype of the weights. auto: that in which the model computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +199,7 @@ class Bench:
     )
 
 
-Command = Demo | Train | Launch | Prune | Generate | Plan | Inspect | Report | Bench
+Command = Demo | Train | Launch | Prune | Export | Generate | Plan | Inspect | Report | Bench
 
 USUAL: Final = frozenset(
     {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}

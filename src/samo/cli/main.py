@@ -124,6 +124,7 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo train notes.txt               train a GPT on your text
   samo train --resume runs/notes     after Ctrl-C or a crash
   samo prune my-llama --sparsity 0.5 prune a Hugging Face model
+  samo export runs/notes             a Hugging Face folder of it
   samo generate my-llama --chat      talk to a model, or let it continue a text
   samo plan my-llama --gpu rtx4090   will it fit, with what, how fast
   samo COMMAND --help                its settings

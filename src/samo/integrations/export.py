@@ -26,12 +26,12 @@ from samo.mask.prunable import dense_parameters
 from samo.models.gpt import GPT
 from samo.utils import atomic_io
 
-__all__ = ["Format", "write_folder"]
+__all__ = ["Format", "export"]
 
 Format = Literal["dense", "compressed", "bitmask"]
 
 
-def write_folder(
+def export(
     model: nn.Module,
     out: str | os.PathLike[str],
     *,
@@ -48,15 +48,14 @@ def write_folder(
 
     Example:
         >>> import tempfile, samo
-        >>> from samo.integrations.export import write_folder
         >>> from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2)
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64))
-        >>> masks = samo.prune(model, sparsity=0.9)
+        >>> _ = samo.compress_(model, samo.prune(model, sparsity=0.9))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     out = write_folder(model, f"{folder}/pruned", masks=masks)
+        ...     out = samo.export(model, f"{folder}/small", format="compressed")
         ...     again = AutoModelForCausalLM.from_pretrained(out)
-        >>> samo.Masks.from_zeros(again) == masks
+        >>> samo.masks(again) == samo.masks(model)
         True
 
     Args:
@@ -113,6 +112,9 @@ def write_folder(
             write_byte_tokenizer(folder, gpt.context)
         (folder / "README.md").write_text(model_card(model, masks, Path(out).name, format), "utf-8")
     return Path(out)
+
+
+write_folder = export
 
 
 def _save(
@@ -194,11 +196,16 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
+def check_free(path: Path) -> None:
+    """Refuse a folder that exists."""
+    if os.path.lexists(path):
+        raise CheckpointError(f"'{path}' exists; choose another folder, or remove it")
+
+
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside ``path``, which gets that name if the body succeeds."""
-    if os.path.lexists(path):
-        raise CheckpointError(f"'{path}' exists; choose another folder, or remove it")
+    check_free(path)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         atomic_io.make_folders(path.parent)

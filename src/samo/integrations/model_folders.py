@@ -22,6 +22,7 @@ from samo.checkpoint.load import check_shape, load, load_masks
 from samo.checkpoint.manifest import NAME
 from samo.checkpoint.tensors import SavedTensors
 from samo.core.compress import compress_
+from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError
 from samo.integrations import folder_files, hugging_face
 from samo.integrations.folder_files import CONFIG, MASKS, METHOD
@@ -125,10 +126,14 @@ def open_compressed(
         )
     load_masks(checkpoint)  # raises an error for a dense model
     saved, masks = _read_checkpoint(checkpoint)
-    dtype = dtype or getattr(torch, read_manifest(checkpoint).dtype)
+    manifest = read_manifest(checkpoint)
+    dtype = dtype or getattr(torch, manifest.dtype)
     if folder is not None:
-        values = {name: saved.read(name).clone() for name in saved.specs}
-        return hugging_face.from_state(folder, values, dtype, masks, weights)
+        state = {name: saved.read(name).clone() for name in saved.specs}
+        state |= {name + BITMAP: to_bytes(mask) for name, mask in masks.items()}
+        tied = {alias: name for alias, name in manifest.tied.items() if name in masks}
+        state |= {alias + BITMAP: state[name + BITMAP] for alias, name in tied.items()}
+        return hugging_face.from_state(folder, state, dtype, masks, weights)
     with torch.device("meta"):
         gpt = GPT(_gpt_config(checkpoint))
     is_lean = torch.bfloat16 in {saved.specs[name].dtype for name in masks}

@@ -44,7 +44,7 @@ CHANGING: Final = ("gradual", *MOVING)
 """Methods whose masks change after they were drawn."""
 
 _SIZES: Final = ("num_layers", "width", "num_heads", "context")
-_DTYPES: Final[dict[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES: Final[dict[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _METHODS: Final = {
     "mask_every": ("early-bird", *CHANGING),
     "mask_stop": CHANGING,
@@ -241,8 +241,8 @@ def _filled(section: Any, **defaults: Any) -> dict[str, Any]:
         return value.absolute() if isinstance(value, Path) else value
 
     values = {entry.name: absolute(getattr(section, entry.name)) for entry in fields(section)}
-    if values.get("dtype") in _DTYPES:
-        values["dtype"] = _DTYPES[values["dtype"]]
+    if values.get("dtype") in DTYPES:
+        values["dtype"] = DTYPES[values["dtype"]]
     return values | {k: v for k, v in defaults.items() if values[k] in ("auto", None)}
 
 

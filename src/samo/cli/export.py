@@ -1,0 +1,91 @@
+"""``samo export``: a run, a checkpoint or a Hugging Face folder, as a Hugging Face folder."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from samo.checkpoint import read_manifest
+from samo.cli.commands import Export
+from samo.cli.console import PatientConsole, facts, say
+from samo.core.compress import masks as masks_of
+from samo.core.modules import CompressedModule
+from samo.data.tokenizers import ByteTokenizer
+from samo.errors import CheckpointError, ConfigError, MaskError
+from samo.integrations import hugging_face
+from samo.integrations.export import check_free, export
+from samo.integrations.folder_files import METHOD
+from samo.integrations.model_folders import (
+    find,
+    open_compressed,
+    open_masks,
+    open_model,
+    tokenizer_folder,
+)
+from samo.mask.masks import Masks
+from samo.train.resolve import DTYPES
+from samo.utils.formatting import percent, size
+
+__all__ = []
+
+
+def run(command: Export) -> int:
+    """Write the folder, and say what is in it."""
+    out = command.out or Path(f"{_name(command.source)}-{command.format}")
+    check_free(out)
+    tokenizer = _tokenizer(command.source)
+    model, masks, dtype = _open(command.source)
+    if command.dtype != "auto":
+        dtype = getattr(torch, DTYPES.get(command.dtype, command.dtype))
+    try:
+        export(model, out, format=command.format, dtype=dtype, source=tokenizer, masks=masks)
+    except MaskError as error:
+        why = str(error).partition(";")[0]  # the rest is for Python
+        raise ConfigError(
+            f"'{command.source}' cannot be written as {command.format}: {why}; prune it with: samo "
+            f"prune {command.source}"
+        ) from error
+    found = masks_of(model) if isinstance(model, CompressedModule) else masks
+    rows = {"format": command.format, "bytes": size(sum(f.stat().st_size for f in out.iterdir()))}
+    if found:
+        rows["sparsity"] = f"{percent(found.sparsity)} of {len(found)} tensors"
+    console = PatientConsole()
+    console.print(facts(rows))
+    say(console, f"written to {out}")
+    return 0
+
+
+def _name(source: Path) -> str:
+    """Return the name of a model: that of its run, if it is a checkpoint of one."""
+    path = source.resolve()
+    return (path.parent.parent if path.parent.name == "checkpoints" else path).name
+
+
+def _open(source: Path) -> tuple[nn.Module, Masks | None, torch.dtype | None]:
+    """Return a model, its masks if it is dense and has some, and the dtype it computes in.
+
+    What is compressed stays so: expanding it is for the writer, a tensor at a time.
+    """
+    checkpoint, folder = find(source)
+    if checkpoint is not None:
+        manifest = read_manifest(checkpoint)
+        dtype = getattr(torch, manifest.dtype, None)
+        if manifest.is_compressed:
+            return open_compressed(source, dtype=dtype, weights="streamed"), None, dtype
+        return open_model(source), None, dtype
+    assert folder is not None
+    if hugging_face.method_of(folder) == METHOD:
+        return open_compressed(source, weights="streamed"), None, None
+    model = open_model(source)
+    return model, open_masks(source, model), None
+
+
+def _tokenizer(source: Path) -> Path | None:
+    """Return the folder of a model's tokenizer; None for bytes, and if there is none to copy."""
+    try:
+        return tokenizer_folder(source)
+    except CheckpointError:
+        checkpoint = find(source).checkpoint
+    name = None if checkpoint is None else read_manifest(checkpoint).extra.get("tokenizer")
+    is_folder = isinstance(name, str) and name != ByteTokenizer.name
+    return Path(str(name)) if is_folder and Path(str(name)).is_dir() else None

@@ -1,0 +1,114 @@
+"""samo export: every kind of folder in, every format out."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+import samo
+from samo.cli.main import main
+from samo.integrations.export import Format
+from samo.integrations.model_folders import open_masks, open_model
+from tests.integrations.cases import load, logits, names, pruned, trained
+from tests.train.helpers import finished, run
+
+__all__ = ["finished", "run"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_a_folder_goes_through_all_formats_and_back(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, masks = pruned("Llama")
+    samo.export(model, here / "model", masks=masks)
+    (here / "model" / "tokenizer.json").write_text("{}")
+    (here / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    for first in get_args(Format):
+        assert main(["export", "model", "--format", first]) == 0
+        shown = capsys.readouterr().out
+        assert f"written to model-{first}" in shown
+        assert "sparsity   90 % of 14 tensors" in shown
+        for second in get_args(Format):
+            out = f"{first}-{second}"
+            assert main(["export", f"model-{first}", "--format", second, "--out", out]) == 0
+            again = open_model(out)
+            assert torch.equal(logits(again), logits(model))
+            assert open_masks(out, again) == masks
+            assert names(here / out) >= {"tokenizer.json", "chat_template.jinja"}
+    assert main(["export", "model", "--dtype", "bf16", "--out", "narrow"]) == 0
+    assert load(here / "narrow").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("format", get_args(Format))
+def test_a_run_of_finetune_is_exported(format: Format, here: Path) -> None:
+    model = trained("Qwen2")
+    model.config.save_pretrained("run/hugging-face")
+    Path("run/hugging-face/tokenizer.json").write_text("{}")
+    Path("run/run.json").write_text("{}")
+    samo.save("run/checkpoints/last", model)
+    assert main(["export", "run", "--format", format]) == 0
+    again = open_model(f"run-{format}")
+    assert torch.equal(logits(again), logits(model))
+    assert again.dtype == torch.bfloat16  # in which the run computes
+    assert open_masks(f"run-{format}", again) == samo.masks(model)
+    assert "tokenizer.json" in names(here / f"run-{format}")
+
+
+def test_a_run_of_train_becomes_a_gpt2(run: Path, here: Path) -> None:
+    from transformers import AutoTokenizer
+
+    gpt = open_model(run)
+    tokens = torch.arange(32)[None] * 7 % 256
+    for format in get_args(Format):
+        assert main(["export", str(run), "--format", format]) == 0
+        again = open_model(f"run-{format}").eval()
+        with torch.no_grad():
+            assert torch.equal(again(tokens).logits, gpt(tokens))
+        assert open_masks(f"run-{format}", again).kept == open_masks(run, gpt).kept
+    assert json.loads((here / "run-dense" / "config.json").read_text())["model_type"] == "gpt2"
+    tokenizer = AutoTokenizer.from_pretrained(here / "run-dense")
+    text = "Füchse\n\tjump  <|endoftext|> 狐"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert main(["export", str(run / "checkpoints" / "best"), "--out", "best"]) == 0
+
+
+def test_a_dense_run_is_exported(run: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpt = open_model(run)
+    extra = samo.load(run / "checkpoints" / "last", gpt)
+    shutil.rmtree(run / "checkpoints")
+    samo.save(run / "checkpoints" / "last", gpt, extra={"model": extra["model"]})
+    assert main(["export", str(run), "--out", "dense"]) == 0
+    assert "sparsity" not in capsys.readouterr().out
+    with torch.no_grad():
+        tokens = torch.arange(32)[None]
+        assert torch.equal(load(here / "dense")(tokens).logits, gpt(tokens))
+
+
+def test_what_cannot_be_exported_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.integrations.cases import causal_lm
+
+    samo.export(causal_lm("Llama"), "model")
+    for typed, code, message in (
+        ("export nothing", 1, "'nothing' does not exist; name a checkpoint, a run folder"),
+        ("export model --out model", 1, "'model' exists; choose another folder, or remove it"),
+        (
+            "export model --format compressed",
+            2,
+            "cannot be written as compressed: the model is not pruned: the sparsest of 15 tensors "
+            "has 0.0% zeros, less than 5.0%; prune it with: samo prune model",
+        ),
+    ):
+        assert main(typed.split()) == code
+        assert message in capsys.readouterr().err
+    assert names(here) == {"model"}

@@ -1,0 +1,273 @@
+"""Compressed folders from strangers: what does not fit is refused before it takes memory."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import samo
+from samo.core.modules import BITMAP
+from samo.errors import CheckpointError, MaskError
+from samo.integrations.model_folders import open_compressed, open_masks, open_model
+from tests.integrations.cases import load, pruned
+
+NAME: Final = "model.layers.0.mlp.up_proj.weight"
+MODULE: Final = NAME.removesuffix(".weight")
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    model, masks = pruned("Llama")
+    return samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
+
+
+@pytest.fixture
+def bitmask(tmp_path: Path) -> Path:
+    model, masks = pruned("Llama", intermediate_size=60)  # rows that end within a byte
+    return samo.export(model, tmp_path / "llama", format="bitmask", masks=masks)
+
+
+def change(folder: Path, edit: Callable[[State], Any]) -> None:
+    state = load_file(folder / "model.safetensors")
+    edit(state)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def flip(state: State, place: int) -> None:
+    state[NAME + BITMAP][place] ^= 128
+
+
+HOSTILE: Final[dict[str, tuple[Callable[[State], Any], str]]] = {
+    "values cut": (
+        lambda s: s.update({NAME: s[NAME][:-1]}),
+        r"weight' has shape \(204,\) in the file, \(205,\) in the model",
+    ),
+    "values dense": (lambda s: s.update({NAME: torch.zeros(64, 32)}), r"has shape \(64, 32\)"),
+    "values of integers": (lambda s: s.update({NAME: s[NAME].long()}), "is I64 in the file"),
+    "a flipped bit": (lambda s: flip(s, 0), "its bits do not match their fingerprint"),
+    "another fingerprint": (lambda s: flip(s, -1), "its bits do not match their fingerprint"),
+    "a short bitmap": (
+        lambda s: s.update({NAME + BITMAP: s[NAME + BITMAP][:40]}),
+        "up_proj.weight' does not fit the model: a mask of 2,048 weights needs 64 int32 words",
+    ),
+    "an empty bitmap": (
+        lambda s: s.update({NAME + BITMAP: torch.empty(0, dtype=torch.uint8)}),
+        "does not fit the model",
+    ),
+    "a bitmap of floats": (
+        lambda s: s.update({NAME + BITMAP: s[NAME + BITMAP].float()}),
+        r"_bitmap' is F32 \(288,\), not a list of bytes",
+    ),
+    "a bitmap of nothing": (
+        lambda s: s.update({"x.weight" + BITMAP: s[NAME + BITMAP].clone()}),
+        r"'x.weight_bitmap' is of no weight",
+    ),
+    "no bitmap": (lambda s: s.pop(NAME + BITMAP), r"has shape \(205,\) in the file, \(64, 32\)"),
+    "no bitmaps": (
+        lambda s: [s.pop(name) for name in list(s) if name.endswith(BITMAP)],
+        "has no bitmaps, so it is not compressed; remove quantization_config",
+    ),
+    "no values": (lambda s: s.pop(NAME), "is not complete: 'model.layers.0.mlp.up_proj.weight' is"),
+    "an embedding too large": (
+        lambda s: s.update({"model.embed_tokens.weight": torch.zeros(65, 32)}),
+        r"embed_tokens.weight' has shape \(65, 32\) in the file, \(64, 32\) in the model",
+    ),
+    "a tensor too many": (
+        lambda s: s.update({"model.layers.7.x": torch.zeros(1)}),
+        "the model has no 'model.layers.7.x'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_a_kernel_indexes_by_is_checked(case: str, compressed: Path) -> None:
+    edit, message = HOSTILE[case]
+    change(compressed, edit)
+    for act in (load, open_model, open_compressed):
+        with pytest.raises((CheckpointError, MaskError), match=message):
+            act(compressed)
+
+
+def test_bits_past_the_end_of_a_mask_are_refused(tmp_path: Path) -> None:
+    model, masks = pruned("Llama", intermediate_size=33)  # 1,056 weights, not a multiple of 64
+    folder = samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
+    change(folder, lambda state: flip(state, -33))
+    with pytest.raises(MaskError, match="has bits set past its last weight"):
+        load(folder)
+
+
+def test_masks_of_another_model_are_refused(compressed: Path) -> None:
+    model, _ = pruned("Llama", intermediate_size=128)
+    with pytest.raises(MaskError, match="does not fit the model"):
+        open_masks(compressed, model)
+    state = load_file(compressed / "model.safetensors")
+    again = load(compressed)
+    with pytest.raises(MaskError, match=f"the bitmap of '{NAME}' is not that of its mask"):
+        again.model.layers[0].mlp.up_proj.weight_bitmap = state[NAME + BITMAP].flip(0)
+
+
+SIZES: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "layers": ({"num_hidden_layers": 10**9}, "1,000,000,000 layers, and its files have 35 tensors"),
+    "one more layer": ({"num_hidden_layers": 3}, "is not complete"),
+    "width": ({"intermediate_size": 10**9}, "does not fit|is not complete"),
+    "vocabulary": ({"vocab_size": 10**12}, "does not fit|is not complete"),
+    "more than memory has": ({"vocab_size": 2**62}, "cannot be read|is not complete"),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("format", ["dense", "compressed", "bitmask"])
+def test_sizes_are_compared_with_the_files(case: str, format: Any, tmp_path: Path) -> None:
+    model, masks = pruned("Llama")
+    folder = samo.export(model, tmp_path / "llama", format=format, masks=masks)
+    sizes, message = SIZES[case]
+    configure(folder, **sizes)
+    message = message.replace("35 tensors", r"\d+ tensors")
+    with pytest.raises((CheckpointError, MaskError), match=message):
+        open_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "samo", "version": 2}, "compressed in version 2, this samo reads ver"),
+        ({"quant_method": "samo", "version": True}, "compressed in version True"),
+        ({"quant_method": "samo", "weights": "both"}, "weights must be 'resident', 'streamed'"),
+        ({"quant_method": "samo", "weights": -1}, "weights must be .* got -1"),
+        ({"quant_method": "samo", "masks": "x"}, "masks of a quantization_config cannot come"),
+        ({"quant_method": "samo", "code": "x"}, "a quantization_config of samo has no setting 'c"),
+    ],
+)
+def test_a_hostile_quantization_config_is_refused(
+    settings: dict[str, Any], message: str, compressed: Path
+) -> None:
+    configure(compressed, quantization_config=settings)
+    with pytest.raises(ValueError, match=message):
+        load(compressed)
+    if settings.get("weights") is None:  # which open_compressed sets
+        with pytest.raises(CheckpointError, match=message):
+            open_compressed(compressed)
+
+
+@pytest.mark.parametrize("settings", [3, "samo", [], {}, {"quant_method": ["samo"]}])
+def test_a_quantization_config_names_its_method(settings: Any, compressed: Path) -> None:
+    configure(compressed, quantization_config=settings)
+    for act in (open_model, open_compressed, lambda folder: open_masks(folder, None)):  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match="quantization_config does not name a quant_meth"):
+            act(compressed)
+
+
+def test_a_config_of_samo_is_for_compressed_folders(tmp_path: Path) -> None:
+    from samo.integrations.quantizer import SamoConfig
+
+    model, masks = pruned("Llama")
+    folder = samo.export(model, tmp_path / "llama", masks=masks)
+    with pytest.raises(ValueError, match="samo does require the model to be pre-quantized"):
+        load(folder, quantization_config=SamoConfig())
+
+
+def header(name: str, dtype: str, shape: list[int], offsets: list[int], size: int = 8) -> bytes:
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    other = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    text = json.dumps({name: entry, "other": other}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(size)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        header("a", "F32", [2**40], [4, 8]),
+        header("a", "F32", [1], [0, 4]),
+        header("a", "F32", [1], [4, 2**62]),
+        header("a", "F32", [2**62, 2**62], [4, 8]),
+        header("a", "F32", [-1], [4, 8]),
+        header("a", "X7", [1], [4, 8]),
+        b"\xff" * 64,
+        b"",
+    ],
+    ids=["size", "overlap", "offset", "overflow", "negative", "dtype", "noise", "empty"],
+)
+def test_a_hostile_header_is_refused(data: bytes, compressed: Path) -> None:
+    (compressed / "model.safetensors").write_bytes(data)
+    for act in (open_model, open_compressed):
+        with pytest.raises(CheckpointError, match=r"model.safetensors' cannot be read: "):
+            act(compressed)
+
+
+BITMASKS: Final[dict[str, tuple[Callable[[State], Any], str]]] = {
+    "no values": (lambda s: s.pop(f"{MODULE}.compressed"), "has a .bitmask and no .compressed"),
+    "no shape": (lambda s: s.pop(f"{MODULE}.shape"), "has a .bitmask and no .shape"),
+    "values cut": (
+        lambda s: s.update({f"{MODULE}.compressed": s[f"{MODULE}.compressed"][1:]}),
+        r"has values of F32 \(\d+,\), and its bitmask keeps \d+",
+    ),
+    "values of integers": (
+        lambda s: s.update({f"{MODULE}.compressed": s[f"{MODULE}.compressed"].long()}),
+        "has values of I64",
+    ),
+    "a huge shape": (
+        lambda s: s.update({f"{MODULE}.shape": torch.tensor([2**40, 2**40])}),
+        r"has a .bitmask of U8 \(60, 4\) for a shape of \[1099511627776, ",
+    ),
+    "a negative shape": (
+        lambda s: s.update({f"{MODULE}.shape": torch.tensor([60, -1])}),
+        "for a shape of",
+    ),
+    "a shape of floats": (
+        lambda s: s.update({f"{MODULE}.shape": torch.tensor([60.0, 32.0])}),
+        "has a .shape of F32",
+    ),
+    "a scalar": (
+        lambda s: s.update({f"{MODULE}.bitmask": torch.tensor(1, dtype=torch.uint8)}),
+        "has a .shape of I64",
+    ),
+    "another shape": (
+        lambda s: s.update({f"{MODULE}.shape": torch.tensor([60, 31])}),
+        "has bits set past the end of a row|its bitmask keeps",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BITMASKS)
+def test_a_bitmask_folder_is_checked(case: str, bitmask: Path) -> None:
+    edit, message = BITMASKS[case]
+    change(bitmask, edit)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(bitmask)
+
+
+def test_bits_past_the_end_of_a_row_are_refused(bitmask: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.bitmask"  # rows of 60
+
+    def edit(state: State) -> None:
+        state[name][3, -1] |= 128
+
+    change(bitmask, edit)
+    with pytest.raises(CheckpointError, match="has bits set past the end of a row"):
+        open_model(bitmask)
+
+
+def test_other_layouts_of_compressed_tensors_are_refused(bitmask: Path) -> None:
+    cases: tuple[dict[str, Any], ...] = (
+        {"config_groups": {"group_0": {}}},
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        {"sparsity_config": 3},
+    )
+    for settings in cases:
+        method = {"quant_method": "compressed-tensors", **settings}
+        configure(bitmask, quantization_config=method)
+        with pytest.raises(
+            CheckpointError, match=r"is quantized by compressed-tensors .*samo reads"
+        ):
+            open_model(bitmask)
