@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from samo.data import examples as examples_module
 from samo.data.batches import IGNORE, Batch, Batches, validation_batches
 from samo.data.examples import END, Examples, open_examples
 from samo.data.packing import pack
@@ -246,23 +247,48 @@ def test_files_are_encoded_once_and_again_if_the_cache_is_damaged(
     assert "is damaged, and is encoded again" in caplog.text
 
 
-def test_long_examples_are_cut_and_those_without_targets_left_out_with_a_count(
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=9), st.integers(1, 20))
+def test_a_long_document_becomes_parts_without_a_loss(sizes: list[int], context: int) -> None:
+    sizes = [size + 1 for size in sizes]
+    numbers = iter(range(sum(sizes)))
+    documents = [[next(numbers) for _ in range(size)] for size in sizes]
+    array = np.array([token for document in documents for token in (*document, END)], np.int32)
+    spans_N4, num_cut = examples_module._spans(array, 0, context)
+    assert num_cut == 0
+    examples = Examples([array], spans_N4, sum(sizes), is_packed=False)
+    batch = next(Batches(examples, context=context, batch_size=len(examples), seed=0))
+    targets = batch.targets_BT[batch.targets_BT != IGNORE].tolist()
+    assert sorted(targets) == [token for document in documents for token in document[1:]]
+    assert batch.num_tokens == len(targets)
+    train, valid = examples.split(0.4)
+    owners = [
+        {next(n for n, document in enumerate(documents) if array[start] in document)}
+        for part in (train, valid)
+        for start in part.spans_N4[:, 1]
+    ]
+    held = [set().union(*owners[: len(train)]), set().union(*owners[len(train) :])]
+    assert not held[0] & held[1], "a document is not torn apart"
+    assert held[0] | held[1] == set(range(len(sizes)))
+
+
+def test_long_completions_are_cut_and_those_without_targets_left_out_with_a_count(
     tmp_path: Path, tokenizer: ModelTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompt = {"prompt": "question " * 9, "completion": "or"}
-    path = write_rows(
-        tmp_path / "a.jsonl", {"text": "be " * 30}, {"text": "be"}, prompt, {"text": "question"}
-    )
-    examples = open_examples([path], tokenizer=tokenizer, context=8, cache=tmp_path / "cache")
-    assert (examples.spans_N4[:, 2] - examples.spans_N4[:, 1]).max() == 9
-    assert len(examples) == 3
-    assert examples.spans_N4[0, 3] == 8
+    long = {"prompt": "be", "completion": " be" * 30}
+    unlearned = {"prompt": "question " * 9, "completion": "or"}
+    path = write_rows(tmp_path / "a.jsonl", long, {"text": "be"}, unlearned, {"text": "be " * 30})
+    options: dict[str, Any] = {"tokenizer": tokenizer, "context": 8, "cache": tmp_path / "cache"}
+    examples = open_examples([path], **options)
+    size = len(tokenizer.encode("be " * 30)) + 1
+    parts = [min(8, size - start) for start in range(0, size, 8)]
+    assert examples.spans_N4[:, 3].tolist() == [7, 2, *parts]
     assert "2 of 4 examples have more than the 9 tokens of a sequence, and are cut" in caplog.text
     assert "1 of 4 examples in '" in caplog.text
-    write_rows(path, prompt, prompt)
+    write_rows(path, unlearned, unlearned)
     message = "none of the 2 examples in '.*a.jsonl' has a token to learn; a completion must"
     with pytest.raises(DataError, match=message):
-        open_examples([path], tokenizer=tokenizer, context=8, cache=tmp_path / "cache")
+        open_examples([path], **options)
 
 
 def test_a_token_that_the_model_does_not_know_is_refused(

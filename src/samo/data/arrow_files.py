@@ -5,7 +5,7 @@ format. They may come from strangers: of a folder, only files in it are read, an
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -20,17 +20,18 @@ _MAX_STATE_BYTES: Final = 2**24
 _ROWS_AT_ONCE: Final = 64
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a parquet file, numbered from 1."""
-    _arrow(path)
+def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a parquet file, numbered from 1; of its columns these, or else all."""
+    _check_arrow(path)
     from pyarrow.parquet import ParquetFile
 
     with _naming(path), ParquetFile(path) as file:
-        yield from enumerate(_rows(file.iter_batches(_ROWS_AT_ONCE)), 1)
+        chosen = [name for name in file.schema_arrow.names if name in columns] or None
+        yield from enumerate(_rows(file.iter_batches(_ROWS_AT_ONCE, columns=chosen)), 1)
 
 
-def folder_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a folder written by ``save_to_disk``, numbered from 1."""
+def check_folder(path: Path) -> None:
+    """Raise DataError unless ``save_to_disk`` of a ``Dataset`` wrote the folder."""
     if (path / "dataset_dict.json").is_file():
         parts = sorted(each.parent.name for each in path.glob(f"*/{_STATE}")) or ["train"]
         raise DataError(
@@ -41,7 +42,12 @@ def folder_rows(path: Path) -> Iterator[tuple[int, Any]]:
             f"data folder '{path}' has no {_STATE}; pass files, such as {path}/*.jsonl, or a "
             "folder written by datasets.Dataset.save_to_disk"
         )
-    _arrow(path)
+
+
+def folder_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a folder as `parquet_rows` does."""
+    check_folder(path)
+    _check_arrow(path)
     try:
         state = untrusted.parse_json(untrusted.read_file(path / _STATE, _MAX_STATE_BYTES))
         names = [each["filename"] for each in state["_data_files"]]
@@ -53,16 +59,18 @@ def folder_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(
             f"data folder '{path}': its {_STATE} cannot be used ({error}); save the dataset again"
         ) from None
-    yield from enumerate((row for name in names for row in _stream_rows(path / name)), 1)
+    yield from enumerate((row for name in names for row in _stream_rows(path / name, columns)), 1)
 
 
-def _stream_rows(path: Path) -> Iterator[Any]:
+def _stream_rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     import pyarrow
 
     def batches() -> Iterator[Any]:
         with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
             for batch in stream:
                 batch.validate(full=True)  # or a damaged file could make it read beyond the end
+                chosen = [name for name in batch.schema.names if name in columns]
+                batch = batch.select(chosen) if chosen else batch
                 for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                     yield batch.slice(start, _ROWS_AT_ONCE)
 
@@ -74,7 +82,7 @@ def _rows(batches: Iterable[Any]) -> Iterator[Any]:
     return (row for batch in batches for row in batch.to_pylist())
 
 
-def _arrow(path: Path) -> None:
+def _check_arrow(path: Path) -> None:
     """Raise DataError if pyarrow is missing, or so old that it unpickles what files name."""
     try:
         import pyarrow

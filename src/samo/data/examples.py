@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from samo.data import files
 from samo.data.packing import pack
-from samo.data.rows import Example, read_examples
+from samo.data.rows import Example, check_readable, read_examples
 from samo.data.tokenizers import Tokenizer
 from samo.data.tokens import Tokens
 from samo.errors import DataError
@@ -52,7 +52,7 @@ class ExampleTokenizer(Tokenizer, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples in memory-mapped files.
+    """Examples in memory-mapped files; of a document longer than a row, its parts.
 
     Example:
         >>> array = np.array([~5, 7, 1, END, ~5, ~6, 8, 1, END], dtype=np.int32)
@@ -92,19 +92,19 @@ class Examples:
 
     def split(self, valid_fraction: float) -> tuple["Examples", "Examples"]:
         """Split off a fraction of the examples for validation, at least one, drawn at random."""
-        num_valid = max(round(len(self) * valid_fraction), 1)
-        if num_valid >= len(self):
+        whole = _numbers(self.spans_N4)  # the parts of a document stay together
+        count = int(whole[-1]) + 1
+        num_valid = max(round(count * valid_fraction), 1)
+        if num_valid >= count:
             raise DataError(
-                f"{len(self):,} examples are too few to hold back {num_valid:,} for validation "
+                f"{count:,} examples are too few to hold back {num_valid:,} for validation "
                 "and train on the others; use more examples, or --valid FILE"
             )
         # The same examples whatever the seed of a run, so that the losses of runs compare.
-        order = np.random.default_rng(0).permutation(len(self))
-        valid, train = np.sort(order[:num_valid]), np.sort(order[num_valid:])
-        return (
-            replace(self, spans_N4=self.spans_N4[train], _rows={}),
-            replace(self, spans_N4=self.spans_N4[valid], _rows={}),
-        )
+        is_valid = np.zeros(count, dtype=bool)
+        is_valid[np.random.default_rng(0).permutation(count)[:num_valid]] = True
+        train, valid = (self.spans_N4[is_valid[whole] == held] for held in (False, True))
+        return replace(self, spans_N4=train, _rows={}), replace(self, spans_N4=valid, _rows={})
 
     def rows(self, context: int, seed: int) -> Rows:
         """Return the examples of rows with ``context`` tokens to read, as `pack` does."""
@@ -131,8 +131,8 @@ def open_examples(
 ) -> Examples:
     """Open files of examples, and encode into ``cache`` those that it does not have.
 
-    An example longer than a row of ``context`` tokens to read is cut, and one without anything to
-    learn left out; both are counted in a warning.
+    A document longer than a row of ``context`` tokens to read becomes several examples, without a
+    loss. Any other is cut, and one without anything to learn left out; a warning counts both.
 
     Args:
         paths: Files of JSON lines, parquet files, folders written by ``Dataset.save_to_disk``.
@@ -144,29 +144,29 @@ def open_examples(
     """
     given = [Path(path) for path in paths]
     for path in given:
-        if not path.is_dir():
-            files.check_readable(path)
+        check_readable(path)
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     segments, spans, num_cut = [], [], 0
     for number, path in enumerate(given):
         segment = files.cached(path, tokenizer, "<i4", _encoded(path, tokenizer), cache)
         _check_tokens(path, segment, tokenizer, limit)
-        found, ends = _spans(segment, number, context)
+        found, cut = _spans(segment, number, context)
         segments.append(segment)
         spans.append(found)
-        num_cut += int(np.count_nonzero(found[:, 2] < ends))
+        num_cut += cut
     spans_N4 = np.concatenate(spans)
+    count = int(_numbers(spans_N4)[-1]) + 1
     if num_cut:
         _log.warning(
             "%s of %s examples have more than the %s tokens of a sequence, and are cut; a larger "
             "--context keeps them whole",
-            *(f"{count:,}" for count in (num_cut, len(spans_N4), context + 1)),
+            *(f"{value:,}" for value in (num_cut, count, context + 1)),
         )
     is_learned = spans_N4[:, 3] > 0
     names = ", ".join(f"'{path}'" for path in given)
     if not is_learned.any():
         raise DataError(
-            f"none of the {len(spans_N4):,} examples in {names} has a token to learn; a completion "
+            f"none of the {count:,} examples in {names} has a token to learn; a completion "
             "must not be empty, a conversation needs a message of the assistant, and both must "
             f"start within the first {context + 1:,} tokens (--context)"
         )
@@ -174,7 +174,7 @@ def open_examples(
         _log.warning(
             "%s of %s examples in %s have no token to learn, and are left out",
             f"{np.count_nonzero(~is_learned):,}",
-            f"{len(spans_N4):,}",
+            f"{count:,}",
             names,
         )
     return Examples(segments, spans_N4[is_learned], limit, is_packed)
@@ -218,10 +218,16 @@ def _check_tokens(
         )
 
 
-def _spans(
-    segment: NDArray[np.int32], number: int, context: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the spans of a segment's examples, cut to fit in a row, and their ends before that."""
+def _numbers(spans_N4: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number examples from 0, the parts of a document alike."""
+    owners, starts, stops, _ = spans_N4.T
+    # A part begins with the last token of the part before.
+    is_part = (owners[1:] == owners[:-1]) & (starts[1:] == stops[:-1] - 1)
+    return np.concatenate([[0], np.cumsum(~is_part)])
+
+
+def _spans(segment: NDArray[np.int32], number: int, context: int) -> tuple[NDArray[np.int64], int]:
+    """Return the spans of a segment's examples, none longer than a row, and how many were cut."""
     ends = np.concatenate(
         [
             np.flatnonzero(segment[start : start + _TOKENS_AT_ONCE] == END) + start
@@ -230,12 +236,21 @@ def _spans(
     )
     starts = np.concatenate([[0], ends[:-1] + 1])
     stops = np.minimum(ends, starts + context + 1)
-    firsts = np.minimum(starts + 1, stops)  # nothing stands before a first token to predict it
-    counts = np.empty_like(ends)
+    firsts = np.minimum(starts + 1, stops)  # nothing stands before the first token to predict it
+    targets, all_targets = np.empty_like(ends), np.empty_like(ends)
     for some in range(0, len(ends), _EXAMPLES_AT_ONCE):
         part = slice(some, some + _EXAMPLES_AT_ONCE)
         base = starts[some]
         before = np.concatenate([[0], np.cumsum(segment[base : ends[part][-1]] >= 0)])
-        counts[part] = before[stops[part] - base] - before[firsts[part] - base]
-    owners = np.full_like(ends, number)
-    return np.stack([owners, starts, stops, counts], axis=1), ends
+        targets[part] = before[stops[part] - base] - before[firsts[part] - base]
+        all_targets[part] = before[ends[part] - base] - before[firsts[part] - base]
+    sizes = ends - starts - 1
+    is_document = all_targets == sizes  # every token is learned: any part is as good as the first
+    num_parts = np.where(is_document, np.maximum(-(-sizes // context), 1), 1)
+    whole = np.repeat(np.arange(len(ends)), num_parts)
+    numbers = np.arange(len(whole)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    starts_N = starts[whole] + numbers * context
+    stops_N = np.minimum(ends[whole], starts_N + context + 1)
+    targets_N = np.where(is_document[whole], stops_N - starts_N - 1, targets[whole])
+    spans_N4 = np.stack([np.full_like(starts_N, number), starts_N, stops_N, targets_N], axis=1)
+    return spans_N4, int(np.count_nonzero((stops < ends) & ~is_document))

@@ -111,7 +111,7 @@ def cached(
     """
     source = path.resolve()
     within = sorted(source.iterdir()) if source.is_dir() else [source]
-    stats = [(str(each), each.stat()) for each in within]
+    stats = [(each.name, each.lstat()) for each in within]
     versions = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     facts = (str(source), versions, tokenizer.fingerprint, dtype)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()

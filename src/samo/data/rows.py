@@ -8,20 +8,19 @@ A row with several of these is what stands lowest here; other columns are ignore
 file and the line.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from samo.data import arrow_files, files
+from samo.data import arrow_files, files, json_lines
 from samo.errors import DataError
-from samo.utils import untrusted
 
 __all__ = ["Chat", "Completion", "Example", "Text", "is_example_file", "read_examples"]
 
+COLUMNS: Final = ("text", "prompt", "completion", "messages", "tools")
+
 _JSON_SUFFIXES: Final = (".jsonl", ".ndjson", ".json")
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-_MAX_LINE_BYTES: Final = 2**26
 _ACCEPTED: Final = "'text', 'prompt' and 'completion', or 'messages'"
 
 
@@ -69,16 +68,24 @@ def is_example_file(path: Path) -> bool:
     return path.is_dir() or path.suffix in (*_JSON_SUFFIXES, ".parquet")
 
 
-def read_examples(path: Path) -> Iterator[tuple[str, Example]]:
-    """Yield the examples of a file, each with its place for messages."""
+def check_readable(path: Path) -> None:
+    """Raise DataError unless there is a file with content, or a folder of a dataset."""
     if path.is_dir():
-        rows, unit = arrow_files.folder_rows(path), "row"
+        arrow_files.check_folder(path)
     else:
         files.check_readable(path)
-        if path.suffix == ".parquet":
-            rows, unit = arrow_files.parquet_rows(path), "row"
-        else:
-            rows, unit = _json_rows(path), "line"
+
+
+def read_examples(path: Path) -> Iterator[tuple[str, Example]]:
+    """Yield the examples of a file, each with its place for messages."""
+    check_readable(path)
+    unit = "row"
+    if path.is_dir():
+        rows = arrow_files.folder_rows(path, COLUMNS)
+    elif path.suffix == ".parquet":
+        rows = arrow_files.parquet_rows(path, COLUMNS)
+    else:
+        rows, unit = json_lines.json_rows(path), "line"
     is_empty = True
     for number, row in rows:
         is_empty = False
@@ -91,13 +98,14 @@ def read_examples(path: Path) -> Iterator[tuple[str, Example]]:
         raise DataError(f"data file '{path}' has no examples; a row has {_ACCEPTED}")
 
 
-# Rows
-
-
 def _example(row: object) -> Example:
     """Return what a row holds; ValueError if it is nothing known."""
     if not isinstance(row, dict):
-        raise ValueError(f"it is {_kind(row)}, not an object; a row has {_ACCEPTED}")
+        # A whole file of JSON may be one list of rows.
+        hint = (
+            "write each on a line of its own: jq -c '.[]' FILE; " if isinstance(row, list) else ""
+        )
+        raise ValueError(f"it is {_kind(row)}, not an object; {hint}a row has {_ACCEPTED}")
     # A column of parquet may be null in the rows that lack it.
     known = {key: value for key, value in row.items() if value is not None}
     if "messages" in known:
@@ -155,41 +163,6 @@ def _string(row: Mapping[str, Any], key: str) -> str:
 
 
 def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a bool"}
-    return "missing" if value is None else names.get(type(value), "a number")
-
-
-# Files
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a file with one JSON object a line. Blank lines count, and are skipped."""
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE_BYTES + 1):
-            number += 1
-            place = f"data file '{path}', line {number:,}"
-            if len(line) > _MAX_LINE_BYTES:
-                raise DataError(
-                    f"{place} has more than {_MAX_LINE_BYTES:,} bytes; put each example on a line "
-                    "of its own, and long text into a .txt file"
-                )
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # Windows' editors mark UTF-8 so
-            if not line.strip():
-                continue
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{place} is not UTF-8: its byte {error.start:,} is "
-                    f"0x{line[error.start]:02x}; convert the file (iconv -t utf-8)"
-                ) from None
-            try:
-                row = untrusted.parse_json(line)
-            except ValueError as error:
-                hint = "; each line must be one JSON object"
-                if number == 1 and re.match(rb"\s*\[\s*(\{|$)", line):
-                    hint = f"; of a JSON array make lines: jq -c '.[]' {path.name}"
-                raise DataError(f"{place} is not JSON: {error}{hint}") from None
-            yield number, row
+    names = {dict: "an object", list: "a list", str: "a string", int: "a number"}
+    names |= {type(None): "missing", float: "a number"}
+    return names.get(type(value), f"of type {type(value).__name__}")
