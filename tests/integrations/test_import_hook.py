@@ -59,6 +59,18 @@ def test_samo_registers_at_once_if_transformers_is_there(tmp_path: Path) -> None
     assert python(code, tmp_path) == ["registered run"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["samo.integrations.quantizer", "transformers.modeling_utils"])
+def test_the_quantizer_is_registered_whatever_is_imported_first(module: str) -> None:
+    code = (
+        f"import samo, {module}\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
+        "print(AUTO_QUANTIZER_MAPPING['samo'].__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "SamoQuantizer\n"
+
+
 def test_a_module_that_is_still_being_imported_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,10 +6,12 @@ that module has run, samo adds itself to it. A process that never imports transf
 comparison of names per import.
 """
 
+import contextlib
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:  # each of these takes longer to import than all of samo
+if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
@@ -37,7 +39,7 @@ class _Finder:
         if fullname != _WAITED_FOR:
             return None
         sys.meta_path.remove(self)
-        from importlib.util import find_spec
+        from importlib.util import find_spec  # takes longer to import than all of samo
 
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
@@ -52,8 +54,6 @@ class _Finder:
 
 
 def _register() -> None:
-    try:
-        from samo.integrations.quantizer import register
-    except ImportError:  # a transformers older or newer than samo knows must still import
-        return
-    register()
+    # Whoever imported the module itself first has it half imported here; it registers at its end.
+    with contextlib.suppress(ImportError):  # a transformers that samo does not know must import
+        importlib.import_module("samo.integrations.quantizer")

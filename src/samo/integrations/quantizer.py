@@ -9,7 +9,7 @@ a model without memory compressed ones, by the bitmaps of the files, before tran
 So no dense model is ever there, unless the weights are to be resident. A loaded model is like one
 that `samo.compress_` made, and nothing of the quantizer is left on it.
 
-Imported by samo.integrations.import_hook, after transformers.
+Importing this module registers it; samo.integrations.import_hook does so after transformers.
 """
 
 import os
@@ -235,9 +235,6 @@ class CompressedPreTrainedModel:
             vars(self).pop("_dtype_of_files", None)
 
 
-def register() -> None:
-    """Make transformers know compressed folders, and compressed models know transformers."""
-    MIXINS[PreTrainedModel] = CompressedPreTrainedModel
-    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
-        auto.register_quantization_config(METHOD)(SamoConfig)
-        auto.register_quantizer(METHOD)(SamoQuantizer)
+MIXINS[PreTrainedModel] = CompressedPreTrainedModel
+auto.register_quantization_config(METHOD)(SamoConfig)
+auto.register_quantizer(METHOD)(SamoQuantizer)
