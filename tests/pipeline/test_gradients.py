@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import samo
+from samo.pipeline.gradients import average_gradients
 from samo.pipeline.microbatch import zero_loss
 from tests.pipeline.cases import compress, next_token_loss, tiny_gpt, tokens
 from tests.ranks import run_ranks
@@ -312,6 +313,27 @@ def test_replicas_may_lack_gradients(stages, is_odd) -> None:
                 assert found is None, name
             else:
                 torch.testing.assert_close(found, param.grad.to_dense(), msg=name)
+
+
+def test_small_gradients_of_a_type_are_reduced_together_and_large_ones_alone() -> None:
+    types = [torch.float32] * 40 + [torch.bfloat16] * 3 + [torch.complex64]
+    shapes = [(2**18 + 1,) if number == 7 else (number, 3) for number in range(len(types))]
+    params = [nn.Parameter(torch.zeros(shape, dtype=d)) for shape, d in zip(shapes, types)]
+    for param in params:
+        param.grad = torch.randn(param.shape, dtype=param.dtype)
+    wanted, waits = [param.grad.clone() for param in params], []
+
+    def wait(work: dist.Work) -> None:
+        waits.append(work.wait())
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        average_gradients(params, dist.group.WORLD, wait)
+    finally:
+        dist.destroy_process_group()
+    # Who has which; float32 before, at and after the large one; the other two types.
+    assert len(waits) == 1 + 3 + 2
+    assert all(torch.equal(param.grad, one) for param, one in zip(params, wanted))
 
 
 def test_replicas_with_other_masks_are_refused(stages) -> None:

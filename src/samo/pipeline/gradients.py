@@ -2,13 +2,18 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _take_tensors
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 __all__ = ["average_gradients", "partial_norm", "sync_found_inf"]
 
+_BUCKET_BYTES: Final = 2**20
+"""Small gradients of one all-reduce; larger ones go alone, since gloo copies what it bundles."""
 
 Wait = Callable[[dist.Work], object]
 """Waits for a collective: on the host or, with NCCL, in the current stream."""
@@ -32,7 +37,12 @@ def average_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup, 
         # Embeddings may have sparse gradients, of other rows on each replica.
         param.grad = param.grad.to_dense().contiguous()
         grads.append(param.grad)
-    works = [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]
+    works: list[dist.Work] = []
+    for bucket in _take_tensors(grads, _BUCKET_BYTES):
+        with _coalescing_manager(group, async_ops=True) as bundle:
+            for grad in bucket:
+                dist.all_reduce(grad, group=group)
+        works += bundle.works
     for work in works:
         wait(work)
     if grads:
