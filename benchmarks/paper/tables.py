@@ -7,7 +7,15 @@ import numpy as np
 
 from benchmarks.paper.clusters import SCHEMES, answers
 from benchmarks.paper.published import read
-from benchmarks.paper.summit import LIMIT, MODELS, Fit, calibrate
+from benchmarks.paper.summit import (
+    FORMS,
+    LIMIT,
+    MODELS,
+    Fit,
+    calibrate,
+    left_out_errors,
+    select,
+)  # fmt: skip
 
 __all__ = ["TABLES", "compare"]
 
@@ -109,15 +117,26 @@ def limits() -> str:
     return markdown(("limit, GB", "stages, dense", "stages, SAMO", *_SUMMARY), lines)
 
 
-def variants() -> str:
-    """Return the errors of other forms of the model."""
-    names = {
-        "": "**as above**",
-        "paper": "no messages while the pipeline fills (the paper's eq. 6)",
-        "node": "GPUs of one all-reduce share their node's link as one",
-    }
-    lines = [[text, *_summary(calibrate(variant=name))] for name, text in names.items()]
-    return markdown(("form", *_SUMMARY), lines)
+def forms() -> str:
+    """Return the errors of all forms, by the error that chooses one."""
+    lines = []
+    for form in FORMS:
+        fit, left_out = calibrate(form=form), 100 * np.abs(left_out_errors(form))
+        options = [form.extra or "-"]
+        options += ["yes" if option else "no" for option in (form.fill, form.shared)]
+        dense = 100 * np.abs(fit.dense_errors())
+        samo = np.abs([row["samo_error"] for row in compare(fit)])
+        errors = [
+            f"{x:.1f}" for found in (left_out, dense, samo) for x in (found.mean(), found.max())
+        ]
+        if form == select():
+            errors = [f"**{text}**" for text in errors]
+        lines.append([*options[1:], options[0], *errors])
+    lines.sort(key=lambda line: float(line[3].strip("*")))
+    header = (
+        "fill", "node shares", "fifth cost", "left out, mean %", "largest %", "dense, mean %", "largest %", "SAMO, mean %", "largest %",
+    )  # fmt: skip
+    return markdown(header, lines)
 
 
 def breakdown() -> str:
@@ -193,7 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rows": rows,
     "summary": summary,
     "limits": limits,
-    "variants": variants,
+    "forms": forms,
     "breakdown": breakdown,
     "own": own,
     "fewest": fewest,

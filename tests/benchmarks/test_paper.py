@@ -11,7 +11,19 @@ from benchmarks.paper import clusters, published, summit
 from benchmarks.paper.__main__ import with_tables
 from benchmarks.paper.figures import FIGURES
 from benchmarks.paper.published import read, source
-from benchmarks.paper.summit import MODELS, PEAK, SCHEMES, calibrate, layout, schemes
+from benchmarks.paper.summit import (
+    FORMS,
+    MODELS,
+    NODE,
+    PEAK,
+    SCHEMES,
+    Form,
+    calibrate,
+    layout,
+    left_out_errors,
+    schemes,
+    select,
+)
 from benchmarks.paper.tables import compare
 from matplotlib.legend import Legend
 
@@ -55,10 +67,12 @@ def test_the_printed_flops_of_13b_fit_32_layers() -> None:
 
 
 def test_calibration_sees_no_row_of_samo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = calibrate().costs
+    expected, form = calibrate().costs, select()
     for name in ("models", "dense"):
         shutil.copy(FOLDER / "data" / f"{name}.csv", tmp_path)
     monkeypatch.setattr(published, "_DATA", tmp_path)
+    select.cache_clear()
+    assert select() == form
     np.testing.assert_array_equal(calibrate().costs, expected)
     with pytest.raises(FileNotFoundError):
         compare(calibrate())
@@ -75,9 +89,21 @@ def test_predictions_hold_the_bounds_of_the_page() -> None:
     assert len(rows) == 16
     assert len(fit.costs) == 4
     assert (fit.costs > 0).all()
-    assert dense.mean() <= 3
-    assert samo.mean() <= 7
-    assert samo.max() <= 15
+    assert dense.mean() <= 1.5
+    assert samo.mean() <= 8
+    assert sum(samo <= 9) == 12
+    assert sum(samo > 20) == 1
+    assert NODE / fit.costs[3] == pytest.approx(12.5, rel=0.05)  # GB/s of a node, as printed
+
+
+def test_the_form_is_the_best_on_dense_rows_that_it_has_not_seen() -> None:
+    chosen = select()
+    assert chosen in FORMS
+    assert chosen.num_costs == 4
+    best = np.abs(left_out_errors(chosen)).mean()
+    assert all(np.abs(left_out_errors(form)).mean() > best - 1e-3 for form in FORMS)
+    alone = calibrate("XL")
+    assert np.abs(alone.dense_errors("XL")).max() < 0.02
 
 
 def test_parts_follow_the_equations_of_the_paper() -> None:
@@ -91,8 +117,18 @@ def test_parts_follow_the_equations_of_the_paper() -> None:
     alone = summit.parts(model, dense, 512, 1)
     assert not alone["messages"].any()
     assert not alone["bubble"].any()
-    shared = summit.parts(model, dense, 512, 1, "node")
-    assert shared["collective"][3] == pytest.approx(alone["collective"][3] / 6)
+    apart = summit.parts(model, dense, 512, 1, Form(shared=False))
+    assert apart["collective"][3] == pytest.approx(6 * alone["collective"][3])
+    without = summit.parts(model, dense, 512, 8, Form(fill=False))
+    assert not without["bubble"][2]
+    for extra, part, amount in (
+        ("constant", "compress and update", 1),
+        ("latency", "collective", 0.126),
+    ):
+        more = summit.parts(model, dense, 512, 8, Form(extra=extra))  # type: ignore[arg-type]
+        assert more[part][4] == pytest.approx(amount)
+    narrow = summit.parts(model, dense, 512, 8, Form(extra="width"))
+    assert narrow["compute"][4] == pytest.approx(narrow["compute"][0] * 1024 / 2560)
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
