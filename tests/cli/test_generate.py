@@ -14,9 +14,11 @@ import torch
 
 from samo.cli.main import main
 from samo.data.tokenizers import ByteTokenizer
-from samo.integrations.model_folders import open_model
+from samo.integrations.export import write_folder
+from samo.integrations.model_folders import open_masks, open_model
 from samo.models.generate import Sampling, generate, stream
 from samo.models.gpt import GPT, GPTConfig
+from samo.utils.formatting import plain
 from tests.data.trained_tokenizer import VOCAB_SIZE, save_trained_tokenizer
 from tests.integrations.cases import pruned
 
@@ -84,15 +86,23 @@ def test_greedy_text_is_that_of_transformers(
     flags = ["--prompt", "To be", "--greedy", "--max-tokens", "24", "--weights", weights]
     assert main(["generate", str(llama), *flags, "--device", "cpu"]) == 0
     shown = capsys.readouterr()
-    assert shown.out == f"To be{samo_plain(text)}\n"
+    assert shown.out == f"To be{plain(text)}\n"
     assert f"{len(tokens)} tokens, " in shown.err
     assert " tokens/s; prompt read in " in shown.err
 
 
-def samo_plain(text: str) -> str:
-    from samo.utils.formatting import plain
-
-    return plain(text)
+@pytest.mark.parametrize("weights", ["dense", "streamed"])
+def test_a_compressed_folder_writes_the_same_text(
+    llama: Path, tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, text = expected(llama, "To be", 12)
+    model = open_model(llama)
+    masks = open_masks(llama, model)
+    write_folder(model, tmp_path / "small", format="compressed", source=llama, masks=masks)
+    capsys.readouterr()
+    flags = ["--prompt", "To be", "--greedy", "--max-tokens", "12", "--weights", weights]
+    assert main(["generate", str(tmp_path / "small"), *flags]) == 0
+    assert capsys.readouterr().out == f"To be{plain(text)}\n"
 
 
 def test_gpt2_continues_what_is_piped_in(
@@ -103,7 +113,7 @@ def test_gpt2_continues_what_is_piped_in(
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO("To be\n"))
     assert main(["generate", str(folder), "--temperature", "0", "--max-tokens", "8"]) == 0
-    assert capsys.readouterr().out == f"To be{samo_plain(text)}\n"
+    assert capsys.readouterr().out == f"To be{plain(text)}\n"
 
 
 def test_draws_repeat_with_a_seed_and_differ_with_another(
@@ -172,7 +182,7 @@ def test_a_run_of_samo_train_continues_bytes(run: Path, capsys: pytest.CaptureFi
     assert isinstance(model, GPT)
     prompt = torch.tensor(list(b"It was"))
     tokens = generate(model, prompt, 40, context=32, seed=3)  # beyond the context, which slides
-    assert shown == samo_plain(ByteTokenizer().decode(tokens.numpy())) + "\n"
+    assert shown == plain(ByteTokenizer().decode(tokens.numpy())) + "\n"
     assert main(["generate", str(run / "checkpoints" / "best"), *flags[:4]]) == 0
     assert main(["generate", str(run), *flags, "--weights", "streamed"]) == 0
     assert capsys.readouterr().out.endswith(shown)
@@ -213,7 +223,7 @@ def test_a_chat_uses_the_template_and_remembers(
     monkeypatch.setattr(sys, "stdin", io.StringIO("To be\n\nor not\n"))
     assert main(["generate", str(chat), "--chat", "--greedy", "--max-tokens", "6"]) == 0
     shown = capsys.readouterr().out
-    assert shown == f"> To be\n{samo_plain(first)}\n> or not\n{samo_plain(second)}\n"
+    assert shown == f"> To be\n{plain(first)}\n> or not\n{plain(second)}\n"
 
 
 def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(

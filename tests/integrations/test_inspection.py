@@ -11,6 +11,7 @@ from torch import nn
 
 import samo
 from samo.cli.main import main
+from samo.integrations.export import write_folder
 from samo.integrations.inspection import inspect_folder
 from tests.integrations.cases import causal_lm, pruned
 
@@ -82,48 +83,35 @@ def test_the_bytes_to_run_are_those_of_the_tensors(tmp_path: Path, weights: Any)
 
 
 def test_a_bitmask_folder_is_counted(tmp_path: Path) -> None:
-    model, masks = write(tmp_path, has_masks=False)
-    state = load_file(tmp_path / "model.safetensors")
-    for base in masks:
-        dense = state.pop(base)
-        keep = dense != 0
-        state[f"{base}.shape"] = torch.tensor(dense.shape)
-        state[f"{base}.compressed"] = dense[keep]
-        state[f"{base}.bitmask"] = torch.zeros(len(dense), -(-dense.shape[1] // 8)).byte()
-        state[f"{base}.row_offsets"] = torch.zeros(len(dense), dtype=torch.int64)
-    save_file(state, tmp_path / "model.safetensors")
-    found = inspect_folder(tmp_path)
+    model, masks = pruned("Llama", SPARSITY)
+    write_folder(model, tmp_path / "m", format="bitmask", masks=masks)
+    found = inspect_folder(tmp_path / "m")
     assert (found.kind, found.masks) == ("sparse-bitmask", "bitmaps")
     assert sum(t.kept or 0 for t in found.pruned) == masks.kept - 1
     assert {t.name: t.shape for t in found.pruned} == {n: m.shape for n, m in masks.items()}
     assert sum(t.numel for t in found.tensors) == sum(p.numel() for p in model.parameters())
-    sizes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
-    assert sum(t.num_bytes for t in found.tensors) == sizes
+    state = load_file(tmp_path / "m" / "model.safetensors")
+    assert sum(t.num_bytes for t in found.tensors) == sum(t.nbytes for t in state.values())
 
 
-def test_a_compressed_folder_is_counted_without_its_dense_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, masks = write(tmp_path, has_masks=False)
-    samo.compress_(model, masks)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "samo", "version": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = inspect_folder(tmp_path)
+def test_a_compressed_folder_is_counted_without_its_dense_weights(tmp_path: Path) -> None:
+    model, masks = pruned("Llama", SPARSITY)
+    folder = write_folder(model, tmp_path / "m", format="compressed", masks=masks)
+    found = inspect_folder(folder)
     assert (found.kind, found.masks) == ("compressed", "bitmaps")
     assert {t.name: (t.shape, t.kept) for t in found.pruned} == {
         name: (mask.shape, mask.kept) for name, mask in masks.items()
     }
-    sizes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in model.state_dict().values())
-    assert sum(t.num_bytes for t in found.tensors) == sizes
-    state = model.state_dict() | {"x": torch.ones(3), "x_bitmap": torch.ones(40).byte()}
-    save_file(state, tmp_path / "model.safetensors")
+    state = load_file(folder / "model.safetensors")
+    assert sum(t.num_bytes for t in found.tensors) == sum(t.nbytes for t in state.values())
+    state |= {"x": torch.ones(3), "x_bitmap": torch.ones(40).byte()}
+    save_file(state, folder / "model.safetensors")
     with pytest.raises(samo.CheckpointError, match="is damaged: its model has no weight 'x'"):
-        inspect_folder(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "none"}))
-    with pytest.raises(samo.CheckpointError, match="cannot be read as a Hugging Face model"):
-        inspect_folder(tmp_path)
+        inspect_folder(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    with pytest.raises(samo.CheckpointError, match="has 1,000,000,000 layers, and its files"):
+        inspect_folder(folder)
 
 
 def test_masks_of_other_names_are_passed_over_for_zeros(tmp_path: Path) -> None:

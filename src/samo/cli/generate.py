@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from samo.cli.commands import Generate
 from samo.cli.console import PatientConsole
-from samo.core.compress import compress_
 from samo.errors import ConfigError, DataError, MaskError, RunError, SamoError, first_words
 from samo.integrations import model_folders
-from samo.mask.masks import Masks
 from samo.models.generate import Sampling
 from samo.models.gpt import GPT
 from samo.train.rank_group import is_out_of_memory
@@ -119,15 +117,11 @@ def _open(command: Generate) -> TextModel:
 
 
 def _open_compressed(path: Path, weights: Literal["resident", "streamed"]) -> nn.Module:
-    model = model_folders.open_model(path)
-    masks = model_folders.open_masks(path, model)
-    if masks is None:
-        try:
-            masks = Masks.from_zeros(model)
-        except MaskError as error:
-            why = str(error).partition(";")[0]
-            raise ConfigError(f"--weights {weights} needs a pruned model: {why}") from error
-    return compress_(model, masks, weights=weights)
+    try:
+        return model_folders.open_compressed(path, weights=weights)
+    except MaskError as error:
+        why = str(error).partition(";")[0]
+        raise ConfigError(f"--weights {weights} needs a pruned model: {why}") from error
 
 
 def _checked(tokens: Tensor, model: TextModel) -> Tensor:

@@ -116,8 +116,28 @@ def from_state(
         return model
 
 
+def shapes(folder: Path, num_tensors: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of a folder's config.json, of so many tensors."""
+    with _reading(folder):
+        config = _config(folder)
+        vars(config).pop(QUANTIZATION, None)
+        model = _without_memory(folder, config, num_tensors)
+        return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
 def _check_size(folder: Path, config: Any, numel: int | None, num_tensors: int) -> Any:
     """Refuse a config of a larger model than the files hold; return the model's class."""
+    model = _without_memory(folder, config, num_tensors)
+    needed = sum(param.numel() for param in model.parameters())
+    if numel is not None and needed > numel:
+        raise CheckpointError(
+            f"'{folder}' is not complete: its config.json is of a model of {needed:,} parameters, "
+            f"and its files have {numel:,}"
+        )
+    return type(model)
+
+
+def _without_memory(folder: Path, config: Any, num_tensors: int) -> Any:
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if layers > num_tensors:
         raise CheckpointError(
@@ -126,14 +146,7 @@ def _check_size(folder: Path, config: Any, numel: int | None, num_tensors: int) 
         )
     transformers = _transformers(folder)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    needed = sum(param.numel() for param in model.parameters())
-    if numel is not None and needed > numel:
-        raise CheckpointError(
-            f"'{folder}' is not complete: its config.json is of a model of {needed:,} parameters, "
-            f"and its files have {numel:,}"
-        )
-    return type(model)
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def _loaded(folder: Path, found: tuple[Any, dict[str, Any]]) -> Any:

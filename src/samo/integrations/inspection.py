@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from samo.core.modules import BITMAP
 from samo.errors import CheckpointError
-from samo.integrations import folder_files
-from samo.integrations.folder_files import CONFIG, MASKS, QUANTIZATION, Spec
+from samo.integrations import folder_files, hugging_face, sparse_bitmask
+from samo.integrations.folder_files import CONFIG, MASKS, METHOD, Spec
 from samo.mask.masks import Masks
 from samo.memory.predict import TensorSpec, dense_bytes, predict
 from samo.utils.safetensors_io import DTYPES
@@ -127,9 +126,8 @@ def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
     config = folder_files.read_json(folder / CONFIG)
     files = folder_files.weight_files(folder)
     specs = folder_files.read_specs(files)
-    quantization = config.get(QUANTIZATION) or config.get("compression_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method == "samo":
+    method = hugging_face.method_of(folder)
+    if method == METHOD:
         kind, masks, tensors = "compressed", "bitmaps", _compressed(folder, specs)
     elif any(name.endswith(".bitmask") for name in specs):
         kind, masks, tensors = _BITMASK, "bitmaps", list(_bitmask(specs))
@@ -162,7 +160,7 @@ def _dense(folder: Path, specs: dict[str, Spec]) -> tuple[str, list[TensorFacts]
     found = []
     for name, spec in specs.items():
         is_matrix = len(spec.shape) >= 2 and _type(spec) in _FLOATS and not _EMBEDDING.search(name)
-        nonzero = _count_nonzero(name, spec) if is_matrix else None
+        nonzero = int(folder_files.read_tensor(spec, name).count_nonzero()) if is_matrix else None
         facts = _facts(name, spec, nonzero)
         is_pruned = nonzero != 0 and facts.sparsity >= _MIN_SPARSITY
         found.append(facts if is_pruned else facts._replace(kept=None))
@@ -171,7 +169,7 @@ def _dense(folder: Path, specs: dict[str, Spec]) -> tuple[str, list[TensorFacts]
 
 def _compressed(folder: Path, specs: dict[str, Spec]) -> list[TensorFacts]:
     """Take the counts of kept values; the dense shapes follow from the config."""
-    shapes = _shapes(folder)
+    shapes = hugging_face.shapes(folder, len(specs))
     found = []
     for name, spec in specs.items():
         bitmap = specs.get(name + BITMAP)
@@ -188,35 +186,20 @@ def _compressed(folder: Path, specs: dict[str, Spec]) -> list[TensorFacts]:
     return found
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        vars(config).pop(QUANTIZATION, None)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError, ...
-        first = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"'{folder}' cannot be read as a Hugging Face model: {first}"
-        ) from error
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
-
-
 def _bitmask(specs: dict[str, Spec]) -> Iterator[TensorFacts]:
-    """Yield the tensors of the layout of compressed-tensors: several for one weight."""
+    """Yield the tensors of the layout of compressed-tensors, in which a weight has four parts."""
+    modules = {name.removesuffix(".bitmask") for name in specs if name.endswith(".bitmask")}
+    parts = {f"{module}.{part}" for module in modules for part in sparse_bitmask.PARTS}
     for name, spec in specs.items():
-        base, _, part = name.rpartition(".")
-        if f"{base}.bitmask" not in specs:
+        if name not in parts:
             yield _facts(name, spec, None)
-        elif part == "compressed":
-            shape = tuple(_read(f"{base}.shape", specs[f"{base}.shape"]).tolist())
-            parts = ("shape", "compressed", "bitmask", "row_offsets")
-            size = sum(_size(specs[f"{base}.{one}"]) for one in parts if f"{base}.{one}" in specs)
-            yield TensorFacts(base, shape, _type(spec), spec.shape[0], size)
-        elif part not in ("shape", "bitmask", "row_offsets"):
-            yield _facts(name, spec, None)
+        elif name.endswith(".bitmask"):
+            module = name.removesuffix(".bitmask")
+            weight = sparse_bitmask.read_weight(module, specs)
+            own = (f"{module}.{part}" for part in sparse_bitmask.PARTS)
+            size = sum(_size(specs[part]) for part in own if part in specs)
+            kept, dtype = int(weight.count_nonzero()), str(weight.dtype).removeprefix("torch.")
+            yield TensorFacts(f"{module}.weight", tuple(weight.shape), dtype, kept, size)
 
 
 def _facts(name: str, spec: Spec, kept: int | None) -> TensorFacts:
@@ -230,16 +213,6 @@ def _type(spec: Spec) -> str:
 def _size(spec: Spec) -> int:
     dtype = DTYPES.get(spec.dtype)
     return torch.Size(spec.shape).numel() * (1 if dtype is None else dtype.itemsize)
-
-
-def _read(name: str, spec: Spec) -> torch.Tensor:
-    with folder_files.reading(spec.file), safe_open(spec.file, framework="pt") as tensors:
-        found: torch.Tensor = tensors.get_tensor(name)
-        return found
-
-
-def _count_nonzero(name: str, spec: Spec) -> int:
-    return int(_read(name, spec).count_nonzero())
 
 
 def _main_dtype(tensors: list[TensorFacts]) -> str:

@@ -29,7 +29,7 @@ __all__ = []
 METHOD: Final = "compressed-tensors"
 FORMAT: Final = "sparse-bitmask"
 _WEIGHT: Final = ".weight"
-_PARTS: Final = ("compressed", "bitmask", "row_offsets", "shape")
+PARTS: Final = ("compressed", "bitmask", "row_offsets", "shape")
 
 
 def write(folder: Path) -> None:
@@ -51,7 +51,7 @@ def write(folder: Path) -> None:
                 else:
                     module = name.removesuffix(_WEIGHT)
                     targets.append(module)
-                    tensors |= {f"{module}.{part}": parts[part] for part in _PARTS}
+                    tensors |= {f"{module}.{part}": parts[part] for part in PARTS}
         file.unlink()
         atomic_io.write_new(file, safetensors_io.encode(tensors, {"format": "pt"}))
         weight_map |= dict.fromkeys(tensors, file.name)
@@ -102,16 +102,18 @@ def read(specs: dict[str, Spec]) -> dict[str, Tensor]:
     """Return the dense state dict of a folder's files, whose every part is checked."""
     state: dict[str, Tensor] = {}
     modules = {name.removesuffix(".bitmask") for name in specs if name.endswith(".bitmask")}
-    parts = {f"{module}.{part}" for module in modules for part in _PARTS}
+    parts = {f"{module}.{part}" for module in modules for part in PARTS}
     for name, spec in specs.items():
         if name not in parts:
             state[name] = folder_files.read_tensor(spec, name)
     for module in sorted(modules):
-        state[module + _WEIGHT] = _read_weight(module, specs)
+        state[module + _WEIGHT] = read_weight(module, specs)
     return state
 
 
-def _read_weight(module: str, specs: dict[str, Spec]) -> Tensor:
+def read_weight(module: str, specs: dict[str, Spec]) -> Tensor:
+    """Return the dense weight of a module, whose every part is checked."""
+
     def damaged(what: str) -> CheckpointError:
         file = specs[f"{module}.bitmask"].file
         return CheckpointError(f"'{file}' is damaged: '{module}' {what}; download the model again")
