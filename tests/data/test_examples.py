@@ -286,7 +286,7 @@ def test_long_completions_are_cut_and_those_without_targets_left_out_with_a_coun
     assert "2 of 4 examples have more than the 9 tokens of a sequence, and are cut" in caplog.text
     assert "1 of 4 examples in '" in caplog.text
     write_rows(path, unlearned, unlearned)
-    message = "none of the 2 examples in '.*a.jsonl' has a token to learn; a completion must"
+    message = "none of the 2 examples in '.*a.jsonl' has a token to learn; a conversation"
     with pytest.raises(DataError, match=message):
         open_examples([path], **options)
 

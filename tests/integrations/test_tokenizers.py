@@ -151,6 +151,30 @@ def test_a_template_without_clear_turns_is_refused(tmp_path: Path) -> None:
             encode(tokenizer, Chat(CHAT))
 
 
+def test_a_conversation_that_starts_with_the_assistant_needs_tags(tmp_path: Path) -> None:
+    for name, template in (("plain", CHATML), ("tagged", TAGGED)):
+        (tmp_path / name).mkdir()
+        tokenizer = open_tokenizer(tmp_path / name, template)
+        if name == "plain":
+            with pytest.raises(DataError, match=r"line 1: message 1 is of the assistant, and the"):
+                encode(tokenizer, Chat(CHAT[2:]))
+        else:
+            (found,) = encode(tokenizer, Chat(CHAT[2:]))
+            start = only_read(tokenizer, START, "assistant\n")
+            assert found[: len(start) + 1] == start + learned(tokenizer, "not")[:1]
+
+
+def test_a_turn_without_eos_ends_where_the_next_message_starts(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = open_tokenizer(tmp_path, template)
+    (found,) = encode(tokenizer, Chat(CHAT))
+    parts = [tokenizer.decode(np.array(run)) for run in runs(found)]
+    assert parts == [" not\n\nto be \u20ac\n", " nobler\n"]
+
+
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(tmp_path, None)
     with pytest.raises(DataError, match=r"line 1: 'messages' need a chat template, and folder"):
@@ -229,6 +253,16 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").symlink_to("/etc/passwd")
     with pytest.raises(CheckpointError, match="link"):
         ModelTokenizer(tmp_path)
+
+
+def test_a_token_too_large_for_the_cache_is_refused(tmp_path: Path) -> None:
+    folder = save_model_tokenizer(tmp_path)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["huge"] = 2**31 - 1
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="cannot be read: it has the token 2,147,483,647"):
+        ModelTokenizer(folder)
 
 
 def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:

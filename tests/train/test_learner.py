@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import samo
 from samo.data.batches import IGNORE, Batch
 from samo.models.gpt import GPT, GPTConfig
-from samo.train.learner import Learner
+from samo.train.learner import Learner, _without_targets
 from samo.train.resolve import learning_rate
 from tests.train.helpers import new_learner, optim
 
@@ -180,3 +180,11 @@ def test_schedules_have_their_shapes(schedule: str, expected: dict[int, float]) 
 def test_the_rate_ends_at_its_final_fraction_and_stays_there() -> None:
     assert rates("cosine", 100, warmup=10, final=0.1)[-1] == pytest.approx(0.2)
     assert learning_rate(500, 100, optim(lr=2.0, final_lr=0.5)) == pytest.approx(1.0)
+
+
+def test_a_rank_without_sequences_takes_part_with_one_of_the_right_shape() -> None:
+    empty = torch.zeros(0, 16, dtype=torch.int64)
+    stand_in = _without_targets(Batch(empty, empty, 9, positions_BT=empty))
+    assert stand_in.inputs_BT.shape == stand_in.targets_BT.shape == (1, 16)
+    assert (stand_in.targets_BT == IGNORE).all()
+    assert (stand_in.num_tokens, stand_in.positions_BT) == (9, None)

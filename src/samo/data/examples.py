@@ -166,9 +166,9 @@ def open_examples(
     names = ", ".join(f"'{path}'" for path in given)
     if not is_learned.any():
         raise DataError(
-            f"none of the {count:,} examples in {names} has a token to learn; a completion "
-            "must not be empty, a conversation needs a message of the assistant, and both must "
-            f"start within the first {context + 1:,} tokens (--context)"
+            f"none of the {count:,} examples in {names} has a token to learn; a conversation needs "
+            "a message of the assistant, and that or a completion must start within the first "
+            f"{context + 1:,} tokens (--context)"
         )
     if not is_learned.all():
         _log.warning(

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from samo.data.files import MAX_VOCAB_SIZE
 from samo.data.rows import Chat, Completion, Example, Text
 from samo.data.tokenizers import naming
 from samo.errors import DataError, first_words
@@ -25,6 +26,7 @@ from samo.integrations.folder_files import TOKENIZER_FILES, check_entries
 
 __all__ = ["ModelTokenizer"]
 
+_TAGS: Final = "{% generation %} and {% endgeneration %}"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -81,6 +83,8 @@ class ModelTokenizer:
             self._backend: Final[Any] = backend
             # The largest id, not the number of ids: some vocabularies have gaps.
             self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+            if self.vocab_size >= MAX_VOCAB_SIZE:
+                raise ValueError(f"it has the token {self.vocab_size - 1:,}")
             bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
             self._bos: Final = [bos] if bos in self._tokenizer("").input_ids else []
             self._eos: Final = [] if eos is None else [eos]
@@ -176,17 +180,21 @@ class ModelTokenizer:
                 continue
             limit = turns[-1][0] if turns else len(whole)
             until = self._apply(place, chat.messages[: number + 1], chat.tools)
-            head = ""
-            if number:
-                before = chat.messages[:number]
-                head = self._apply(place, before, chat.tools, add_generation_prompt=True)
+            if not number:
+                raise DataError(
+                    f"{place}: message 1 is of the assistant, and the chat template of "
+                    f"'{self.name}' does not show where it starts; mark it with {_TAGS}, or let "
+                    "the conversation start with the user"
+                )
+            before = chat.messages[:number]
+            head = self._apply(place, before, chat.tools, add_generation_prompt=True)
             turn = _turn(whole[:limit], head, until, self._tokenizer.eos_token)
             if turn is None:
                 raise DataError(
                     f"{place}: the chat template of '{self.name}' writes the start of a "
                     f"conversation otherwise once message {number + 1} follows, so that its tokens "
-                    "cannot be told; mark what the assistant says in the template with "
-                    "{% generation %} and {% endgeneration %}, or split the conversation"
+                    f"cannot be told; mark what the assistant says in the template with {_TAGS}, "
+                    "or split the conversation"
                 )
             turns.append(turn)
         return whole, turns

@@ -409,4 +409,4 @@ def _reduce_bf16(
 def _without_targets(batch: Batch) -> Batch:
     """Return a batch of one sequence without targets, which adds nothing to the loss."""
     tokens_BT = batch.inputs_BT.new_zeros(1, batch.inputs_BT.shape[1])
-    return batch._replace(inputs_BT=tokens_BT, targets_BT=torch.full_like(tokens_BT, IGNORE))
+    return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE), batch.num_tokens)
