@@ -271,6 +271,17 @@ def test_ages_and_counts_out_of_range_are_refused(tmp_path: Path) -> None:
     opt.load_state_dict(opt.state_dict())
 
 
+def test_step_counts_that_are_numbers_are_taken() -> None:
+    model, opt, dtype = build("fp32")
+    step(model, opt, X.to(dtype))
+    saved = copy.deepcopy(opt.state_dict())
+    for state in saved["state"].values():
+        state["step"] = float(state["step"])
+    opt.load_state_dict(saved)
+    step(model, opt, X.to(dtype))
+    assert opt.state[model.get_parameter("0.weight")]["step"].item() == 2
+
+
 # Lean state -------------------------------------------------------------------------------------
 
 

@@ -287,7 +287,8 @@ class AdamW(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         for param, state in found:
             self.state[param] = {
-                key: value.to(param.device, copy=True) for key, value in state.items()
+                key: torch.as_tensor(value).to(param.device, copy=True)
+                for key, value in state.items()
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
