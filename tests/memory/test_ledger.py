@@ -125,6 +125,14 @@ def test_what_an_unknown_optimizer_keeps_is_unknown_until_its_first_step() -> No
     assert "dense training" not in str(account)
 
 
+def test_a_model_without_memory_holds_its_masks_alone() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    masks = {f"{i}.weight": samo.Mask.ones((64, 64)) for i in range(2)}
+    account = samo.ledger(samo.compress_(model, samo.Masks(masks)))
+    assert account.measured_bytes == account.pruned.measured["bitmap"] == 2 * (4096 // 8 + 16)
+
+
 def test_several_optimizers_are_one_account() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     samo.compress_(model, samo.prune(model, 0.9), dtype=torch.bfloat16)

@@ -188,7 +188,7 @@ class _Meter:
 
     def count(self, tensor: Tensor | None) -> int:
         """Return the bytes of a tensor's storage, or 0 if it is counted already."""
-        if tensor is None:
+        if tensor is None or tensor.is_meta:
             return 0
         storage = local_of(tensor).untyped_storage()
         if storage.data_ptr() in self._seen:
@@ -198,7 +198,7 @@ class _Meter:
 
     def count_view(self, tensor: Tensor | None) -> int:
         """Return the bytes of a view of a storage that several may share, as DDP's buckets."""
-        nbytes = 0 if tensor is None else local_of(tensor).nbytes
+        nbytes = 0 if tensor is None or tensor.is_meta else local_of(tensor).nbytes
         self.shared_bytes += self.count(tensor) - nbytes
         return nbytes
 
