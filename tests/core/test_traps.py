@@ -655,9 +655,13 @@ def test_a_parametrization_put_on_before_trains_as_masked_dense(wrap: Any) -> No
         ),
         (lambda m: nn.utils.prune.l1_unstructured(m, "weight", amount=0.5), "non-leaf Tensor"),
         (nn.utils.weight_norm, "apply weight_norm or spectral_norm before compress_"),
+        (
+            lambda m: setattr(m._replicate_for_data_parallel(), "weight", m.weight.clone()),
+            "use DistributedDataParallel instead of DataParallel",
+        ),
         (lambda m: nn.utils.spectral_norm(m)(X), "must be|shape|size"),  # of the 1-D values
     ],
-    ids=["parametrize", "prune", "weight_norm", "spectral_norm"],
+    ids=["parametrize", "prune", "weight_norm", "DataParallel", "spectral_norm"],
 )
 def test_what_would_train_the_weight_without_its_mask_is_refused(wrap: Any, message: str) -> None:
     model = compressed()
@@ -778,3 +782,20 @@ def test_the_weight_is_no_leaf_for_optimizers_and_plain_modules(weights: Any) ->
         torch.optim.SGD([model[0].weight])
     with pytest.raises(ValueError, match="Cannot assign non-leaf Tensor to parameter 'weight'"):
         setattr(nn.Linear(12, 32), "weight", model[0].weight)  # noqa: B010
+
+
+def test_state_of_another_mask_of_the_same_length_is_taken() -> None:
+    """See docs/limits.md."""
+    model = compressed()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, opt, X)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    saved = copy.deepcopy(opt.state_dict())
+    masks = samo.prune(model, 0.5, method="random")
+    samo.remap_(model, masks, opt)
+    averaged.update_parameters(model)  # in silence
+    opt.load_state_dict(saved)
+    assert not torch.equal(kept(averaged.module), kept(model))
+    samo.remap_(averaged.module, masks)
+    assert torch.equal(kept(averaged.module), kept(model))

@@ -233,17 +233,19 @@ def rebuild(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 def _property(name: str) -> property:
     def get(self: nn.Module) -> Any:
         try:
-            return self.__dict__[WEIGHTS][name].read(self._parameters[name])
+            weight, values = self.__dict__[WEIGHTS][name], self._parameters[name]
         except KeyError:  # it was deleted
             if name in self.__dict__:
                 return self.__dict__[name]
             raise _missing(self, name) from None
+        return weight.read(values)
 
     def set_(self: nn.Module, value: Any) -> None:
         if name in weights_in(self):  # weight_norm takes the parameter out of _parameters
             raise CompressionError(
                 f"'{weights_in(self)[name].name}' is compressed, and a tensor in its place would "
-                "be trained without a mask; apply weight_norm or spectral_norm before compress_"
+                "be trained without a mask; apply weight_norm or spectral_norm before compress_, "
+                "and use DistributedDataParallel instead of DataParallel"
             )
         self.__dict__[name] = value  # its parameter was deleted
 
