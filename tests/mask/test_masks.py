@@ -54,6 +54,17 @@ def test_operations_are_those_of_booleans(
     assert torch.equal(dense, zeroed)
 
 
+def test_is_zeroed_looks_at_all_pruned_entries_and_no_others() -> None:
+    keep = torch.rand(1025, 1024) < 0.5  # two chunks
+    keep[-1, -1] = False
+    mask = Mask.from_bool(keep)
+    for dense in (keep.float(), keep.float().t().contiguous().t()):
+        assert mask.is_zeroed(dense)
+        assert mask.is_zeroed(-torch.zeros(keep.shape))
+        dense[-1, -1] = 1e-30
+        assert not mask.is_zeroed(dense)
+
+
 def test_zero_works_in_place_on_any_stride() -> None:
     keep = random_bool((40, 30))
     for dense in (
@@ -121,10 +132,14 @@ def test_bits_past_the_last_weight_are_refused(numel: int) -> None:
             Mask((numel,), words.view(torch.int32))
 
 
-@pytest.mark.parametrize("operation", ["__and__", "__or__", "common", "zero_"])
+@pytest.mark.parametrize("operation", ["__and__", "__or__", "common", "zero_", "is_zeroed"])
 def test_other_shapes_do_not_mix(operation: str) -> None:
     mask = Mask.from_bool(random_bool((4, 6)))
-    other = torch.ones(6, 4) if operation == "zero_" else Mask.from_bool(random_bool((6, 4)))
+    other = (
+        torch.ones(6, 4)
+        if operation.startswith(("zero", "is"))
+        else Mask.from_bool(random_bool((6, 4)))
+    )
     with pytest.raises(MaskError, match=r"shape \(4, 6\), the other operand has \(6, 4\)"):
         getattr(mask, operation)(other)
 

@@ -157,7 +157,10 @@ def state_of(
         if id(value) not in pruned:
             return found
         mask = pruned[id(value)].to(value.device)
-        return found[mask.to_bool()] if is_compressed else mask.zero_(found.clone())
+        if is_compressed:
+            return found[mask.to_bool()]
+        # A large model may be in mapped files, with its zeros, so that it need not fit in memory.
+        return found if mask.is_zeroed(found) else mask.zero_(found.clone())
 
     found: dict[str, Tensor] = {}
     for name, value in state.items():

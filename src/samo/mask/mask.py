@@ -156,6 +156,13 @@ class Mask:
             dense.detach().copy_(flat.view(self.shape))
         return dense
 
+    def is_zeroed(self, dense: Tensor) -> bool:
+        """Return whether the pruned entries of ``dense`` are all 0."""
+        self._check_shape(tuple(dense.shape))
+        flat = dense.detach().reshape(-1)
+        chunks = bitmap.chunks(self.numel)
+        return not any(flat[i:j][~bitmap.unpack(self.words, i, j)].any() for i, j in chunks)
+
     def common(self, other: "Mask") -> int:
         """Count the entries that two masks both keep."""
         return int(bitmap.popcount(self.words & self._words_of(other)).sum())

@@ -159,7 +159,7 @@ def _replaced(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout and the cache of keys and values, which would grow with every pass."""
+    """Turn off dropout, and the cache of keys and values, which nothing would read."""
     modes = [(module, module.training) for module in model.modules()]
     config = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)

@@ -72,12 +72,12 @@ def collect(block: Block, wanted: Mapping[int, str], *, with_products: bool) -> 
             pass
     for name, inputs in statistics.inputs.items():
         inputs.check()
-        if inputs.num_unknown:
+        if inputs.num_lacking:
             _logger.warning(
                 "fewer than %d tokens reach %d of the %d experts of '%s'; these are pruned by "
                 "magnitude. More calibration data gives them statistics",
                 FEW_TOKENS,
-                inputs.num_unknown,
+                inputs.num_lacking,
                 len(inputs.tokens),
                 name,
             )

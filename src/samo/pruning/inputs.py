@@ -26,10 +26,11 @@ _GROUPED: Final = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 @dataclass(slots=True)
 class Inputs:
-    """What is known of the inputs of a weight, for each matrix of a stack; a matrix is one of 1.
+    """What is known of the inputs of a weight: of each matrix of a stack, or of the only one.
 
     ``moments`` are the sums over tokens of x_j squared, (matrices, inputs), or of the products
-    x_i x_j, (matrices, inputs, inputs).
+    x_i x_j, (matrices, inputs, inputs). Inputs are unknown if they are always 0, and those of an
+    expert if few tokens reach it: then all count alike.
     """
 
     name: str
@@ -49,21 +50,22 @@ class Inputs:
         """Return the sum of squares of each input, (matrices, inputs); 1 for unknown inputs."""
         assert self.moments is not None
         found = self.moments
-        found = found.diagonal(dim1=1, dim2=2) if self.with_products else found
-        return torch.where(self._is_known()[:, None], found, torch.ones_like(found))
+        return found.masked_fill(~self._is_known()[:, None], 1)
 
     def products(self, matrix: int) -> Tensor:
         """Return a copy of the sums of x_i x_j of a matrix; the identity for unknown inputs."""
         assert self.moments is not None
-        moments = self.moments[matrix]
-        if not self._is_known()[matrix]:
-            return torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
-        return moments.clone()
+        found = self.moments[matrix].clone()
+        return found if self._is_known()[matrix] else torch.eye(len(found), out=found)
 
     @property
-    def num_unknown(self) -> int:
-        """Matrices that too few tokens reach."""
-        return int((~self._is_known()).sum())
+    def num_lacking(self) -> int:
+        """Experts that too few tokens reach."""
+        return sum(tokens < self._least for tokens in self.tokens)
+
+    @property
+    def _least(self) -> int:
+        return FEW_TOKENS if len(self.tokens) > 1 else 1
 
     def add(self, operand: Tensor, rows: Sequence[Tensor]) -> None:
         """Add the inputs of one product, whose ``operand`` is (..., inputs, outputs)."""
@@ -99,19 +101,17 @@ class Inputs:
 
     def _is_known(self) -> Tensor:
         assert self.moments is not None
-        least = FEW_TOKENS if len(self.tokens) > 1 else 1
-        tokens = torch.tensor(self.tokens, device=self.moments.device)
-        return (tokens >= least) & self.moments.flatten(1).any(1)
+        squares = self.moments.diagonal(dim1=1, dim2=2) if self.with_products else self.moments
+        tokens = torch.tensor(self.tokens, device=squares.device)
+        return (tokens >= self._least) & squares.any(1)
 
     def _place(self, operand: Tensor) -> int:
         """Return which matrix of the stack ``operand`` begins with, and learn its layout."""
         rows, columns = self.weight.shape[-2:]
         place, rest = divmod(int(operand.storage_offset()), rows * columns)
         layout = (*operand.shape[-2:], *operand.stride()[-2:])
-        is_linear, is_transposed = (
-            layout == (columns, rows, 1, columns),
-            layout == (rows, columns, columns, 1),
-        )
+        is_linear = layout == (columns, rows, 1, columns)
+        is_transposed = layout == (rows, columns, columns, 1)
         is_whole = operand.dim() == 2 or operand.stride(0) == rows * columns
         known = self.moments is None or self.is_transposed == is_transposed
         if rest or not is_whole or not (is_linear or is_transposed) or not known:
