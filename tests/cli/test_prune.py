@@ -244,7 +244,10 @@ def test_a_full_disk_is_told(
 # The parts
 
 
-def test_samples_do_not_overlap_and_begin_as_a_text_does(here: Path) -> None:
+def test_samples_do_not_overlap_and_begin_as_a_text_does(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samo.data.calibration._PART", 100)  # several parts of the longer text
     tokenizer = ByteTokenizer()
     start = torch.tensor([300])
 
@@ -263,6 +266,10 @@ def test_samples_do_not_overlap_and_begin_as_a_text_does(here: Path) -> None:
     assert firsts != samples[:, 1].tolist()
     sizes = {len(batch) * 64 for batch in calibration_batches(here / "notes.txt", encode, 40, 64)}
     assert sizes <= {2048, 40 * 64 - 2048}
+    whole = torch.cat(calibration_batches(here / "notes.txt", encode, 40, 65))[:, 1:]
+    text = (here / "notes.txt").read_bytes()
+    windows = {text[start : start + 64] for start in range(0, len(text), 64)}
+    assert all(bytes(row) in windows for row in whole.tolist())
     with pytest.raises(DataError, match="a context of 1 tokens has no room for text"):
         calibration_batches(here / "digits.txt", encode, samples=8, context=1)
 

@@ -1,7 +1,7 @@
 """Samples of a text for calibration: windows of equal length, without overlap."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +14,8 @@ from samo.errors import DataError
 __all__ = []
 
 _TOKENS_PER_BATCH: Final = 2048
+_PART: Final = 2**16
+"""Characters that are encoded at once. A tokenizer takes some 100 bytes of memory for each."""
 _POOL: Final = 4  # times as many windows are encoded as drawn, if the text has them
 
 
@@ -33,7 +35,7 @@ def calibration_batches(
         raise DataError(f"a context of {context} tokens has no room for text; use a longer one")
     found: list[Tensor] = []
     num_tokens = 0
-    for text in pieces(path):
+    for text in (part for piece in pieces(path) for part in _parts(piece)):
         tokens = encode(text)
         if len(before) and torch.equal(tokens[: len(before)], before):
             tokens = tokens[len(before) :]
@@ -50,3 +52,12 @@ def calibration_batches(
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]
     chosen = torch.cat([before.expand(samples, -1), windows[order]], dim=1)
     return list(chosen.split(math.ceil(_TOKENS_PER_BATCH / context)))
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Cut a text after the ends of lines."""
+    start = 0
+    while start < len(text):
+        stop = text.find("\n", start + _PART) + 1 or len(text)
+        yield text[start:stop]
+        start = stop

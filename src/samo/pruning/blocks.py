@@ -9,7 +9,7 @@ when it calls the block. So nothing needs to be known of the model but where its
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
@@ -99,26 +99,25 @@ class BlockModel:
     def inputs(self, index: int, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the model gives to a block, on the device of the blocks."""
         called: list[int] = []
+        found: list[Any] = []
 
         def forward(place: int, *args: Any, **kwargs: Any) -> Any:
             called.append(place)
             if len(called) <= index:
                 return self._outputs[batch]
-            raise _Reached(args, kwargs)
+            found.append((args, kwargs))
+            raise _Reached
 
         given = self.batches[batch]
-        reached = None
-        try:
-            with _replaced(self.blocks, forward):
-                self._model(given) if isinstance(given, Tensor) else self._model(**given)
-        except _Reached as found:
-            reached = found
-        if reached is None or called != list(range(index + 1)):
+        # Nothing keeps the exception: with its traceback it would keep all that the model computed.
+        with suppress(_Reached), _replaced(self.blocks, forward):
+            self._model(given) if isinstance(given, Tensor) else self._model(**given)
+        if called != list(range(index + 1)):
             raise ValueError(
                 f"the model does not call its {len(self.blocks)} blocks '{self.path}' once each, "
                 f"in their order, but {called} to reach block {index}; use method='magnitude'"
             )
-        return _moved((reached.inputs, reached.named), self.device)
+        return _moved(found.pop(), self.device)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
@@ -136,10 +135,8 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     return path, list(cast(nn.ModuleList, model.get_submodule(path)))
 
 
-class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward pass
-    def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        super().__init__("reached a block")
-        self.inputs, self.named = inputs, named
+class _Reached(Exception):  # noqa: N818
+    """Not an error: it ends a forward pass at a block."""
 
 
 @contextmanager

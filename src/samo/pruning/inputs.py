@@ -52,10 +52,10 @@ class Inputs:
         found = self.moments
         return found.masked_fill(~self._is_known()[:, None], 1)
 
-    def products(self, matrix: int) -> Tensor:
-        """Return a copy of the sums of x_i x_j of a matrix; the identity for unknown inputs."""
+    def take_products(self, matrix: int) -> Tensor:
+        """Return the sums of x_i x_j of a matrix, to overwrite; the identity for unknown inputs."""
         assert self.moments is not None
-        found = self.moments[matrix].clone()
+        found = self.moments[matrix]
         return found if self._is_known()[matrix] else torch.eye(len(found), out=found)
 
     @property

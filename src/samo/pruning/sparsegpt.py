@@ -32,7 +32,7 @@ def solve_(inputs: Inputs, group: Group, seed: int) -> Tensor:
     keep = torch.empty(matrices.shape, dtype=torch.bool, device=matrices.device)
     for place, matrix in enumerate(matrices):
         before, upto = (group.kept * end // len(matrices) for end in (place, place + 1))
-        hessian = inputs.products(place)
+        hessian = inputs.take_products(place)
         work = matrix.to(hessian.dtype, copy=True)
         name = inputs.name if len(matrices) == 1 else f"{inputs.name}[{place}]"
         factor = _factor_(hessian, work, inputs.name)
@@ -52,8 +52,7 @@ def _factor_(hessian: Tensor, weight: Tensor, name: str) -> Tensor:
         diagonal += damping
         lower, failed = torch.linalg.cholesky_ex(hessian)
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and upper.isfinite().all():
                 return upper
         damping = 10 * damping  # rounding has made H indefinite: 1 %, then 11 %, then 111 %
