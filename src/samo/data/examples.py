@@ -31,7 +31,7 @@ END: Final = np.iinfo(np.int32).min
 
 _EXAMPLES_AT_ONCE: Final = 256
 _CHARS_AT_ONCE: Final = 2**21
-_TOKENS_AT_ONCE: Final = 2**24
+_TOKENS_AT_ONCE: Final = 2**20
 _log: Final = logging.getLogger(__name__)
 
 Rows = tuple[NDArray[np.int64], NDArray[np.int64]]
