@@ -298,7 +298,7 @@ def test_the_demo_tells_the_whole_story(
     monkeypatch.setattr("samo.cli.demo.DENSE_STEPS", 2)
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
-    for part in ("saved", 'The model continues "', "report.html"):
+    for part in ("run 1 of 2", "run 2 of 2", "saved", 'The model continues "', "report.html"):
         assert part in shown
     for mode in ("samo", "dense"):
         assert Path("runs/demo", mode, "checkpoints/last/manifest.json").exists()

@@ -7,10 +7,11 @@ import pytest
 from benchmarks.plan_check import h200_rows, has_streamed_copies, predict_row
 from hypothesis import given, settings, strategies as st
 
-from samo.planner.cost import all_gather_s, all_reduce_s, pipeline_s, step_time
+from samo.models.shapes import GPTConfig
+from samo.planner.cost import _bundles, all_gather_s, all_reduce_s, pipeline_s, step_time
 from samo.planner.hardware import HARDWARE, Cluster
 from samo.planner.memory import Job, Layout, peak
-from samo.planner.network import named, sparsities
+from samo.planner.network import Kind, gpt, named, sparsities
 from samo.planner.simulator import simulate, simulate_step
 
 H200: Final = Cluster(hardware=HARDWARE["h200"])
@@ -115,3 +116,18 @@ def test_jitter_makes_a_step_longer_the_more_replicas_wait_for_each_other() -> N
         for jitter, replicas in ((0.0, 1), (0.3, 1), (0.3, 16))
     )
     assert even < one < all_
+
+
+def test_replicas_of_a_stage_reduce_small_gradients_together() -> None:
+    small = GPTConfig(num_layers=2, width=128, num_heads=2)
+    large = GPTConfig(num_layers=2, width=4096, num_heads=2)
+
+    def count(config: GPTConfig, frozen: frozenset[Kind] = frozenset()) -> int:
+        sparsity = tuple(sparsities(0.9).items())
+        job = Job(network=gpt(config), sparsity=sparsity, batch=1, context=64, frozen=frozen)
+        return _bundles(job.network.layers, job, "samo", 4)
+
+    assert count(small) == 1  # all of it is under a megabyte
+    # Four matrices of each block, two embeddings and the head are larger; vectors go between them.
+    assert count(large) == 11 + 3
+    assert count(large, frozenset({"embedding", "head"})) == 8 + 2

@@ -46,8 +46,11 @@ def run(command: Demo) -> int:
     began = time.monotonic()
     results: dict[Mode, Result] = {}
     with Display(console) as display:
-        for mode in TITLES:
+        for number, mode in enumerate(TITLES, start=1):
             display.title = mode
+            spent = duration(time.monotonic() - began)
+            when = f", about as long as the first: {spent}" if results else ""
+            say(console, f"run {number} of {len(TITLES)}: {TITLES[mode]}{when}")
             result = results[mode] = train(_config(mode, *text), out / mode, listeners=[display])
             if result.signal is not None:
                 say(console, "interrupted")

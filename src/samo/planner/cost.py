@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from samo.planner.hardware import Cluster, Hardware
-from samo.planner.memory import Job, Layout, layer_values, stage_state, stages
+from samo.planner.memory import Job, Layout, Scheme, layer_values, stage_state, stages
 from samo.planner.network import Kind, Layer
 
 __all__ = ["StepTime", "all_gather_s", "all_reduce_s", "pipeline_s", "stage_times", "step_time"]
@@ -33,6 +33,8 @@ ATTENTION: Final = 2.0
 _LOSS_FORWARD: Final = 16
 _LOSS_BACKWARD: Final = 22
 """Bytes that the loss reads and writes for each logit."""
+_BUNDLE_BYTES: Final = 2.0**20
+"""Small gradients that the replicas of a stage reduce at once."""
 _BACKWARD_TRAFFIC: Final = 2.25
 """Bytes of the backward pass outside of products, over those of the forward pass."""
 
@@ -306,9 +308,9 @@ def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float
     groups = min(groups, layout.pipe)
     whole = all_reduce_s(size * max(values), cluster, layout.data, groups)
     latency = all_gather_s(1, cluster, layout.data)
-    if layout.pipe > 1:  # one all-reduce for each parameter
-        tensors = max(sum(len(one.matrices) + len(one.vectors) for one in part) for part in cut)
-        return whole + 2 * (tensors - 1) * latency
+    if layout.pipe > 1:
+        bundles = max(_bundles(part, job, layout.scheme, size) for part in cut)
+        return whole + 2 * (bundles - 1) * latency
     first = layer_values(job.network.layers[0], *kind)
     hidden = cluster.hardware.overlap
     if not layout.shard:
@@ -326,6 +328,24 @@ def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float
     count = layout.micro_batches(job)
     reductions = 1 if layout.scheme == "samo" else count  # FSDP2's default is every one
     return count * ahead + (count - reductions) * without + reductions * reducing
+
+
+def _bundles(part: Sequence[Layer], job: Job, scheme: Scheme, size: float) -> int:
+    """Return the all-reduces of a stage: parameters in their order, up to 1 MiB at a time."""
+    of, is_dense = dict(job.sparsity), scheme not in ("samo", "paper")
+    count, filled = 0, _BUNDLE_BYTES
+    for layer in part:
+        trained = [m for m in layer.matrices if not m.is_tied and m.kind not in job.frozen]
+        tensors = [
+            m.inputs * m.outputs * m.stack * (1 if is_dense else 1 - of[m.kind])
+            for m in trained
+            for _ in range(m.count // m.stack)
+        ]
+        for numel in (*tensors, *layer.vectors):
+            if filled + size * numel > _BUNDLE_BYTES:
+                count, filled = count + 1, 0.0
+            filled += size * numel
+    return count
 
 
 def optimizer_s(job: Job, layout: Layout, cluster: Cluster) -> float:
