@@ -163,11 +163,14 @@ def test_pruned_tensors_take_a_sixth_of_dense_ones(tmp_path: Path) -> None:
     assert pruned_bytes(out) / dense <= 0.17
 
 
-@pytest.mark.parametrize("how", ["config", "open_compressed"])
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # says that it is used
+@pytest.mark.parametrize("how", ["config", "quantization_config", "open_compressed"])
 def test_loading_streamed_never_holds_the_dense_model(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoConfig
+
+    from samo.integrations.quantizer import SamoConfig
 
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the meter sees one thread
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 64}
@@ -180,6 +183,8 @@ def test_loading_streamed_never_holds_the_dense_model(
             config = AutoConfig.from_pretrained(out)
             config.quantization_config["weights"] = "streamed"
             again = load(out, config=config)
+        elif how == "quantization_config":
+            again = load(out, quantization_config=SamoConfig(weights="streamed"))
         else:
             again = open_compressed(out, weights="streamed")
     assert not any(w.is_resident for _, w in named_weights(again) if w.mask is not None)

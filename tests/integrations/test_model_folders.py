@@ -1,15 +1,24 @@
 """Folders of several kinds are opened, and bad ones are refused."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import samo
+from samo.checkpoint import read_manifest
+from samo.checkpoint.manifest import encode_manifest
 from samo.errors import CheckpointError
-from samo.integrations.model_folders import open_masks, open_model, tokenizer_folder
+from samo.integrations.model_folders import (
+    open_compressed,
+    open_masks,
+    open_model,
+    tokenizer_folder,
+)
 from tests.integrations.cases import logits, pruned
 
 
@@ -35,7 +44,44 @@ def test_a_run_of_finetune_is_its_config_and_its_checkpoint(tmp_path: Path) -> N
         assert again.generation_config.max_length == 77
         assert open_masks(path, again) == masks
         assert tokenizer_folder(path) == run / "hugging-face"
+        again = open_compressed(path, weights="streamed")
+        assert torch.equal(logits(again), logits(model))
+        assert samo.masks(again) == masks
+        assert again.lm_head.weight is again.model.embed_tokens.weight
     assert open_model(run, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_masks_and_values_of_a_checkpoint_fit_each_other(tmp_path: Path) -> None:
+    model, masks = pruned("Llama")
+    model.config.save_pretrained(tmp_path / "hugging-face")
+    samo.compress_(model, masks)
+    checkpoint = tmp_path / "checkpoints" / "last"
+    samo.save(checkpoint, model)
+    manifest = read_manifest(checkpoint)
+    name = "weights.safetensors"
+    file = checkpoint / manifest.data / name
+    state = load_file(file)
+    state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(7)
+    save_file(state, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.content["files"][name] = {"bytes": file.stat().st_size, "sha256": digest}
+    (checkpoint / "manifest.json").write_bytes(encode_manifest(manifest.content))
+    for act in (open_model, open_compressed):
+        with pytest.raises(CheckpointError, match=r"up_proj.weight' keeps 205 values, and it has "):
+            act(checkpoint)
+
+
+def test_a_pruned_embedding_of_a_run_stays_tied(tmp_path: Path) -> None:
+    model, masks = pruned("Llama", tie_word_embeddings=True)
+    embedding = model.get_input_embeddings().weight
+    masks = samo.Masks({**masks, "model.embed_tokens.weight": samo.Mask.from_bool(embedding > 0)})
+    model.config.save_pretrained(tmp_path / "hugging-face")
+    samo.compress_(model, masks, dtype=torch.bfloat16)
+    samo.save(tmp_path / "checkpoints" / "last", model)
+    again = open_compressed(tmp_path / "checkpoints" / "last")
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(logits(again), logits(model))
+    assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
 def test_a_folder_without_masks_has_none(folder: Path) -> None:
@@ -86,6 +132,19 @@ def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> N
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     assert torch.equal(logits(open_model(snapshot)), before)
+
+
+def test_a_tensor_of_another_name_is_missing(tmp_path: Path) -> None:
+    model, _ = pruned("Llama")
+    folder = samo.export(model, tmp_path / "llama")
+    state = load_file(folder / "model.safetensors")
+    state["extra"] = torch.zeros(3)  # which transformers only warns of
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(open_model(folder)), logits(model))
+    state["model.norm.wait"] = state.pop("model.norm.weight")
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"it lacks 1 tensors, such as 'model.norm.weight'"):
+        open_model(folder)
 
 
 def test_damaged_files_are_named(folder: Path) -> None:

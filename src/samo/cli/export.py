@@ -64,7 +64,7 @@ def _name(source: Path) -> str:
 def _open(source: Path) -> tuple[nn.Module, Masks | None, torch.dtype | None]:
     """Return a model, its masks if it is dense and has some, and the dtype it computes in.
 
-    What is compressed stays so: expanding it is for the writer, a tensor at a time.
+    What is compressed stays so, and becomes dense only to be written dense.
     """
     checkpoint, folder = find(source)
     if checkpoint is not None:

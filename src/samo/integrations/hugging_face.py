@@ -150,15 +150,14 @@ def _without_memory(folder: Path, config: Any, num_tensors: int) -> Any:
 
 
 def _loaded(folder: Path, found: tuple[Any, dict[str, Any]]) -> Any:
-    """Return a model, if no weight of it is missing."""
+    """Return a model, if no weight of it is missing. Of tensors too many, transformers warns."""
     model, info = found
-    for what in ("missing", "unexpected"):
-        names = info[f"{what}_keys"]
-        if names:
-            raise CheckpointError(
-                f"'{folder}' does not fit its config.json: {len(names)} {what} tensors, such as "
-                f"'{min(names)}'"
-            )
+    missing = info["missing_keys"]
+    if missing:
+        raise CheckpointError(
+            f"'{folder}' does not fit its config.json: it lacks {len(missing)} tensors, such as "
+            f"'{min(missing)}'"
+        )
     return model
 
 

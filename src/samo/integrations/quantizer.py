@@ -238,3 +238,5 @@ class CompressedPreTrainedModel:
 MIXINS[PreTrainedModel] = CompressedPreTrainedModel
 auto.register_quantization_config(METHOD)(SamoConfig)
 auto.register_quantizer(METHOD)(SamoQuantizer)
+# So that from_pretrained(quantization_config=SamoConfig(weights=...)) is not ignored.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (SamoConfig,)
