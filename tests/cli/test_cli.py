@@ -127,7 +127,11 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("train", 2, "no text to train on; name a file: samo train notes.txt"),
         ("trian notes.txt", 2, "no command 'trian' (did you mean 'train'?); choose among"),
         ("launch train notes.txt -n 2", 2, "-n goes before the word train: samo launch -n"),
-        ("train notes.txt --init hugging", 2, "is a Hugging Face model; train that in Python"),
+        (
+            "train notes.txt --init hugging",
+            2,
+            "is a Hugging Face model; train that with samo finetune",
+        ),
         ("train notes.txt --device cuda", 2, "--device cuda needs a GPU"),
         ("train notes.txt --config none.toml", 2, "cannot read the config 'none.toml'"),
         ("train --resume nothing", 1, "'nothing' is not a run folder: it does not exist"),

@@ -230,8 +230,11 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
     ("settings", "message"),
     [
         ({"num_ranks": 0}, r"--num-ranks must be 1 or more .* got 0"),
-        ({"command": ("bench",)}, "samo launch can start train only: samo launch -n 4 train"),
-        ({"command": ()}, "samo launch can start train only"),
+        (
+            {"command": ("bench",)},
+            "samo launch can start train and finetune only: samo launch -n 4 train",
+        ),
+        ({"command": ()}, "samo launch can start train and finetune only"),
         ({"command": ("train", "a.txt", "--steps", "0")}, "steps must be 1 or more"),
     ],
 )

@@ -102,6 +102,7 @@ def read_progress(run: Path, checkpoint: str = "last") -> dict[str, Any]:
 def recorded(run: Path, **changes: Any) -> ResolvedConfig:
     """Return the settings that a run has recorded, with changes in its section run."""
     config = RunDir(run).config()
+    assert isinstance(config, ResolvedConfig)
     return replace(config, run=replace(config.run, **changes))
 
 

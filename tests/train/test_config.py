@@ -13,13 +13,13 @@ from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES
 from samo.train import config as kinds
 from samo.train.config import MeshConfig, ResolvedMesh, TrainConfig
+from samo.train.kinds import resolve_resumed
 from samo.train.resolve import (
     check_batch,
     doubts,
     gpt_config,
     micro_batches,
     resolve,
-    resolve_resumed,
 )
 
 SHARDED = {"shard": "weights"}

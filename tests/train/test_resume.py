@@ -299,7 +299,7 @@ def test_another_text_or_checkpoint_is_refused(tmp_path: Path, text: Path) -> No
         resume(run)
     moved.write_text(moved.read_text().replace("cat", "fox"))
     samo.save(run / "checkpoints" / "other", torch.nn.Linear(2, 2))
-    with pytest.raises(CheckpointError, match=r"was not saved by samo train"):
+    with pytest.raises(CheckpointError, match=r"was not saved by a run of samo"):
         resume(run / "checkpoints" / "other")
     wide = small(moved, steps=4)
     train(replace(wide, model=replace(wide.model, width=64)), tmp_path / "wide")

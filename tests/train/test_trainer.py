@@ -17,10 +17,10 @@ from samo.data.batches import Batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
-from samo.train import events, setup
+from samo.train import events, gpt_subject
 from samo.train.config import OptimConfig, PruneConfig
+from samo.train.gpt_subject import open_text
 from samo.train.metrics import TensorBoard
-from samo.train.setup import open_text
 from samo.train.trainer import Result, resume, train
 from tests.train.helpers import (
     Watcher,
@@ -66,7 +66,7 @@ def test_a_run_leaves_a_record_metrics_and_checkpoints(
     assert (result.ledger is not None) == (mode == "samo")
     assert recorded(run).run.compile is False
     if mode == "samo":
-        others = {"resume", "observe", "remap", "traffic", "timeline"}
+        others = {"resume", "layout", "observe", "remap", "traffic", "timeline"}
         expected = {kind for kind, name in events.NAMES.items() if name not in others}
         assert {type(event) for event in watcher.seen} == expected | {events.Ticked}
 
@@ -286,7 +286,7 @@ def test_an_interrupted_sample_is_left_out(run: Path, monkeypatch: pytest.Monkey
     def impatient(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("samo.train.trainer.generate", impatient)
+    monkeypatch.setattr("samo.train.gpt_subject.generate", impatient)
     result = resume(run)
     assert (result.step, result.sample) == (8, None)
     assert lines(run, "end")[-1]["reason"] == "done"
@@ -302,7 +302,7 @@ def test_a_diverged_run_ends_with_advice(
         models.append(GPT(shape))
         return models[-1]  # type: ignore[return-value]
 
-    monkeypatch.setattr(setup, "GPT", build)
+    monkeypatch.setattr(gpt_subject, "GPT", build)
 
     def poison() -> None:
         with torch.no_grad():

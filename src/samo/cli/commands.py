@@ -19,6 +19,7 @@ from samo.train.config import (
     Steps,
     TrainConfig,
 )
+from samo.train.finetune_config import FinetuneConfig
 
 __all__ = []
 
@@ -44,11 +45,27 @@ class Train(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Finetune(FinetuneConfig):
+    """Fine-tune a pruned language model of Hugging Face, with compressed state.
+
+    samo finetune my-llama-pruned --data notes.jsonl
+    samo finetune my-llama --sparsity 0.7 --method wanda --data notes.jsonl
+    """
+
+    config: OptionalPath = None
+    """TOML file with settings. Flags override it."""
+    resume: OptionalPath = None
+    """Resume the run in this folder."""
+    out: OptionalPath = None
+    """Run folder. By default runs/NAME-OF-THE-MODEL, with -2, -3, ... added if it exists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """Train on several ranks of this machine: samo launch -n 4 train notes.txt."""
 
     command: Annotated[Positional[tuple[str, ...]], arg(metavar="COMMAND ...")]
-    """The word train, and its files and flags."""
+    """The word train or finetune, and its files and flags."""
     num_ranks: Annotated[Count, arg(aliases=("-n",))] = 2
     """Processes to start; with GPUs, one for each."""
     max_restarts: Steps = 0
@@ -199,7 +216,9 @@ class Bench:
     )
 
 
-Command = Demo | Train | Launch | Prune | Export | Generate | Plan | Inspect | Report | Bench
+Command = (
+    Demo | Train | Finetune | Launch | Prune | Export | Generate | Plan | Inspect | Report | Bench
+)
 
 USUAL: Final = frozenset(
     {"config", "resume", "out", "train", "valid", "tokenizer", "shape", "context", "init"}
@@ -208,6 +227,13 @@ USUAL: Final = frozenset(
     | {"eval_every", "save_every", "plan", "pipe"}
 )
 """The settings that ``samo train --help`` shows; ``--help-all`` shows the others too."""
+
+USUAL_FINETUNE: Final = frozenset(
+    {"config", "resume", "out", "model", "data", "valid", "context", "freeze_embeddings"}
+    | {"teacher", "distill", "sparsity", "method", "masks", "lr", "state", "steps", "epochs"}
+    | {"batch_size", "accumulate", "weights", "eval_every", "shard", "checkpointing"}
+)
+"""The settings that ``samo finetune --help`` shows."""
 
 COMMANDS: Final[dict[str, type]] = {kind.__name__.lower(): kind for kind in get_args(Command)}
 """Commands by name; each has a module of that name with a function ``run``."""

@@ -54,6 +54,8 @@ class Display:
                 self._update(completed=event.step)
             case events.Stepped():
                 self._step(event)
+            case events.Chosen():
+                say(self._console, f"memory: {event.reason}")
             case events.Compiling():
                 self._say(event.step, "compiling: the next step takes longer")
             case events.Evaluated():

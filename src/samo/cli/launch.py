@@ -21,12 +21,13 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from samo.cli.commands import Launch, Train
+from samo.cli.commands import Finetune, Launch, Train
 from samo.cli.main import parse
 from samo.errors import ConfigError
+from samo.train.kinds import resolve
 from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
-from samo.train.resolve import check_ranges, resolve
+from samo.train.resolve import check_ranges
 
 __all__ = []
 
@@ -36,17 +37,19 @@ _BACKEND: Final = "samo-local"
 def run(command: Launch) -> int:
     """Start the ranks, wait for them, and return the exit code of the first that failed."""
     check_ranges(command)
-    if command.command[:1] != ("train",):
-        raise ConfigError("samo launch can start train only: samo launch -n 4 train notes.txt")
+    if command.command[:1] not in (("train",), ("finetune",)):
+        raise ConfigError(
+            "samo launch can start train and finetune only: samo launch -n 4 train notes.txt"
+        )
     train = parse(command.command)  # reports wrong flags before any rank starts
-    assert isinstance(train, Train)
+    assert isinstance(train, Train | Finetune)
     if train.resume is None:
         resolve(train)
     with tempfile.TemporaryDirectory(prefix="samo-launch-") as temporary:
         return _launch(command, train, str(command.logs or temporary))
 
 
-def _launch(command: Launch, train: Train, logs: str) -> int:
+def _launch(command: Launch, train: Train | Finetune, logs: str) -> int:
     threads = max((os.cpu_count() or 1) // command.num_ranks, 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]

@@ -5,6 +5,7 @@ Nothing heavy is imported before the command is known, so that help appears at o
 
 import argparse
 import importlib
+import inspect
 import io
 import logging
 import os
@@ -18,9 +19,8 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from samo import __version__
-from samo.cli.commands import COMMANDS, USUAL, Command, Launch, Train
+from samo.cli.commands import COMMANDS, USUAL, USUAL_FINETUNE, Command, Finetune, Launch, Train
 from samo.errors import ConfigError, PeerError, SamoError, nearest
-from samo.train.config import TrainConfig
 from samo.train.config_io import read_toml
 from samo.train.launch_env import end_with_launcher
 from samo.utils.formatting import plain
@@ -87,12 +87,15 @@ def _complain(text: str) -> None:
 def parse(arguments: Sequence[str]) -> Command:
     """Return the command that was typed."""
     name, launched = arguments[0], tuple[str, ...]()
-    if name == "launch" and "train" in arguments:  # flags after that word are not launch's own
-        place = arguments.index("train")
+    words = [word for word in arguments if word in ("train", "finetune")]
+    if name == "launch" and words:  # flags after that word are not launch's own
+        place = arguments.index(words[0])
         arguments, launched = arguments[: place + 1], tuple(arguments[place:])
         given = {word.partition("=")[0] for word in launched}
         for flag in {"-n", "--num-ranks", "--max-restarts", "--logs"} & given:
-            raise ConfigError(f"{flag} goes before the word train: samo launch {flag} ... train")
+            raise ConfigError(
+                f"{flag} goes before the word {words[0]}: samo launch {flag} ... {words[0]}"
+            )
     kind: Any = Command
     prog, text, default = "samo", _ABOUT, tyro.MISSING_NONPROP
     if name in COMMANDS:  # errors then point to the help of this command
@@ -100,12 +103,14 @@ def parse(arguments: Sequence[str]) -> Command:
     elif not name.startswith("-"):
         guess = nearest(name, COMMANDS)
         raise ConfigError(f"no command '{name}'{guess}; choose among {', '.join(COMMANDS)}")
-    if kind is Train and "--help-all" in arguments:
+    is_run = kind in (Train, Finetune)
+    if is_run and "--help-all" in arguments:
         arguments = ["--help"]
-    elif kind is Train and {"-h", "--help"} & {*arguments}:
-        kind, text = _usual(Train), f"{Train.__doc__}\n\nAll settings: samo train --help-all"
-    elif kind is Train:
-        default = _train_defaults(arguments)
+    elif is_run and {"-h", "--help"} & {*arguments}:
+        about = inspect.cleandoc(kind.__doc__)
+        kind, text = _usual(kind), f"{about}\n\nAll settings: samo {name} --help-all"
+    elif is_run:
+        default = _run_defaults(kind, arguments)
     command: Command = tyro.cli(
         kind,
         prog=prog,
@@ -124,6 +129,7 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo train notes.txt               train a GPT on your text
   samo train --resume runs/notes     after Ctrl-C or a crash
   samo prune my-llama --sparsity 0.5 prune a Hugging Face model
+  samo finetune my-llama --data f    recover a pruned language model on your data
   samo export runs/notes             a Hugging Face folder of it
   samo generate my-llama --chat      talk to a model, or let it continue a text
   samo plan my-llama --gpu rtx4090   will it fit, with what, how fast
@@ -160,19 +166,20 @@ def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     )
 
 
-def _usual(kind: Any) -> Any:
+def _usual(kind: Any, shown: frozenset[str] | None = None) -> Any:
     """Return a dataclass of settings, with all but the usual ones hidden from help."""
+    shown = shown or (USUAL_FINETUNE if kind is Finetune else USUAL)
     found = []
     for entry in fields(kind):
         if is_dataclass(entry.type):
-            usual = _usual(entry.type)
+            usual = _usual(entry.type, shown)
             found.append((entry.name, usual, field(default_factory=usual)))
-        elif entry.name not in USUAL:
+        elif entry.name not in shown:
             found.append((entry.name, Annotated[None, tyro.conf.Suppress], field(default=None)))
     return make_dataclass(kind.__name__, found, bases=(kind,), frozen=True, kw_only=True)
 
 
-def _train_defaults(arguments: Sequence[str]) -> Train:
+def _run_defaults(kind: type[Train] | type[Finetune], arguments: Sequence[str]) -> Any:
     """Return the settings of --config or --resume, which flags override."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--config", "--resume", "--out"):
@@ -182,15 +189,22 @@ def _train_defaults(arguments: Sequence[str]) -> Train:
         for name in ("config", "out"):
             if getattr(given, name) is not None:
                 raise ConfigError(f"leave out --{name}: --resume uses the settings of the run")
-        from samo.train.resolve import again
+        from samo.train.kinds import again
         from samo.train.run_dir import RunDir
 
-        base = again(RunDir.find(Path(given.resume)).config())
+        recorded = RunDir.find(Path(given.resume)).config()
+        if recorded.kind != kind.kind:
+            raise ConfigError(
+                f"'{given.resume}' is a run of samo {recorded.kind}; resume it with samo "
+                f"{recorded.kind} --resume {given.resume}"
+            )
+        base: Any = again(recorded)
     elif given.config is not None:
-        base = read_toml(Path(given.config))
+        base = read_toml(Path(given.config), kind.__base__ or kind)
     else:
-        return Train()
-    return Train(**{entry.name: getattr(base, entry.name) for entry in fields(TrainConfig)})
+        return kind()
+    names = [entry.name for entry in fields(kind) if hasattr(base, entry.name)]
+    return kind(**{name: getattr(base, name) for name in names})
 
 
 def _log_to_stderr() -> None:

@@ -1,12 +1,11 @@
 """``samo train``: a run from the settings to the report."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from samo.cli.commands import Train
+from samo.cli.commands import Finetune, Train
 from samo.cli.console import PatientConsole, facts, say, show_sample
 from samo.cli.display import Display
 from samo.errors import RunError, SamoError, first_words
@@ -14,9 +13,10 @@ from samo.report.findings import held, ranks as mesh_of, warnings
 from samo.report.runs import read_run
 from samo.train import launch_env
 from samo.train.events import Listener
+from samo.train.kinds import again, resolve, resolve_resumed
 from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup, is_out_of_memory
-from samo.train.resolve import again, doubts, resolve, resolve_resumed
+from samo.train.resolve import doubts
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
 from samo.utils.formatting import loss
@@ -24,7 +24,7 @@ from samo.utils.formatting import loss
 __all__ = []
 
 
-def run(command: Train) -> int:
+def run(command: Train | Finetune) -> int:
     """Train, or resume a run."""
     console = PatientConsole()
     display = Display(console)
@@ -55,7 +55,7 @@ def run(command: Train) -> int:
     return 0 if result.signal is None else 128 + result.signal
 
 
-def _is_complete(command: Train) -> bool:
+def _is_complete(command: Train | Finetune) -> bool:
     """Return whether a run has reached its last step, and nothing else is asked for."""
     assert command.resume is not None
     folder = RunDir.find(command.resume)
@@ -65,7 +65,7 @@ def _is_complete(command: Train) -> bool:
     return is_done and folder.has_checkpoint and resolved.run.steps == recorded.run.steps
 
 
-def _train(command: Train, console: Console, display: Display) -> Result:
+def _train(command: Train | Finetune, console: Console, display: Display) -> Result:
     listeners: list[Listener] = [display] if is_first_rank() else []
     if command.resume is not None:
         path, folder = command.resume, RunDir.find(command.resume)
@@ -84,13 +84,13 @@ def _train(command: Train, console: Console, display: Display) -> Result:
         if resolved.mesh.reason:
             say(console, resolved.mesh.reason)
     ranks = RankGroup.join(resolved.mesh, resolved.run.device)
-    name, runs = resolved.data.train[0].stem, Path("runs")
+    name, runs = resolved.name, Path("runs")
     before = launch_env.restarted_dir(command.out, runs, name) if is_restarted() else None
     out = command.out or before or free_dir(runs, name)
     chosen, resumes = ranks.all_gather("the run folder", (str(out), before is not None))[0]
     display.folder = Path(chosen)
     if resumes:
-        config = replace(again(RunDir.find(display.folder).config()), mesh=command.mesh)
+        config = again(RunDir.find(display.folder).config(), command.mesh)
         return resume(display.folder, config=config, listeners=listeners, ranks=ranks)
     return train(resolved, display.folder, listeners=listeners, ranks=ranks)
 
@@ -109,14 +109,23 @@ def _summarise(console: Console, result: Result) -> None:
         page = f"none: {error}"
     run = read_run(result.folder)
     rows = {"validation loss": loss(result.valid_loss)}
+    if run.evals and not run.evals[0].step:
+        rows["before training"] = loss(run.evals[0].valid_loss)
     if run.num_ranks > 1:
         rows["ranks"] = mesh_of(run)
     if run.state is not None:
         rows["model state"] = held(run)
     rows["checkpoints"] = str(result.folder / "checkpoints")
     rows["report"] = page
+    if (model := result.folder / "model").is_dir():
+        rows["model"] = f"{model}, compressed"
     console.print()
     console.print(facts(rows))
+    if model.is_dir():
+        say(console, "\nTo use it:")
+        say(console, f"  samo generate {model}")
+        say(console, f"  samo export {model} --out DIR      # dense, for every tool")
+        say(console, f"  import samo; AutoModelForCausalLM.from_pretrained('{model}')")
     if wrong := warnings(run):
         say(console, f"warning: {wrong}")
     show_sample(console, run)

@@ -218,6 +218,8 @@ def loss_finding(runs: Sequence[Run]) -> str:
     if run.prune and last.step > run.prune.step:
         before = finite_evals(run.log[: run.log.index(run.prune)])
         text += f"; it was {loss(before[-1].valid_loss)} before pruning" if before else ""
+        first = finite_evals(run.log)[0]
+        text += f"; it was {loss(first.valid_loss)} before training" if not first.step else ""
     return text
 
 

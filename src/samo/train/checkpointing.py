@@ -11,19 +11,16 @@ from typing import Any
 import torch
 
 from samo.checkpoint import copy, read_manifest, staging
-from samo.checkpoint.load import check_shape, load, load_masks
+from samo.checkpoint.load import load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
 from samo.errors import CheckpointError, SamoError, first_words
-from samo.models.shapes import GPTConfig
-from samo.train.config import ResolvedConfig
 from samo.train.config_io import typed
 from samo.train.events import Phase, Saved
 from samo.train.learner import Learner
-from samo.train.masking import Masking
-from samo.train.resolve import gpt_config
+from samo.train.masking import FixedMasks
 from samo.train.run_dir import RunDir
-from samo.train.setup import Text
+from samo.train.subject import Subject
 
 __all__ = []
 
@@ -47,10 +44,10 @@ class Progress:
 
 
 def load_run(
-    path: Path, learner: Learner, masking: Masking, batches: Batches, progress: Progress
+    path: Path, learner: Learner, masking: FixedMasks, batches: Batches, progress: Progress
 ) -> None:
     """Restore what a `Saver` wrote into new objects; ``progress`` comes from `check_run`."""
-    if progress.phase == "samo":
+    if progress.phase == "samo" and learner.phase == "dense":
         masks = learner.ranks.run_all("the checkpoint", lambda: load_masks(path))
         learner.prune(learner.own_masks(masks).to(learner.device))
     extra = load(
@@ -78,11 +75,11 @@ def load_run(
         ) from None
 
 
-def check_run(path: Path, shape: GPTConfig) -> Progress:
+def check_run(path: Path, subject: Subject) -> Progress:
     """Return the progress of a run; refuse another model's before a model takes memory."""
     found = read_manifest(path).extra.get("progress")
     if not isinstance(found, dict) or "step" not in found:
-        raise CheckpointError(f"'{path}' was not saved by samo train; load it with samo.load")
+        raise CheckpointError(f"'{path}' was not saved by a run of samo; load it with samo.load")
     hints = typing.get_type_hints(Progress)
     progress = Progress()
     for name in hints.keys() & found.keys():  # a newer samo may have added others
@@ -96,7 +93,7 @@ def check_run(path: Path, shape: GPTConfig) -> Progress:
                 f"'{path}' is damaged: its {name} is {got!r}; use another checkpoint"
             ) from None
         setattr(progress, name, value)
-    check_shape(path, shape)
+    subject.check(path)
     return progress
 
 
@@ -105,10 +102,9 @@ class Saver:
     """Writes ``last`` in a thread, and on rank 0 what follows from it: ``best``, those to keep."""
 
     folder: RunDir
-    config: ResolvedConfig
-    text: Text
+    subject: Subject
     learner: Learner
-    masking: Masking
+    masking: FixedMasks
     batches: Batches
     progress: Progress
 
@@ -119,7 +115,7 @@ class Saver:
     @property
     def is_due(self) -> bool:
         """Whether ``save_minutes`` have passed since the last save."""
-        return 0 < 60 * self.config.run.save_minutes <= time.monotonic() - self._started
+        return 0 < 60 * self.subject.config.run.save_minutes <= time.monotonic() - self._started
 
     @property
     def is_done(self) -> bool:
@@ -175,8 +171,7 @@ class Saver:
         progress.skipped_steps = learner.skipped_steps
         extra: dict[str, Any] = {
             "progress": dataclasses.asdict(progress),
-            "model": dataclasses.asdict(gpt_config(self.config.model, self.text.vocab_size)),
-            "tokenizer": self.text.tokenizer.name,
+            **self.subject.record(),
             "random_cpu": torch.get_rng_state(),
             **self.masking.state_dict(),
         }
@@ -201,7 +196,7 @@ class Saver:
 
     def follow_up(self) -> None:
         """Copy ``last`` to ``best`` and ``step-N`` if its manifest says so; safe to repeat."""
-        folder, run = self.folder, self.config.run
+        folder, run = self.folder, self.subject.config.run
         folder.check_in_place()
         progress = read_manifest(folder.last).extra["progress"]
         step = progress["step"]

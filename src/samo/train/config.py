@@ -213,6 +213,8 @@ class RunConfig:
     """Steps between lines of metrics."""
     sample_tokens: Steps = 200
     """Length of the sample that the model generates at the end. 0: no sample."""
+    wandb: Annotated[DisallowNone[str | None], arg(metavar="PROJECT", help_behavior_hint="")] = None
+    """Send metrics to this project of Weights & Biases too, with its package wandb."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +254,13 @@ class TrainConfig:
         >>> config.prune.method
         'magnitude'
     """
+
+    kind = "train"
+
+    @property
+    def name(self) -> str:
+        """What a run is called by default."""
+        return self.data.train[0].stem
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

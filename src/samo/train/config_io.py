@@ -20,7 +20,7 @@ from samo.utils.formatting import shortened
 
 __all__ = []
 
-Config = TypeVar("Config", bound=TrainConfig)
+Config = TypeVar("Config")
 
 _NAMES: Final = {
     int: "a whole number",
@@ -33,7 +33,7 @@ _WRONG: Final = (TypeError, ValueError, OverflowError)
 """What `typed` raises for a value of another type."""
 
 
-def read_toml(path: Path) -> TrainConfig:
+def read_toml(path: Path, kind: type[Any] = TrainConfig) -> Any:
     """Read settings from a TOML file; paths in it are relative to the file's folder."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -41,10 +41,10 @@ def read_toml(path: Path) -> TrainConfig:
         raise ConfigError(f"cannot read the config '{path}': {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError
         raise ConfigError(f"the config '{path}' is not valid TOML: {error}") from None
-    return from_dict(TrainConfig, content, source=f"the config '{path}'", folder=path.parent)
+    return from_dict(kind, content, source=f"the config '{path}'", folder=path.parent)
 
 
-def to_dict(config: TrainConfig) -> dict[str, Any]:
+def to_dict(config: Any) -> dict[str, Any]:
     """Return the settings as nested dictionaries of JSON's types."""
     plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     return plain

@@ -104,6 +104,12 @@ class Pruned(Event, name="prune"):
     threshold: float | None
 
 
+class Chosen(Event, name="layout"):
+    """How weights and state are kept, and why, of a run that has chosen by what fits."""
+
+    reason: str
+
+
 class Remapped(Event, name="remap"):
     """The masks changed: dropped weights are 0 from here on, grown weights start at 0."""
 

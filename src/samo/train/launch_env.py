@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from samo.errors import PeerError, RunError
-from samo.train.run_dir import RunDir
+from samo.train.run_dir import RunDir, kind_of
 
 __all__ = []
 
@@ -77,7 +77,8 @@ def resume_command(run: Path) -> str:
     start = _launched("samo")
     # The environment does not tell torchrun's arguments.
     note = f"   # on {num_ranks()} ranks" if start.startswith("torchrun") else ""
-    return f"{start} train --resume {shlex.quote(str(run))}{note}"
+    command = kind_of(run)
+    return f"{start} {command} --resume {shlex.quote(str(run))}{note}"
 
 
 def _launched(name: str) -> str:

@@ -8,7 +8,7 @@ samo    compressed state, weights in the compute dtype; on several ranks replica
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -32,8 +32,8 @@ from samo.kernels.operators import COMPILE_OPTIONS
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger, ledger
 from samo.pipeline.pipeline import Pipeline
-from samo.train.config import ResolvedConfig
 from samo.train.events import Accounted, Phase
+from samo.train.finetune_config import Resolved
 from samo.train.pipelined_gpt import PipelinedGPT
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import MOVING
@@ -46,12 +46,27 @@ BACKEND = "inductor"
 _BLOCK: Final = re.compile(r"blocks\.\d+")
 
 
+def gpt_loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sum of the losses of a batch, which is on the device of the model."""
+    loss: Tensor = model(batch.inputs_BT, batch.targets_BT, reduction="sum")
+    return loss
+
+
+def gpt_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a GPT, or of a stage of one."""
+    return [module for path, module in model.named_modules() if _BLOCK.fullmatch(path)]
+
+
 class Learner:
     """A model and its optimizer; files and schedules are the trainer's.
 
     On many ranks each trains on its part of a batch, and all take the same step: stages with
     `Pipeline`, of which ``model`` is then this rank's, replicas with DDP, shards of a pruned model
     with FSDP2.
+
+    ``masks`` are those of a model that starts pruned; it may be on the CPU, dense, and in any
+    dtype. ``loss_sum`` and ``blocks`` say how to read a batch with it, and what to compile and to
+    shard one by one.
     """
 
     will_compile: bool  # in the next step
@@ -61,17 +76,21 @@ class Learner:
     def __init__(
         self,
         model: nn.Module,
-        config: ResolvedConfig,
+        config: Resolved,
         *,
         ranks: RankGroup | None = None,
         stages: PipelinedGPT | None = None,
+        masks: Masks | None = None,
+        loss_sum: Callable[[nn.Module, Batch], Tensor] = gpt_loss_sum,
+        blocks: Callable[[nn.Module], list[nn.Module]] = gpt_blocks,
     ) -> None:
         self.model = model
         self.stages = stages
         self.ranks = ranks or RankGroup()
         self.phase: Phase = "dense"
         self.masks: Masks | None = None
-        self.device = next(model.parameters()).device
+        self._loss_sum_of = loss_sum
+        self._blocks = blocks
         own_params = sum(param.numel() for param in model.parameters())
         self.num_params = own_params if stages is None else stages.num_params
         self.dtype: torch.dtype = getattr(torch, config.run.dtype)
@@ -87,12 +106,20 @@ class Learner:
         self._reduced_bytes = 0
         self._is_compiled = config.run.compile
         if self._is_compiled:  # larger units would delay the reduction of gradients between ranks
-            for block in _blocks(model):
+            for block in blocks(model):
                 options = COMPILE_OPTIONS if BACKEND == "inductor" else None
                 block.compile(backend=BACKEND, options=options)
-        self.opt: torch.optim.Optimizer = torch.optim.AdamW(
-            self._groups(), betas=self._optim.betas, eps=self._optim.eps, fused=True
-        )
+        self.opt: torch.optim.Optimizer
+        if masks is not None:
+            self._compress(masks)
+            model.to(config.run.device)
+            opt = self._new_adamw()
+            self.opt = self._shard(opt) if self._is_sharded else opt
+        else:
+            self.opt = torch.optim.AdamW(
+                self._groups(), betas=self._optim.betas, eps=self._optim.eps, fused=True
+            )
+        self.device = next(model.parameters()).device
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)
@@ -200,11 +227,12 @@ class Learner:
         if self.stages is not None:
             with self._autocast():
                 return self.stages.loss_sum(batch)
-        inputs_BT = batch.inputs_BT.to(self.device, non_blocking=True)
-        targets_BT = batch.targets_BT.to(self.device, non_blocking=True)
+        here: list[Any] = [
+            part.to(self.device, non_blocking=True) if isinstance(part, Tensor) else part
+            for part in batch
+        ]
         with self._autocast():
-            loss: Tensor = model(inputs_BT, targets_BT, reduction="sum")
-        return loss
+            return self._loss_sum_of(model, Batch(*here))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.phase == "samo" or self.dtype == torch.float32:
@@ -240,14 +268,21 @@ class Learner:
 
     def prune(self, masks: Masks) -> None:
         """End the dense phase: compress the model, and carry over the moments."""
+        dense = self.opt
+        dense.zero_grad()
+        self._ddp = None
+        self._compress(masks)
+        opt = self._new_adamw()
+        opt.carry_over(dense)
+        self.opt = self._shard(opt) if self._is_sharded else opt
+        self._prepare()
+
+    def _compress(self, masks: Masks) -> None:
         if self.ranks.data is not None:
             compare_masks(masks, self.ranks.data)
         self.masks = masks
         self.phase = "samo"
-        dense = self.opt
-        dense.zero_grad()
         is_lean = self._optim.state == "lean" and self.dtype == torch.bfloat16
-        self._ddp = None
         compress_(
             self.model,
             masks,
@@ -256,10 +291,6 @@ class Learner:
             grad_dtype=self._grad_dtype,
             value_dtype=torch.bfloat16 if is_lean else None,
         )
-        opt = self._new_adamw()
-        opt.carry_over(dense)
-        self.opt = self._shard(opt) if self._is_sharded else opt
-        self._prepare()
 
     def remapped(self, masks: Masks) -> None:
         """Update parameter groups and replicas after the masks have changed, on all ranks."""
@@ -300,7 +331,7 @@ class Learner:
         if self.dtype.itemsize == 2:
             sent = torch.bfloat16 if self._reduces_bf16 else torch.float32
             policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=sent)
-        for part in [*_blocks(self.model), self.model]:
+        for part in [*self._blocks(self.model), self.model]:
             fully_shard(part, mesh=mesh, mp_policy=policy)
         opt = self._new_adamw()
         for name, param in self.model.named_parameters():
@@ -391,11 +422,6 @@ def _sum(parts: Iterable[Mapping[Any, int]]) -> dict[str, int]:
     for part in parts:
         total.update(part)
     return dict(total)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a GPT, or of a stage of one."""
-    return [module for path, module in model.named_modules() if _BLOCK.fullmatch(path)]
 
 
 def _reduce_bf16(

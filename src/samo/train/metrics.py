@@ -1,4 +1,4 @@
-"""Where the events of a run are written: ``metrics.jsonl``, and TensorBoard if it is installed."""
+"""Where the events of a run go: ``metrics.jsonl``, TensorBoard if it is installed, W&B if asked."""
 
 import importlib.util
 from contextlib import suppress
@@ -70,28 +70,58 @@ class TensorBoard:
 
     def on(self, event: Event) -> None:
         """Write an event."""
-        values: dict[str, float | None] = {}
-        match event:
-            case events.Stepped():
-                names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes")
-                values = {f"train/{name}": getattr(event, name) for name in names}
-            case events.Evaluated():
-                values = {"valid/loss": event.valid_loss, "valid/perplexity": event.perplexity}
-            case events.Observed():
-                values = {"masks/distance": event.largest}
-            case events.Remapped():
-                values = {"masks/sparsity": event.sparsity, "masks/dropped": event.dropped}
-            case events.Accounted():
-                values = {"state/bytes": event.measured_bytes}
-            case events.Sampled():
-                self._writer.add_text(
-                    "sample", f"<pre>{event.prompt}{event.text}</pre>", event.step
-                )
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, event.step)
+        if isinstance(event, events.Sampled):
+            self._writer.add_text("sample", f"<pre>{event.prompt}{event.text}</pre>", event.step)
+        for name, value in _scalars(event).items():
+            self._writer.add_scalar(name, value, event.step)
 
     def close(self) -> None:
         """Write what is buffered, and close the files."""
         with suppress(OSError):  # a full disk must not end the run
             self._writer.close()
+
+
+class WandB:
+    """Sends the same numbers to a project of Weights & Biases."""
+
+    def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
+        import wandb
+
+        # The folder's name as id: a run that resumes goes on in its charts.
+        name = folder.resolve().name
+        self._run: Any = wandb.init(
+            project=project, name=name, id=name, resume="allow", dir=str(folder), config=config
+        )
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Return whether the package is there."""
+        return importlib.util.find_spec("wandb") is not None
+
+    def on(self, event: Event) -> None:
+        """Send an event."""
+        values = _scalars(event)
+        if values:
+            self._run.log(values, step=event.step)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def _scalars(event: Event) -> dict[str, float]:
+    """Return the numbers of an event that make a curve."""
+    values: dict[str, float | None] = {}
+    match event:
+        case events.Stepped():
+            names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes")
+            values = {f"train/{name}": getattr(event, name) for name in names}
+        case events.Evaluated():
+            values = {"valid/loss": event.valid_loss, "valid/perplexity": event.perplexity}
+        case events.Observed():
+            values = {"masks/distance": event.largest}
+        case events.Remapped():
+            values = {"masks/sparsity": event.sparsity, "masks/dropped": event.dropped}
+        case events.Accounted():
+            values = {"state/bytes": event.measured_bytes}
+    return {name: value for name, value in values.items() if value is not None}

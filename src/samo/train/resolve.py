@@ -29,10 +29,10 @@ from samo.train.config import (
     ResolvedOptim,
     ResolvedPrune,
     ResolvedRun,
-    RunConfig,
     TrainConfig,
     Weights,
 )
+from samo.train.finetune_config import Resolved, ResolvedFinetuneOptim
 
 __all__ = ["learning_rate", "resolve"]
 
@@ -58,7 +58,7 @@ _UNUSED: Final = PruneConfig(sparsity=DEFAULT_SPARSITY, dense_steps=0, mask_ever
 """What "auto" becomes where a setting has no effect."""
 CHANGEABLE: Final = frozenset(
     {"steps", "eval_every", "eval_batches", "save_every", "save_minutes", "keep", "log_every"}
-    | {"sample_tokens"}
+    | {"sample_tokens", "wandb"}
     | {"weights", "compile", "train", "valid"}
     | {entry.name for entry in fields(MeshConfig)}
 )
@@ -86,10 +86,10 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
     is_trained = config.model.init is not None
     sizes = {name: getattr(shape, name) for name in _SIZES}
-    model = ResolvedModel(**_filled(config.model, checkpointing=False, **sizes))
+    model = ResolvedModel(**filled(config.model, checkpointing=False, **sizes))
     power = 0.0 if is_dense or is_trained else -1.0
     rates = {"lr": shape.lr, "warmup_steps": min(steps // 20, 1000), "density_power": power}
-    optim = ResolvedOptim(**_filled(config.optim, state="exact", **rates))
+    optim = ResolvedOptim(**filled(config.optim, state="exact", **rates))
     method = "none" if is_dense else prune.method
     starts_pruned = method in ("none", *MOVING) or is_trained or prune.masks is not None
     dense_steps = 0 if starts_pruned else steps // 5
@@ -107,19 +107,19 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
         mask_stop = dense_steps + max(1, 3 * (steps - dense_steps) // 4)
     when = {"dense_steps": dense_steps, "mask_every": mask_every, "mask_stop": mask_stop}
     sparsity = resolve_sparsity(prune.sparsity, prune.pattern)
-    weights = _weights(config.run.weights, config.mesh.shard == "weights")
+    weights = weights_of(config.run.weights, config.mesh.shard == "weights")
     resolved = ResolvedConfig(
-        data=DataConfig(**_filled(config.data)),
+        data=DataConfig(**filled(config.data)),
         model=model,
-        prune=ResolvedPrune(**_filled(prune, **when) | {"sparsity": sparsity}),
+        prune=ResolvedPrune(**filled(prune, **when) | {"sparsity": sparsity}),
         optim=optim,
         # Compiled blocks were not faster anywhere so far: 336 ms a step on an H200 where eager ones
         # took 298 (2.7B parameters, 8 x 1024 tokens, torch 2.11, 2026-11).
         run=ResolvedRun(
-            **_filled(config.run, compile=False, **device_and_dtype(config.run.device))
+            **filled(config.run, compile=False, **device_and_dtype(config.run.device))
             | {"weights": weights}
         ),
-        mesh=ResolvedMesh(**_filled(config.mesh, pipe=1, shard="none")),
+        mesh=ResolvedMesh(**filled(config.mesh, pipe=1, shard="none")),
     )
     _check(resolved)
     if config.mesh.plan and not isinstance(config.mesh, ResolvedMesh):
@@ -129,15 +129,15 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     return resolved
 
 
-def resolve_resumed(recorded: ResolvedConfig, wanted: TrainConfig) -> ResolvedConfig:
-    """Return the settings of a resumed run: "auto" means as recorded, but for the mesh."""
+def resumed(recorded: Resolved, wanted: Any) -> dict[str, Any]:
+    """Return the sections of a resumed run: "auto" means as recorded, but for the mesh."""
     sections = {}
-    for section in fields(TrainConfig):
+    for section in fields(recorded):
         before, after = getattr(recorded, section.name), getattr(wanted, section.name)
-        known = {} if section.name == "mesh" else _filled(before)
+        known = {} if section.name == "mesh" else filled(before)
         if wanted.mesh.plan:
             known.pop("weights", None)  # may differ on other ranks
-        values = _filled(after, **known)
+        values = filled(after, **known)
         for name, value in values.items():
             if value != getattr(before, name) and name not in CHANGEABLE:
                 flags = ", ".join(map(flag, sorted(CHANGEABLE - {"train"})))
@@ -147,24 +147,7 @@ def resolve_resumed(recorded: ResolvedConfig, wanted: TrainConfig) -> ResolvedCo
                     f"These may change: {flags}, and the path of the text"
                 )
         sections[section.name] = type(after)(**values)
-    return resolve(TrainConfig(**sections))
-
-
-def again(recorded: ResolvedConfig) -> TrainConfig:
-    """Return the settings that a resume begins with: as recorded, on any number of ranks.
-
-    What was planned for the ranks is "auto" again; optimizer state and checkpointing stay.
-    """
-    free = {"data", *recorded.mesh.planned} - {"state", "checkpointing"}
-
-    def section(kind: Any, values: Any) -> Any:
-        names = [entry.name for entry in fields(kind)]
-        return kind(**{name: "auto" if name in free else getattr(values, name) for name in names})
-
-    sections = {entry.name: getattr(recorded, entry.name) for entry in fields(TrainConfig)}
-    sections["run"] = section(RunConfig, recorded.run)
-    sections["mesh"] = section(MeshConfig, recorded.mesh)
-    return TrainConfig(**sections)
+    return sections
 
 
 def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
@@ -178,11 +161,13 @@ def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
         raise ConfigError(f"--{error}") from None  # "pattern must be ..."
 
 
-def doubts(config: ResolvedConfig) -> Iterator[str]:
+def doubts(config: Resolved) -> Iterator[str]:
     """Yield a line for each setting that works but can hardly be meant."""
     optim, run = config.optim, config.run
     if optim.lr == 0:
         yield "--lr 0 trains nothing"
+    if not isinstance(optim.warmup_steps, int) or not isinstance(run.steps, int):
+        return  # what follows depends on the data
     if optim.warmup_steps >= run.steps:
         peak = learning_rate(run.steps, run.steps, optim)
         yield (
@@ -217,7 +202,7 @@ def device_and_dtype(wanted: str) -> dict[str, str]:
     return {"device": "cuda", "dtype": "bfloat16" if torch.cuda.is_bf16_supported() else "float16"}
 
 
-def _weights(value: str | int, is_sharded: bool) -> Weights:
+def weights_of(value: str | int, is_sharded: bool) -> Weights:
     """Return "resident", "streamed", or a number of bytes; sharded weights are always streamed."""
     if value == "streamed" or (value in ("auto", "resident") and is_sharded):
         return "streamed"
@@ -232,7 +217,7 @@ def _weights(value: str | int, is_sharded: bool) -> Weights:
     return round(float(found[1]) * 1000 ** (" kmgt".index(found[2] or " ")))
 
 
-def _filled(section: Any, **defaults: Any) -> dict[str, Any]:
+def filled(section: Any, **defaults: Any) -> dict[str, Any]:
     """Return a section with defaults for "auto" and None, absolute paths, and torch's dtypes."""
 
     def absolute(value: Any) -> Any:
@@ -344,7 +329,7 @@ def _other_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
     yield (
         model.init is not None and (model.init / "config.json").is_file(),
         f"--init takes a checkpoint of samo train, and '{model.init}' is a Hugging Face model; "
-        "train that in Python, as docs/hugging-face.md shows",
+        "train that with samo finetune",
     )
     num_layers, num_stages = model.num_layers + 2, mesh.pipe * mesh.stages_per_rank
     yield (
@@ -385,7 +370,7 @@ def _other_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
     )
 
 
-def check_batch(config: ResolvedConfig, num_replicas: int) -> None:
+def check_batch(config: Resolved, num_replicas: int) -> None:
     """Refuse a batch that cannot be divided among replicas and micro-batches."""
     size, count = config.run.batch_size, micro_batches(config, num_replicas)
     if size < num_replicas:
@@ -401,7 +386,7 @@ def check_batch(config: ResolvedConfig, num_replicas: int) -> None:
         )
 
 
-def micro_batches(config: ResolvedConfig, num_replicas: int) -> int:
+def micro_batches(config: Resolved, num_replicas: int) -> int:
     """Return the micro-batches of a pass: by default two per stage, if there are as many sequences.
 
     With two, a pipeline idles for less than a third of a batch.
@@ -417,7 +402,7 @@ def first_observation(every: int, warmup_steps: int) -> int:
     return max(1, -(-warmup_steps // every)) * every
 
 
-def learning_rate(step: int, steps: int, optim: ResolvedOptim) -> float:
+def learning_rate(step: int, steps: int, optim: ResolvedOptim | ResolvedFinetuneOptim) -> float:
     """Return the learning rate of a step, counted from 1 to ``steps``."""
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps

@@ -3,6 +3,8 @@
 run.json            settings, versions, hardware: what was run, where
 metrics.jsonl       what happened, a line each
 masks.safetensors   the masks, from pruning on, as they are now
+hugging-face/       config and tokenizer of the model, of samo finetune
+model/              the trained model, compressed, once samo finetune is complete
 checkpoints/last    the newest checkpoint, to resume from
 checkpoints/best    the one with the lowest validation loss since pruning
 checkpoints/step-N  the ones before the last, if several are to be kept
@@ -21,9 +23,9 @@ from typing import Any, Final
 
 from samo.checkpoint import remove
 from samo.checkpoint.manifest import NAME
-from samo.errors import RunError
-from samo.train.config import ResolvedConfig
+from samo.errors import ConfigError, RunError
 from samo.train.config_io import from_dict
+from samo.train.finetune_config import KINDS, Resolved
 from samo.utils import atomic_io, untrusted
 
 __all__ = []
@@ -32,7 +34,7 @@ FORMAT: Final = "samo-run"
 VERSION: Final = 1
 _NAMES: Final = (
     *("run.json", "metrics.jsonl", "masks.safetensors", "report.html"),
-    *("checkpoints", "data", "tensorboard", "last", "best"),
+    *("checkpoints", "data", "tensorboard", "last", "best", "hugging-face", "model"),
 )
 _MAX_BYTES: Final = 2**24
 
@@ -161,17 +163,24 @@ class RunDir:
             )
         return found
 
-    def config(self) -> ResolvedConfig:
+    def config(self) -> Resolved:
         """Return the settings that run.json records."""
-        return from_dict(ResolvedConfig, self.read_run().get("config"), source=f"'{self.run_file}'")
+        record = self.read_run()
+        kind = record.get("kind", "train")
+        if kind not in KINDS:
+            raise RunError(
+                f"'{self.run_file}' is of a run of 'samo {str(kind)[:40]}', which this samo does "
+                f"not know; it knows {', '.join(KINDS)}"
+            )
+        return from_dict(KINDS[kind], record.get("config"), source=f"'{self.run_file}'")
 
 
 def check_free(path: Path) -> None:
     """Refuse a folder that a new run cannot use."""
     if (path / "run.json").exists():
         raise RunError(
-            f"'{path}' already holds a run; resume it (samo train --resume {path}), or choose "
-            "another folder with --out"
+            f"'{path}' already holds a run; resume it (samo {kind_of(path)} --resume {path}), or "
+            "choose another folder with --out"
         )
     with _writing(path):
         found = {entry.name for entry in path.iterdir()} if path.exists() else set()
@@ -179,6 +188,14 @@ def check_free(path: Path) -> None:
     others = {n for n in found - {"data", "run.lock"} if not n.startswith(".run.json.")}
     if others:
         raise RunError(f"'{path}' is not empty (it holds '{min(others)}'); choose another --out")
+
+
+def kind_of(path: Path) -> str:
+    """Return the command that started a run."""
+    try:
+        return RunDir(path).config().kind
+    except (RunError, ConfigError):
+        return "train"
 
 
 def free_dir(parent: Path, name: str) -> Path:

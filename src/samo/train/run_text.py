@@ -12,6 +12,7 @@ from samo.data.tokenizers import open_tokenizer
 from samo.errors import DataError
 from samo.models.generate import Pieces, Sampling, stream
 from samo.models.gpt import GPT
+from samo.train.config import ResolvedConfig
 from samo.train.run_dir import RunDir
 
 __all__ = []
@@ -24,7 +25,9 @@ class RunText:
 
     def __init__(self, model: GPT, path: Path) -> None:
         self._model: Final = model
-        self._tokenizer: Final = open_tokenizer(str(RunDir.find(path).config().data.tokenizer))
+        config = RunDir.find(path).config()
+        assert isinstance(config, ResolvedConfig)  # that of a GPT
+        self._tokenizer: Final = open_tokenizer(str(config.data.tokenizer))
         self.context: Final = model.config.context
 
     def encode(self, text: str) -> Tensor:

@@ -12,10 +12,11 @@ that was killed and resumed equals one that was not.
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,26 +27,20 @@ from samo.data.batches import Batch, Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
-from samo.models.generate import generate
 from samo.train import events, setup
 from samo.train.checkpointing import Progress, Saver, check_run, load_run
-from samo.train.config import ResolvedConfig, TrainConfig
+from samo.train.config import TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
+from samo.train.finetune_config import FinetuneConfig, Resolved
+from samo.train.kinds import again, resolve, resolve_resumed, subject_of
 from samo.train.learner import Learner
-from samo.train.masking import Masking
-from samo.train.metrics import MetricsFile, TensorBoard
+from samo.train.masking import FixedMasks
+from samo.train.metrics import MetricsFile, TensorBoard, WandB
 from samo.train.rank_group import Interrupt, RankGroup
-from samo.train.resolve import (
-    again,
-    check_batch,
-    gpt_config,
-    learning_rate,
-    resolve,
-    resolve_resumed,
-)
+from samo.train.resolve import check_batch, learning_rate
 from samo.train.run_dir import RunDir, check_free
-from samo.train.setup import Text
+from samo.train.subject import Subject, Text
 from samo.utils.environment import memory_in_use
 
 __all__ = ["Result", "resume", "train"]
@@ -68,7 +63,7 @@ class Result(NamedTuple):
 
 
 def train(
-    config: TrainConfig,
+    config: TrainConfig | FinetuneConfig,
     out: Path,
     *,
     listeners: Iterable[Listener] = (),
@@ -83,32 +78,35 @@ def train(
         SamoError: Settings, text, masks or folder cannot be used, the run has diverged, a
             checkpoint cannot be written, or another rank failed.
     """
-    resolved = config if isinstance(config, ResolvedConfig) else resolve(config)
+    resolved = config if isinstance(config, Resolved) else resolve(config)
     ranks = ranks or RankGroup.join(resolved.mesh, resolved.run.device)
     with ranks.watched(), ExitStack() as stack:
         check_batch(resolved, ranks.num_replicas)
         ranks.check_same("settings", to_dict(resolved))
         ranks.run_on_rank0("the run folder", lambda: check_free(out))
-        text = ranks.run_on_rank0_first("the text", lambda: setup.open_text(resolved, out))
-        resolved = replace(resolved, data=replace(resolved.data, vocab_size=text.vocab_size))
-        shape = gpt_config(resolved.model, text.vocab_size)
-        setup.check_memory(resolved, shape, ranks.num_replicas)
-        learner = setup.new_learner(resolved, shape, ranks)
-        masking = Masking(resolved, learner)
+        subject = subject_of(resolved)
+        if ranks.is_first and not out.exists():
+            stack.push(lambda *error: _remove_draft(out) if error[0] else None)
+        text = ranks.run_on_rank0_first("the text", lambda: subject.open_text(out))
+        subject.check_memory(ranks.num_replicas)
+        learner = setup.new_learner(subject, ranks)
+        resolved = subject.config
+        masking = subject.new_masking(learner)
         ranks.run_all("the masks", masking.check)
         folder = ranks.run_on_rank0("the run folder", lambda: RunDir.create(out)) or RunDir(out)
         stack.callback(folder.close)
+        ranks.run_on_rank0("the run folder", lambda: subject.write_files(folder))
         record = setup.run_record(resolved, out, text, learner)
         ranks.run_on_rank0("run.json", lambda: folder.write_run(record))
         batches = setup.new_batches(resolved, text, ranks)
-        parts = (resolved, folder, text, learner, masking, batches, Progress())
+        parts = (subject, folder, text, learner, masking, batches, Progress())
         return Trainer(*parts, list(listeners)).run()
 
 
 def resume(
     path: Path,
     *,
-    config: TrainConfig | None = None,
+    config: TrainConfig | FinetuneConfig | None = None,
     listeners: Iterable[Listener] = (),
     ranks: RankGroup | None = None,
 ) -> Result:
@@ -131,21 +129,24 @@ def resume(
         ranks.check_same("settings", to_dict(resolved))
         ranks.run_on_rank0("the run folder", folder.lock)
         stack.callback(folder.close)
-        text = ranks.run_on_rank0_first("the text", lambda: setup.open_same_text(resolved, folder))
+        subject = subject_of(resolved, folder)
+        text = ranks.run_on_rank0_first("the text", lambda: setup.open_same_text(subject, folder))
         # A run that was killed before its first checkpoint was complete starts again.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
-        shape, progress = gpt_config(resolved.model, text.vocab_size), Progress()
+        progress = Progress()
         if has_checkpoint:
-            progress = ranks.run_all("the checkpoint", lambda: check_run(checkpoint, shape))
+            progress = ranks.run_all("the checkpoint", lambda: check_run(checkpoint, subject))
         else:
-            setup.check_memory(resolved, shape, ranks.num_replicas)
+            subject.check_memory(ranks.num_replicas)
         if run.steps < progress.step:
             raise ConfigError(
                 f"the run has taken {progress.step:,} steps already, more than the {run.steps:,} "
                 "asked for; leave --steps out, or raise it"
             )
-        learner = setup.new_learner(resolved, shape, ranks, loads_later=has_checkpoint)
-        masking, batches = Masking(resolved, learner), setup.new_batches(resolved, text, ranks)
+        learner = setup.new_learner(subject, ranks, checkpoint if has_checkpoint else None)
+        resolved = subject.config
+        masking = subject.new_masking(learner)
+        batches = setup.new_batches(resolved, text, ranks)
         if has_checkpoint:
             load_run(checkpoint, learner, masking, batches, progress)
         if run.eval_batches != recorded.run.eval_batches:
@@ -161,19 +162,25 @@ def resume(
             folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
-        parts = (resolved, folder, text, learner, masking, batches, progress)
+        parts = (subject, folder, text, learner, masking, batches, progress)
         return Trainer(*parts, list(listeners)).run()
+
+
+def _remove_draft(out: Path) -> None:
+    """Remove the folder of a run that ended before it began, with the tokens in it."""
+    if not (out / "run.json").exists():
+        shutil.rmtree(out, ignore_errors=True)
 
 
 @dataclass(eq=False)
 class Trainer:
     """A run from its current step to its end: steps, pruning, validation, checkpoints, metrics."""
 
-    config: ResolvedConfig
+    subject: Subject
     folder: RunDir
     text: Text
     learner: Learner
-    masking: Masking
+    masking: FixedMasks
     batches: Batches
     progress: Progress
     listeners: list[Listener]
@@ -183,9 +190,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         progress = self.progress
+        self.config: Resolved = self.subject.config
         self.ranks = self.learner.ranks
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
-        parts = (self.config, self.text, self.learner, self.masking, self.batches)
+        parts = (self.subject, self.learner, self.masking, self.batches)
         self.saver = Saver(self.folder, *parts, progress)
 
     def run(self) -> Result:
@@ -232,6 +240,11 @@ class Trainer:
                 _logger.warning("TensorBoard gets no events: %s", error)
             else:
                 self.listeners.append(files.enter_context(closing(board)))
+        if (project := self.config.run.wandb) is not None:
+            if not WandB.is_installed():
+                raise ConfigError("--wandb needs a package that is missing: pip install wandb")
+            charts = WandB(project, self.folder.path, to_dict(self.config))
+            self.listeners.append(files.enter_context(closing(charts)))
 
     def fit(self) -> int | None:
         """Train, and generate a sample at the end; return the signal that interrupted it."""
@@ -241,6 +254,8 @@ class Trainer:
         self.report(start(step=first, steps=run.steps, time=time.time()))
         if self.learner.masks is not None:
             self.save_masks(self.learner.masks)  # the file may hold those of a later step
+            if not first:
+                self.start_pruned(self.learner.masks)
         if first:  # the run may have been killed before it did that
             self.ranks.run_on_rank0("the checkpoints", self.saver.follow_up)
         signal = self.loop()
@@ -250,8 +265,26 @@ class Trainer:
         if progress.valid_loss is not None and not math.isfinite(progress.valid_loss):
             raise self.diverged(f"its validation loss is {progress.valid_loss}")
         self.generate_sample()
+        self.subject.finish(self.folder, self.learner)
         self.report(events.Ended(step=progress.step, reason="done"))
         return None
+
+    def start_pruned(self, masks: Masks) -> None:
+        """Tell how a model starts that comes pruned, and validate it: the loss to compare with."""
+        if self.subject.reason:
+            self.report(events.Chosen(step=0, reason=self.subject.reason))
+        pruned = events.Pruned(
+            step=0,
+            kept=masks.kept,
+            numel=masks.numel,
+            sparsity=masks.sparsity,
+            reason="masks",
+            distances=[],
+            threshold=None,
+        )
+        self.report(pruned)
+        self.evaluate()
+        self.progress.best_loss = None  # of those that a checkpoint holds
 
     def loop(self) -> int | None:
         """Take steps until the last one or a signal, which is returned."""
@@ -480,13 +513,7 @@ class Trainer:
         prompt_T = next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
         try:
             with self.learner.in_eager():  # every token is a new shape
-                tokens_T = generate(
-                    self.learner.model,
-                    prompt_T,
-                    run.sample_tokens,
-                    context=self.config.model.context,
-                    seed=run.seed,
-                )
+                tokens_T = self.subject.sample(self.learner, prompt_T)
         except KeyboardInterrupt:  # everything is saved; the sample is left out
             return
         if ranks.is_first:

@@ -1,0 +1,100 @@
+"""What training needs to know of a causal language model of Hugging Face, besides its forward()."""
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from samo.errors import ConfigError
+from samo.integrations import folder_files
+from samo.integrations.export import copy_tokenizer
+from samo.integrations.folder_files import CONFIG, QUANTIZATION
+
+__all__ = []
+
+GENERATION: Final = "generation_config.json"
+
+
+def check_model(model: nn.Module, *, has_positions: bool) -> None:
+    """Refuse a model whose forward() has no room for what a batch needs."""
+    found = inspect.signature(model.forward).parameters
+    name, head = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in found.values())
+    if head is None or "labels" not in found or not takes_any:
+        raise ConfigError(
+            f"{name} computes no loss from labels as causal language models of transformers do; "
+            "train it in Python, as docs/hugging-face.md shows"
+        )
+    if has_positions and "position_ids" not in found:
+        raise ConfigError(
+            f"{name} takes no positions, so that packed examples would see each other; add "
+            "--no-pack"
+        )
+
+
+def context_of(config: dict[str, Any]) -> int | None:
+    """Return the longest sequence that a model was made for, if its config.json tells."""
+    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+    known = [config[name] for name in names if isinstance(config.get(name), int)]
+    return known[0] if known else None
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model: its longest list of modules."""
+    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def freeze_embeddings_(model: nn.Module) -> None:
+    """Freeze embeddings, of tokens and of positions, and the head."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    for module in [*model.modules(), head]:
+        if isinstance(module, nn.Embedding) or module is head:
+            for param in module.parameters(recurse=False):
+                param.requires_grad_(False)
+
+
+def write_description(model: nn.Module, source: Path, out: Path) -> None:
+    """Write what describes a model, without its weights: its configs and its tokenizer."""
+    own: Any = model
+    out.mkdir(exist_ok=True)
+    own.config.save_pretrained(out)
+    settings = folder_files.read_json(out / CONFIG)
+    settings.pop(QUANTIZATION, None)  # how the source stores its weights
+    settings["architectures"] = [type(model).__name__]
+    (out / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", "utf-8")
+    if (source / GENERATION).is_file():
+        folder_files.read_json(source / GENERATION)
+        shutil.copyfile(source / GENERATION, out / GENERATION)
+    copy_tokenizer(source, out)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt_T: Tensor, num_tokens: int, *, seed: int) -> Tensor:
+    """Return a prompt, and tokens that the model generates until it ends the text."""
+    own: Any = model
+    device = next(model.parameters()).device
+    settings = own.generation_config
+    ends = settings.eos_token_id
+    padding = settings.pad_token_id
+    if padding is None:
+        padding = ends[0] if isinstance(ends, list) else ends
+    prompt_1T = prompt_T[None].to(device)
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        tokens_1T: Tensor = own.generate(
+            prompt_1T,
+            attention_mask=torch.ones_like(prompt_1T),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            temperature=0.8,
+            pad_token_id=padding,
+        )
+    model.train(was_training)
+    return tokens_1T[0].cpu()

@@ -1,0 +1,268 @@
+"""The model and the data of ``samo finetune``: a language model of Hugging Face, and examples.
+
+A dense model is opened on the CPU, in the dtype of its files, and compressed there; the device gets
+the compressed one. So the host holds both at its peak: 2 bytes per parameter in bfloat16, and what
+`samo.ledger` counts as values, bitmaps and dense weights.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from samo.checkpoint.load import load_masks
+from samo.data.batches import IGNORE, Batch, Batches
+from samo.data.sources import open_data
+from samo.errors import ConfigError, MaskError
+from samo.integrations import causal_lm, folder_files
+from samo.integrations.chunk_loss import Distillation, chunk_loss_, deferred_logits
+from samo.integrations.export import write_folder
+from samo.integrations.model_folders import HUGGING_FACE, find, open_masks, open_model
+from samo.integrations.tokenizers import ModelTokenizer
+from samo.mask.masks import Masks
+from samo.mask.prunable import dense_parameters, prunable
+from samo.pruning.prune import prune
+from samo.train.finetune_config import ResolvedFinetune
+from samo.train.finetune_layout import choose_layout
+from samo.train.finetune_resolve import with_steps
+from samo.train.learner import Learner
+from samo.train.masking import FixedMasks
+from samo.train.rank_group import RankGroup
+from samo.train.run_dir import RunDir
+from samo.train.subject import Text
+from samo.utils.formatting import percent
+
+__all__ = []
+
+_CONTEXT: Final = 1024
+_CALIBRATION_ROWS: Final = 128
+"""Sequences of the training data that Wanda and SparseGPT look at, as their papers do."""
+
+
+class CausalLMSubject:
+    """A pruned language model that learns examples; ``run`` is the folder of a run that resumes."""
+
+    def __init__(self, config: ResolvedFinetune, run: RunDir | None = None) -> None:
+        self.config = config
+        self.reason = ""
+        self._model: nn.Module
+        self._text: Text
+        if run is not None:
+            self._folder = run.path / HUGGING_FACE
+            return
+        assert config.model.model is not None
+        source = find(config.model.model).hugging_face
+        if source is None:
+            raise ConfigError(
+                f"'{config.model.model}' is a GPT of samo train; train it on with samo train TEXT "
+                f"--init {config.model.model}/checkpoints/last"
+            )
+        folder_files.check_entries(source)
+        self._folder = source
+
+    # The data
+
+    def open_text(self, out: Path) -> Text:
+        """Open the data, with the tokenizer of the model; steps and context follow from both."""
+        about = folder_files.read_json(self._folder / folder_files.CONFIG)
+        data, longest = self.config.data, causal_lm.context_of(about)
+        context: int | str = self.config.model.context
+        if isinstance(context, str):
+            context = min(_CONTEXT, longest or _CONTEXT)
+        if longest is not None and context > longest:
+            raise ConfigError(
+                f"--context {context:,} is longer than the {longest:,} tokens that the model was "
+                "made for; lower it"
+            )
+        tokenizer = ModelTokenizer(self._folder)
+        size = about.get("vocab_size")
+        known = size if isinstance(size, int) else tokenizer.vocab_size
+        train, valid = open_data(
+            data.data,
+            data.valid,
+            valid_fraction=data.valid_fraction,
+            tokenizer=tokenizer,
+            context=context,
+            cache=out / "data",
+            vocab_size=known,
+            is_packed=data.pack,
+        )
+        model, size = replace(self.config.model, context=context), self.config.run.batch_size
+        rows = Batches(train, context=context, batch_size=size, seed=self.config.run.seed)
+        self.config = with_steps(replace(self.config, model=model), rows.num_windows)
+        self._text = Text(tokenizer, train, valid, known)
+        return self._text
+
+    # The model
+
+    def check_memory(self, num_replicas: int) -> None:
+        """Leave it to `new_learner`, which knows the masks."""
+
+    def check(self, checkpoint: Path) -> None:
+        """Leave it to `samo.load`: the model's own folder is in the run."""
+
+    def new_learner(self, ranks: RankGroup, checkpoint: Path | None) -> Learner:
+        """Return a learner of the compressed model, with its loss in chunks."""
+        config = self.config
+        torch.manual_seed(config.run.seed)  # of dropout
+        source = checkpoint or config.model.model
+        assert source is not None
+        model = open_model(source)
+        causal_lm.check_model(model, has_positions=_has_positions(self._text))
+        masks = load_masks(checkpoint) if checkpoint is not None else self._masks(model)
+        if config.model.freeze_embeddings:
+            causal_lm.freeze_embeddings_(model)
+        teacher = self._open_teacher(model)
+        found = choose_layout(config, model, masks, teacher, ranks.num_replicas)
+        weights, state, self.reason = ranks.all_gather("weights and state", found)[0]
+        self.config = replace(
+            config,
+            run=replace(config.run, weights=weights),
+            optim=replace(config.optim, state=state),
+        )
+        if config.model.checkpointing:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        chunk_loss_(model.train())
+        self._model = model
+        return Learner(
+            model,
+            self.config,
+            ranks=ranks,
+            masks=masks,
+            loss_sum=_Loss(config, teacher),
+            blocks=causal_lm.blocks_of,
+        )
+
+    def new_masking(self, learner: Learner) -> FixedMasks:
+        """Return masks that stay as they are."""
+        return FixedMasks()
+
+    def _masks(self, model: nn.Module) -> Masks:
+        """Return the masks of a model as it comes, or after it is pruned."""
+        settings, source = self.config.prune, self.config.model.model
+        assert source is not None
+        if settings.masks is not None:
+            masks = load_masks(settings.masks)
+            masks.parameters_of(model)  # which refuses masks that do not fit
+            return masks
+        if settings.sparsity != "auto" or settings.pattern is not None:
+            return self._prune(model)
+        if (exact := open_masks(source, model)) is not None:
+            return exact
+        try:
+            return Masks.from_zeros(model)
+        except MaskError as error:
+            own = dense_parameters(model)
+            sizes = [own[name].numel() for name in prunable(model)]
+            zeros = sum(int((own[name] == 0).sum()) for name in prunable(model))
+            raise ConfigError(
+                f"'{source}' is not pruned: {zeros:,} of {sum(sizes):,} weights of its matrices "
+                f"are 0 ({percent(zeros / max(sum(sizes), 1))}); prune it on the way with "
+                f"--sparsity 0.5, or before with samo prune {source}"
+            ) from error
+
+    def _prune(self, model: nn.Module) -> Masks:
+        settings, run = self.config.prune, self.config.run
+        data: dict[str, Any] = {}
+        if {settings.method, settings.scope} & {"wanda", "sparsegpt", "owl"}:
+            data = {"calibration": list(self._calibration()), "device": run.device}
+        try:
+            masks = prune(
+                model,
+                None if settings.sparsity == "auto" else settings.sparsity,
+                method=settings.method,
+                scope=settings.scope,
+                pattern=settings.pattern,
+                skip=settings.skip,
+                rules=settings.rules,
+                seed=run.seed,
+                **data,
+            )
+        except ValueError as error:
+            raise ConfigError(f"cannot prune '{self.config.model.model}': {error}") from error
+        if settings.method != "random":
+            for name, param in masks.parameters_of(model).items():
+                if (nonzero := int(param.count_nonzero())) < masks[name].kept:
+                    raise ConfigError(
+                        f"'{name}' has only {nonzero:,} nonzero weights, and {masks[name].kept:,} "
+                        "would be kept: the model is pruned already; leave --sparsity out, or "
+                        f"raise it above {1 - nonzero / param.numel():.3f}"
+                    )
+        return masks
+
+    def _calibration(self) -> Iterator[Tensor]:
+        """Yield some of the training data, row by row, without padding."""
+        context, seed = self.config.model.context, self.config.run.seed
+        batches = Batches(self._text.train, context=context, batch_size=1, seed=seed)
+        for _ in range(min(_CALIBRATION_ROWS, batches.num_windows)):
+            batch = next(batches)
+            used = (batch.targets_BT[0] != IGNORE).nonzero()
+            yield batch.inputs_BT[:, : int(used.max()) + 1]
+
+    def _open_teacher(self, model: Any) -> nn.Module | None:
+        """Return the teacher on the device, in the compute dtype, without gradients."""
+        run, path = self.config.run, self.config.model.teacher
+        if path is None:
+            return None
+        teacher: Any = open_model(path, dtype=getattr(torch, run.dtype))
+        sizes = [each.get_output_embeddings().weight.shape[0] for each in (teacher, model)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"the teacher '{path}' has a vocabulary of {sizes[0]:,} tokens, the model one of "
+                f"{sizes[1]:,}; use one with the same tokenizer, such as the dense model"
+            )
+        return chunk_loss_(teacher.requires_grad_(False).eval().to(run.device))
+
+    # What it leaves
+
+    def record(self) -> dict[str, Any]:
+        """Return the kind of the model; RUN/hugging-face describes it."""
+        return {"model": type(self._model).__name__}
+
+    def sample(self, learner: Learner, prompt_T: Tensor) -> Tensor:
+        """Continue a prompt."""
+        run, about = self.config.run, folder_files.read_json(self._folder / folder_files.CONFIG)
+        longest = causal_lm.context_of(about) or len(prompt_T) + run.sample_tokens
+        num_tokens = max(1, min(run.sample_tokens, longest - len(prompt_T)))
+        return causal_lm.sample(learner.model, prompt_T, num_tokens, seed=run.seed)
+
+    def write_files(self, folder: RunDir) -> None:
+        """Write config and tokenizer: with a checkpoint, they are the model."""
+        causal_lm.write_description(self._model, self._folder, folder.path / HUGGING_FACE)
+
+    def finish(self, folder: RunDir, learner: Learner) -> None:
+        """Write the model as a compressed folder."""
+        out = folder.path / "model"
+        if learner.ranks.is_first and self.config.mesh.shard == "none" and not out.exists():
+            own = folder.path / HUGGING_FACE
+            write_folder(learner.model, out, format="compressed", source=own)
+
+
+class _Loss:
+    """The sum of the losses of a batch, those of training with the teacher's part."""
+
+    def __init__(self, config: ResolvedFinetune, teacher: nn.Module | None) -> None:
+        self._teacher = teacher
+        self._share, self._temperature = config.model.distill, config.model.temperature
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": batch.inputs_BT, "use_cache": False}
+        if batch.positions_BT is not None:
+            inputs["position_ids"] = batch.positions_BT
+        more: dict[str, Any] = {}
+        if self._teacher is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                logits = deferred_logits(self._teacher, **inputs)
+            more["distillation"] = Distillation(logits, self._share, self._temperature)
+        targets_BT = batch.targets_BT
+        loss: Tensor = model(
+            **inputs, labels=targets_BT, shift_labels=targets_BT, num_items_in_batch=1, **more
+        ).loss
+        return loss
+
+
+def _has_positions(text: Text) -> bool:
+    return bool(getattr(text.train, "is_packed", False))

@@ -1,0 +1,145 @@
+"""The model and the data of ``samo train``: a GPT, and a text."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samo.checkpoint.load import check_shape, load
+from samo.data.batches import validation_batches
+from samo.data.tokenizers import open_tokenizer
+from samo.data.tokens import open_tokens
+from samo.errors import ConfigError, DataError
+from samo.models.generate import generate
+from samo.models.gpt import GPT
+from samo.models.shapes import GPTConfig
+from samo.train.config import ResolvedConfig
+from samo.train.learner import Learner
+from samo.train.masking import Masking
+from samo.train.pipelined_gpt import PipelinedGPT
+from samo.train.rank_group import RankGroup
+from samo.train.resolve import gpt_config, micro_batches
+from samo.train.run_dir import RunDir
+from samo.train.subject import Text
+from samo.utils.environment import hardware
+
+__all__ = []
+
+
+class GPTSubject:
+    """A GPT that learns a text from scratch, or from the weights of a checkpoint."""
+
+    reason = ""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.config = config
+        self._tokenizer = ""
+
+    @property
+    def _shape(self) -> GPTConfig:
+        size = self.config.data.vocab_size
+        assert not isinstance(size, str), "the text is open"
+        return gpt_config(self.config.model, size)
+
+    def open_text(self, out: Path) -> Text:
+        """Open the text; its vocabulary is the model's."""
+        text = open_text(self.config, out)
+        self._tokenizer = text.tokenizer.name
+        data = replace(self.config.data, vocab_size=text.vocab_size)
+        self.config = replace(self.config, data=data)
+        return text
+
+    def check_memory(self, num_replicas: int) -> None:
+        """Refuse a model whose state and activations, at the least, exceed the memory."""
+        check_memory(self.config, self._shape, num_replicas)
+
+    def check(self, checkpoint: Path) -> None:
+        """Refuse the checkpoint of another GPT."""
+        check_shape(checkpoint, self._shape)
+
+    def new_learner(self, ranks: RankGroup, checkpoint: Path | None) -> Learner:
+        """Return a learner with initial weights: those of ``model.init``, or drawn from the seed.
+
+        If a checkpoint is loaded later, ``model.init`` need not exist any more.
+        """
+        config, stages = self.config, None
+        if ranks.num_stages > 1:
+            stages = PipelinedGPT(config, self._shape, ranks)
+            model: torch.nn.Module = stages.pipeline.module
+        else:
+            torch.manual_seed(config.run.seed)
+            with torch.device(config.run.device):
+                model = GPT(self._shape)
+        if config.model.init is not None and checkpoint is None:
+            whole = model if stages is None else stages.pipeline
+            load(config.model.init, whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
+        return Learner(model, config, ranks=ranks, stages=stages)
+
+    def new_masking(self, learner: Learner) -> Masking:
+        """Return the masks of the settings."""
+        return Masking(self.config, learner)
+
+    def record(self) -> dict[str, Any]:
+        """Return the shape, from which `samo.integrations` builds the model."""
+        return {"model": asdict(self._shape), "tokenizer": self._tokenizer}
+
+    def sample(self, learner: Learner, prompt_T: Tensor) -> Tensor:
+        """Continue a prompt."""
+        run, context = self.config.run, self.config.model.context
+        return generate(learner.model, prompt_T, run.sample_tokens, context=context, seed=run.seed)
+
+    def write_files(self, folder: RunDir) -> None:
+        """Write nothing: checkpoints have the shape."""
+
+    def finish(self, folder: RunDir, learner: Learner) -> None:
+        """Write nothing: the last checkpoint is the result."""
+
+
+def open_text(config: ResolvedConfig, out: Path) -> Text:
+    """Open the data, and check that there is enough of it."""
+    data, context = config.data, config.model.context
+    tokenizer = open_tokenizer(str(data.tokenizer))
+    size = None if data.vocab_size == "auto" else data.vocab_size
+    train = open_tokens(data.train, tokenizer=tokenizer, cache=out / "data", vocab_size=size)
+    if data.valid:
+        valid = open_tokens(data.valid, tokenizer=tokenizer, cache=out / "data", vocab_size=size)
+    else:
+        train, valid = train.split(data.valid_fraction, min_tokens=context + 1)
+    for name, part, paths in (
+        ("to train on", train, data.train),
+        ("to validate on", valid, data.valid or data.train),
+    ):
+        try:
+            validation_batches(part, context=context, batch_size=1, max_batches=1)
+        except DataError as error:
+            files = ", ".join(f"'{path.name}'" for path in paths)
+            raise DataError(f"the text {name} ({files}): {error}") from None
+    return Text(tokenizer, train, valid, max(train.vocab_size, valid.vocab_size))
+
+
+def check_memory(config: ResolvedConfig, shape: GPTConfig, num_replicas: int) -> None:
+    """Refuse a model whose state and activations, at the least, exceed the memory of the device."""
+    with torch.device("meta"):
+        count = sum(param.numel() for param in GPT(shape).parameters())
+    prune, run, num_stages = config.prune, config.run, config.mesh.pipe
+    starts_pruned = prune.dense_steps == 0 and prune.method != "gradual"
+    is_dense = run.mode == "dense" or not starts_pruned
+    # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
+    state = (16 if is_dense else 4) * count // num_stages
+    # A block saves 16 values of its width for each token, or with checkpointing its input; a stage
+    # holds one micro-batch at least.
+    parts = num_replicas * (micro_batches(config, num_replicas) if num_stages > 1 else 1)
+    tokens = run.batch_size * shape.context // parts
+    blocks = shape.num_layers * (1 if shape.is_checkpointed else 16) // num_stages
+    saved = tokens * blocks * shape.width * (4 if run.dtype == "float32" else 2)
+    available = hardware(torch.device(run.device))["memory_bytes"]
+    if available and state + saved > available:
+        raise ConfigError(
+            f"a model of {count:,} parameters needs {state / 1e9:,.1f} GB "
+            f"{'for its dense phase' if is_dense else 'at the start'} and {saved / 1e9:,.1f} GB or "
+            f"more for the activations of {run.batch_size} x {shape.context:,} tokens; this "
+            f"{run.device} has {available / 1e9:,.1f} GB. Lower --batch-size or --context, use "
+            "--checkpointing, a smaller --shape, or --method rigl, which has no dense phase"
+        )

@@ -1,0 +1,539 @@
+"""`samo finetune`: a pruned model of Hugging Face, trained by the loop of `samo train`."""
+
+import itertools
+import json
+import random
+import shutil
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import samo
+from samo.data.batches import Batches, validation_batches
+from samo.errors import ConfigError, RunError
+from samo.integrations.export import write_folder
+from samo.planner.local import this_hardware
+from samo.train import finetune_layout
+from samo.train.causal_lm import CausalLMSubject
+from samo.train.finetune_config import (
+    FinetuneConfig,
+    FinetuneData,
+    FinetuneModel,
+    FinetuneOptim,
+    FinetunePrune,
+    FinetuneRun,
+    ResolvedFinetune,
+)
+from samo.train.finetune_resolve import resolve_finetune
+from samo.train.kinds import resolve
+from samo.train.run_dir import RunDir
+from samo.train.trainer import resume, train
+from tests.data.model_tokenizer import VOCAB_SIZE, save_model_tokenizer
+from tests.integrations.tiny_lms import tiny_lm
+from tests.train.helpers import assert_same_run, interrupt_at, lines, masks_file, tensors
+
+WORDS: Final = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "it",
+    "sleeps",
+]
+STEPS: Final = 4
+
+
+def save_lm(folder: Path, family: str = "llama", *, sparsity: float = 0.6, seed: int = 0) -> Any:
+    """Write a folder as a user has it: a pruned model, and its tokenizer."""
+    model = tiny_lm(family, vocab_size=VOCAB_SIZE, seed=seed)
+    masks = samo.prune(model, sparsity) if sparsity else None
+    if masks is not None:
+        masks.apply_(model)
+    folder.mkdir()
+    save_model_tokenizer(folder)
+    model.save_pretrained(folder)
+    return masks
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a pruned model, its dense parent, and data."""
+    folder = tmp_path_factory.mktemp("finetune")
+    draw = random.Random(0)
+    rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(3, 9)))} for _ in range(60)]
+    (folder / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_lm(folder / "pruned")
+    save_lm(folder / "dense", sparsity=0.0, seed=0)
+    return folder
+
+
+def settings(place: Path, model: str = "pruned", **changes: Any) -> FinetuneConfig:
+    """Return settings of a short run; ``changes`` are those of any section."""
+    sections: dict[str, Any] = {
+        "data": FinetuneData(data=(place / "notes.jsonl",), valid_fraction=0.1),
+        "model": FinetuneModel(model=place / model, context=32),
+        "prune": FinetunePrune(),
+        "optim": FinetuneOptim(lr=1e-3, eps=1e-5),
+        "run": FinetuneRun(
+            steps=STEPS, batch_size=2, eval_every=2, log_every=1, save_every=2, sample_tokens=3
+        ),
+    }
+    for name, section in sections.items():
+        own = {key: value for key, value in changes.items() if hasattr(section, key)}
+        sections[name] = replace(section, **own)
+    return FinetuneConfig(**sections)
+
+
+def resolved(place: Path, model: str = "pruned", **changes: Any) -> ResolvedFinetune:
+    return resolve_finetune(settings(place, model, **changes))
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path) -> Path:
+    run = place / "finished"
+    train(settings(place), run)
+    return run
+
+
+# What a run computes
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher: bool) -> None:
+    """A twin on dense state: torch's AdamW on masked weights, all logits at once, one by one."""
+    run = tmp_path / "run"
+    extra: dict[str, Any] = {"teacher": place / "dense", "distill": 0.3} if teacher else {}
+    config = settings(place, accumulate=2, **extra)
+    train(config, run)
+    masks = masks_file(run)
+    transformers = pytest.importorskip("transformers")
+    twin = transformers.AutoModelForCausalLM.from_pretrained(place / "pruned").train()
+    parent = transformers.AutoModelForCausalLM.from_pretrained(place / "dense").eval()
+    pruned = {name: ~mask.to_bool() for name, mask in masks.items()}
+    decay = [p for p in twin.parameters() if p.dim() > 1]
+    others = [p for p in twin.parameters() if p.dim() == 1]
+    opt = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], eps=1e-5
+    )
+    subject = CausalLMSubject(resolve_finetune(config))
+    text = subject.open_text(tmp_path / "twin")
+    batches = Batches(text.train, context=32, batch_size=2, seed=0)
+    for line in lines(run, "step"):
+        opt.zero_grad()
+        parts = [next(batches) for _ in range(2)]
+        total = torch.zeros(())
+        for batch in parts:
+            assert batch.positions_BT is not None
+            for row, targets, places in zip(batch.inputs_BT, batch.targets_BT, batch.positions_BT):
+                total = total + sum_of_losses(
+                    twin, parent if teacher else None, row, targets, places
+                )
+        loss = total / sum(batch.num_tokens for batch in parts)
+        loss.backward()
+        for name, where in pruned.items():
+            twin.get_parameter(name).grad.masked_fill_(where, 0)
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        for group in opt.param_groups:
+            group["lr"] = line["lr"]
+        opt.step()
+        for name, where in pruned.items():
+            twin.get_parameter(name).data.masked_fill_(where, 0)
+        assert line["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    trained = samo.load_masks(run / "checkpoints" / "last")
+    assert trained == masks
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    state = samo.dense_state_dict(model)
+    for name, param in twin.named_parameters():
+        # fp32, sums in another order; a step moves a weight by up to lr = 1e-3.
+        torch.testing.assert_close(state[name], param.detach(), rtol=1e-4, atol=2e-5)
+
+
+def sum_of_losses(model: Any, teacher: Any, row: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+    """Return the losses of the examples in a packed row, each of which is read by itself."""
+    total = torch.zeros(())
+    starts = [*(places == 0).nonzero().flatten().tolist(), len(row)]
+    for start, stop in itertools.pairwise(starts):
+        goal = targets[start:stop]
+        if bool((goal == -100).all()):
+            continue
+        logits = model(input_ids=row[None, start:stop]).logits[0]
+        hard = F.cross_entropy(logits, goal, reduction="sum")
+        if teacher is None:
+            total = total + hard
+            continue
+        with torch.no_grad():
+            wanted = teacher(input_ids=row[None, start:stop]).logits[0]
+        gap = F.kl_div(
+            F.log_softmax(logits / 2, -1), F.softmax(wanted / 2, -1), reduction="none"
+        ).sum(-1)
+        total = total + 0.7 * hard + 0.3 * 4 * gap[goal != -100].sum()
+    return total
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "mistral", "gemma2", "mixtral"])
+def test_families_keep_their_masks_and_are_handed_on(
+    place: Path, tmp_path: Path, family: str
+) -> None:
+    masks = save_lm(tmp_path / "model", family)
+    config = settings(place, model=str(tmp_path / "model"), steps=2, sample_tokens=0)
+    result = train(config, tmp_path / "run")
+    assert masks_file(tmp_path / "run") == masks
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert samo.masks(model) == masks
+    text = CausalLMSubject(resolve_finetune(config)).open_text(tmp_path / "data")
+    batches = validation_batches(text.valid, context=32, batch_size=2, max_batches=20)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            logits = model(
+                input_ids=batch.inputs_BT, position_ids=batch.positions_BT, use_cache=False
+            ).logits
+            total += float(
+                F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), reduction="sum")
+            )
+            count += batch.num_tokens
+    assert result.valid_loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_the_model_of_a_run_has_the_logits_of_the_one_in_memory(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[nn.Module] = []
+    finish = CausalLMSubject.finish
+
+    def keep(self: Any, folder: RunDir, learner: Any) -> None:
+        kept.append(learner.model)
+        finish(self, folder, learner)
+
+    monkeypatch.setattr(CausalLMSubject, "finish", keep)
+    train(settings(place, dtype="bfloat16"), tmp_path / "run")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, kept[0].eval()(ids).logits)
+
+
+def test_frozen_embeddings_do_not_move(place: Path, tmp_path: Path) -> None:
+    for family, ends in (
+        ("llama", {"model.embed_tokens.weight", "lm_head.weight"}),
+        ("gpt2", {"transformer.wte.weight", "transformer.wpe.weight"}),
+    ):
+        folder, run = tmp_path / family, tmp_path / f"run-{family}"
+        save_lm(folder, family)
+        config = settings(place, model=str(folder), freeze_embeddings=True, steps=2)
+        result = train(config, run)
+        transformers = pytest.importorskip("transformers")
+        before = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        after = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+        moved = {
+            name
+            for name, param in before.named_parameters()
+            if not torch.equal(param, samo.dense_state_dict(after)[name])
+        }
+        assert moved == {name for name, _ in before.named_parameters()} - ends
+        held = [name for name in tensors(run) if name.startswith("optimizer:")]
+        assert not [name for name in held if any(end in name for end in ends)]
+        assert result.ledger is not None
+        assert result.ledger.measured_bytes == result.ledger.predicted_bytes
+
+
+# Where masks come from
+
+
+def test_masks_come_from_the_folder_from_a_file_or_from_pruning(
+    place: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(place / "dense")
+    masks = samo.prune(dense, 0.5, method="random", seed=3)
+    masks.save(tmp_path / "masks.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "dense")
+    name = next(iter(masks))
+    with torch.no_grad():  # a kept weight that is exactly 0
+        model.get_parameter(name).view(-1)[masks[name].to_bool().view(-1).nonzero()[0]] = 0.0
+    exact = write_folder(model, tmp_path / "exact", masks=masks, source=place / "dense")
+    samo.compress_(model, masks)
+    write_folder(model, tmp_path / "small", format="compressed", source=place / "dense")
+    found = {}
+    for number, (model_dir, changes) in enumerate(
+        {
+            str(exact): {},
+            str(tmp_path / "small"): {},
+            str(place / "dense"): {"masks": tmp_path / "masks.safetensors"},
+        }.items()
+    ):
+        run = tmp_path / f"run-{number}"
+        train(settings(place, model=model_dir, steps=1, sample_tokens=0, **changes), run)
+        found[number] = masks_file(run)
+    assert found == {0: masks, 1: masks, 2: masks}
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_a_dense_model_is_pruned_on_the_way(place: Path, tmp_path: Path, method: str) -> None:
+    run = tmp_path / "run"
+    train(settings(place, "dense", sparsity=0.5, method=method, steps=1, sample_tokens=0), run)
+    (pruned,) = lines(run, "prune")
+    assert (pruned["step"], pruned["sparsity"]) == (0, 0.5)
+    assert masks_file(run).sparsity == 0.5
+    assert [line["step"] for line in lines(run, "eval")] == [0, 1]
+
+
+# A run and its folder
+
+
+def test_a_run_stands_for_itself(place: Path, finished: Path) -> None:
+    about = json.loads((finished / "run.json").read_text())
+    assert about["kind"] == "finetune"
+    assert about["config"]["run"]["weights"] == "resident"
+    assert about["config"]["optim"]["state"] == "exact"
+    assert {"config.json", "tokenizer.json"} <= {
+        file.name for file in (finished / "hugging-face").iterdir()
+    }
+    assert lines(finished, "layout")[0]["reason"].startswith("resident, exact: ")
+    evals = lines(finished, "eval")
+    assert [line["step"] for line in evals] == [0, 2, 4]
+    assert evals[-1]["valid_loss"] < evals[0]["valid_loss"]
+    from samo.report.page import write_report
+
+    page = write_report([finished], finished / "report.html").read_text()
+    assert "before training" in page
+
+
+def test_a_resumed_run_is_the_undisturbed_one(place: Path, tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(place / "pruned", tmp_path / "pruned")
+    config = settings(place, model=str(tmp_path / "pruned"))
+    assert train(config, run, listeners=[interrupt_at(3)]).signal is not None
+    shutil.rmtree(tmp_path / "pruned")  # the run needs it no more
+    assert resume(run).step == STEPS
+    assert_same_run(finished, run)
+
+
+def test_steps_follow_from_epochs(place: Path, tmp_path: Path) -> None:
+    subject = CausalLMSubject(resolved(place, steps="auto", epochs=1.5))
+    text = subject.open_text(tmp_path)
+    rows = Batches(text.train, context=32, batch_size=2, seed=0).num_windows
+    assert subject.config.run.steps == -(-3 * rows // 4)
+    assert subject.config.optim.warmup_steps == -(-3 * subject.config.run.steps // 100)
+
+
+def test_context_is_that_of_the_model_at_most(place: Path, tmp_path: Path) -> None:
+    subject = CausalLMSubject(resolved(place, context="auto"))
+    subject.open_text(tmp_path)
+    assert subject.config.model.context == 64
+    with pytest.raises(ConfigError, match=r"--context 65 is longer than the 64 tokens"):
+        CausalLMSubject(resolved(place, context=65)).open_text(tmp_path)
+
+
+def test_metrics_go_to_wandb_if_asked(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(place, steps=2, sample_tokens=0, wandb="project")
+    monkeypatch.setattr("samo.train.metrics.WandB.is_installed", lambda: False)
+    with pytest.raises(ConfigError, match="--wandb needs a package that is missing"):
+        train(config, tmp_path / "without")
+    sent: list[Any] = []
+
+    class Run:
+        def log(self, values: dict[str, float], step: int) -> None:
+            sent.append((step, values))
+
+        def finish(self) -> None:
+            sent.append("finished")
+
+    fake: Any = types.ModuleType("wandb")
+
+    def init(**given: Any) -> Run:
+        sent.append(given)
+        return Run()
+
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("samo.train.metrics.WandB.is_installed", lambda: True)
+    train(config, tmp_path / "run")
+    assert (sent[0]["project"], sent[0]["id"], sent[-1]) == ("project", "run", "finished")
+    found = {step: values for step, values in sent[1:-1] if "valid/loss" in values}
+    wanted = {line["step"]: line["valid_loss"] for line in lines(tmp_path / "run", "eval")}
+    assert {step: values["valid/loss"] for step, values in found.items()} == wanted
+
+
+# How weights and state are kept
+
+
+@pytest.fixture
+def llama() -> tuple[Any, samo.Masks]:
+    """A model whose matrices take more than what surrounds them."""
+    model = tiny_lm("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
+    return model, samo.prune(model, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("memory", "weights", "state"),
+    [
+        (1e9, "resident", "exact"),
+        (60e6, "resident", "lean"),
+        (44e6, "streamed", "exact"),
+        (24e6, "streamed", "lean"),
+    ],
+)
+def test_the_layout_is_what_fits(
+    place: Path,
+    llama: tuple[Any, samo.Masks],
+    monkeypatch: pytest.MonkeyPatch,
+    memory: float,
+    weights: str,
+    state: str,
+) -> None:
+    hardware = replace(this_hardware("cpu"), memory_bytes=memory, reserved_bytes=0)
+    monkeypatch.setattr(finetune_layout, "this_hardware", lambda *_: hardware)
+    config = resolved(place, dtype="bfloat16", batch_size=1, checkpointing=True)
+    found = finetune_layout.choose_layout(config, *llama, None, 1)
+    assert found[:2] == (weights, state)
+    assert found[2].startswith(f"{weights}, {state}")
+    asked = resolved(place, dtype="bfloat16", weights="resident", state="lean")
+    assert finetune_layout.choose_layout(asked, *llama, None, 1) == ("resident", "lean", "")
+
+
+def test_nothing_that_fits_is_an_error_with_numbers(
+    place: Path, llama: tuple[Any, samo.Masks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = replace(this_hardware("cpu"), memory_bytes=1e6, reserved_bytes=0)
+    monkeypatch.setattr(finetune_layout, "this_hardware", lambda *_: hardware)
+    with pytest.raises(ConfigError, match=r"no layout .* takes .* MB .* of 1.00 MB .*; lower"):
+        finetune_layout.choose_layout(resolved(place), *llama, None, 1)
+    other = type("OtherForCausalLM", (nn.Linear,), {})(2, 2)
+    assert finetune_layout.choose_layout(resolved(place), other, samo.Masks({}), None, 1) == (
+        "resident",
+        "exact",
+        "resident, exact: samo plan does not know OtherForCausalLM, so nothing is predicted",
+    )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "no model to fine-tune; name its folder: samo finetune my-llama"),
+        ({"data": ()}, "no data to train on; name a file"),
+        ({"lr": -1.0}, "--lr must be 0 or more"),
+        ({"method": "wanda"}, "--method has no effect without --sparsity"),
+        ({"sparsity": 0.5, "masks": Path("m")}, "--masks .* so --sparsity and --pattern have no"),
+        ({"sparsity": 0.0}, "--sparsity 0 prunes nothing"),
+        ({"distill": 0.3}, "--distill has no effect without --teacher"),
+        ({"fp32_gradients": True, "dtype": "float32"}, "--fp32-gradients has no effect with"),
+        ({"fp32_gradients": True, "dtype": "bf16", "state": "lean"}, "does not work with --state"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    place: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = settings(place)
+    for name in ("data", "model", "prune", "optim", "run"):
+        section = getattr(config, name)
+        own = {key: value for key, value in changes.items() if hasattr(section, key)}
+        config = replace(config, **{name: replace(section, **own)})
+    with pytest.raises(ConfigError, match=message):
+        resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"pipe": 2}, "--pipe 2 does not work with samo finetune: .*; use replicas"),
+        ({"plan": True}, "has no settings mode, compile, plan or stages_per_rank"),
+    ],
+)
+def test_meshes_that_cannot_work_are_refused(
+    place: Path, mesh: dict[str, Any], message: str
+) -> None:
+    config = settings(place)
+    with pytest.raises(ConfigError, match=message):
+        resolve(replace(config, mesh=replace(config.mesh, **mesh)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state": "lean"}, "--state lean does not work with --shard weights"),
+        ({"weights": "4GB"}, "--weights 4000000000 has no effect with --shard weights"),
+    ],
+)
+def test_shards_need_their_own_state(place: Path, changes: dict[str, Any], message: str) -> None:
+    config = settings(place, **changes)
+    with pytest.raises(ConfigError, match=message):
+        resolve(replace(config, mesh=replace(config.mesh, shard="weights")))
+
+
+def test_a_dense_model_is_refused_with_its_zeros_and_leaves_nothing(
+    place: Path, tmp_path: Path
+) -> None:
+    message = r"'.*dense' is not pruned: 0 of 20,480 weights .* --sparsity 0.5, or .* samo prune"
+    with pytest.raises(ConfigError, match=message):
+        train(settings(place, "dense"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pruned_model_is_not_pruned_less(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nonzero weights, .* pruned already; leave --sparsity"):
+        train(settings(place, sparsity=0.3), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"cannot prune '.*': .*no-such"):
+        train(settings(place, sparsity=0.7, skip=("no-such*",)), tmp_path / "run")
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(place: Path, tmp_path: Path) -> None:
+    tiny_lm("llama", vocab_size=99).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"vocabulary of 99 tokens, the model one of 303"):
+        train(settings(place, teacher=tmp_path / "other"), tmp_path / "run")
+
+
+def test_models_that_read_batches_otherwise_are_refused() -> None:
+    from samo.integrations.causal_lm import check_model
+
+    with pytest.raises(ConfigError, match="Linear computes no loss from labels"):
+        check_model(nn.Linear(2, 2), has_positions=False)
+    bloom = pytest.importorskip("transformers").BloomForCausalLM
+    with torch.device("meta"):
+        model = bloom(bloom.config_class(hidden_size=8, n_layer=1, n_head=1, vocab_size=9))
+    check_model(model, has_positions=False)
+    with pytest.raises(ConfigError, match=r"takes no positions, .* add --no-pack"):
+        check_model(model, has_positions=True)
+
+
+def test_a_gpt_of_samo_train_is_refused(place: Path, tmp_path: Path) -> None:
+    from tests.train.helpers import small
+
+    (tmp_path / "notes.txt").write_text("word " * 900)
+    train(small(tmp_path / "notes.txt", steps=4), tmp_path / "gpt")
+    with pytest.raises(ConfigError, match="is a GPT of samo train; train it on with samo train"):
+        CausalLMSubject(resolved(place, model=str(tmp_path / "gpt")))
+
+
+def test_a_run_of_an_unknown_kind_is_refused(place: Path, tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    about = json.loads((finished / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(about | {"kind": "distil"}))
+    with pytest.raises(RunError, match="is of a run of 'samo distil', which this samo does not"):
+        RunDir(run).config()
+    with pytest.raises(RunError, match=r"resume it \(samo train --resume"):
+        train(settings(place), run)
+    with pytest.raises(RunError, match=r"resume it \(samo finetune --resume"):
+        train(settings(place), finished)
