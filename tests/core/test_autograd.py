@@ -88,6 +88,43 @@ def test_an_optimizer_may_step_in_the_hook_of_each_parameter(weights: Any) -> No
 # Gradients --------------------------------------------------------------------------------------
 
 
+class Signs(torch.autograd.Function):
+    """A straight-through estimator: torch gives it the weight itself."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return torch.sign(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize("kind", ["matrix", "transposed", "stacked", "checkpointed"])
+def test_an_autograd_function_of_the_caller_passes_its_gradient_on(kind: str, weights: Any) -> None:
+    start = nn.Module()
+    start.weight = nn.Parameter(torch.randn(2, 64, 64) if kind == "stacked" else torch.randn(6, 12))
+    masks = samo.Masks({"weight": samo.Mask.from_bool(start.weight > 0)})
+    model, dense = twins(start, masks, weights=weights)
+    x = torch.randn(3, 64 if kind == "stacked" else 12)
+    model.requires_grad_(False)
+    with torch.inference_mode():
+        assert model.weight.shape == dense.weight.shape
+    model.requires_grad_(True)
+    for net in (model, dense):
+        if kind == "transposed":
+            loss = x @ Signs.apply(net.weight.t())
+        elif kind == "stacked":
+            loss = x @ Signs.apply(net.weight[1]) + x @ net.weight[1]
+        elif kind == "checkpointed":
+            loss = checkpoint(nn.functional.linear, x, net.weight, use_reentrant=True)
+        else:
+            loss = nn.functional.linear(x, Signs.apply(net.weight)) + x @ net.weight.t()
+        loss.square().sum().backward()
+    assert torch.equal(model.weight.grad, dense.weight.grad)
+
+
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_a_gradient_penalty_is_that_of_masked_dense(weights: Any) -> None:
     model, dense = twins(mlp().double(), samo.prune(mlp(), 0.5), weights=weights)

@@ -273,6 +273,8 @@ def test_the_dense_gradient_is_read_and_written_through_the_weight() -> None:
     for net in (model, dense):
         loss_of(net, torch.ones(2, 12)).backward()
     assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
+    model[0].weight.grad.zero_()  # of a copy: see docs/limits.md
+    assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
     model[0].weight.grad = torch.ones(32, 12)
     assert torch.equal(model.get_parameter("0.weight").grad, torch.ones(38))
     model[0].weight.grad = None

@@ -90,6 +90,16 @@ class Expand(torch.autograd.Function):
         return ctx.layout.compress_grad(grad, ctx.kept), None, None, None
 
 
+def run_first(weight: Tensor) -> None:
+    """Run the node of a dense weight as soon as its gradient is ready, like AccumulateGrad.
+
+    Autograd runs the most recent nodes first. This one is older than the passes it serves and would
+    run last, keeping every dense gradient alive until then.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        weight.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]
+
+
 class Traced(NamedTuple):
     """What compiled code reads from a weight: see `samo.core.traced`."""
 

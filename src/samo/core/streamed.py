@@ -18,12 +18,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from samo.core.dense import DenseWeight, Expand, Layout, expand_by_index
+from samo.core.dense import DenseWeight, Expand, Layout, expand_by_index, run_first
 from samo.errors import CompressionError
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class StreamedWeight(Expansion, DenseWeight):
 
     _index: tuple[int, ...]
     """Index into stacked weights; () for the whole weight."""
+    _is_tracked: bool
+    """Whether gradients that reach it go on to the values."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -271,13 +274,39 @@ def streamed_weight(
     shape, strides = [*layout.shape], [*layout.strides]
     if is_flipped:
         shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
-    device, requires_grad = values.device, values.requires_grad
-    made = Tensor._make_wrapper_subclass(
-        StreamedWeight, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
+    make = partial(
+        Tensor._make_wrapper_subclass,
+        *(StreamedWeight, shape, strides),
+        dtype=dtype,
+        device=values.device,
     )
+    is_plain = torch._C._functorch.peek_interpreter_stack() is None
+    made = Attach.apply(values, make, layout, is_flipped) if is_plain else make()  # type: ignore[no-untyped-call]
     Expansion.__init__(made, values, layout, dtype, is_flipped)
     made._samo_weight, made._index = weight, index
+    made._is_tracked = is_plain and values.requires_grad
+    if made._is_tracked and torch.is_grad_enabled():
+        run_first(made)
     return made
+
+
+class Attach(torch.autograd.Function):
+    """values -> `StreamedWeight`, for gradients that reach the tensor itself.
+
+    Such as those of an autograd function of the caller, which gets it without __torch_function__.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, make: Callable[[], Tensor], layout: Layout, is_flipped: bool
+    ) -> Tensor:
+        ctx.layout, ctx.kept, ctx.is_flipped = layout, values.numel(), is_flipped
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = grad.transpose(-2, -1) if ctx.is_flipped else grad
+        return ctx.layout.compress_grad(grad, ctx.kept), None, None, None
 
 
 @implements(Tensor.detach, torch.detach)

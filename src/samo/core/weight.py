@@ -27,7 +27,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from samo import kernels as _kernels
 from samo.core import products  # noqa: F401  (registers handlers)
-from samo.core.dense import DenseWeight, Expand, Layout, Traced, as_dense_weight, expand_by_index
+from samo.core.dense import (
+    DenseWeight,
+    Expand,
+    Layout,
+    Traced,
+    as_dense_weight,
+    expand_by_index,
+    run_first,
+)
 from samo.core.streamed import (
     LOCK as _LOCK,
     LiveExpansion,
@@ -46,9 +54,6 @@ __all__ = []
 torch.compiler.config.dynamic_sources = ",".join(
     filter(None, [torch.compiler.config.dynamic_sources, r".*'_samo_weights'.*\.ragged\.values"])
 )
-
-_FIRST: Final = 2**63 - 1
-"""Sequence number of a node that runs as soon as its gradient is ready, like AccumulateGrad."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -171,9 +176,7 @@ class Weight:
                 return expand_by_index(values, self.layout, self.dtype)
             args = (values, self.dense, self.layout, self.dtype)
             tracked = Expand.apply(*args)  # type: ignore[no-untyped-call]
-            # Autograd runs the most recent nodes first. This node is older than the pass it serves
-            # and would run last, keeping every dense gradient alive until then.
-            tracked.grad_fn._set_sequence_nr(_FIRST)
+            run_first(tracked)
             if self.hooks:
                 tracked._backward_hooks = self.hooks
                 tracked.grad_fn._register_hook_dict(tracked)
@@ -186,11 +189,17 @@ class Weight:
             self.mask is None and self.values.dtype == self.dtype
         ):
             return self.values
-        if self._streamed is None or self._streamed._param is not self.values:
-            own = weakref.ref(self)
-            self._streamed = streamed_weight(self.values, self.layout, self.dtype, own)
-            self._streamed.__dict__.update(self.attributes)
-        return self._streamed
+        values, streamed = self.values, self._streamed
+        if (
+            streamed is None
+            or streamed._param is not values
+            or streamed._is_tracked != values.requires_grad
+        ):
+            with torch.inference_mode(False), torch.enable_grad():
+                own = weakref.ref(self)
+                self._streamed = streamed = streamed_weight(values, self.layout, self.dtype, own)
+            streamed.__dict__.update(self.attributes)
+        return streamed
 
     def _read_others(self, values: Any) -> Any:
         """Expand other values than the weight's own, as `torch.func.functional_call` passes."""
