@@ -105,6 +105,24 @@ def test_a_compressed_folder_writes_the_same_text(
     assert capsys.readouterr().out == f"To be{plain(text)}\n"
 
 
+def test_a_run_of_samo_finetune_writes_text(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes, run = tmp_path / "notes.txt", str(tmp_path / "run")
+    notes.write_text("To be, or not to be: that is the question.\n" * 60)
+    flags = "--steps 2 --batch-size 2 --context 16 --eval-every 2 --eval-batches 1 --device cpu"
+    words = ["finetune", str(llama), "--data", str(notes), "--out", run, *flags.split()]
+    assert main(words) == 0
+    capsys.readouterr()
+    shown = []
+    for weights in ("dense", "streamed"):
+        words = ["--prompt", "To be", "--greedy", "--max-tokens", "12", "--weights", weights]
+        assert main(["generate", run, *words]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert shown[0].startswith("To be")
+
+
 def test_gpt2_continues_what_is_piped_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +221,11 @@ def test_a_run_with_a_tokenizer_finds_it(
     shown = capsys.readouterr()
     assert shown.out.startswith("To be")
     assert "5 tokens" in shown.err
+    Path("bpe").rename("moved")
+    assert main(["generate", "runs/notes", "--prompt", "To be"]) == 1
+    complaint = capsys.readouterr().err
+    assert f"the tokenizer of 'runs/notes' is missing: no folder '{tmp_path / 'bpe'}'" in complaint
+    assert "put the tokenizer back there" in complaint
 
 
 def test_characters_of_several_tokens_are_shown_whole(

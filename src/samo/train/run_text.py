@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from samo.data.tokenizers import open_tokenizer
+from samo.data.tokenizers import Tokenizer, open_tokenizer
 from samo.errors import DataError
 from samo.models.generate import Pieces, Sampling, stream
 from samo.models.gpt import GPT
@@ -25,9 +25,7 @@ class RunText:
 
     def __init__(self, model: GPT, path: Path) -> None:
         self._model: Final = model
-        config = RunDir.find(path).config()
-        assert isinstance(config, ResolvedConfig)  # that of a GPT
-        self._tokenizer: Final = open_tokenizer(str(config.data.tokenizer))
+        self._tokenizer: Final = _open_tokenizer(RunDir.find(path))
         self.context: Final = model.config.context
 
     def encode(self, text: str) -> Tensor:
@@ -58,3 +56,15 @@ class RunText:
             on_token()
             pieces.add(token)
         pieces.end()
+
+
+def _open_tokenizer(run: RunDir) -> Tokenizer:
+    config = run.config()
+    assert isinstance(config, ResolvedConfig)  # that of a GPT
+    try:
+        return open_tokenizer(str(config.data.tokenizer))
+    except DataError as error:
+        why = str(error).partition(";")[0]  # the rest is for samo train
+        raise DataError(
+            f"the tokenizer of '{run.path}' is missing: {why}; put the tokenizer back there"
+        ) from None
