@@ -71,6 +71,16 @@ def test_tokenizer_files_are_copied_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path) == {"source", "out"}  # no half of a folder is left
 
 
+def test_a_generation_config_is_handed_on_as_it_is(tmp_path: Path) -> None:
+    model, masks = pruned("GPT2")
+    model.generation_config.update(max_length=77, temperature=0.3, do_sample=False)
+    own = model.generation_config
+    again = load(samo.export(model, tmp_path / "out", masks=masks))
+    assert model.generation_config is own
+    found = again.generation_config
+    assert (found.max_length, found.temperature, found.do_sample) == (77, 0.3, False)
+
+
 def test_the_model_card_states_the_sparsity(tmp_path: Path) -> None:
     model, masks = pruned("Llama")
     out = samo.export(model, tmp_path / "my-llama", masks=masks)

@@ -196,23 +196,28 @@ def test_loading_streamed_never_holds_the_dense_model(
     assert meter.peak_bytes > dense_bytes  # resident; so the meter sees dense weights
 
 
-def test_trainer_trains_a_loaded_model(tmp_path: Path) -> None:
+def test_trainer_trains_a_loaded_model_and_resumes_from_its_folder(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
-    model = trained("Llama")
-    again = load(samo.export(model, tmp_path / "out", format="compressed"))
-    before, masks = {name: p.clone() for name, p in values_of(again).items()}, samo.masks(again)
-    args = TrainingArguments(
-        tmp_path / "trainer", max_steps=2, save_steps=2, use_cpu=True, report_to=[],
-        disable_tqdm=True, learning_rate=1e-2,
-    )  # fmt: skip
+    out = samo.export(trained("Llama"), tmp_path / "out", format="compressed")
     data = [{"input_ids": row, "labels": row} for row in IDS]
-    Trainer(again, args, train_dataset=data).train()
-    assert samo.masks(again) == masks
-    assert all(not torch.equal(before[name], value) for name, value in values_of(again).items())
-    saved = load(tmp_path / "trainer" / "checkpoint-2")  # which save_pretrained wrote
-    after = values_of(saved)
-    assert all(torch.equal(after[name], value) for name, value in values_of(again).items())
+
+    def train(model: Any, name: str, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
+        args = TrainingArguments(
+            tmp_path / name, max_steps=4, save_steps=2, use_cpu=True, report_to=[],
+            disable_tqdm=True, learning_rate=1e-2,
+        )  # fmt: skip
+        Trainer(model, args, train_dataset=data).train(resume_from_checkpoint=checkpoint)
+        return values_of(model)
+
+    model = load(out)
+    before, masks = {name: p.clone() for name, p in values_of(model).items()}, samo.masks(model)
+    after = train(model, "whole")
+    assert samo.masks(model) == masks
+    assert all(not torch.equal(before[name], value) for name, value in after.items())
+    checkpoint = tmp_path / "whole" / "checkpoint-2"  # which save_pretrained wrote
+    resumed = train(load(checkpoint), "resumed", checkpoint)
+    assert all(torch.equal(resumed[name], value) for name, value in after.items())
 
 
 def test_a_bitmask_folder_has_the_layout_of_compressed_tensors(tmp_path: Path) -> None:

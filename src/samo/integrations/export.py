@@ -122,6 +122,9 @@ def _save(
 ) -> None:
     """Let transformers write a state dict with its config; the model's own stays as it is."""
     config, model.config = model.config, copy.deepcopy(model.config)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        model.generation_config = type(generation)()
     try:
         save: Any = original_class(model).save_pretrained  # type: ignore[attr-defined]
         save(  # not the one of a compressed model
@@ -133,6 +136,11 @@ def _save(
         )
     finally:
         model.config = config
+        if generation is not None:
+            model.generation_config = generation
+    if generation is not None:
+        # transformers would refuse to write what it did read, such as a temperature for no sampling
+        (folder / "generation_config.json").write_text(generation.to_json_string(), "utf-8")
 
 
 @torch.no_grad()

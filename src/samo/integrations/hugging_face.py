@@ -104,11 +104,13 @@ def from_state(
             config.quantization_config = {
                 "quant_method": METHOD, "masks": masks, "weights": weights
             }  # fmt: skip
-        found = dtype or max((value.dtype for value in state.values()), key=lambda d: d.itemsize)
+        if dtype is None:
+            floats = [value.dtype for value in state.values() if value.is_floating_point()]
+            dtype = max(floats, key=lambda found: found.itemsize)
         model = _loaded(
             folder,
             model_class.from_pretrained(
-                None, config=config, state_dict=dict(state), dtype=found, output_loading_info=True
+                None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
             ),
         )
         if (folder / "generation_config.json").is_file():

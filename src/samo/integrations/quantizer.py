@@ -124,11 +124,11 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         for weight, is_resident, dtype, grad_dtype, value_dtype in self._plans:
-            values = weight.values
-            assert values.dtype == value_dtype, "transformers keeps the dtype of each parameter"
+            # Some versions of transformers leave what they read in the dtype of the file.
+            weight.values.data = weight.values.data.to(value_dtype)
             weight.is_resident, weight.dtype = is_resident, dtype
             weight.layout = weight.layout._replace(grad_dtype=grad_dtype)
-            weight.bind(values)
+            weight.bind(weight.values)
         del self._plans
         self.remove_quantization_config(model)
         for module in model.modules():
