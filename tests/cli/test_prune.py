@@ -140,6 +140,12 @@ def no_tokenizer(folder: Path) -> None:
         file.unlink()
 
 
+def foreign_tokenizer(folder: Path) -> None:
+    """Leave only a file that transformers reads as Gemma's own tokenizer, which it is not."""
+    save_model(folder, "Gemma")
+    (folder / "tokenizer_config.json").unlink()
+
+
 def infinite(folder: Path) -> None:
     model = save_model(folder)
     with torch.no_grad():
@@ -192,6 +198,12 @@ def sparse(folder: Path) -> None:
             1,
             "has no tokenizer: none of tokenizer.json, tokenizer_config.json, ... is there; "
             "--calibration needs the model's tokenizer",
+        ),
+        (
+            foreign_tokenizer,
+            f"--method wanda {CALIBRATED}",
+            1,
+            "the tokenizer of 'model' cannot encode the text: Unk token `<unk>` not found",
         ),
         (
             infinite,

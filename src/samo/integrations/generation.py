@@ -32,7 +32,14 @@ class HuggingFaceText:
 
     def encode(self, text: str) -> Tensor:
         """Return the tokens of a text, with those that the tokenizer puts before it."""
-        return self._checked(self._tokenizer(text, return_tensors="pt", verbose=False)["input_ids"])
+        try:
+            found = self._tokenizer(text, return_tensors="pt", verbose=False)
+        except Exception as error:  # of the package tokenizers, which has nothing narrower
+            raise DataError(
+                f"the tokenizer of '{self._folder}' cannot encode the text: {first_words(error)}; "
+                "copy the tokenizer's files from the model's source"
+            ) from error
+        return self._checked(found["input_ids"])
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> Tensor:
         """Return the tokens of a conversation up to the answer that is due."""
