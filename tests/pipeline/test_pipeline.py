@@ -334,6 +334,7 @@ first.register_full_backward_pre_hook(lambda module, grads: time.sleep(0.3))
 mesh = samo.mesh(pipe=2)
 pipeline = samo.Pipeline([first, nn.Linear(4, 4)], nn.functional.mse_loss, mesh, 2, timeout_s=5)
 pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
+time.sleep(0.3)  # torch aborts if its thread drops the last collective's tensor any later
 """
 
 
