@@ -1,5 +1,6 @@
-"""Tiny language models of several families, with random weights, and tokens for them."""
+"""Tiny models of several families with random weights, plain stacks of layers, and tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,3 +69,21 @@ def language_model(family: str, **changes: Any) -> nn.Module:
 def batches(count: int = 3, size: int = 4, length: int = 24) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, VOCABULARY, (size, length), generator=generator) for _ in range(count)]
+
+
+class Stack(nn.Module):
+    """Blocks of one linear layer."""
+
+    def __init__(self, count: int, width: int, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layers, x)
+
+
+def in_order(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x

@@ -1,8 +1,8 @@
-"""Wanda, SparseGPT and OWL against plain whole-model code written from the published formulas."""
+"""Wanda, SparseGPT and OWL against plain code on whole models; blocks, experts and memory."""
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,103 +16,10 @@ from samo.pruning.blocks import BlockModel
 from samo.pruning.prune import prune
 from samo.pruning.scope import owl_counts
 from tests.meters import Experts, LiveBytes
-from tests.pruning.language_models import FAMILIES, batches, language_model
+from tests.pruning.language_models import FAMILIES, Stack, batches, in_order, language_model
+from tests.pruning.published import blocks_of, reference, wanda_keep
 
 CALIBRATED = ["wanda", "sparsegpt"]
-
-
-# The published formulas
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    base = getattr(model, "transformer", None) or getattr(model, "model", model)
-    return list(getattr(base, "h", None) or getattr(base, "layers", None) or base.blocks)
-
-
-def inputs_of(model: nn.Module, layer: nn.Module, data: list[Any]) -> list[Tensor]:
-    """Return what a layer is given when the whole model runs, as rows, for each batch."""
-    seen: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    with torch.no_grad():
-        for batch in data:
-            model(batch)
-    hook.remove()
-    return seen
-
-
-def kept_in(total: int, part: int, parts: int) -> int:
-    return total * (part + 1) // parts - total * part // parts
-
-
-def wanda_keep(weight: Tensor, rows: list[Tensor], sparsity: float, pattern: Any) -> Tensor:
-    """Keep the largest |w_ij| * ||x_j|| of each output."""
-    squares = sum((x.square().sum(0) for x in rows), torch.zeros(()))
-    scores = weight.abs() * squares.sqrt()
-    keep = torch.zeros_like(weight, dtype=torch.bool)
-    total = weight.numel() - round(weight.numel() * sparsity)
-    for row in range(len(weight)):
-        if pattern is None:
-            best = scores[row].argsort(descending=True)[: kept_in(total, row, len(weight))]
-            keep[row, best] = True
-            continue
-        kept, group = pattern
-        for start in range(0, weight.shape[1], group):
-            order = scores[row, start : start + group].argsort(descending=True)
-            keep[row, start + order[:kept]] = True
-    return keep
-
-
-def sparsegpt_keep_(
-    weight: Tensor, rows: list[Tensor], sparsity: float, pattern: Any, width: int
-) -> Tensor:
-    """Prune ``weight`` column by column, changing all columns to the right at once."""
-    columns = weight.shape[1]
-    hessian = sum((x.t() @ x for x in rows), torch.zeros(()))
-    hessian = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns)
-    upper = torch.linalg.cholesky(torch.linalg.inv(hessian)).t()
-    keep = torch.zeros_like(weight, dtype=torch.bool)
-    total = weight.numel() - round(weight.numel() * sparsity)
-    for column in range(columns):
-        if pattern is None and column % width == 0:
-            end = min(column + width, columns)
-            costs = weight[:, column:end] ** 2 / upper.diagonal()[column:end] ** 2
-            count = total * end // columns - total * column // columns
-            cut = costs.flatten().sort(descending=True).values[count - 1]
-            keep[:, column:end] = costs >= cut
-        elif pattern is not None and column % pattern[1] == 0:
-            end = column + pattern[1]
-            costs = weight[:, column:end] ** 2 / upper.diagonal()[column:end] ** 2
-            best = costs.argsort(dim=1, descending=True)[:, : pattern[0]]
-            keep[:, column:end] = torch.zeros_like(costs, dtype=torch.bool).scatter(1, best, True)
-        error = (weight[:, column] * ~keep[:, column]) / upper[column, column]
-        weight[:, column + 1 :] -= error[:, None] * upper[column, column + 1 :]
-        weight[:, column] *= keep[:, column]
-    return keep
-
-
-def reference(
-    model: nn.Module, data: list[Any], method: str, sparsity: float, pattern: Any, width: int
-) -> dict[str, Tensor]:
-    """Prune a model in place, block by block, and return what is kept."""
-    names = {id(module): name for name, module in model.named_modules()}
-    wanted = samo.prunable(model)
-    kept: dict[str, Tensor] = {}
-    model.eval()
-    for block in blocks_of(model):
-        layers = [m for m in block.modules() if f"{names[id(m)]}.weight" in wanted]
-        rows = [inputs_of(model, layer, data) for layer in layers]
-        for layer, x in zip(layers, rows):
-            is_conv1d = type(layer).__name__ == "Conv1D"
-            weight = layer.weight.detach()
-            matrix = weight.t().clone() if is_conv1d else weight.clone()
-            if method == "wanda":
-                keep = wanda_keep(matrix, x, sparsity, pattern)
-                matrix *= keep
-            else:
-                keep = sparsegpt_keep_(matrix, x, sparsity, pattern, width)
-            weight.copy_(matrix.t() if is_conv1d else matrix)
-            kept[f"{names[id(layer)]}.weight"] = keep.t() if is_conv1d else keep
-    return kept
 
 
 @pytest.fixture
@@ -218,24 +125,6 @@ def test_progress_counts_blocks() -> None:
         progress=lambda *done: calls.append(done),
     )
     assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
-
-
-class Stack(nn.Module):
-    """Blocks of one linear layer."""
-
-    def __init__(self, count: int, width: int, call: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-        self.call = call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.layers, x)
-
-
-def in_order(layers: Any, x: Tensor) -> Tensor:
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 def test_a_weight_of_two_blocks_gets_one_mask_and_is_pruned_in_both() -> None:
@@ -444,127 +333,6 @@ def test_inputs_that_are_always_zero_are_pruned_first() -> None:
         keep = prune(model, 0.5, method=method, calibration=data)["layers.0.weight"]  # type: ignore[arg-type]
         assert not keep.to_bool()[:, :4].any()
         assert model.layers[0].weight.isfinite().all()
-
-
-# Bad input
-
-
-def repeated(layers: Any, x: Tensor) -> Tensor:
-    return in_order([layers[0], *layers], x)
-
-
-def skipping(layers: Any, x: Tensor) -> Tensor:
-    return layers[0](x)
-
-
-class Elementwise(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight.sum(0)
-
-
-class Half(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.nn.functional.linear(x, self.weight[:8]).repeat(1, 2)
-
-
-def of(kind: type[nn.Linear]) -> Stack:
-    model = Stack(1, 16, in_order)
-    model.layers = nn.ModuleList([kind(16, 16)])
-    return model
-
-
-def outside() -> Stack:
-    model = Stack(2, 16, lambda layers, x: in_order(layers, model.first(x)))
-    model.first = nn.Linear(16, 16)
-    return model
-
-
-def compressed() -> nn.Module:
-    model = Stack(2, 16, in_order)
-    return samo.compress_(model, prune(model, 0.5))
-
-
-X = [torch.ones(4, 16)]
-
-
-@pytest.mark.parametrize(
-    ("make", "settings", "message"),
-    [
-        (None, {"method": "wanda"}, r"method='wanda' looks at the inputs .* calibration=batches"),
-        (None, {"scope": "owl"}, r"scope='owl' looks at the inputs"),
-        (None, {"calibration": X}, r"method='magnitude' reads no calibration data"),
-        (None, {"method": "wanda", "calibration": []}, r"calibration has no batches"),
-        (
-            None,
-            {"method": "sparsegpt", "scope": "global", "calibration": X},
-            r"compares weights within a layer.*choose scope='tensor', 'erk' or 'owl'",
-        ),
-        (compressed, {"method": "wanda", "calibration": X}, r"call samo.decompress_\(model\)"),
-        (
-            lambda: nn.Sequential(nn.Linear(16, 16)),
-            {"method": "wanda", "calibration": X},
-            r"a Sequential has no nn.ModuleList of equal blocks .* use method='magnitude'",
-        ),
-        (
-            lambda: Stack(3, 16, repeated),
-            {"method": "wanda", "calibration": X},
-            r"does not call its 3 blocks 'layers' once each, in their order, but \[0, 0\] to reach",
-        ),
-        (
-            lambda: Stack(2, 16, skipping),
-            {"method": "wanda", "calibration": X},
-            r"but \[0\] to reach block 1",
-        ),
-        (
-            lambda: of(Elementwise),
-            {"method": "wanda", "calibration": X},
-            r"the inputs of 'layers.0.weight' were not seen.*set_experts_implementation",
-        ),
-        (
-            lambda: of(Half),
-            {"method": "wanda", "calibration": X},
-            r"'layers.0.weight' of shape \(16, 16\) is multiplied as \(16, 8\), not as a whole",
-        ),
-        (
-            outside,
-            {"method": "sparsegpt", "calibration": X},
-            r"'first.weight' belongs to none of the blocks 'layers'.* skip=\['first.weight'\]",
-        ),
-        (
-            None,
-            {"method": "wanda", "calibration": [torch.full((4, 16), torch.inf)]},
-            r"inputs of 'layers.0.weight' are NaN or infinite",
-        ),
-        (
-            None,
-            {"method": "sparsegpt", "sparsity": 0.999, "calibration": X},
-            r"sparsity 0.999 would keep none of the weights of 'layers.0.weight'",
-        ),
-    ],
-)
-def test_what_cannot_be_calibrated_is_refused(make: Any, settings: Any, message: str) -> None:
-    model = (make or (lambda: Stack(2, 16, in_order)))()
-    before = [param.clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match=message):
-        prune(model, **{"sparsity": 0.5, **settings})
-    assert all(map(torch.equal, model.parameters(), before))
-
-
-def test_calibration_of_another_kind_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"calibration must be batches, .* got list"):
-        prune(Stack(1, 16, in_order), 0.5, method="wanda", calibration=[[1, 2]])  # type: ignore[list-item]
-
-
-def test_inputs_that_no_damping_helps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = torch.ones((), dtype=torch.int32)
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda h, **_: (h, failed))
-    with pytest.raises(ValueError, match=r"'layers.0.weight' are too nearly dependent"):
-        prune(Stack(1, 16, in_order), 0.5, method="sparsegpt", calibration=X)
-
-
-def test_owl_outside_of_prune_says_what_it_needs() -> None:
-    with pytest.raises(ValueError, match=r"scope='owl' counts outliers .* calibration=batches"):
-        samo.EarlyBird(Stack(1, 16, in_order), sparsity=0.5, scope="owl").observe()
 
 
 # On a GPU
