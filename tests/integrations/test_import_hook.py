@@ -60,10 +60,9 @@ def test_samo_registers_at_once_if_transformers_is_there(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["samo.integrations.quantizer", "transformers.modeling_utils"])
-def test_the_quantizer_is_registered_whatever_is_imported_first(module: str) -> None:
+def test_the_quantizer_can_be_imported_before_transformers() -> None:
     code = (
-        f"import samo, {module}\n"
+        "import samo.integrations.quantizer\n"
         "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
         "print(AUTO_QUANTIZER_MAPPING['samo'].__name__)\n"
     )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,19 @@ def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> N
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     assert torch.equal(logits(open_model(snapshot)), before)
+
+
+def test_a_tensor_is_in_one_file_only(folder: Path) -> None:
+    first, second = sorted(folder.glob("model-*.safetensors"))[:2]
+    save_file(load_file(first) | load_file(second), second, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"cannot be read: '.*' is also in '{first.name}'"):
+        open_model(folder)
+
+
+def test_a_folder_needs_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CheckpointError, match="package that is not installed: pip install transf"):
+        open_model(folder)
 
 
 def test_a_tensor_of_another_name_is_missing(tmp_path: Path) -> None:
