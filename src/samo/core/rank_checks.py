@@ -29,7 +29,8 @@ def check_masks_of_ranks(module: nn.Module, args: Any) -> None:
     if _COMPARED.get(owner):
         return
     if replicas is not None:
-        nbytes = sum(param.nbytes for param in replicas._module_parameters)
+        trained = [param for param in replicas._module_parameters if param.requires_grad]
+        nbytes = sum(param.nbytes for param in trained)  # DDP does not count others either
         known = replicas._get_ddp_logging_data()["total_parameter_size_bytes"]
         if replicas in _COMPARED or known != nbytes:
             raise CompressionError(

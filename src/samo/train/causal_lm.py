@@ -5,6 +5,7 @@ the compressed one. So the host holds both at its peak: 2 bytes per parameter in
 `samo.ledger` counts as values, bitmaps and dense weights.
 """
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,13 @@ from samo.errors import ConfigError, MaskError
 from samo.integrations import causal_lm, folder_files
 from samo.integrations.chunk_loss import Distillation, chunk_loss_, deferred_logits
 from samo.integrations.export import write_folder
-from samo.integrations.model_folders import HUGGING_FACE, find, open_masks, open_model
+from samo.integrations.model_folders import (
+    HUGGING_FACE,
+    find,
+    open_compressed,
+    open_masks,
+    open_model,
+)
 from samo.integrations.tokenizers import ModelTokenizer
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, prunable
@@ -234,11 +241,18 @@ class CausalLMSubject:
         causal_lm.write_description(self._model, self._folder, folder.path / HUGGING_FACE)
 
     def finish(self, folder: RunDir, learner: Learner) -> None:
-        """Write the model as a compressed folder."""
-        out = folder.path / "model"
-        if learner.ranks.is_first and self.config.mesh.shard == "none" and not out.exists():
-            own = folder.path / HUGGING_FACE
-            write_folder(learner.model, out, format="compressed", source=own)
+        """Write the model as a compressed folder, in place of that of a run that was extended."""
+        out, own = folder.path / "model", folder.path / HUGGING_FACE
+        if learner.ranks.is_first:
+            is_sharded = self.config.mesh.shard == "weights"
+            model = open_compressed(folder.path) if is_sharded else learner.model
+            # The last part of its path is the title of the model card.
+            draft = folder.path / ".draft" / folder.path.resolve().name
+            shutil.rmtree(draft.parent, ignore_errors=True)  # what a kill has left
+            write_folder(model, draft, format="compressed", source=own)
+            shutil.rmtree(out, ignore_errors=True)
+            draft.rename(out)
+            draft.parent.rmdir()
 
 
 class _Loss:

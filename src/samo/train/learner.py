@@ -113,13 +113,14 @@ class Learner:
         if masks is not None:
             self._compress(masks)
             model.to(config.run.device)
+        self.device = next(model.parameters()).device
+        if masks is not None:
             opt = self._new_adamw()
             self.opt = self._shard(opt) if self._is_sharded else opt
         else:
             self.opt = torch.optim.AdamW(
                 self._groups(), betas=self._optim.betas, eps=self._optim.eps, fused=True
             )
-        self.device = next(model.parameters()).device
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device.type)

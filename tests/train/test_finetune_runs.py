@@ -1,0 +1,142 @@
+"""Runs of `samo finetune` that are killed, run on several ranks, or are typed."""
+
+import multiprocessing
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import samo
+from samo.cli import launch
+from samo.cli.main import main, parse
+from samo.errors import ConfigError
+from samo.train.finetune_config import FinetuneConfig, FinetuneMesh
+from samo.train.trainer import resume, train
+from tests.ranks import run_ranks
+from tests.train.helpers import assert_same_run, lines, masks_file, tensors
+from tests.train.test_finetune import finished, place, settings
+
+__all__ = ["finished", "place"]  # the fixtures
+
+
+def train_here(config: FinetuneConfig, run: Path) -> None:
+    """Train, in a process of its own."""
+    torch.set_num_threads(1)
+    train(config, run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_was_killed_and_resumed_equals_the_undisturbed_one(
+    place: Path, tmp_path: Path
+) -> None:
+    config = settings(place, steps=40, eval_every=7, save_every=3)
+    torch.set_num_threads(1)
+    train(config, tmp_path / "whole")
+    context = multiprocessing.get_context("spawn")
+    killed = tmp_path / "killed"
+    process = context.Process(target=train_here, args=(config, killed))
+    process.start()
+    while process.is_alive() and not (killed / "checkpoints" / "last" / "manifest.json").exists():
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (killed / "model").exists()
+    assert resume(killed).step == 40
+    assert_same_run(tmp_path / "whole", killed)
+    ours, theirs = (
+        {file.name: file.read_bytes() for file in (run / "model").glob("*.safetensors")}
+        for run in (tmp_path / "whole", killed)
+    )
+    assert ours == theirs
+
+
+def train_on_ranks(rank: int, num_ranks: int, configs: dict[Path, FinetuneConfig]) -> None:
+    for run, config in configs.items():
+        train(config, run)
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_course_of_one(place: Path, tmp_path: Path) -> None:
+    config = settings(place, batch_size=3, accumulate=2, freeze_embeddings=True)
+    train(config, tmp_path / "one")
+    meshes = {"none": FinetuneMesh(timeout_s=60.0), "weights": FinetuneMesh(shard="weights")}
+    runs = {tmp_path / name: replace(config, mesh=mesh) for name, mesh in meshes.items()}
+    run_ranks(2, train_on_ranks, runs, timeout_s=120.0)
+    ours = lines(tmp_path / "one", "step", "eval")
+    wanted = tensors(tmp_path / "one")
+    for run in runs:
+        theirs = lines(run, "step", "eval")
+        for name in ("loss", "grad_norm", "valid_loss"):
+            # Sums over parts of a batch are rounded otherwise, by some 1e-7.
+            assert [line.get(name, 0.0) for line in theirs] == pytest.approx(
+                [line.get(name, 0.0) for line in ours], rel=3e-5
+            )
+        assert masks_file(run) == masks_file(tmp_path / "one")
+        found = tensors(run)
+        for name in wanted:
+            if name.startswith("weights:"):
+                # Adam divides by the size of a gradient, so that rounding counts: a step is 1e-3.
+                torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-4)
+        transformers = pytest.importorskip("transformers")
+        model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+        assert samo.masks(model) == masks_file(run)
+
+
+# The command
+
+
+def test_a_run_is_typed_and_tells_what_it_made(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = "--steps 2 --batch-size 2 --context 32 --sample-tokens 4 --lr 1e-3"
+    given = ["finetune", str(place / "pruned"), "--data", str(place / "notes.jsonl")]
+    assert main([*given, *flags.split()]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^memory: resident, exact: \S+ [kMG]B of .* that fit$", said, re.MULTILINE)
+    assert "before training" in said
+    assert "samo generate runs/pruned/model" in said
+    assert "samo export runs/pruned/model" in said
+    assert main(["finetune", "--resume", "runs/pruned"]) == 0
+    assert "'runs/pruned' is complete; extend it with --steps" in capsys.readouterr().out
+    assert main(["finetune", "--resume", "runs/pruned", "--steps", "3"]) == 0
+    assert main(["train", "--resume", "runs/pruned"]) == 2
+    assert "is a run of samo finetune; resume it with samo finetune" in capsys.readouterr().err
+    assert main(["finetune", str(place / "dense"), "--data", str(place / "notes.jsonl")]) == 2
+    assert "is not pruned: 0 of 20,480 weights" in capsys.readouterr().err
+    assert [path.name for path in Path("runs").iterdir()] == ["pruned"]
+
+
+def test_help_fits_two_screens_and_has_all_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main(["finetune", flag])
+        sizes[flag] = capsys.readouterr().out.splitlines()
+    assert len(sizes["--help"]) <= 100
+    assert "--teacher" in "".join(sizes["--help"])
+    assert "--temperature" not in "".join(sizes["--help"])
+    assert "--temperature" in "".join(sizes["--help-all"])
+
+
+def test_settings_come_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        "[model]\nmodel = 'llama'\n[data]\ndata = ['notes.jsonl']\n[run]\nepochs = 3\n"
+    )
+    found: Any = parse(["finetune", "--config", str(tmp_path / "run.toml"), "--lr", "1e-4"])
+    assert (found.model.model, found.data.data) == (tmp_path / "llama", (tmp_path / "notes.jsonl",))
+    assert (found.run.epochs, found.optim.lr) == (3.0, 1e-4)
+
+
+def test_a_launch_reports_wrong_settings_before_any_rank_starts() -> None:
+    words = ["finetune", "my-llama", "--data", "notes.jsonl", "--pipe", "2"]
+    command: Any = parse(["launch", "-n", "2", *words])
+    with pytest.raises(ConfigError, match="--pipe 2 does not work with samo finetune"):
+        launch.run(command)
