@@ -125,6 +125,27 @@ def test_an_autograd_function_of_the_caller_passes_its_gradient_on(kind: str, we
     assert torch.equal(model.weight.grad, dense.weight.grad)
 
 
+class Signed(nn.Linear):
+    is_cloned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.clone() if self.is_cloned else self.weight
+        return nn.functional.linear(x, Signs.apply(weight), self.bias)
+
+
+@ignores_dynamo
+def test_compiled_code_gives_an_autograd_function_clones_of_streamed_weights() -> None:
+    """See docs/limits.md."""
+    model, dense = twins(nn.Sequential(Signed(12, 6)), weights="streamed")
+    run = torch.compile(model, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError):
+        run(X)
+    model[0].is_cloned = True
+    for net in (run, dense):
+        net(X).square().sum().backward()
+    assert torch.equal(model[0].weight.grad, dense[0].weight.grad)
+
+
 @pytest.mark.parametrize("weights", ["resident", "streamed"])
 def test_a_gradient_penalty_is_that_of_masked_dense(weights: Any) -> None:
     model, dense = twins(mlp().double(), samo.prune(mlp(), 0.5), weights=weights)
