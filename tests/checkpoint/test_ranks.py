@@ -24,6 +24,7 @@ import samo
 from samo import checkpoint
 from samo.checkpoint import reader, tensors
 from samo.checkpoint.save import merge
+from samo.core.weight import local_of
 from samo.distributed import ranks
 from samo.errors import CheckpointError, PeerError
 from samo.utils import atomic_io
@@ -284,7 +285,7 @@ def resume_on_mesh(rank: int, num_ranks: int, folder: Path, sizes: tuple[int, ..
     ]
     for one, two in pairs:
         for key in one:
-            assert torch.equal(tensors.local(one[key]), tensors.local(two[key])), key
+            assert torch.equal(local_of(one[key]), local_of(two[key])), key
     return len(checked)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import samo
 from samo.checkpoint import load as loading
-from samo.checkpoint.tensors import SavedTensors, local
+from samo.checkpoint.tensors import SavedTensors
+from samo.core.weight import local_of
 from samo.errors import CheckpointError
 from tests.checkpoint.cases import Case, Layout, Run
 from tests.checkpoint.test_ranks import build_rows, learn
@@ -180,7 +181,7 @@ def fail_on_a_rank(rank: int, num_ranks: int, folder: Path) -> int:
 
 def state_of_rank(model: nn.Module, opt: torch.optim.Optimizer) -> list[Any]:
     found = [*model.state_dict().values(), *(v for s in opt.state.values() for v in s.values())]
-    return [local(tensor).clone() for tensor in found]
+    return [local_of(tensor).clone() for tensor in found]
 
 
 def test_what_fails_on_one_rank_is_undone_on_all(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from samo import kernels
 from samo.checkpoint.layout import Layout
 from samo.checkpoint.reader import Checkpoint
-from samo.checkpoint.tensors import check_plain, local, rows_of
+from samo.checkpoint.tensors import check_plain, rows_of
 from samo.core.modules import CompressedModule, weights_in
-from samo.core.weight import Weight
+from samo.core.weight import Weight, local_of
 from samo.errors import CheckpointError, nearest
 from samo.mask.mask import Mask
 
@@ -142,11 +142,11 @@ class ModelState:
         """Write the values of a checkpoint that fits into the model; ``undo`` restores the old."""
         for name, (tensor, weight) in self.entries.items():
             mask = saved.masks.get(name)
-            undo.callback(_restore, self.entries[name], local(tensor).to("cpu", copy=True))
+            undo.callback(_restore, self.entries[name], local_of(tensor).to("cpu", copy=True))
             if mask is not None and weight is None:
                 _expand(tensor, mask, saved.weights.read(name))
             else:
-                local(tensor).copy_(saved.weights.read(name, rows_of(tensor)))
+                local_of(tensor).copy_(saved.weights.read(name, rows_of(tensor)))
                 if weight is not None and weight.dense is not None:
                     weight.refresh()
             self.layout.ranks.note_progress()
@@ -154,7 +154,7 @@ class ModelState:
 
 @torch.no_grad()  # a failure may have left a context of torch half way
 def _restore(entry: Entry, values: Tensor) -> None:
-    local(entry.tensor).copy_(values)
+    local_of(entry.tensor).copy_(values)
     if entry.weight is not None:
         entry.weight.refresh()
 
@@ -169,4 +169,4 @@ def _expand(tensor: Tensor, mask: Mask, values: Tensor) -> None:
     else:
         dense = torch.empty(tensor.shape, dtype=values.dtype)
         kernels.choose(dense.device).expand_(values, mask.to(dense.device), dense)
-        local(tensor).copy_(dense[rows.start : rows.stop])
+        local_of(tensor).copy_(dense[rows.start : rows.stop])

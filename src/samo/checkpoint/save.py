@@ -22,7 +22,8 @@ from samo.checkpoint.layout import Layout, layout_of
 from samo.checkpoint.manifest import FORMAT, KINDS, VERSION, encode_manifest
 from samo.checkpoint.model_state import ModelState
 from samo.checkpoint.optim_state import OptimizerState
-from samo.checkpoint.tensors import local, name_tensors, rows_metadata, write_tensors
+from samo.checkpoint.tensors import name_tensors, rows_metadata, write_tensors
+from samo.core.weight import local_of
 from samo.distributed.ranks import LookAfter
 from samo.errors import CheckpointError
 from samo.mask import mask_files
@@ -175,7 +176,7 @@ class _Part:
         for kind, tensors in self.tensors.items():
             own = {name: t for name, t in tensors.items() if layout.writes(t)}
             self.metadata[kind] = self.metadata.get(kind, {}) | rows_metadata(own)
-            self.tensors[kind] = {name: local(t).detach() for name, t in own.items()}
+            self.tensors[kind] = {name: local_of(t).detach() for name, t in own.items()}
 
     def stage(self) -> None:
         """Copy the tensors to the host, so that the model may change."""

@@ -53,11 +53,6 @@ def rows_of(tensor: Tensor) -> Rows | None:
     return Rows(start, min(start + size, num_rows), tuple(ranks))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor; shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     """Return a whole tensor sharded as ``like`` is; the tensor itself if that is not a DTensor."""
     rows = rows_of(like)
