@@ -252,7 +252,9 @@ def test_an_optimizer_from_before_decompress_is_refused(make: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     samo.compress_(model, samo.prune(model, 0.5))
     opt = make(model.parameters(), lr=0.1)
+    model(torch.ones(1, 8)).sum().backward()
     samo.decompress_(model)
+    opt.zero_grad(set_to_none=False)
     model(torch.ones(1, 8)).sum().backward()
     with pytest.raises(samo.CompressionError, match="built before decompress_"):
         opt.step()

@@ -124,6 +124,7 @@ class Weight:
         self.bind(nn.Parameter(values, requires_grad=param.requires_grad))
         self.values.__dict__.update(self.attributes)
         ORIGINS[param] = weakref.ref(self)
+        param.grad = None  # an old optimizer would go on with it
 
     @property
     def mask(self) -> Mask | None:
@@ -406,6 +407,7 @@ class Weight:
     def retire(self) -> None:
         """Mark the values as unused, so that optimizers over them raise an error."""
         RETIRED[self.values] = self.name
+        self.values.grad = None
 
     def before_apply(self) -> None:
         """Drop references until `after_apply`: torch swaps only tensors without other ones."""
