@@ -1,6 +1,7 @@
 """Losses in chunks equal the usual ones, whatever a model does to its logits."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import samo
 from samo.integrations.chunk_loss import Distillation, Logits, deferred_logits
+from tests.core.test_frameworks import logged, texts, trainer_of
 from tests.integrations.tiny_lms import FAMILIES, VOCAB, tiny_lm
 
 CLOSE = {"rtol": 0, "atol": 1e-12}  # float64; sums of 50 losses of about 5
@@ -171,3 +173,16 @@ def test_distillation_equals_a_loop_over_all_logits(family: str) -> None:
     assert found.keys() == wanted_grads.keys()
     for name, grad in wanted_grads.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and accelerate, about each other
+def test_trainer_trains_and_evaluates_as_before(tmp_path: Path) -> None:
+    plain, chunked = tiny_lm("gemma2"), samo.chunk_loss_(tiny_lm("gemma2"), max_logits=CHUNK)
+    found = []
+    for model in (plain, chunked):
+        trainer = trainer_of(model, tmp_path, max_steps=3)
+        trainer.train()
+        predicted = trainer.predict(texts()[:6])
+        found.append([*logged(trainer, "loss"), predicted.metrics["test_loss"]])
+        assert predicted.predictions.shape == (6, 10, VOCAB)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

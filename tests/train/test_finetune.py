@@ -253,6 +253,30 @@ def test_frozen_embeddings_do_not_move(place: Path, tmp_path: Path) -> None:
         assert result.ledger.measured_bytes == result.ledger.predicted_bytes
 
 
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_checkpointing_and_streaming_change_no_bit(
+    place: Path, tmp_path: Path, finished: Path, weights: str
+) -> None:
+    train(settings(place, checkpointing=True, weights=weights), tmp_path / "run")
+    names = ("step", "loss", "grad_norm")
+    ours, theirs = (
+        [{name: line[name] for name in names} for line in lines(run, "step")]
+        for run in (finished, tmp_path / "run")
+    )
+    assert ours == theirs
+    wanted = tensors(finished)
+    assert all(torch.equal(wanted[name], own) for name, own in tensors(tmp_path / "run").items())
+
+
+def test_checkpointed_blocks_learn_after_frozen_embeddings(place: Path, tmp_path: Path) -> None:
+    plain, saving = tmp_path / "plain", tmp_path / "saving"
+    for run, checkpointing in ((plain, False), (saving, True)):
+        config = settings(place, freeze_embeddings=True, checkpointing=checkpointing, steps=2)
+        train(config, run)
+    wanted = tensors(plain)
+    assert all(torch.equal(wanted[name], own) for name, own in tensors(saving).items())
+
+
 # Where masks come from
 
 

@@ -131,7 +131,9 @@ class CausalLMSubject:
             optim=replace(config.optim, state=state),
         )
         if config.model.checkpointing:
-            model.gradient_checkpointing_enable()  # type: ignore[operator]
+            # The other kind gives no gradients to blocks after frozen embeddings.
+            how = {"use_reentrant": False}
+            model.gradient_checkpointing_enable(how)  # type: ignore[operator]
         chunk_loss_(model.train())
         self._model = model
         return Learner(
