@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import samo
 from samo.data.batches import Batches, validation_batches
-from samo.errors import ConfigError, RunError
+from samo.errors import CheckpointError, ConfigError, RunError
 from samo.integrations.export import write_folder
 from samo.planner.local import this_hardware
 from samo.train import finetune_layout
@@ -347,6 +347,20 @@ def test_a_resumed_run_is_the_undisturbed_one(place: Path, tmp_path: Path, finis
     shutil.rmtree(tmp_path / "pruned")  # the run needs it no more
     assert resume(run).step == STEPS
     assert_same_run(finished, run)
+
+
+def test_a_run_without_its_description_or_with_a_link_in_it_is_refused(
+    tmp_path: Path, finished: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    config = run / "hugging-face" / "config.json"
+    config.rename(run / "hugging-face" / "other.json")
+    with pytest.raises(RunError, match=r"it has no hugging-face/config.json; take another copy"):
+        resume(run)
+    config.symlink_to(run / "hugging-face" / "other.json")
+    with pytest.raises(CheckpointError, match=r"config.json. is a link"):
+        resume(run)
 
 
 def test_steps_follow_from_epochs(place: Path, tmp_path: Path) -> None:

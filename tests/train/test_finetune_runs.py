@@ -1,5 +1,6 @@
 """Runs of `samo finetune` that are killed, run on several ranks, or are typed."""
 
+import functools
 import multiprocessing
 import re
 import signal
@@ -15,8 +16,10 @@ import samo
 from samo.cli import launch
 from samo.cli.main import main, parse
 from samo.errors import ConfigError
+from samo.train import causal_lm
 from samo.train.finetune_config import FinetuneConfig, FinetuneMesh
 from samo.train.trainer import resume, train
+from tests.data.model_tokenizer import VOCAB_SIZE
 from tests.ranks import run_ranks
 from tests.train.helpers import assert_same_run, lines, masks_file, tensors
 from tests.train.test_finetune import finished, place, settings
@@ -58,6 +61,8 @@ def test_a_run_that_was_killed_and_resumed_equals_the_undisturbed_one(
 
 
 def train_on_ranks(rank: int, num_ranks: int, configs: dict[Path, FinetuneConfig]) -> None:
+    few = functools.partial(samo.chunk_loss_, max_logits=8 * VOCAB_SIZE)  # several chunks a pass
+    causal_lm.chunk_loss_ = few  # type: ignore[assignment]
     for run, config in configs.items():
         train(config, run)
 

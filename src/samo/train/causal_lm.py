@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from samo.checkpoint.load import load_masks
 from samo.data.batches import IGNORE, Batch, Batches
 from samo.data.sources import open_data
-from samo.errors import ConfigError, MaskError
+from samo.errors import ConfigError, MaskError, RunError
 from samo.integrations import causal_lm, folder_files
 from samo.integrations.chunk_loss import Distillation, chunk_loss_, deferred_logits
 from samo.integrations.export import write_folder
@@ -59,6 +59,12 @@ class CausalLMSubject:
         self._text: Text
         if run is not None:
             self._folder = run.path / HUGGING_FACE
+            if not (self._folder / folder_files.CONFIG).is_file():
+                raise RunError(
+                    f"'{run.path}' is not complete: it has no {HUGGING_FACE}/config.json; take "
+                    "another copy of the run"
+                )
+            folder_files.check_entries(self._folder)
             return
         assert config.model.model is not None
         source = find(config.model.model).hugging_face

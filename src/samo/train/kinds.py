@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
+from samo.errors import ConfigError
 from samo.train.config import MeshConfig, RunConfig, TrainConfig
 from samo.train.finetune_config import (
     FinetuneConfig,
@@ -12,6 +13,7 @@ from samo.train.finetune_config import (
     ResolvedFinetune,
 )
 from samo.train.finetune_resolve import resolve_finetune
+from samo.train.metrics import WandB
 from samo.train.resolve import resolve as resolve_train, resumed
 from samo.train.run_dir import RunDir
 from samo.train.subject import Subject
@@ -21,6 +23,8 @@ __all__ = []
 
 def resolve(config: TrainConfig | FinetuneConfig) -> Resolved:
     """Return the settings with "auto" replaced, and refuse what cannot work."""
+    if config.run.wandb is not None and not WandB.is_installed():
+        raise ConfigError("--wandb needs a package that is missing: pip install wandb")
     if isinstance(config, FinetuneConfig):
         return resolve_finetune(config)
     return resolve_train(config)

@@ -185,7 +185,8 @@ def check_free(path: Path) -> None:
     with _writing(path):
         found = {entry.name for entry in path.iterdir()} if path.exists() else set()
     # The exceptions are left by a start that was killed.
-    others = {n for n in found - {"data", "run.lock"} if not n.startswith(".run.json.")}
+    left = {"data", "hugging-face", "run.lock"}
+    others = {n for n in found - left if not n.startswith(".run.json.")}
     if others:
         raise RunError(f"'{path}' is not empty (it holds '{min(others)}'); choose another --out")
 

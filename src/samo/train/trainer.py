@@ -241,8 +241,6 @@ class Trainer:
             else:
                 self.listeners.append(files.enter_context(closing(board)))
         if (project := self.config.run.wandb) is not None:
-            if not WandB.is_installed():
-                raise ConfigError("--wandb needs a package that is missing: pip install wandb")
             charts = WandB(project, self.folder.path, to_dict(self.config))
             self.listeners.append(files.enter_context(closing(charts)))
 
