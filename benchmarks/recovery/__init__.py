@@ -1,0 +1,1 @@
+"""What pruning costs a pretrained language model, and what training brings back."""

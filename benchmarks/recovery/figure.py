@@ -1,0 +1,74 @@
+"""Draw rows of the benchmark: perplexity over sparsity, pruned and trained again.
+
+python -m benchmarks.recovery.figure rows.jsonl
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.drawing import LIGHT, Figure, drawing, new_figure, place, run_colour, to_png, to_svg
+from benchmarks.measure import Row
+
+__all__ = []
+
+STYLES = {"pruned": ":", "samo": "-", "distilled": "--", "lora": "-."}
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Return the figure: a colour for each method, a line style for each contender."""
+    methods = list(dict.fromkeys(row["method"] for row in rows if "method" in row))
+    sparsities = sorted({row["sparsity"] for row in rows if "sparsity" in row})
+    contenders = [name for name in STYLES if any(row["contender"] == name for row in rows)]
+    with drawing():
+        figure = new_figure(880, 460)
+        axes = place(figure, left=64, right=190, top=48, bottom=52)
+        axes.set_yscale("log")
+        axes.grid(axis="y", which="both")
+        for number, method in enumerate(methods):
+            for contender in contenders:
+                points = sorted(
+                    (row["sparsity"], row["ppl"])
+                    for row in rows
+                    if row.get("method") == method and row["contender"] == contender
+                )
+                if points:
+                    x, y = zip(*points)
+                    style = {"color": run_colour(number), "linestyle": STYLES[contender]}
+                    axes.plot(
+                        x, y, **style, marker="o", markersize=4, label=f"{method}, {contender}"
+                    )
+        for row in rows:
+            if "method" not in row:
+                axes.axhline(row["ppl"], color=LIGHT["muted"], linewidth=1)
+                text = {"as it came": "dense, as it came", "unpruned": "dense, trained alike"}
+                axes.annotate(
+                    text[row["contender"]], (1.01, row["ppl"]), xycoords=("axes fraction", "data"),
+                    va="center", color=LIGHT["muted"], fontsize=10,
+                )  # fmt: skip
+        axes.set_xticks(sparsities, [f"{sparsity:.0%}" for sparsity in sparsities])
+        low, high = axes.get_ylim()
+        ticks = [tick for base in (10, 100, 1e3, 1e4, 1e5) for tick in (base, 2 * base, 5 * base)]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        axes.set_yticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("sparsity")
+        first = rows[0]
+        axes.set_title(f"Perplexity of {first['model']} on held-out text", loc="left", fontsize=13)
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.62), frameon=False, fontsize=10)
+        return to_png(figure), to_svg(figure)
+
+
+def main() -> None:
+    """Write the figure beside the rows, as PNG and SVG."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path)
+    path = parser.parse_args().rows
+    png, svg = draw([json.loads(line) for line in path.read_text().splitlines()])
+    path.with_suffix(".png").write_bytes(png)
+    path.with_suffix(".svg").write_text(svg)
+
+
+if __name__ == "__main__":
+    main()
