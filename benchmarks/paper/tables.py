@@ -122,7 +122,7 @@ def forms() -> str:
     lines = []
     for form in FORMS:
         fit, left_out = calibrate(form=form), 100 * np.abs(left_out_errors(form))
-        options = [form.extra or "-"]
+        options: list[str] = [form.extra or "-"]
         options += ["yes" if option else "no" for option in (form.fill, form.shared)]
         dense = 100 * np.abs(fit.dense_errors())
         samo = np.abs([row["samo_error"] for row in compare(fit)])
