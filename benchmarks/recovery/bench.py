@@ -37,8 +37,8 @@ from samo.pruning.prune import prune
 __all__ = []
 
 CONTENDERS = ("samo", "distilled", "lora")
-COLUMNS = ("method", "sparsity", "contender", "tokens", "lr", "pruned_ppl", "ppl", "seconds")
-COLUMNS += ("state_bytes", "peak_bytes")
+COLUMNS = ["method", "sparsity", "contender", "tokens", "lr", "pruned_ppl", "ppl", "seconds"]
+COLUMNS += ["state_bytes", "peak_bytes"]
 
 
 class Job(NamedTuple):
