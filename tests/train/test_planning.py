@@ -91,9 +91,9 @@ def test_flags_win(machine, given: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("prune", "refused"),
     [
-        ({"method": "rigl"}, {"pipe", "shard", "lean"}),
-        ({"scope": "global", "dense_steps": 0}, {"pipe"}),
-        ({"method": "gradual", "dense_steps": 10}, {"pipe", "shard"}),
+        ({"method": "rigl"}, ["pipe", "shard", "lean"]),
+        ({"scope": "global", "dense_steps": 0}, ["pipe"]),
+        ({"method": "gradual", "dense_steps": 10}, ["pipe", "shard"]),
     ],
     ids=str,
 )
