@@ -529,6 +529,23 @@ def test_a_dense_model_is_refused_with_its_zeros_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_another_run_takes_meanwhile_is_left_alone(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[RunDir] = []
+    build = CausalLMSubject.new_learner
+
+    def slow(self: Any, *args: Any) -> Any:
+        others.append(RunDir.create(tmp_path / "run"))
+        return build(self, *args)
+
+    monkeypatch.setattr(CausalLMSubject, "new_learner", slow)
+    with pytest.raises(RunError, match="another process is training in"):
+        train(settings(place), tmp_path / "run")
+    others[0].check_in_place()
+    others[0].close()
+
+
 def test_a_pruned_model_is_not_pruned_less(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nonzero weights, .* pruned already; leave --sparsity"):
         train(settings(place, sparsity=0.3), tmp_path / "run")

@@ -46,11 +46,7 @@ class Train(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finetune(FinetuneConfig):
-    """Fine-tune a pruned language model of Hugging Face, with compressed state.
-
-    samo finetune my-llama-pruned --data notes.jsonl
-    samo finetune my-llama --sparsity 0.7 --method wanda --data notes.jsonl
-    """
+    """Train a pruned language model of Hugging Face: samo finetune my-llama --data notes.jsonl."""
 
     config: OptionalPath = None
     """TOML file with settings. Flags override it."""

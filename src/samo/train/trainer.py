@@ -168,8 +168,12 @@ def resume(
 
 def _remove_draft(out: Path) -> None:
     """Remove the folder of a run that ended before it began, with the tokens in it."""
-    if not (out / "run.json").exists():
-        shutil.rmtree(out, ignore_errors=True)
+    folder = RunDir(out)
+    with suppress(RunError):  # another process may have taken it meanwhile
+        folder.lock()
+        if not folder.run_file.exists():
+            shutil.rmtree(out, ignore_errors=True)
+    folder.close()
 
 
 @dataclass(eq=False)
