@@ -13,13 +13,14 @@ import transformers
 
 import samo
 from samo.bench import machine
-from samo.cli.commands import Train
+from samo.cli.commands import Finetune, Train
 from samo.cli.main import main, parse
 from samo.errors import ConfigError
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.answer import Plan
 from samo.planner.hardware import HARDWARE, find_hardware, write_hardware
 from samo.planner.public import PUBLIC
+from samo.train.finetune_resolve import resolve_finetune
 from samo.train.resolve import resolve
 
 LONG = pytest.mark.long
@@ -39,7 +40,7 @@ def test_llama_7b_at_80_percent_fits_a_24_gb_card(llama, capsys) -> None:
     assert "6,738,415,616 parameters, pruned: attention 80 %, mlp 80 %;" in shown
     assert "streamed, lean, checkpointed" in shown
     assert "samo 1; SAMO paper, 2 + 24 f bytes 4" in " ".join(shown.split())
-    assert "samo.prune(model, 0.8)" in shown
+    assert f"samo finetune {llama} --data FILE" in shown
 
 
 @pytest.mark.parametrize("freezes", [False, True])
@@ -50,8 +51,8 @@ def test_llama_3_8b_is_known_by_name_and_fits_24_gb(freezes) -> None:
     assert found.best is not None
     assert found.best.layout.state == "lean"
     assert found.best.memory.needed_bytes < 24e9
-    assert found.command.count("requires_grad_(False)") == 2 * freezes
-    assert "from_pretrained('MODEL_DIR'" in found.command
+    assert ("--freeze-embeddings" in found.command) == freezes
+    assert found.command.startswith("samo finetune MODEL_DIR ")
     assert ("frozen: embedding, head" in str(found)) == freezes
 
 
@@ -173,6 +174,35 @@ def test_the_command_has_the_layout_of_the_plan(typed: dict[str, Any]) -> None:
         assert int(words[2]) * int(words[4]) == found.cluster.num_gpus
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"gpu": "rtx4090", "sparsity": 0.8, "batch": 2, "freeze_embeddings": True},
+        {"gpu": "rtx5090", "sparsity": 0.9, "rules": {"attention": 0.8}},
+        {"gpu": "h200"},
+        {"gpu": "rtx4090", "gpus": 4, "batch": 16},
+        {"gpu": "h100", "gpus": 16},
+    ],
+    ids=lambda typed: f"{typed.get('gpus', 1)}-{typed['gpu']}",
+)
+def test_the_command_fine_tunes_with_the_layout_of_the_plan(typed: dict[str, Any]) -> None:
+    found = samo.plan("llama-3-8b", context=1024, **typed)
+    assert found.best is not None
+    own, words = found.best.layout, shlex.split(found.command)
+    assert own.pipe == 1
+    config = parse(words[words.index("finetune") :])
+    assert isinstance(config, Finetune)
+    resolved = resolve_finetune(config)
+    assert (resolved.mesh.shard == "weights") == own.shard
+    assert resolved.model.checkpointing == own.checkpointing
+    assert resolved.model.freeze_embeddings == bool(found.job.frozen)
+    assert resolved.model.context == found.job.context
+    assert (resolved.optim.state, str(resolved.run.weights)) == (own.state, str(own.weights))
+    assert resolved.run.batch_size * resolved.run.accumulate == found.job.batch
+    assert resolved.prune.sparsity == typed.get("sparsity", 0.9)
+    assert resolved.prune.rules == ({"*att*": 0.8} if "rules" in typed else {})
+
+
 def test_the_command_prunes_by_rule_and_skips_dense_steps_that_do_not_fit() -> None:
     many = {"gpu": "a100-40", "gpus": 64, "batch": 1024}
     found = samo.plan("gpt3-13b", rules={"attention": 0.8, "head": 0.5}, **many)
@@ -199,21 +229,18 @@ def test_about_as_fast_is_exact_and_leaves_room(llama: Path) -> None:
     assert not samo.plan("gpt3-175b", gpu="rtx4090").command
 
 
-def test_the_lines_for_a_hugging_face_model_run(tmp_path) -> None:
+def test_the_lines_for_a_module_run() -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         vocab_size=256, max_position_embeddings=64,
     )  # fmt: skip
-    folder = tmp_path / "small"
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    found = samo.plan(folder, sparsity=0.5, gpu="rtx4090")
-    names = {"samo": samo, "torch": torch}
-    names["AutoModelForCausalLM"] = transformers.AutoModelForCausalLM
+    model = transformers.LlamaForCausalLM(config)
+    found = samo.plan(model, sparsity=0.5, gpu="rtx4090")
+    names: dict[str, Any] = {"samo": samo, "torch": torch, "model": model}
     exec(found.command.replace(".cuda()", ""), names)
-    model: Any = names["model"]
     tokens = torch.randint(256, (2, 32))
     model(input_ids=tokens, labels=tokens).loss.backward()
-    names["opt"].step()  # type: ignore[attr-defined]
+    names["opt"].step()
     kept = sum(param.numel() for name, param in model.named_parameters() if "proj" in name)
     assert samo.ledger(model).pruned.num_params == 2 * kept
 

@@ -1,16 +1,16 @@
 """What to type, or to write, to train with the layout of a plan."""
 
+import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 from samo.planner.network import PRUNED, Kind
 from samo.planner.public import PUBLIC
-from samo.planner.search import evaluate
+from samo.planner.search import dense_phase
 
-__all__ = ["command", "has_dense_phase"]
+__all__ = ["command"]
 
 _PATTERNS: dict[Kind, str] = {
     "attention": "*att*",
@@ -27,14 +27,10 @@ def command(job: Job, own: Layout, cluster: Cluster, source: str | None) -> Iter
     """Yield the lines for a layout; ``source`` is None for a module in hand."""
     if job.network.command and source is not None:
         yield _train(job, own, cluster)
+    elif source is not None and own.pipe == 1:
+        yield _finetune(job, own, cluster, source)
     else:
         yield from _python(job, own, source)
-
-
-def has_dense_phase(job: Job, own: Layout, cluster: Cluster) -> bool:
-    """Return whether dense steps fit on the same mesh; `samo train` does not shard them."""
-    dense = replace(own, scheme="autocast", weights="resident", state="exact", shard=False)
-    return evaluate(job, dense, cluster).fits
 
 
 def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
@@ -47,49 +43,81 @@ def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
 
 
 def _train(job: Job, own: Layout, cluster: Cluster) -> str:
-    count, (sparsity, rules) = own.micro_batches(job), _sparsities(job)
-    # A pass is cut into micro-batches by a pipeline, and accumulated without one.
-    passes = [f"--batch-size {own.data * own.micro_batch}", f"--accumulate {count}"]
-    if own.pipe > 1:
+    passes = _passes(job, own)
+    if own.pipe > 1:  # which cuts a pass into micro-batches
+        count = own.micro_batches(job)
         passes = [f"--batch-size {job.batch}", f"--pipe {own.pipe}", f"--micro-batches {count}"]
-    pairs = " ".join(f"'{pattern}' {value:g}" for pattern, value in rules.items())
     flags = [
         job.network.command,
         f"--vocab-size {job.network.vocab_size}",
         f"--context {job.context}",
-        f"--sparsity {sparsity:g}",
-        f"--rules {pairs}" if rules else "",
+        *_pruning(job),
         *passes,
         f"--weights {own.weights}" if own.weights != "resident" else "",
         f"--state {own.state}" if own.state != "exact" else "",
         "--checkpointing" if own.checkpointing else "",
         "--shard weights" if own.shard else "",
-        "" if has_dense_phase(job, own, cluster) else "--dense-steps 0",
+        "" if dense_phase(job, own, cluster).fits else "--dense-steps 0",
     ]
-    start = "samo"
-    if own.num_ranks > 1:
-        node = cluster.gpus_per_node
-        nodes = -(-own.num_ranks // node)
-        start = (
-            f"torchrun --nnodes {nodes} --nproc-per-node {node} --rdzv-backend c10d "
-            "--rdzv-endpoint HOST:29500 -m samo"
-        )
-        if nodes == 1:
-            start = f"samo launch -n {own.num_ranks}"
-    return f"{start} train TEXT {' '.join(filter(None, flags))}"
+    return f"{_start(own, cluster)} train TEXT {' '.join(filter(None, flags))}"
+
+
+def _finetune(job: Job, own: Layout, cluster: Cluster, source: str) -> str:
+    flags = [
+        shlex.quote(_folder(source)),
+        "--data FILE",
+        f"--context {job.context}",
+        *_pruning(job),
+        *_passes(job, own),
+        f"--weights {own.weights}",
+        f"--state {own.state}",
+        "--checkpointing" if own.checkpointing else "--no-checkpointing",
+        "--freeze-embeddings" if job.frozen else "",
+        "--shard weights" if own.shard else "",
+    ]
+    return f"{_start(own, cluster)} finetune {' '.join(filter(None, flags))}"
+
+
+def _start(own: Layout, cluster: Cluster) -> str:
+    """Return how the ranks are started."""
+    if own.num_ranks == 1:
+        return "samo"
+    node = cluster.gpus_per_node
+    nodes = -(-own.num_ranks // node)
+    if nodes == 1:
+        return f"samo launch -n {own.num_ranks}"
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {node} --rdzv-backend c10d "
+        "--rdzv-endpoint HOST:29500 -m samo"
+    )
+
+
+def _passes(job: Job, own: Layout) -> list[str]:
+    """Return the flags of a step without a pipeline, which accumulates its micro-batches."""
+    size = own.data * own.micro_batch
+    return [f"--batch-size {size}", f"--accumulate {own.micro_batches(job)}"]
+
+
+def _pruning(job: Job) -> list[str]:
+    sparsity, rules = _sparsities(job)
+    pairs = " ".join(f"'{pattern}' {value:g}" for pattern, value in rules.items())
+    return [f"--sparsity {sparsity:g}", f"--rules {pairs}" if rules else ""]
+
+
+def _folder(source: str) -> str:
+    if source in PUBLIC:
+        return "MODEL_DIR"
+    return str(Path(source).parent) if source.endswith(".json") else source
 
 
 def _python(job: Job, own: Layout, source: str | None) -> Iterator[str]:
-    """Yield lines for a model of Hugging Face, in the order that DDP, FSDP2 and pipelines need."""
+    """Yield lines for a module, or a pipeline, in the order that DDP, FSDP2 and pipelines need."""
     sparsity, rules = _sparsities(job)
     lean = ", value_dtype=torch.bfloat16" if own.state == "lean" else ""
     narrow = ", grad_dtype=torch.bfloat16" if own.num_ranks == 1 and not lean else ""
     if source is not None:
-        folder = Path(source).parent if source.endswith(".json") else source
-        folder = "MODEL_DIR" if source in PUBLIC else folder
-        yield (
-            f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype=torch.bfloat16)"
-        )
+        folder = _folder(source)
+        yield f"model = AutoModelForCausalLM.from_pretrained({folder!r}, dtype=torch.bfloat16)"
     if own.checkpointing and source is not None:
         yield "model.gradient_checkpointing_enable()"
     if own.pipe == 1:

@@ -4,8 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from samo.planner.command import has_dense_phase
-from samo.planner.search import Option, room
+from samo.planner.search import Option, dense_phase, room
 from samo.utils.formatting import count, percent, size
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def _lines(plan: "Plan") -> Iterator[str]:
     yield from (f"  {line}" for line in plan.command.splitlines())
     if not job.network.command:
         return
-    if not has_dense_phase(job, best.layout, cluster):
+    if not dense_phase(job, best.layout, cluster).fits:
         yield "dense steps do not fit on this mesh: start from --masks, or from --init to prune"
 
 

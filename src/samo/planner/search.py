@@ -14,7 +14,7 @@ from samo.planner.cost import StepTime, step_time
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout, Memory, Scheme, peak
 
-__all__ = ["Option", "evaluate", "layouts", "search"]
+__all__ = ["Option", "dense_phase", "evaluate", "layouts", "search"]
 
 _ROUND: Final = 10**8
 """A budget is a multiple of this many bytes."""
@@ -46,6 +46,12 @@ def evaluate(job: Job, layout: Layout, cluster: Cluster) -> Option:
     memory = peak(job, layout)
     fits = memory.needed_bytes <= room(cluster)
     return Option(layout=layout, memory=memory, time=step_time(job, layout, cluster), fits=fits)
+
+
+def dense_phase(job: Job, own: Layout, cluster: Cluster) -> Option:
+    """Return dense steps on the mesh of a layout; `samo train` does not shard them."""
+    dense = replace(own, scheme="autocast", weights="resident", state="exact", shard=False)
+    return evaluate(job, dense, cluster)
 
 
 def layouts(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> Iterator[Layout]:

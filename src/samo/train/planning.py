@@ -14,7 +14,7 @@ from samo.planner.hardware import Cluster
 from samo.planner.local import this_hardware
 from samo.planner.memory import Job, Layout, Scheme
 from samo.planner.network import gpt, sparsities
-from samo.planner.search import evaluate, layouts
+from samo.planner.search import dense_phase, layouts
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.launch_env import num_ranks
 from samo.train.resolve import gpt_config
@@ -60,7 +60,8 @@ def planned(config: TrainConfig, resolved: ResolvedConfig, works: Works) -> Reso
     choice = choose(job, cluster, among=among, budgets=config.run.weights == "auto")
     reason = f"planned: {choice.reason}"
     if has_dense:
-        reason += f"; dense steps take {size(_dense(choice.layout, job, cluster)[1])}"
+        dense = dense_phase(job, choice.layout, cluster)
+        reason += f"; dense steps take {size(dense.memory.needed_bytes)}"
     return _applied(config, resolved, choice.layout, reason)
 
 
@@ -145,20 +146,13 @@ def _applied(
 
 def _with_dense_phase(among: list[Layout], job: Job, cluster: Cluster) -> list[Layout]:
     """Return the layouts on whose mesh dense steps fit, too."""
-    needs = {own: _dense(own, job, cluster) for own in among}
-    fitting = [own for own, (fits, _) in needs.items() if fits]
+    dense = {own: dense_phase(job, own, cluster) for own in among}
+    fitting = [own for own, option in dense.items() if option.fits]
     if among and not fitting:
-        least = min(needed for _, needed in needs.values())
+        least = min(option.memory.needed_bytes for option in dense.values())
         raise ConfigError(
             f"the dense phase takes {size(least)} on each of {cluster.num_gpus} ranks at the "
             f"least, of {size(cluster.hardware.memory_bytes)}; start pruned with --masks, --init "
             "or --method rigl, lower --batch-size, or use more ranks"
         )
     return fitting
-
-
-def _dense(own: Layout, job: Job, cluster: Cluster) -> tuple[bool, float]:
-    """Return whether dense steps fit on the mesh of a layout, and their bytes."""
-    dense = replace(own, scheme="autocast", weights="resident", state="exact", shard=False)
-    option = evaluate(job, dense, cluster)
-    return option.fits, option.memory.needed_bytes
