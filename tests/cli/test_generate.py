@@ -14,7 +14,7 @@ import torch
 
 from samo.cli.main import main
 from samo.data.tokenizers import ByteTokenizer
-from samo.integrations.export import write_folder
+from samo.integrations.export import export
 from samo.integrations.model_folders import open_masks, open_model
 from samo.models.generate import Sampling, generate, stream
 from samo.models.gpt import GPT, GPTConfig
@@ -98,7 +98,7 @@ def test_a_compressed_folder_writes_the_same_text(
     _, text = expected(llama, "To be", 12)
     model = open_model(llama)
     masks = open_masks(llama, model)
-    write_folder(model, tmp_path / "small", format="compressed", source=llama, masks=masks)
+    export(model, tmp_path / "small", format="compressed", source=llama, masks=masks)
     capsys.readouterr()
     flags = ["--prompt", "To be", "--greedy", "--max-tokens", "12", "--weights", weights]
     assert main(["generate", str(tmp_path / "small"), *flags]) == 0

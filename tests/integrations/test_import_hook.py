@@ -49,6 +49,19 @@ def test_samo_waits_for_transformers(tmp_path: Path) -> None:
     assert said == ["False", "registered run", "class PreTrainedModel: pass", "False"]
 
 
+def test_asking_where_transformers_is_does_not_end_the_wait(tmp_path: Path) -> None:
+    code = WATCH + (
+        "import importlib.util, threading\n"
+        "name = 'transformers.modeling_utils'\n"
+        "print(importlib.util.find_spec(name).name == name)\n"
+        "load = lambda: __import__(name)\n"
+        "threads = [threading.Thread(target=load) for _ in range(4)]\n"
+        "for each in threads: each.start()\n"
+        "for each in threads: each.join()\n"
+    )
+    assert python(code, tmp_path) == ["True", "registered run"]
+
+
 def test_samo_registers_at_once_if_transformers_is_there(tmp_path: Path) -> None:
     code = (
         "import sys, transformers.modeling_utils\n"

@@ -11,7 +11,7 @@ from torch import nn
 
 import samo
 from samo.cli.main import main
-from samo.integrations.export import write_folder
+from samo.integrations.export import export
 from samo.integrations.inspection import inspect_folder
 from tests.integrations.cases import causal_lm, pruned
 
@@ -84,7 +84,7 @@ def test_the_bytes_to_run_are_those_of_the_tensors(tmp_path: Path, weights: Any)
 
 def test_a_bitmask_folder_is_counted(tmp_path: Path) -> None:
     model, masks = pruned("Llama", SPARSITY)
-    write_folder(model, tmp_path / "m", format="bitmask", masks=masks)
+    export(model, tmp_path / "m", format="bitmask", masks=masks)
     found = inspect_folder(tmp_path / "m")
     assert (found.kind, found.masks) == ("sparse-bitmask", "bitmaps")
     assert sum(t.kept or 0 for t in found.pruned) == masks.kept - 1
@@ -96,7 +96,7 @@ def test_a_bitmask_folder_is_counted(tmp_path: Path) -> None:
 
 def test_a_compressed_folder_is_counted_without_its_dense_weights(tmp_path: Path) -> None:
     model, masks = pruned("Llama", SPARSITY)
-    folder = write_folder(model, tmp_path / "m", format="compressed", masks=masks)
+    folder = export(model, tmp_path / "m", format="compressed", masks=masks)
     found = inspect_folder(folder)
     assert (found.kind, found.masks) == ("compressed", "bitmaps")
     assert {t.name: (t.shape, t.kept) for t in found.pruned} == {

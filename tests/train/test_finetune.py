@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import samo
 from samo.data.batches import Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError
-from samo.integrations.export import write_folder
+from samo.integrations.export import export
 from samo.planner.local import this_hardware
 from samo.train import finetune_layout
 from samo.train.causal_lm import CausalLMSubject
@@ -291,9 +291,9 @@ def test_masks_come_from_the_folder_from_a_file_or_from_pruning(
     name = next(iter(masks))
     with torch.no_grad():  # a kept weight that is exactly 0
         model.get_parameter(name).view(-1)[masks[name].to_bool().view(-1).nonzero()[0]] = 0.0
-    exact = write_folder(model, tmp_path / "exact", masks=masks, source=place / "dense")
+    exact = export(model, tmp_path / "exact", masks=masks, source=place / "dense")
     samo.compress_(model, masks)
-    write_folder(model, tmp_path / "small", format="compressed", source=place / "dense")
+    export(model, tmp_path / "small", format="compressed", source=place / "dense")
     found = {}
     for number, (model_dir, changes) in enumerate(
         {

@@ -56,10 +56,10 @@ def run(command: Prune) -> int:
     _check_zeros(masks, nonzero)
     console.print(mask_table(masks))
     if is_folder:
-        from samo.integrations.export import write_folder
+        from samo.integrations.export import export
 
         masks.apply_(model)
-        write_folder(model, out, source=source.hugging_face, masks=masks)
+        export(model, out, source=source.hugging_face, masks=masks)
     else:
         masks.save(out)
     say(console, f"written to {out}")

@@ -114,9 +114,6 @@ def export(
     return Path(out)
 
 
-write_folder = export
-
-
 def _save(
     model: Any, folder: Path, state: dict[str, Tensor], max_shard_size: Any, *, is_original: bool
 ) -> None:

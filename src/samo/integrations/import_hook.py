@@ -31,22 +31,24 @@ def install() -> None:
 
 
 class _Finder:
-    """Finds one module as Python would, once, and adds a step to its import."""
+    """Finds one module as the finders after it would, and adds a step to its import."""
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         if fullname != _WAITED_FOR:
             return None
-        sys.meta_path.remove(self)
-        from importlib.util import find_spec  # takes longer to import than all of samo
-
-        spec = find_spec(fullname)
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
                 run(module)
+                # Only now: whoever just asks where the module is must not end the wait.
+                with contextlib.suppress(ValueError):
+                    sys.meta_path.remove(self)
                 _register()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]

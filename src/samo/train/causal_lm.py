@@ -20,7 +20,7 @@ from samo.data.sources import open_data
 from samo.errors import ConfigError, MaskError, RunError
 from samo.integrations import causal_lm, folder_files
 from samo.integrations.chunk_loss import Distillation, chunk_loss_, deferred_logits
-from samo.integrations.export import write_folder
+from samo.integrations.export import export
 from samo.integrations.model_folders import (
     HUGGING_FACE,
     find,
@@ -257,7 +257,7 @@ class CausalLMSubject:
             # The last part of its path is the title of the model card.
             draft = folder.path / ".draft" / folder.path.resolve().name
             shutil.rmtree(draft.parent, ignore_errors=True)  # what a kill has left
-            write_folder(model, draft, format="compressed", source=own)
+            export(model, draft, format="compressed", source=own)
             shutil.rmtree(out, ignore_errors=True)
             draft.rename(out)
             draft.parent.rmdir()
