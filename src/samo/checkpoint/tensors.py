@@ -53,12 +53,6 @@ def rows_of(tensor: Tensor) -> Rows | None:
     return Rows(start, min(start + size, num_rows), tuple(ranks))
 
 
-def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor sharded as ``like`` is; the tensor itself if that is not a DTensor."""
-    rows = rows_of(like)
-    return with_rows(whole if rows is None else whole[rows.start : rows.stop], like)
-
-
 def with_rows(rows: Tensor, like: Tensor) -> Tensor:
     """Return a copy of this rank's rows as a DTensor like ``like``, on its device."""
     if not isinstance(like, DTensor):

@@ -20,12 +20,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from samo.checkpoint.tensors import shard_like
 from samo.core.adamw import AdamW
 from samo.core.compress import compress_
 from samo.core.modules import named_weights
 from samo.core.param_groups import param_groups
 from samo.core.rank_checks import compare_masks
+from samo.core.weight import sharded_like
 from samo.data.batches import IGNORE, Batch
 from samo.errors import MaskError
 from samo.kernels.operators import COMPILE_OPTIONS
@@ -337,7 +337,7 @@ class Learner:
         opt = self._new_adamw()
         for name, param in self.model.named_parameters():
             opt.state[param] = {
-                key: shard_like(value, param) if value.shape == param.shape else value
+                key: sharded_like(value, param) if value.shape == param.shape else value
                 for key, value in states[name].items()
             }
         return opt
