@@ -267,6 +267,7 @@ def test_a_store_whose_process_is_stopped_holds_nobody_up(monkeypatch: pytest.Mo
             meeting.record_failure(1, "is gone")
             assert meeting.failure() == (1, "is gone")
             server.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WNOWAIT)  # its threads may run on
             begin = time.monotonic()
             for _ in range(10):
                 assert meeting.failure() is None
