@@ -122,6 +122,18 @@ def test_logits_are_computed_where_they_are_used() -> None:
     assert type(model(input_ids=ids).logits) is Tensor  # without labels nothing changes
 
 
+def test_adapters_are_chunked_too() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_lm("llama").double(), settings)
+    ids, labels = batch()
+    wanted = gradients(model, plain_loss(model, ids, labels))
+    samo.chunk_loss_(model, max_logits=CHUNK)
+    outputs = model(input_ids=ids, labels=labels)
+    assert isinstance(outputs.logits, Logits)
+    assert_equal(gradients(model, outputs.loss), wanted)
+
+
 def test_another_loss_function_stays() -> None:
     model, (ids, labels) = tiny_lm(), batch()
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()

@@ -33,8 +33,8 @@ def chunk_loss_(model: nn.Module, *, max_logits: int = MAX_LOGITS) -> nn.Module:
     ``model(input_ids, labels=labels).loss`` and its gradients stay what they are. But logits exist
     for one chunk at a time, and are computed again in backward: 16 x 1,024 tokens of a vocabulary
     of 128,000 would take 8 GB in fp32, and as much again for their gradients. Softcapped and scaled
-    logits, tied, compressed and streamed heads, DDP, FSDP2 and ``Trainer`` work. ``outputs.logits``
-    computes all of them where it is used.
+    logits, tied, compressed and streamed heads, DDP, FSDP2, peft and ``Trainer`` work.
+    ``outputs.logits`` computes all of them where it is used.
 
     Models whose loss is not the usual cross-entropy stay as they are.
 
@@ -56,8 +56,10 @@ def chunk_loss_(model: nn.Module, *, max_logits: int = MAX_LOGITS) -> nn.Module:
     Raises:
         TypeError: The model has no head or no loss function of transformers.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    plain = getattr(model, "loss_function", None)
+    # Adapters of peft wrap the model whose forward() computes the loss.
+    own = getattr(model, "get_base_model", lambda: model)()
+    head = getattr(own, "get_output_embeddings", lambda: None)()
+    plain = getattr(own, "loss_function", None)
     if not isinstance(head, nn.Module) or plain is None:
         raise TypeError(
             f"chunk_loss_ takes a causal language model of transformers, with a head and a loss "
@@ -67,12 +69,10 @@ def chunk_loss_(model: nn.Module, *, max_logits: int = MAX_LOGITS) -> nn.Module:
         raise ValueError(f"max_logits must be a whole number, 1 or more, got {max_logits!r}")
     if getattr(plain, "__name__", "") != _PLAIN:
         return model
-    model.loss_function = functools.partial(  # type: ignore[assignment]
-        _causal_loss, plain, max_logits=max_logits
-    )
+    own.loss_function = functools.partial(_causal_loss, plain, max_logits=max_logits)
     # Hooks, since they survive copies of the model and work with any class of a head.
-    model.register_forward_pre_hook(_start, with_kwargs=True)
-    model.register_forward_hook(_stop, always_call=True)
+    own.register_forward_pre_hook(_start, with_kwargs=True)
+    own.register_forward_hook(_stop, always_call=True)
     head.register_forward_pre_hook(_skip)
     head.register_forward_hook(_defer)
     return model
