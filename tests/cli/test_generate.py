@@ -345,7 +345,7 @@ def test_folders_that_do_not_fit_are_told(
     with mock.patch("samo.cli.generate.model_folders.open_model", side_effect=MemoryError("9 GB")):
         assert "out of memory: 9 GB; use --weights streamed" in complaint("--prompt", "To be")
     (folder / "tokenizer.json").write_text("{}")
-    assert "the tokenizer of" in complaint("--prompt", "To be")
+    assert "has a tokenizer that cannot be read" in complaint("--prompt", "To be")
     for file in (*folder.glob("*token*"), folder / "chat_template.jinja"):
         file.unlink()
     assert "has no tokenizer" in complaint("--prompt", "To be")

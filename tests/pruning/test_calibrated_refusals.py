@@ -41,6 +41,12 @@ def outside() -> Stack:
     return model
 
 
+def shared() -> Stack:
+    model = Stack(1, 16, in_order)
+    model.layers = nn.ModuleList([model.layers[0]] * 3)
+    return model
+
+
 def compressed() -> nn.Module:
     model = Stack(2, 16, in_order)
     return samo.compress_(model, prune(model, 0.5))
@@ -65,13 +71,14 @@ X = [torch.ones(4, 16)]
         (
             lambda: nn.Sequential(nn.Linear(16, 16)),
             {"method": "wanda", "calibration": X},
-            r"a Sequential has no nn.ModuleList of equal blocks .* use method='magnitude'",
+            r"a Sequential has no nn.ModuleList of blocks .* use method='magnitude'",
         ),
         (
             lambda: Stack(3, 16, repeated),
             {"method": "wanda", "calibration": X},
             r"does not call its 3 blocks 'layers' once each, in their order, but \[0, 0\] to reach",
         ),
+        (shared, {"method": "wanda", "calibration": X}, r"once each, in their order, but \[2\] to"),
         (
             lambda: Stack(2, 16, skipping),
             {"method": "wanda", "calibration": X},

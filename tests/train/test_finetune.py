@@ -547,7 +547,9 @@ def test_a_folder_that_another_run_takes_meanwhile_is_left_alone(
 
 
 def test_a_pruned_model_is_not_pruned_less(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nonzero weights, .* pruned already; leave --sparsity"):
+    with pytest.raises(
+        ConfigError, match=r"nonzero weights, .* pruned already; leave --sparsity out"
+    ):
         train(settings(place, sparsity=0.3), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"cannot prune '.*': .*no-such"):
         train(settings(place, sparsity=0.7, skip=("no-such*",)), tmp_path / "run")

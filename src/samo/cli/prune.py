@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -18,9 +17,10 @@ from samo.data.calibration import calibration_batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.integrations import model_folders
 from samo.mask.masks import Masks
-from samo.mask.prunable import dense_parameters, matrices
+from samo.mask.prunable import matrices
 from samo.models.gpt import GPT
 from samo.pruning.prune import prune
+from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.resolve import check_ranges, device_and_dtype, resolve_sparsity
 from samo.utils.disk_tensors import disk_copy
 from samo.utils.formatting import duration
@@ -51,9 +51,7 @@ def run(command: Prune) -> int:
     model = model_folders.open_model(command.source)
     if is_folder:
         _move_to_disk(model, out.parent)
-    nonzero = _count_nonzero(model) if command.method != "random" else {}
     masks = _choose(model, command, console)
-    _check_zeros(masks, nonzero)
     console.print(mask_table(masks))
     if is_folder:
         from samo.integrations.export import export
@@ -121,7 +119,8 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
                 device = device_and_dtype(command.device)["device"]
                 batches = _batches(model, command)
                 calibrated = {"calibration": batches, "device": device, "progress": progress}
-            return prune(
+            nonzero = count_nonzero(model) if command.method != "random" else {}
+            masks = prune(
                 model,
                 resolve_sparsity(command.sparsity, command.pattern),
                 method=command.method,
@@ -132,6 +131,8 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
                 seed=command.seed,
                 **calibrated,
             )
+            check_nonzero(masks, nonzero, otherwise="use --method zeros, --skip it")
+            return masks
     except (ConfigError, DataError):
         raise
     except ValueError as error:
@@ -196,20 +197,3 @@ def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
 
     with bar:
         yield show
-
-
-@torch.no_grad()
-def _count_nonzero(model: nn.Module) -> dict[str, int]:
-    params = dense_parameters(model)
-    return {name: int(params[name].count_nonzero()) for name in matrices(model)}
-
-
-def _check_zeros(masks: Masks, nonzero: dict[str, int]) -> None:
-    """Refuse to keep zeros of a model that is pruned already: which ones would be arbitrary."""
-    for name, mask in masks.items():
-        if nonzero.get(name, mask.kept) < mask.kept:
-            raise ConfigError(
-                f"'{name}' has only {nonzero[name]:,} nonzero weights, and {mask.kept:,} would be "
-                f"kept; raise --sparsity above {1 - nonzero[name] / mask.numel:.3f}, "
-                "use --method zeros, or --skip it"
-            )

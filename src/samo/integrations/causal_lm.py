@@ -1,22 +1,18 @@
 """What training needs to know of a causal language model of Hugging Face, besides its forward()."""
 
 import inspect
-import json
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samo.errors import ConfigError
 from samo.integrations import folder_files
-from samo.integrations.export import copy_tokenizer
-from samo.integrations.folder_files import CONFIG, QUANTIZATION
+from samo.integrations.folder_files import GENERATION, QUANTIZATION
 
 __all__ = []
-
-GENERATION: Final = "generation_config.json"
 
 
 def check_model(model: nn.Module, *, has_positions: bool) -> None:
@@ -36,17 +32,10 @@ def check_model(model: nn.Module, *, has_positions: bool) -> None:
         )
 
 
-def context_of(config: dict[str, Any]) -> int | None:
-    """Return the longest sequence that a model was made for, if its config.json tells."""
-    names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-    known = [config[name] for name in names if isinstance(config.get(name), int)]
-    return known[0] if known else None
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model: its longest list of modules."""
-    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])
+def context_of(config: Any) -> int | None:
+    """Return the longest sequence that a model was made for, if its config tells."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) else None
 
 
 def freeze_embeddings_(model: nn.Module) -> None:
@@ -63,14 +52,20 @@ def write_description(model: nn.Module, source: Path, out: Path) -> None:
     own: Any = model
     out.mkdir(exist_ok=True)
     own.config.save_pretrained(out)
-    settings = folder_files.read_json(out / CONFIG)
-    settings.pop(QUANTIZATION, None)  # how the source stores its weights
-    settings["architectures"] = [type(model).__name__]
-    (out / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", "utf-8")
+    # The other entry says how the source stores its weights.
+    changes = {"architectures": [type(model).__name__], QUANTIZATION: None}
+    folder_files.edit_config(out, **changes)
     if (source / GENERATION).is_file():
         folder_files.read_json(source / GENERATION)
         shutil.copyfile(source / GENERATION, out / GENERATION)
-    copy_tokenizer(source, out)
+    folder_files.copy_tokenizer(source, out)
+
+
+def padding_of(settings: Any) -> int | None:
+    """Return the token to pad with. There is no padding, but transformers warns without one."""
+    ends = settings.eos_token_id
+    first = ends[0] if isinstance(ends, list) else ends
+    return first if settings.pad_token_id is None else settings.pad_token_id
 
 
 @torch.no_grad()
@@ -78,11 +73,6 @@ def sample(model: nn.Module, prompt_T: Tensor, num_tokens: int, *, seed: int) ->
     """Return a prompt, and tokens that the model generates until it ends the text."""
     own: Any = model
     device = next(model.parameters()).device
-    settings = own.generation_config
-    ends = settings.eos_token_id
-    padding = settings.pad_token_id
-    if padding is None:
-        padding = ends[0] if isinstance(ends, list) else ends
     prompt_1T = prompt_T[None].to(device)
     was_training = model.training
     model.eval()
@@ -94,7 +84,7 @@ def sample(model: nn.Module, prompt_T: Tensor, num_tokens: int, *, seed: int) ->
             max_new_tokens=num_tokens,
             do_sample=True,
             temperature=0.8,
-            pad_token_id=padding,
+            pad_token_id=padding_of(own.generation_config),
         )
     model.train(was_training)
     return tokens_1T[0].cpu()

@@ -1,7 +1,6 @@
 """Write models as Hugging Face folders."""
 
 import copy
-import json
 import os
 import secrets
 import shutil
@@ -18,7 +17,7 @@ from samo.core.modules import BITMAP, CompressedModule, named_weights, original_
 from samo.core.weight import whole
 from samo.errors import CheckpointError
 from samo.integrations import folder_files, sparse_bitmask
-from samo.integrations.folder_files import CONFIG, MASKS, METHOD, QUANTIZATION, VERSION
+from samo.integrations.folder_files import GENERATION, MASKS, METHOD, QUANTIZATION, VERSION
 from samo.integrations.gpt2 import to_gpt2, write_byte_tokenizer
 from samo.integrations.model_card import model_card
 from samo.mask.masks import Masks
@@ -101,13 +100,13 @@ def export(
         changes: dict[str, Any] = {"dtype": str(dtype_of_files).removeprefix("torch.")}
         if is_compressed:
             changes[QUANTIZATION] = {"quant_method": METHOD, "version": VERSION}
-        edit_config(folder, **changes)
+        folder_files.edit_config(folder, **changes)
         if format == "bitmask":
             sparse_bitmask.write(folder)
         if masks is not None and not is_compressed:
             masks.save(folder / MASKS)
         if source is not None:
-            copy_tokenizer(Path(source), folder)
+            folder_files.copy_tokenizer(Path(source), folder)
         elif gpt is not None and gpt.vocab_size == 256:
             write_byte_tokenizer(folder, gpt.context)
         (folder / "README.md").write_text(model_card(model, masks, Path(out).name, format), "utf-8")
@@ -137,7 +136,7 @@ def _save(
             model.generation_config = generation
     if generation is not None:
         # transformers would refuse to write what it did read, such as a temperature for no sampling
-        (folder / "generation_config.json").write_text(generation.to_json_string(), "utf-8")
+        (folder / GENERATION).write_text(generation.to_json_string(), "utf-8")
 
 
 @torch.no_grad()
@@ -188,20 +187,6 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
         if param.is_floating_point():
             counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
     return max(counts, key=lambda dtype: counts[dtype])
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    """Change settings of a folder's config.json."""
-    config = folder_files.read_json(folder / CONFIG) | changes
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer, of known names only."""
-    folder_files.check_entries(source)
-    for name in folder_files.TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
 
 
 def check_free(path: Path) -> None:

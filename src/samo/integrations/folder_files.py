@@ -1,12 +1,15 @@
 """The files of a Hugging Face model folder, which may come from a stranger.
 
 config.json                    the architecture; `quantization_config` says how weights are stored
+generation_config.json         how the model generates text
 model.safetensors              the weights, or
 model.safetensors.index.json   the files that hold them: model-00001-of-00002.safetensors, ...
 masks.safetensors              samo's masks, where zeros alone would not tell them exactly
 """
 
+import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +25,7 @@ from samo.utils import safetensors_io, untrusted
 __all__ = []
 
 CONFIG: Final = "config.json"
+GENERATION: Final = "generation_config.json"
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 MASKS: Final = "masks.safetensors"
@@ -83,6 +87,26 @@ def read_json(file: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("it is not a JSON object")
     return found
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change settings of a folder's config.json; None removes one."""
+    config = read_json(folder / CONFIG) | changes
+    config = {name: value for name, value in config.items() if changes.get(name, value) is not None}
+    write_json(folder / CONFIG, config)
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file as transformers does."""
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer, of known names only."""
+    check_entries(source)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def weight_files(folder: Path) -> list[Path]:

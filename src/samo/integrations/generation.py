@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from samo.errors import CheckpointError, DataError, first_words
+from samo.integrations.causal_lm import context_of, padding_of
+from samo.integrations.tokenizers import open_tokenizer
 from samo.models.generate import Pieces, Sampling
 
 __all__ = []
@@ -20,10 +22,9 @@ class HuggingFaceText:
     def __init__(self, model: Any, folder: Path) -> None:
         self._model: Final = model
         self._model.eval()
-        self._tokenizer: Final = _open_tokenizer(folder)
+        self._tokenizer: Final = open_tokenizer(folder)
         self._folder: Final = folder
-        config = self._model.config.get_text_config()
-        self.context: Final[int | None] = getattr(config, "max_position_embeddings", None)
+        self.context: Final = context_of(self._model.config)
 
     @property
     def has_chat(self) -> bool:
@@ -83,9 +84,7 @@ class HuggingFaceText:
         settings.temperature, settings.top_p = how.temperature, how.top_p
         if not settings.do_sample:
             settings.temperature = settings.top_p = settings.top_k = None
-        if settings.pad_token_id is None:  # there is no padding, and transformers would tell so
-            ends = settings.eos_token_id
-            settings.pad_token_id = ends[0] if isinstance(ends, list) else ends
+        settings.pad_token_id = padding_of(settings)
         torch.manual_seed(how.seed)
         inputs = tokens[None].to(self._model.device)
         try:
@@ -100,18 +99,6 @@ class HuggingFaceText:
                 f"'{self._folder}' cannot generate text: {first_words(error)}; see its "
                 "generation_config.json"
             ) from error
-
-
-def _open_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, KeyError, a package that is missing, ...
-        raise DataError(
-            f"the tokenizer of '{folder}' cannot be read: {first_words(error)}; copy the "
-            "tokenizer's files from the model's source"
-        ) from error
 
 
 def _streamer(tokenizer: Any, on_token: Callable[[], None], write: Callable[[str], None]) -> Any:

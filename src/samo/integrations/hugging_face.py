@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from samo.core.compress import decompress_
 from samo.errors import CheckpointError, SamoError, first_words
 from samo.integrations import folder_files, sparse_bitmask
-from samo.integrations.folder_files import CONFIG, METHOD, QUANTIZATION
+from samo.integrations.folder_files import CONFIG, GENERATION, METHOD, QUANTIZATION
 from samo.mask.masks import Masks
 
 __all__ = []
@@ -113,7 +113,7 @@ def from_state(
                 None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
             ),
         )
-        if (folder / "generation_config.json").is_file():
+        if (folder / GENERATION).is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         return model
 
@@ -125,6 +125,12 @@ def shapes(folder: Path, num_tensors: int) -> dict[str, tuple[int, ...]]:
         vars(config).pop(QUANTIZATION, None)
         model = _without_memory(folder, config, num_tensors)
         return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def text_config(folder: Path) -> Any:
+    """Return the config of a folder's language model, by transformers' own names."""
+    with _reading(folder):
+        return _config(folder).get_text_config()
 
 
 def _check_size(folder: Path, config: Any, numel: int | None, num_tensors: int) -> Any:

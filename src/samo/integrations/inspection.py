@@ -20,7 +20,6 @@ __all__ = ["FolderFacts", "TensorFacts", "inspect_folder"]
 
 _MIN_SPARSITY: Final = 0.05  # as in Masks.from_zeros
 _EMBEDDING: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)[._]")
-_BITMASK: Final = "sparse-bitmask"
 _FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -130,7 +129,7 @@ def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
     if method == METHOD:
         kind, masks, tensors = "compressed", "bitmaps", _compressed(folder, specs)
     elif any(name.endswith(".bitmask") for name in specs):
-        kind, masks, tensors = _BITMASK, "bitmaps", list(_bitmask(specs))
+        kind, masks, tensors = sparse_bitmask.FORMAT, "bitmaps", list(_bitmask(specs))
     else:
         kind = "dense" if method is None else f"quantized ({method})"
         masks, tensors = _dense(folder, specs)

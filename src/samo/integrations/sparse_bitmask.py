@@ -11,7 +11,6 @@ and config.json has ``quantization_config.sparsity_config.format``. Entries that
 lost, also kept ones: a folder of samo has its masks in masks.safetensors too.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from samo.errors import CheckpointError
 from samo.integrations import folder_files
-from samo.integrations.folder_files import CONFIG, INDEX, WEIGHTS, Spec
+from samo.integrations.folder_files import INDEX, WEIGHTS, Spec
 from samo.utils import atomic_io, safetensors_io
 
 __all__ = []
@@ -58,7 +57,7 @@ def write(folder: Path) -> None:
         size += sum(tensor.nbytes for tensor in tensors.values())
     if files != [folder / WEIGHTS]:
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+        folder_files.write_json(folder / INDEX, index)
     sparsity = {
         "format": FORMAT,
         "global_sparsity": 1 - kept / numel,
@@ -66,9 +65,8 @@ def write(folder: Path) -> None:
         "targets": targets,
         "ignore": [],
     }
-    config = folder_files.read_json(folder / CONFIG)
-    config[folder_files.QUANTIZATION] = {"quant_method": METHOD, "sparsity_config": sparsity}
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    how = {"quant_method": METHOD, "sparsity_config": sparsity}
+    folder_files.edit_config(folder, **{folder_files.QUANTIZATION: how})
 
 
 def _compress(dense: Tensor) -> dict[str, Tensor] | None:

@@ -27,7 +27,29 @@ from samo.integrations.folder_files import TOKENIZER_FILES, check_entries
 __all__ = ["ModelTokenizer"]
 
 _TAGS: Final = "{% generation %} and {% endgeneration %}"
+_UNREADABLE: Final = "has a tokenizer that cannot be read"
 _GENERATION: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder as transformers reads it. No code from the folder runs."""
+    if not folder.is_dir():
+        raise DataError(f"'{folder}' is not a folder; name a Hugging Face model folder")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise DataError(
+            f"the tokenizer in '{folder}' needs a package that is not installed: pip install "
+            "transformers"
+        ) from None
+    check_entries(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise DataError(
+            f"folder '{folder}' has no tokenizer; copy the tokenizer files of the model into "
+            "it, or write them with transformers' tokenizer.save_pretrained(folder)"
+        )
+    with naming(folder, _UNREADABLE):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class ModelTokenizer:
@@ -49,31 +71,14 @@ class ModelTokenizer:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         path = Path(folder)
-        if not path.is_dir():
-            raise DataError(f"'{folder}' is not a folder; name a Hugging Face model folder")
-        try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            raise DataError(
-                f"the tokenizer in '{folder}' needs a package that is not installed: pip install "
-                "transformers"
-            ) from None
-        check_entries(path)
+        self._tokenizer: Final[Any] = open_tokenizer(path)
         self.name = str(folder)
         self._path: Final = path
-        found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
-        if not found:
-            raise DataError(
-                f"folder '{folder}' has no tokenizer; copy the tokenizer files of the model into "
-                "it, or write them with transformers' tokenizer.save_pretrained(folder)"
-            )
-        with naming(path, "has a tokenizer that cannot be read"):
+        with naming(path, _UNREADABLE):
+            found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
             contents = [
                 (file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in found
             ]
-            self._tokenizer: Final[Any] = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
             backend = getattr(self._tokenizer, "backend_tokenizer", None)
             if backend is None:
                 raise ValueError("it has no tokenizer.json, and transformers cannot make one")

@@ -47,7 +47,7 @@ class Block:
 
 
 class BlockModel:
-    """A model as a sequence of equal blocks, with the calibration data.
+    """A model as a sequence of blocks, with the calibration data.
 
     Args:
         model: The model, which stays where it is.
@@ -121,15 +121,15 @@ class BlockModel:
 
 
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the name and the blocks of the largest list of equal blocks of a model."""
+    """Return the name and the parts of the largest `nn.ModuleList` of a model, by parameters."""
     found: dict[str, int] = {}
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1:
+        if isinstance(module, nn.ModuleList):
             found[path] = sum(parameter.numel() for parameter in module.parameters())
     if not found or not max(found.values()):
         raise ValueError(
-            f"a {type(model).__name__} has no nn.ModuleList of equal blocks to calibrate one after "
-            "the other; use method='magnitude'"
+            f"a {type(model).__name__} has no nn.ModuleList of blocks to calibrate one after the "
+            "other; use method='magnitude'"
         )
     path = max(found, key=lambda name: found[name])  # the outer one of two with equal counts
     return path, list(cast(nn.ModuleList, model.get_submodule(path)))
@@ -149,7 +149,7 @@ def _replaced(modules: Sequence[nn.Module], forward: Any) -> Iterator[None]:
         yield
     finally:
         for module, own in zip(modules, before):
-            del vars(module)["forward"]
+            vars(module).pop("forward", None)  # a module may be there twice
             if own is not None:
                 vars(module)["forward"] = own
 

@@ -83,7 +83,7 @@ def prune(
             ``"lm_head.weight"``, to all that it matches.
         seed: Breaks ties, and draws the weights of ``method="random"``.
         calibration: For Wanda, SparseGPT and OWL: batches of tokens (B x T), or dicts of the
-            model's inputs, without padding. The model needs an `nn.ModuleList` of equal blocks.
+            model's inputs, without padding. The model needs an `nn.ModuleList` of blocks.
         device: Where to compute its blocks, one after the other. By default where the model is.
         progress: Called with the number of blocks done, and that of all.
     """

@@ -18,7 +18,7 @@ from samo.checkpoint.load import load_masks
 from samo.data.batches import IGNORE, Batch, Batches
 from samo.data.sources import open_data
 from samo.errors import ConfigError, MaskError, RunError
-from samo.integrations import causal_lm, folder_files
+from samo.integrations import causal_lm, folder_files, hugging_face
 from samo.integrations.chunk_loss import Distillation, chunk_loss_, deferred_logits
 from samo.integrations.export import export
 from samo.integrations.model_folders import (
@@ -31,7 +31,9 @@ from samo.integrations.model_folders import (
 from samo.integrations.tokenizers import ModelTokenizer
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, prunable
+from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
+from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.finetune_config import ResolvedFinetune
 from samo.train.finetune_layout import choose_layout
 from samo.train.finetune_resolve import with_steps
@@ -80,7 +82,7 @@ class CausalLMSubject:
 
     def open_text(self, out: Path) -> Text:
         """Open the data, with the tokenizer of the model; steps and context follow from both."""
-        about = folder_files.read_json(self._folder / folder_files.CONFIG)
+        about = hugging_face.text_config(self._folder)
         data, longest = self.config.data, causal_lm.context_of(about)
         context: int | str = self.config.model.context
         if isinstance(context, str):
@@ -91,8 +93,7 @@ class CausalLMSubject:
                 "made for; lower it"
             )
         tokenizer = ModelTokenizer(self._folder)
-        size = about.get("vocab_size")
-        known = size if isinstance(size, int) else tokenizer.vocab_size
+        known = about.vocab_size
         train, valid = open_data(
             data.data,
             data.valid,
@@ -148,7 +149,7 @@ class CausalLMSubject:
             ranks=ranks,
             masks=masks,
             loss_sum=_Loss(config, teacher),
-            blocks=causal_lm.blocks_of,
+            blocks=lambda model: find_blocks(model)[1],
         )
 
     def new_masking(self, learner: Learner) -> FixedMasks:
@@ -182,8 +183,9 @@ class CausalLMSubject:
     def _prune(self, model: nn.Module) -> Masks:
         settings, run = self.config.prune, self.config.run
         data: dict[str, Any] = {}
-        if {settings.method, settings.scope} & {"wanda", "sparsegpt", "owl"}:
+        if settings.method in ("wanda", "sparsegpt"):
             data = {"calibration": list(self._calibration()), "device": run.device}
+        nonzero = count_nonzero(model) if settings.method != "random" else {}
         try:
             masks = prune(
                 model,
@@ -196,16 +198,9 @@ class CausalLMSubject:
                 seed=run.seed,
                 **data,
             )
+            check_nonzero(masks, nonzero, otherwise="leave --sparsity out")
         except ValueError as error:
             raise ConfigError(f"cannot prune '{self.config.model.model}': {error}") from error
-        if settings.method != "random":
-            for name, param in masks.parameters_of(model).items():
-                if (nonzero := int(param.count_nonzero())) < masks[name].kept:
-                    raise ConfigError(
-                        f"'{name}' has only {nonzero:,} nonzero weights, and {masks[name].kept:,} "
-                        "would be kept: the model is pruned already; leave --sparsity out, or "
-                        f"raise it above {1 - nonzero / param.numel():.3f}"
-                    )
         return masks
 
     def _calibration(self) -> Iterator[Tensor]:
@@ -239,8 +234,8 @@ class CausalLMSubject:
 
     def sample(self, learner: Learner, prompt_T: Tensor) -> Tensor:
         """Continue a prompt."""
-        run, about = self.config.run, folder_files.read_json(self._folder / folder_files.CONFIG)
-        longest = causal_lm.context_of(about) or len(prompt_T) + run.sample_tokens
+        run, own = self.config.run, self._model.config
+        longest = causal_lm.context_of(own) or len(prompt_T) + run.sample_tokens
         num_tokens = max(1, min(run.sample_tokens, longest - len(prompt_T)))
         return causal_lm.sample(learner.model, prompt_T, num_tokens, seed=run.seed)
 
