@@ -104,7 +104,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
         open_model(folder)
 
 
-@pytest.mark.parametrize("listed", ["../x.safetensors", "x.bin", 3, None])
+@pytest.mark.parametrize("listed", ["../x.safetensors", "x.bin", 3, None, ["x"], {}])
 def test_an_index_names_files_of_the_folder_only(folder: Path, listed: object) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": listed}}))

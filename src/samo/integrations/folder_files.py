@@ -116,8 +116,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).exists():
         raise CheckpointError(_no_weights(folder))
     listed = read_json(folder / INDEX).get("weight_map")
-    names = set(listed.values()) if isinstance(listed, dict) and listed else {None}
-    for name in sorted(names, key=str):
+    names: list[Any] = [*listed.values()] if isinstance(listed, dict) and listed else [None]
+    for name in names:
         is_name = isinstance(name, str) and name == Path(name).name and "\\" not in name
         if not is_name or not str(name).endswith(".safetensors"):
             raise CheckpointError(
@@ -129,7 +129,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"'{folder}' is not complete: '{name}', which {INDEX} names, is missing; download "
                 "it again"
             )
-    return [folder / str(name) for name in sorted(names, key=str)]
+    return [folder / name for name in sorted(set(names))]
 
 
 def _no_weights(folder: Path) -> str:
