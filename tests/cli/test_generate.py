@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from samo.cli.main import main
 from samo.data.tokenizers import ByteTokenizer
+from samo.errors import CheckpointError
 from samo.integrations.export import export
 from samo.integrations.model_folders import open_masks, open_model
 from samo.models.generate import Sampling, generate, stream
@@ -364,6 +367,18 @@ def test_a_tokenizer_of_another_model_is_told(
     assert "the text has token 116, and the model knows 100" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("how", [[], ["--greedy"]])
+def test_a_model_that_predicts_nothing_is_told(
+    llama: Path, tmp_path: Path, how: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = float("inf")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert main(["generate", str(folder), "--prompt", "To be", *how]) == 1
+    assert "the model's predictions are NaN or infinite; look for" in capsys.readouterr().err
+
+
 # Drawing tokens
 
 
@@ -388,6 +403,18 @@ def test_tokens_are_drawn_from_the_likeliest(top_p: float, drawn: set[int]) -> N
     assert model.training
     counts = np.bincount([*stream(model, torch.zeros(1, dtype=torch.int64), how, context=1)])
     assert (np.diff(counts) < 0).all()  # by their probabilities
+
+
+def test_what_is_not_finite_cannot_be_drawn_from_but_tokens_may_be_ruled_out() -> None:
+    model, start = Fixed(), torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():
+        model.logits[1:] = -torch.inf
+    assert [*stream(model, start, Sampling(3), context=1)] == [0] * 3
+    for wrong in (torch.inf, torch.nan):
+        with torch.no_grad():
+            model.logits[1] = wrong
+        with pytest.raises(CheckpointError, match="predictions are NaN or infinite"):
+            next(stream(model, start, Sampling(3), context=1))
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:

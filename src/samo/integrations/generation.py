@@ -11,7 +11,7 @@ from torch import Tensor
 from samo.errors import CheckpointError, DataError, first_words
 from samo.integrations.causal_lm import context_of, padding_of
 from samo.integrations.tokenizers import open_tokenizer
-from samo.models.generate import Pieces, Sampling
+from samo.models.generate import Pieces, Sampling, check_logits
 
 __all__ = []
 
@@ -92,6 +92,7 @@ class HuggingFaceText:
                 inputs,
                 attention_mask=torch.ones_like(inputs),
                 generation_config=settings,
+                logits_processor=[_checked_logits],
                 streamer=_streamer(self._tokenizer, on_token, write),
             )
         except (TypeError, ValueError) as error:  # settings of a stranger that contradict others
@@ -99,6 +100,11 @@ class HuggingFaceText:
                 f"'{self._folder}' cannot generate text: {first_words(error)}; see its "
                 "generation_config.json"
             ) from error
+
+
+def _checked_logits(_: Tensor, logits: Tensor) -> Tensor:
+    check_logits(logits)
+    return logits
 
 
 def _streamer(tokenizer: Any, on_token: Callable[[], None], write: Callable[[str], None]) -> Any:

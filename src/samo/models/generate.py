@@ -6,7 +6,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Pieces", "Sampling", "generate", "stream"]
+from samo.errors import CheckpointError
+
+__all__ = ["Pieces", "Sampling", "check_logits", "generate", "stream"]
 
 _MAX_HELD: Final = 8
 """Most tokens held back for a character that is not complete; more are no text."""
@@ -39,11 +41,21 @@ def stream(model: nn.Module, prompt_T: Tensor, how: Sampling, *, context: int) -
     try:
         for _ in range(how.max_tokens):
             logits_V = model(tokens_T[None, -context:])[0, -1].float().cpu()
+            check_logits(logits_V)
             token = _draw(logits_V, how, random)
             tokens_T = torch.cat([tokens_T, token.to(device)])
             yield int(token)
     finally:
         model.train(was_training)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Refuse to draw tokens where a model predicts nothing; -inf is a token that is ruled out."""
+    if bool(logits.isnan().any()) or bool(logits.isposinf().any()):
+        raise CheckpointError(
+            "the model's predictions are NaN or infinite; look for such weights, and for weights "
+            "too large for its dtype (bfloat16 has the range of float32)"
+        )
 
 
 def _draw(logits_V: Tensor, how: Sampling, random: torch.Generator) -> Tensor:
