@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import samo
-from samo.core.modules import BITMAP
+from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError, MaskError
 from samo.integrations.model_folders import open_compressed, open_masks, open_model
 from tests.integrations.cases import load, pruned
@@ -97,6 +97,20 @@ def test_what_a_kernel_indexes_by_is_checked(case: str, compressed: Path) -> Non
     for act in (load, open_model, open_compressed):
         with pytest.raises((CheckpointError, MaskError), match=message):
             act(compressed)
+
+
+def test_a_tied_weight_has_one_mask(tmp_path: Path) -> None:
+    model, masks = pruned("Llama", tie_word_embeddings=True)
+    shape = model.get_input_embeddings().weight.shape
+    both = [samo.Mask.from_bool(torch.arange(shape.numel()).view(shape) % n == 0) for n in (2, 3)]
+    masks = samo.Masks({**masks, "model.embed_tokens.weight": both[0]})
+    folder = samo.export(model, tmp_path / "llama", format="compressed", masks=masks)
+    change(folder, lambda state: state.update({"lm_head.weight_bitmap": to_bytes(both[1])}))
+    for act in (load, open_model, open_compressed):
+        with pytest.raises(
+            CheckpointError, match=r"is not that of 'model.embed_tokens.weight', wh"
+        ):
+            act(folder)
 
 
 def test_bits_past_the_end_of_a_mask_are_refused(tmp_path: Path) -> None:

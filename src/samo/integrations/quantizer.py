@@ -28,6 +28,7 @@ from samo.core.modules import BITMAP, MIXINS, from_bytes, named_weights
 from samo.errors import CheckpointError, nearest
 from samo.integrations import folder_files
 from samo.integrations.folder_files import FLOATS, METHOD, VERSION, Spec
+from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
 
@@ -147,8 +148,12 @@ def tie(model: Any, specs: dict[str, Spec]) -> None:
 
 def read_masks(model: nn.Module, specs: dict[str, Spec]) -> Masks:
     """Return the masks in the files of a compressed folder."""
-    shapes = {name: tuple(param.shape) for name, param in dense_parameters(model).items()}
-    found = {}
+    own = dense_parameters(model)
+    shapes = {name: tuple(param.shape) for name, param in own.items()}
+    found: dict[str, Mask] = {}
+    first: dict[int, str] = {}  # of a tied weight, whose bitmap a file has under each of its names
+    for name, param in own.items():
+        first.setdefault(id(param), name)
     for name, spec in specs.items():
         weight = name.removesuffix(BITMAP)
         if weight == name:
@@ -157,7 +162,10 @@ def read_masks(model: nn.Module, specs: dict[str, Spec]) -> Masks:
             raise _misfit(spec.file, f"'{name}' is of no weight{nearest(weight, shapes)}")
         if spec.dtype != "U8" or len(spec.shape) != 1:
             raise _misfit(spec.file, f"'{name}' is {spec.dtype} {spec.shape}, not a list of bytes")
-        found[weight] = from_bytes(weight, folder_files.read_tensor(spec, name), shapes[weight])
+        mask = from_bytes(weight, folder_files.read_tensor(spec, name), shapes[weight])
+        other = first[id(own[weight])]
+        if found.setdefault(other, mask) != mask:
+            raise _misfit(spec.file, f"'{name}' is not that of '{other}', which is the same weight")
     if not found:
         raise CheckpointError(
             f"'{_folder(specs)}' has no bitmaps, so it is not compressed; remove "
