@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import samo
@@ -349,6 +350,22 @@ def test_a_resumed_run_is_the_undisturbed_one(place: Path, tmp_path: Path, finis
     assert_same_run(finished, run)
 
 
+def test_a_longer_run_replaces_its_model(tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / ".draft").mkdir()  # as a kill leaves it
+    (run / ".draft" / "old").mkdir()
+    (run / "model" / "note").touch()
+    config = RunDir.find(run).config()
+    assert isinstance(config, ResolvedFinetune)
+    resume(run, config=replace(config, run=replace(config.run, steps=STEPS + 2)))
+    assert not (run / "model" / "note").exists()
+    assert not (run / ".draft").exists()
+    before, after = (load_file(each / "model" / "model.safetensors") for each in (finished, run))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[name], after[name])
+
+
 def test_a_run_without_its_description_or_with_a_link_in_it_is_refused(
     tmp_path: Path, finished: Path
 ) -> None:
@@ -553,6 +570,21 @@ def test_a_pruned_model_is_not_pruned_less(place: Path, tmp_path: Path) -> None:
         train(settings(place, sparsity=0.3), tmp_path / "run")
     with pytest.raises(ConfigError, match=r"cannot prune '.*': .*no-such"):
         train(settings(place, sparsity=0.7, skip=("no-such*",)), tmp_path / "run")
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e6])
+@pytest.mark.parametrize("name", ["norm.weight", "layers.0.mlp.up_proj.weight"])
+def test_weights_that_cannot_be_trained_are_named(
+    place: Path, tmp_path: Path, name: str, wrong: float
+) -> None:
+    folder = shutil.copytree(place / "pruned", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights[f"model.{name}"].view(-1)[5] = wrong
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    message = rf"'model\.{name}' has weights that are NaN, infinite or too large for torch.float16"
+    with pytest.raises(ConfigError, match=message):
+        train(settings(place, model=str(folder), dtype="fp16"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(place: Path, tmp_path: Path) -> None:

@@ -32,6 +32,20 @@ def check_model(model: nn.Module, *, has_positions: bool) -> None:
         )
 
 
+def check_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse weights that are NaN, infinite, or too large for the dtype they will compute in."""
+    most = torch.finfo(dtype).max
+    for name, param in model.named_parameters():
+        if not param.numel() or not param.is_floating_point():
+            continue
+        low, high = param.detach().aminmax()  # both are NaN if one weight is
+        if not (-most <= float(low) and float(high) <= most):
+            raise ConfigError(
+                f"'{name}' has weights that are NaN, infinite or too large for {dtype}; repair the "
+                "checkpoint, or choose another --dtype (bfloat16 has the range of float32)"
+            )
+
+
 def context_of(config: Any) -> int | None:
     """Return the longest sequence that a model was made for, if its config tells."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)

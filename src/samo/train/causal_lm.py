@@ -126,6 +126,7 @@ class CausalLMSubject:
         assert source is not None
         model = open_model(source)
         causal_lm.check_model(model, has_positions=_has_positions(self._text))
+        causal_lm.check_weights(model, getattr(torch, config.run.dtype))
         masks = load_masks(checkpoint) if checkpoint is not None else self._masks(model)
         if config.model.freeze_embeddings:
             causal_lm.freeze_embeddings_(model)
@@ -253,9 +254,10 @@ class CausalLMSubject:
             draft = folder.path / ".draft" / folder.path.resolve().name
             shutil.rmtree(draft.parent, ignore_errors=True)  # what a kill has left
             export(model, draft, format="compressed", source=own)
-            shutil.rmtree(out, ignore_errors=True)
+            if out.exists():
+                out.rename(draft.parent / "old")  # nobody finds a folder that is half removed
             draft.rename(out)
-            draft.parent.rmdir()
+            shutil.rmtree(draft.parent)
 
 
 class _Loss:
