@@ -24,13 +24,15 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.faults.cases import CASES, Case, build, open_cache
+from benchmarks.faults import folders
+from benchmarks.faults.cases import CASES as FILES, Case, build, open_cache
 from benchmarks.faults.damage import damage
 from benchmarks.measure import Row, arguments, show, write_rows
 from samo.errors import SamoError
 
 __all__ = ["main"]
 
+CASES: Final = FILES | folders.FOLDERS
 LIMIT_S: Final = 60.0
 """On a busy machine; a load takes hundredths of a second."""
 BAD: Final = ("crash", "hang", "unnamed", "wrong", "outside")
@@ -50,6 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="samo-mutations-") as folder:
         home = Path(folder)
         build(home / "good")
+        folders.build(home / "good")
         rows = run(home, names, options.seed, count, options.workers)
     summary = [summarise(rows, name) for name in names] + [summarise(rows, "")]
     show(summary, ("kind", "count", "sealed", *OUTCOMES))
