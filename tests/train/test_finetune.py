@@ -598,12 +598,28 @@ def test_models_that_read_batches_otherwise_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="Linear computes no loss from labels"):
         check_model(nn.Linear(2, 2), has_positions=False)
-    bloom = pytest.importorskip("transformers").BloomForCausalLM
-    with torch.device("meta"):
-        model = bloom(bloom.config_class(hidden_size=8, n_layer=1, n_head=1, vocab_size=9))
-    check_model(model, has_positions=False)
-    with pytest.raises(ConfigError, match=r"takes no positions, .* add --no-pack"):
-        check_model(model, has_positions=True)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}
+    same = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    opt = {"word_embed_proj_dim": 16, "ffn_dim": 16}
+    for model in (
+        transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)),  # takes no positions
+        transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **same, **opt)),
+        transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **same, alibi=True)),
+    ):
+        check_model(model, has_positions=False)
+        with pytest.raises(ConfigError, match=r"packed examples would see .* add --no-pack"):
+            check_model(model, has_positions=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2", "mixtral"])
+def test_packed_examples_stay_apart(family: str) -> None:
+    from samo.integrations.causal_lm import check_model
+
+    changes = {} if family == "gpt2" else {"sliding_window": 2}
+    model = tiny_lm(family, **changes).bfloat16()
+    check_model(model, has_positions=True)
+    assert all(param.grad is None for param in model.parameters())
 
 
 def test_a_gpt_of_samo_train_is_refused(place: Path, tmp_path: Path) -> None:

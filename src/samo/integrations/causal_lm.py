@@ -25,11 +25,33 @@ def check_model(model: nn.Module, *, has_positions: bool) -> None:
             f"{name} computes no loss from labels as causal language models of transformers do; "
             "train it in Python, as docs/hugging-face.md shows"
         )
-    if has_positions and "position_ids" not in found:
-        raise ConfigError(
-            f"{name} takes no positions, so that packed examples would see each other; add "
-            "--no-pack"
-        )
+    if has_positions and ("position_ids" not in found or not _keeps_apart(model)):
+        raise ConfigError(f"packed examples would see each other in a {name}; add --no-pack")
+
+
+def _keeps_apart(model: nn.Module) -> bool:
+    """Return whether a sequence stays out of the one packed after it.
+
+    Many a forward() takes ``position_ids`` and has layers that do not look at them: ALiBi,
+    convolutions, states. But then the one has a gradient of the other, which is else exactly 0.
+    """
+    own: Any = model
+    made: list[Tensor] = []
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        made.append(output.detach().requires_grad_())
+        return made[0]
+
+    embedding = own.get_input_embeddings()
+    tokens_1T = torch.arange(8, device=embedding.weight.device)[None] % embedding.num_embeddings
+    handle = embedding.register_forward_hook(watch)
+    try:
+        with torch.enable_grad():
+            logits = own(input_ids=tokens_1T, position_ids=tokens_1T % 4, use_cache=False).logits
+            (grad,) = torch.autograd.grad(logits[:, 4:].sum(), made)
+    finally:
+        handle.remove()
+    return not (grad[:, :4].isfinite() & (grad[:, :4] != 0)).any()
 
 
 def check_weights(model: nn.Module, dtype: torch.dtype) -> None:

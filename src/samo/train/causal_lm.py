@@ -125,8 +125,8 @@ class CausalLMSubject:
         source = checkpoint or config.model.model
         assert source is not None
         model = open_model(source)
-        causal_lm.check_model(model, has_positions=_has_positions(self._text))
         causal_lm.check_weights(model, getattr(torch, config.run.dtype))
+        causal_lm.check_model(model, has_positions=_has_positions(self._text))
         masks = load_masks(checkpoint) if checkpoint is not None else self._masks(model)
         if config.model.freeze_embeddings:
             causal_lm.freeze_embeddings_(model)
