@@ -38,6 +38,8 @@ def test_a_folder_goes_through_all_formats_and_back(
         shown = capsys.readouterr().out
         assert f"written to model-{first}" in shown
         assert "sparsity   90 % of 14 tensors" in shown
+        back = f"0.15 or newer cannot load it; convert it back with: samo export model-{first} "
+        assert (back in shown) == (first == "bitmask")
         for second in get_args(Format):
             out = f"{first}-{second}"
             assert main(["export", f"model-{first}", "--format", second, "--out", out]) == 0
@@ -62,6 +64,9 @@ def test_a_run_of_finetune_is_exported(format: Format, here: Path) -> None:
     assert again.dtype == torch.bfloat16  # in which the run computes
     assert open_masks(f"run-{format}", again) == samo.masks(model)
     assert "tokenizer.json" in names(here / f"run-{format}")
+    shutil.move(f"run-{format}", "run/model")
+    assert main(["export", "run/model", "--format", format]) == 0
+    assert torch.equal(logits(open_model(f"run-{format}")), logits(model))  # named after the run
 
 
 def test_a_run_of_train_becomes_a_gpt2(run: Path, here: Path) -> None:

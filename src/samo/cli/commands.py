@@ -108,7 +108,7 @@ class Export:
     in the working folder."""
     format: Literal["dense", "compressed", "bitmask"] = "dense"
     """dense: zeros where weights are pruned; every tool reads it. compressed: values and bitmaps,
-    for samo. bitmask: the layout sparse-bitmask of compressed-tensors 0.14."""
+    for samo. bitmask: the layout sparse-bitmask of compressed-tensors 0.14, for older tools."""
     dtype: Annotated[DType | ShortDType | Auto, arg(metavar="{auto,bf16,fp16,fp32}")] = "auto"
     """Dtype of the weights. auto: that in which the model computes."""
 

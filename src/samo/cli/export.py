@@ -52,13 +52,22 @@ def run(command: Export) -> int:
     console = PatientConsole()
     console.print(facts(rows))
     say(console, f"written to {out}")
+    if command.format == "bitmask":
+        say(
+            console,
+            "transformers that require compressed-tensors 0.15 or newer cannot load it; convert it "
+            f"back with: samo export {out} --format dense",
+        )
     return 0
 
 
 def _name(source: Path) -> str:
-    """Return the name of a model: that of its run, if it is a checkpoint of one."""
+    """Return the name of a model: that of its run, if it is a checkpoint or the model of one."""
     path = source.resolve()
-    return (path.parent.parent if path.parent.name == "checkpoints" else path).name
+    if path.parent.name == "checkpoints":
+        return path.parent.parent.name
+    is_of_run = path.name == "model" and (path.parent / "run.json").is_file()
+    return (path.parent if is_of_run else path).name
 
 
 def _open(source: Path) -> tuple[nn.Module, Masks | None, torch.dtype | None]:

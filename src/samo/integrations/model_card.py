@@ -19,8 +19,8 @@ _FORMATS: Final = {
     "compressed": "The weights are compressed: values and bitmaps. `import samo` before "
     "`from_pretrained`; the model can be trained on as it is.",
     "bitmask": "The weights are in the layout `sparse-bitmask` of compressed-tensors, which its "
-    "versions up to 0.14.0.1 and samo read. It loses kept weights that are exactly 0; "
-    "`masks.safetensors` has the masks.",
+    "versions up to 0.14.0.1 and samo read; `samo export DIR --format dense` converts it. It loses "
+    "kept weights that are exactly 0; `masks.safetensors` has the masks.",
 }
 
 

@@ -205,8 +205,9 @@ class RunConfig:
     """Batches per validation."""
     save_every: Count = 200
     """Steps between checkpoints. A better validation loss saves one too."""
-    save_minutes: Amount = 0.0
-    """Minutes between checkpoints, besides --save-every. 0: steps alone count."""
+    save_minutes: Amount = 10.0
+    """Minutes between checkpoints, besides --save-every: what slow steps can lose. 0: steps alone
+    count."""
     keep: Count = 1
     """Checkpoints to keep, besides the best one: the last one, and those before it."""
     log_every: Count = 10
