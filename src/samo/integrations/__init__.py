@@ -1,3 +1,10 @@
-"""Models from elsewhere: checkpoints, run folders and Hugging Face model folders."""
+"""Hugging Face.
+
+- model_folders: open whatever folder holds a model; export: write one
+- folder_files, hugging_face, sparse_bitmask, gpt2, model_card: what these are made of
+- import_hook, quantizer: compressed folders in `from_pretrained` and `save_pretrained`
+- chunk_loss, causal_lm, tokenizers: to train a causal language model
+- generation: to let it write; inspection: to count what a folder holds
+"""
 
 __all__ = []

@@ -38,6 +38,11 @@ __all__ = ["SamoConfig"]
 class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How to load a compressed folder: the ``quantization_config`` of its config.json.
 
+    Example:
+        >>> from samo.integrations.quantizer import SamoConfig
+        >>> SamoConfig(weights="streamed").to_dict()  # config.json does not say how to load
+        {'quant_method': 'samo', 'version': 1}
+
     Args:
         weights: As in `samo.compress_`: ``"resident"``, ``"streamed"``, or a budget in bytes.
         version: Of the layout of the folder.
@@ -76,7 +81,7 @@ class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise ValueError("masks of a quantization_config cannot come from a file")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what config.json holds: how to load is up to who loads."""
+        """Return what config.json holds: how to load is for the loader to say."""
         return {"quant_method": METHOD, "version": self.version}
 
     def get_loading_attributes(self) -> dict[str, Any]:
