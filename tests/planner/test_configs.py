@@ -1,6 +1,7 @@
 """Parameters counted from a config, against transformers' own models on the meta device."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_samos_own_gpt_is_counted_exactly() -> None:
         ('{"model_type": "lama"}', "did you mean 'llama'"),
         ('{"model_type": "llama", "hidden_size": 8}', "lacks 'vocab_size'"),
         ("[]", "not the config of a model"),
-        ("{", "not JSON"),
+        ("{", "cannot be read as JSON: Expecting"),
         (None, "No such file"),
     ],
 )
@@ -110,4 +111,14 @@ def test_a_wrong_config_is_named(content, message, tmp_path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
+        read_config(tmp_path)
+
+
+def test_pipes_and_devices_are_refused(tmp_path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="cannot be read as JSON: it is not a file"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="cannot be read as JSON: it is not a file"):
         read_config(tmp_path)

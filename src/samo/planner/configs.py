@@ -5,7 +5,7 @@ of Llama's kind work in fp32. The loss is that of `samo.chunk_loss_`; a pipeline
 micro-batch at once.
 """
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,11 @@ from typing import Any, Final
 from samo.errors import ConfigError, nearest
 from samo.models.shapes import GPTConfig
 from samo.planner.network import Layer, Matrix, Network, gpt
+from samo.utils import untrusted
 
 __all__ = ["FAMILIES", "from_config", "read_config"]
+
+_MAX_BYTES: Final = 2**24
 
 FAMILIES: Final = {
     "gpt2": "", "llama": "", "mistral": "", "qwen2": "qkv bias", "qwen3": "qk norms",
@@ -33,11 +36,12 @@ def read_config(path: Path) -> Network:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        # A link may be named, as in the hub's cache, but neither a pipe nor a device.
+        found = untrusted.parse_json(untrusted.read_file(os.path.realpath(file), _MAX_BYTES))
     except OSError as error:
         raise ConfigError(f"'{file}': {error.strerror}; name a folder with config.json") from None
     except ValueError as error:
-        raise ConfigError(f"'{file}' is not JSON: {error}") from None
+        raise ConfigError(f"'{file}' cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"'{file}' is not the config of a model")
     name = path.name if path.is_dir() else path.resolve().parent.name
