@@ -337,6 +337,9 @@ def test_folders_that_do_not_fit_are_told(
         assert "cannot write this conversation: no system; use --prompt" in complaint("--chat")
     break_file(folder, "generation_config.json", lambda found: found.update(min_p=7.0))
     assert "cannot generate text: " in complaint("--prompt", "To be")
+    huge = {"min_p": None, "eos_token_id": 2**63}
+    break_file(folder, "generation_config.json", lambda found: found.update(huge))
+    assert "cannot generate text: " in complaint("--prompt", "To be")
     (folder / "masks.safetensors").unlink()
     model = open_model(folder)
     for param in model.parameters():

@@ -95,7 +95,9 @@ class HuggingFaceText:
                 logits_processor=[_checked_logits],
                 streamer=_streamer(self._tokenizer, on_token, write),
             )
-        except (TypeError, ValueError) as error:  # settings of a stranger that contradict others
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # by its settings
+            if isinstance(error, RuntimeError) and "overflow" not in str(error):
+                raise  # memory may have run out
             raise CheckpointError(
                 f"'{self._folder}' cannot generate text: {first_words(error)}; see its "
                 "generation_config.json"
