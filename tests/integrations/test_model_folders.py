@@ -125,6 +125,25 @@ def test_links_and_pipes_are_refused(folder: Path, tmp_path: Path) -> None:
         open_model(folder)
 
 
+def test_links_in_a_circle_are_refused(folder: Path) -> None:
+    (folder / "a").symlink_to("b")
+    (folder / "b").symlink_to("a")
+    with pytest.raises(CheckpointError, match=r"(a|b)' is a link, a pipe or a device"):
+        open_model(folder)
+
+
+def test_adapters_and_quantized_models_are_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "../other"}')
+    with pytest.raises(CheckpointError, match=r"has an adapter .adapter_config.json., for which"):
+        open_model(folder)
+    (folder / "adapter_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"is quantized .'fp8'., and samo prunes"):
+        open_model(folder)
+
+
 def test_links_of_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "1"
     snapshot.mkdir(parents=True)

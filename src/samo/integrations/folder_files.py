@@ -31,6 +31,8 @@ INDEX: Final = "model.safetensors.index.json"
 MASKS: Final = "masks.safetensors"
 QUANTIZATION: Final = "quantization_config"
 
+ADAPTER: Final = "adapter_config.json"
+
 METHOD: Final = "samo"
 """The ``quant_method`` of folders that samo compressed."""
 VERSION: Final = 1
@@ -69,7 +71,7 @@ def check_entries(folder: Path) -> None:
             mode = entry.stat(follow_symlinks=False).st_mode
             if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
                 continue
-            target = Path(entry.path).resolve()
+            target = Path(os.path.realpath(entry.path))  # resolve() fails on links in a circle
             if entry.is_symlink() and target.parent == blobs and target.is_file():
                 continue
             raise CheckpointError(
@@ -111,6 +113,12 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files with the weights of a model, all of which are there."""
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"'{folder}' has an adapter ({ADAPTER}), for which transformers would load the model "
+            "that it names from elsewhere; merge it with peft's merge_and_unload, and save the "
+            "whole model"
+        )
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():

@@ -44,6 +44,11 @@ def open_dense(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     if method == sparse_bitmask.METHOD:
         sparse_bitmask.check_config(folder, folder_files.read_json(folder / CONFIG))
         return from_state(folder, sparse_bitmask.read(specs), dtype)
+    if method is not None:
+        raise CheckpointError(
+            f"'{folder}' is quantized ({method!r}), and samo prunes and trains weights that are "
+            "not; use the original model"
+        )
     with _reading(folder):
         transformers = _transformers(folder)
         config = _config(folder)
