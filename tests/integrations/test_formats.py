@@ -150,6 +150,14 @@ def test_a_loaded_model_is_like_one_that_compress_made(tmp_path: Path) -> None:
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
 
 
+@pytest.mark.parametrize("family", ["GPT2", "Llama"])
+def test_a_model_is_not_loaded_without_its_head(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    out = samo.export(trained(family), tmp_path / "out", format="compressed")
+    with pytest.raises(samo.CheckpointError, match=rf"without its head, as {family}Model; load"):
+        transformers.AutoModel.from_pretrained(out)
+
+
 def test_pruned_tensors_take_a_sixth_of_dense_ones(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256}
     model, masks = pruned("Llama", **sizes)

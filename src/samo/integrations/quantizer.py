@@ -104,6 +104,12 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         config, specs = self.quantization_config, dict[str, Spec]()
+        saved, name = model.config.architectures, type(model).__name__
+        if model.base_model is model and saved and name not in saved:
+            raise CheckpointError(
+                f"a compressed {saved[0]} cannot be loaded without its head, as {name}; load it "
+                "with AutoModelForCausalLM, and use its base_model"
+            )
         with torch.device("cpu"):  # here the default is meta
             if config.masks is None:
                 specs = folder_files.read_specs([Path(file) for file in checkpoint_files or ()])
