@@ -2,56 +2,27 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
-import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor, nn
 
 from samo.cli.commands import Generate
 from samo.cli.console import PatientConsole
+from samo.cli.text_model import TextModel, with_tokenizer
 from samo.errors import ConfigError, DataError, MaskError, RunError, SamoError, first_words
 from samo.integrations import model_folders
 from samo.models.generate import Sampling
-from samo.models.gpt import GPT
 from samo.train.rank_group import is_out_of_memory
-from samo.train.resolve import check_ranges
+from samo.train.resolve import check_ranges, device_and_dtype
 from samo.utils.formatting import count, duration, plain, three_digits
 
 __all__ = []
 
 _MAX_BYTES: Final = 2**24
 """Longest prompt read from a pipe."""
-
-
-class TextModel(Protocol):
-    """A model with its tokenizer."""
-
-    @property
-    def context(self) -> int | None:
-        """Most tokens that it can read; None if there is no limit."""
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether it knows conversations."""
-
-    def encode(self, text: str) -> Tensor:
-        """Return the tokens of a text."""
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> Tensor:
-        """Return the tokens of a conversation up to the answer that is due."""
-
-    def stream(
-        self,
-        tokens: Tensor,
-        how: Sampling,
-        on_token: Callable[[], None],
-        write: Callable[[str], None],
-    ) -> None:
-        """Continue tokens; pass the text on as it is made."""
 
 
 def run(command: Generate) -> int:
@@ -97,23 +68,12 @@ def _prompt(given: str | None) -> str:
 
 
 def _open(command: Generate) -> TextModel:
-    path = command.model
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if command.device == "cuda" and device == "cpu":
-        raise ConfigError("--device cuda needs a GPU, and torch sees none; use --device cpu")
-    device = device if command.device == "auto" else command.device
+    path, device = command.model, device_and_dtype(command.device)["device"]
     if command.weights == "dense":
         model = model_folders.open_model(path)
     else:
         model = _open_compressed(path, command.weights)
-    model.requires_grad_(False).to(device)
-    if isinstance(model, GPT):
-        from samo.train.run_text import RunText
-
-        return RunText(model, path)
-    from samo.integrations.generation import HuggingFaceText
-
-    return HuggingFaceText(model, model_folders.tokenizer_folder(path))
+    return with_tokenizer(model.requires_grad_(False).to(device), path)
 
 
 def _open_compressed(path: Path, weights: Literal["resident", "streamed"]) -> nn.Module:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from samo.cli.commands import Prune
 from samo.cli.console import PatientConsole, mask_table, say
+from samo.cli.text_model import with_tokenizer
 from samo.data.calibration import calibration_batches
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.integrations import model_folders
 from samo.mask.masks import Masks
 from samo.mask.prunable import matrices
-from samo.models.gpt import GPT
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.resolve import check_ranges, device_and_dtype, resolve_sparsity
@@ -148,20 +148,12 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
 def _batches(model: nn.Module, command: Prune) -> list[Tensor]:
     """Return the samples of the calibration text."""
     assert command.calibration is not None
-    if isinstance(model, GPT):
-        from samo.train.run_text import RunText
-
-        text: Any = RunText(model, command.source)
-    else:
-        from samo.integrations.generation import HuggingFaceText
-
-        try:
-            folder = model_folders.tokenizer_folder(command.source)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}; --calibration needs the model's tokenizer, copy its files there"
-            ) from error
-        text = HuggingFaceText(model, folder)
+    try:
+        text = with_tokenizer(model, command.source)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; --calibration needs the model's tokenizer, copy its files there"
+        ) from error
     most = min(text.context or _MAX_CONTEXT, _MAX_CONTEXT)
     context = most if isinstance(command.context, str) else command.context
     if text.context is not None and context > text.context:

@@ -12,15 +12,14 @@ from samo.core.modules import BITMAP
 from samo.errors import CheckpointError
 from samo.integrations import folder_files, hugging_face, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, MASKS, METHOD, Spec
-from samo.mask.masks import Masks
+from samo.mask.masks import MIN_SPARSITY, Masks
 from samo.memory.predict import TensorSpec, dense_bytes, predict
 from samo.utils.safetensors_io import DTYPES
 
 __all__ = ["FolderFacts", "TensorFacts", "inspect_folder"]
 
-_MIN_SPARSITY: Final = 0.05  # as in Masks.from_zeros
 _EMBEDDING: Final = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe)[._]")
-_FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
+_FLOATS: Final = [str(DTYPES[name]).removeprefix("torch.") for name in folder_files.FLOATS]
 
 
 class TensorFacts(NamedTuple):
@@ -161,7 +160,7 @@ def _dense(folder: Path, specs: dict[str, Spec]) -> tuple[str, list[TensorFacts]
         is_matrix = len(spec.shape) >= 2 and _type(spec) in _FLOATS and not _EMBEDDING.search(name)
         nonzero = int(folder_files.read_tensor(spec, name).count_nonzero()) if is_matrix else None
         facts = _facts(name, spec, nonzero)
-        is_pruned = nonzero != 0 and facts.sparsity >= _MIN_SPARSITY
+        is_pruned = nonzero != 0 and facts.sparsity >= MIN_SPARSITY
         found.append(facts if is_pruned else facts._replace(kept=None))
     return "zeros", found
 

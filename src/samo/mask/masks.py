@@ -15,6 +15,9 @@ from samo.mask.prunable import dense_parameters, matching, matrices, prunable
 
 __all__ = ["Masks"]
 
+MIN_SPARSITY: Final = 0.05
+"""Fraction of zeros from which on they count as pruned."""
+
 
 class Masks(Mapping[str, Mask]):
     """The masks of a model: parameter name to `Mask`, for the pruned parameters only.
@@ -63,7 +66,7 @@ class Masks(Mapping[str, Mask]):
 
     @classmethod
     def from_zeros(
-        cls, model: nn.Module, *, skip: Iterable[str] = (), min_sparsity: float = 0.05
+        cls, model: nn.Module, *, skip: Iterable[str] = (), min_sparsity: float = MIN_SPARSITY
     ) -> "Masks":
         """Read the masks of an already pruned model: weights that are exactly 0 are pruned.
 
