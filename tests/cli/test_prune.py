@@ -1,5 +1,6 @@
 """``samo prune`` on folders of Hugging Face models: what is written, and what is refused."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from torch import nn
 
 import samo
 from samo.cli.main import main
-from samo.data.calibration import calibration_batches
+from samo.data.calibration import calibration_batches, example_batches
+from samo.data.examples import open_examples
 from samo.data.tokenizers import ByteTokenizer
 from samo.errors import DataError
+from samo.integrations.tokenizers import ModelTokenizer
 from samo.utils.disk_tensors import disk_copy
 from tests.data.trained_tokenizer import TEXT, VOCAB_SIZE, save_trained_tokenizer
 
@@ -108,6 +111,25 @@ def test_the_masks_are_those_of_the_same_call_in_python(here: Path) -> None:
     batches = calibration_batches(here / "notes.txt", encode, 6, 32, seed=3)
     expected = samo.prune(model, pattern="2:4", method="wanda", calibration=batches, seed=3)
     assert samo.Masks.load("masks.safetensors") == expected
+
+
+def test_examples_calibrate_as_samo_finetune_reads_them(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(here / "model")
+    rows = [{"prompt": f"{number} and", "completion": f" {number} more"} for number in range(40)]
+    (here / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    typed = "prune model --method wanda --sparsity 0.5 --calibration asked.jsonl --context 32"
+    assert type_in(f"{typed} --samples 4 --out masks.safetensors") == 0
+    data = open_examples(
+        [here / "asked.jsonl"], tokenizer=ModelTokenizer("model"), context=32, cache=here / "data"
+    )
+    batches = example_batches(data, samples=4, context=32)
+    assert all(0 < batch.shape[1] <= 32 for batch in batches)
+    expected = samo.prune(model, 0.5, method="wanda", calibration=batches)
+    assert samo.Masks.load("masks.safetensors") == expected
+    assert type_in(f"{typed} --samples 1000") == 1
+    assert "samples of 32 tokens, and 1,000 are asked for" in capsys.readouterr().err
 
 
 def test_owl_and_rules_reach_the_masks(here: Path) -> None:

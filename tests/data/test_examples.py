@@ -185,6 +185,15 @@ def test_a_split_takes_whole_examples_from_everywhere(count: int, fraction: floa
     assert len({each.fingerprint() for each in (examples, train, valid)}) == 3
 
 
+def test_a_prompt_is_what_comes_before_the_first_answer() -> None:
+    array = np.array([~5, 7, 1, END, ~5, ~6, ~7, 8, ~9, 3, END], dtype=np.int32)
+    both = Examples([array], np.array([[0, 0, 3, 2], [0, 4, 10, 2]]), vocab_size=10)
+    prompt = both.prompt()
+    assert prompt is not None
+    assert prompt.tolist() == [5, 6, 7]
+    assert Examples([array], both.spans_N4[:1], vocab_size=10).prompt() is None  # a document
+
+
 def test_a_single_example_cannot_be_split() -> None:
     with pytest.raises(DataError, match="1 examples are too few to hold back 1 for validation"):
         examples_of([(1, 2)]).split(0.1)

@@ -1,6 +1,8 @@
 """Runs of `samo finetune` that are killed, run on several ranks, or are typed."""
 
 import functools
+import itertools
+import json
 import multiprocessing
 import re
 import signal
@@ -15,9 +17,12 @@ import torch
 import samo
 from samo.cli import launch
 from samo.cli.main import main, parse
+from samo.data.batches import Batches
 from samo.errors import ConfigError
 from samo.train import causal_lm
+from samo.train.causal_lm import CausalLMSubject
 from samo.train.finetune_config import FinetuneConfig, FinetuneMesh
+from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.data.model_tokenizer import VOCAB_SIZE
 from tests.ranks import run_ranks
@@ -117,6 +122,30 @@ def test_a_run_is_typed_and_tells_what_it_made(
     assert main(["finetune", str(place / "dense"), "--data", str(place / "notes.jsonl")]) == 2
     assert "is not pruned: 0 of 20,480 weights" in capsys.readouterr().err
     assert [path.name for path in Path("runs").iterdir()] == ["pruned"]
+
+
+def test_a_prompt_is_answered_and_all_tokens_read_are_counted(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"the fox jumps {word}", "completion": " it"} for word in ["over", "and"]]
+    Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 20))
+    flags = "--steps 2 --batch-size 2 --context 32 --sample-tokens 4 --log-every 1"
+    given = ["finetune", str(place / "pruned"), "--data", "asked.jsonl"]
+    assert main([*given, *flags.split(), "--teacher", str(place / "dense")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"loss \S+ \(text and teacher\)  ", said)
+    run = Path("runs/pruned")
+    assert "of text and teacher together" in (run / "report.html").read_text()
+    (sample,) = lines(run, "sample")
+    assert re.search(r"the fox jumps (over|and)$", sample["prompt"])
+    subject = CausalLMSubject(RunDir.find(run).config(), RunDir.find(run))
+    text = subject.open_text(run)
+    batches = Batches(text.train, context=32, batch_size=2, seed=0)
+    for line, read in zip(lines(run, "step"), itertools.accumulate(b.num_read for b in batches)):
+        assert line["tokens"] == read
+    batch = next(batches)
+    assert batch.num_read > 2 * batch.num_tokens  # of which completions are few
 
 
 def test_help_fits_two_screens_and_has_all_on_demand(capsys: pytest.CaptureFixture[str]) -> None:

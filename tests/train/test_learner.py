@@ -31,7 +31,7 @@ def batch(size: int, real: int = 16, seed: int = 1) -> Batch:
     tokens = torch.randint(0, 64, (size, 17), generator=torch.Generator().manual_seed(seed))
     targets = tokens[:, 1:].clone()
     targets[:, real:] = IGNORE
-    return Batch(tokens[:, :-1], targets, size * real)
+    return Batch(tokens[:, :-1], targets, size * real, size * real)
 
 
 def test_the_loss_is_the_mean_over_all_real_tokens_of_a_step() -> None:
@@ -56,8 +56,10 @@ def test_the_gradient_does_not_depend_on_how_sequences_are_spread_over_passes(ph
     inputs, targets, *_ = batch(4, real=16)
     targets = targets.clone()
     targets[3, 3:] = IGNORE
-    loss = whole.backward([Batch(inputs, targets, 51)])
-    split = pieces.backward([Batch(inputs[:3], targets[:3], 48), Batch(inputs[3:], targets[3:], 3)])
+    loss = whole.backward([Batch(inputs, targets, 51, 51)])
+    split = pieces.backward(
+        [Batch(inputs[:3], targets[:3], 48, 48), Batch(inputs[3:], targets[3:], 3, 3)]
+    )
     torch.testing.assert_close(loss, split)
     for ours, theirs in zip(whole.model.parameters(), pieces.model.parameters()):
         torch.testing.assert_close(ours.grad, theirs.grad)
@@ -184,7 +186,7 @@ def test_the_rate_ends_at_its_final_fraction_and_stays_there() -> None:
 
 def test_a_rank_without_sequences_takes_part_with_one_of_the_right_shape() -> None:
     empty = torch.zeros(0, 16, dtype=torch.int64)
-    stand_in = _without_targets(Batch(empty, empty, 9, positions_BT=empty))
+    stand_in = _without_targets(Batch(empty, empty, 9, 12, positions_BT=empty))
     assert stand_in.inputs_BT.shape == stand_in.targets_BT.shape == (1, 16)
     assert (stand_in.targets_BT == IGNORE).all()
-    assert (stand_in.num_tokens, stand_in.positions_BT) == (9, None)
+    assert (stand_in.num_tokens, stand_in.num_read, stand_in.positions_BT) == (9, 12, None)

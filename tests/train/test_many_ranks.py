@@ -231,7 +231,7 @@ class _WideGPT(GPT):
 def batches_of(rank: int, num_ranks: int, step: int) -> list[Batch]:
     rows = slice(4 * rank // num_ranks, 4 * (rank + 1) // num_ranks)
     tokens = torch.randint(0, 64, (2, 4, 9), generator=torch.Generator().manual_seed(step))
-    return [Batch(t[rows, :-1], t[rows, 1:], num_tokens=32) for t in tokens]
+    return [Batch(t[rows, :-1], t[rows, 1:], num_tokens=32, num_read=32) for t in tokens]
 
 
 Course = tuple[list[float], int, dict[str, torch.Tensor]]

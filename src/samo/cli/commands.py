@@ -86,7 +86,8 @@ class Prune(MaskConfig):
     """Prune each matrix to the sparsity, or all of them together; erk: small matrices less; owl:
     blocks with many outliers less."""
     calibration: OptionalPath = None
-    """Text for wanda, sparsegpt and owl: ordinary text of the kind that the model will see."""
+    """Text for wanda, sparsegpt and owl, of the kind that the model will see; for a Hugging Face
+    model also examples (.jsonl, .parquet), as samo finetune reads them."""
     samples: Count = 128
     """Pieces of the text to calibrate on."""
     context: Count | Auto = "auto"

@@ -25,7 +25,7 @@ class Display:
         self.title = ""  # before the bar and the lines, if there are several runs
         self.folder: Path | None = None  # printed when the run starts
         self._console = console
-        self._state = self._masks = ""
+        self._state = self._masks = self._of = ""
         self._steps = 0
         self._line_at = 0.0
         self._progress = Progress(
@@ -76,6 +76,7 @@ class Display:
         run = None if self.folder is None else read_run(self.folder)
         if run is not None:
             say(self._console, f"run folder: {self.folder}")
+            self._of = " (text and teacher)" if run.has_teacher else ""
         self._steps = event.steps
         self._state = self._masks = ""  # of the run before
         self._line_at = 0.0
@@ -87,9 +88,8 @@ class Display:
         self._progress.add_task(name, total=event.steps, completed=event.step, numbers="")
 
     def _step(self, event: events.Stepped) -> None:
-        numbers = (
-            f"loss {loss(event.loss)}  {self._masks}{event.tokens_per_s:,.0f} tokens/s{self._state}"
-        )
+        found = f"loss {loss(event.loss)}{self._of}"
+        numbers = f"{found}  {self._masks}{event.tokens_per_s:,.0f} tokens/s{self._state}"
         title = "" if self.title == event.phase else self.title
         description = f"{title} {event.phase}".strip()
         self._update(description=description, completed=event.step, numbers=numbers)

@@ -1,6 +1,7 @@
 """``samo prune``: a pruned model, or masks alone, and a summary."""
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from samo.cli.commands import Prune
 from samo.cli.console import PatientConsole, mask_table, say
 from samo.cli.text_model import with_tokenizer
-from samo.data.calibration import calibration_batches
+from samo.data.calibration import calibration_batches, example_batches
+from samo.data.examples import open_examples
+from samo.data.rows import is_example_file
 from samo.errors import CheckpointError, ConfigError, DataError, RunError
 from samo.integrations import model_folders
 from samo.mask.masks import Masks
 from samo.mask.prunable import matrices
+from samo.models.gpt import GPT
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.resolve import check_ranges, device_and_dtype, resolve_sparsity
@@ -158,9 +162,34 @@ def _batches(model: nn.Module, command: Prune) -> list[Tensor]:
     context = most if isinstance(command.context, str) else command.context
     if text.context is not None and context > text.context:
         raise ConfigError(f"--context {context:,} is more than the model's {text.context:,} tokens")
+    if not isinstance(model, GPT) and is_example_file(command.calibration):
+        return _examples(model, command, context)
     return calibration_batches(
         command.calibration, text.encode, command.samples, context, command.seed
     )
+
+
+def _examples(model: Any, command: Prune, context: int) -> list[Tensor]:
+    """Return samples of a file of examples, as samo finetune would read them."""
+    from samo.integrations.tokenizers import ModelTokenizer
+
+    assert command.calibration is not None
+    with tempfile.TemporaryDirectory(prefix="samo-prune-") as cache:
+        data = open_examples(
+            [command.calibration],
+            tokenizer=ModelTokenizer(model_folders.tokenizer_folder(command.source)),
+            context=context,
+            cache=Path(cache),
+            vocab_size=model.config.get_text_config().vocab_size,
+        )
+        found = example_batches(data, samples=command.samples, context=context, seed=command.seed)
+    if len(found) < command.samples:
+        raise DataError(
+            f"the {len(data):,} examples in '{command.calibration}' make {len(found):,} samples of "
+            f"{context:,} tokens, and {command.samples:,} are asked for; use more examples, fewer "
+            "--samples or a shorter --context"
+        )
+    return found
 
 
 @contextmanager

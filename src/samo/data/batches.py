@@ -44,6 +44,8 @@ class Batch(NamedTuple):
     """Tokens to predict, int64; `IGNORE` where there is none, as in the padding."""
     num_tokens: int
     """Targets in the batch of all ranks, without `IGNORE`; this may be the part of one rank."""
+    num_read: int
+    """Inputs in the batch of all ranks, without padding: what a model has to work on."""
     positions_BT: Tensor | None = None
     """Positions of packed examples, int64: each starts at 0, and so does the padding. None if every
     row is one sequence."""
@@ -192,7 +194,7 @@ class _Windows:
         for row, (segment, start, stop) in enumerate(spans):
             inputs[row, : stop - start] = segment[start:stop]
             targets[row, : stop - start] = segment[start + 1 : stop + 1]
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), num_tokens)
+        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), num_tokens, num_tokens)
 
 
 class _Rows:
@@ -215,6 +217,7 @@ class _Rows:
     def read(self, rows: list[NDArray[np.int64]], part: tuple[int, int]) -> Batch:
         """Read a part of the rows into a batch. Only this touches tokens."""
         num_tokens = sum(int(spans[:, 3].sum()) for spans in rows)
+        num_read = sum(int((spans[:, 2] - spans[:, 1] - 1).sum()) for spans in rows)
         rows = rows[part_of(len(rows), part)]
         inputs = np.zeros((len(rows), self._context), dtype=np.int64)
         targets = np.full_like(inputs, IGNORE)
@@ -234,5 +237,6 @@ class _Rows:
             torch.from_numpy(inputs),
             torch.from_numpy(targets),
             num_tokens,
+            num_read,
             torch.from_numpy(positions) if self._examples.is_packed else None,
         )

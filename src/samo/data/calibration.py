@@ -8,7 +8,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from samo.data.batches import Batches
 from samo.data.files import check_readable, map_text, pieces
+from samo.data.sources import Data
 from samo.errors import DataError
 
 __all__ = []
@@ -52,6 +54,13 @@ def calibration_batches(
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:samples]
     chosen = torch.cat([before.expand(samples, -1), windows[order]], dim=1)
     return list(chosen.split(math.ceil(_TOKENS_PER_BATCH / context)))
+
+
+def example_batches(data: Data, *, samples: int, context: int, seed: int = 0) -> list[Tensor]:
+    """Return up to ``samples`` rows of data as a run reads them (1 x T), without padding."""
+    batches = Batches(data, context=context, batch_size=1, seed=seed)
+    rows = (next(batches) for _ in range(min(samples, batches.num_windows)))
+    return [row.inputs_BT[:, : row.num_read] for row in rows]
 
 
 def _parts(text: str) -> Iterator[str]:

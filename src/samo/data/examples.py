@@ -106,6 +106,18 @@ class Examples:
         train, valid = (self.spans_N4[is_valid[whole] == held] for held in (False, True))
         return replace(self, spans_N4=train, _rows={}), replace(self, spans_N4=valid, _rows={})
 
+    def prompt(self) -> NDArray[np.int32] | None:
+        """Return what comes before the first token to learn of the first example that has it.
+
+        A conversation up to the assistant's turn, or a prompt; None if there are documents only.
+        """
+        for owner, start, stop, _ in self.spans_N4.tolist():
+            tokens = self.segments[owner][start:stop]
+            num_read = int(np.argmax(tokens >= 0))
+            if num_read > 1:  # of a document, at most the token that marks its beginning
+                return ~tokens[:num_read]
+        return None
+
     def rows(self, context: int, seed: int) -> Rows:
         """Return the examples of rows with ``context`` tokens to read, as `pack` does."""
         if (context, seed) not in self._rows:

@@ -49,6 +49,11 @@ def last_loss(run: Run) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
+def training_loss(run: Run, value: float) -> str:
+    """Return a training loss, and of what it is if not of the text alone."""
+    return f"{loss(value)} (text and teacher)" if run.has_teacher else loss(value)
+
+
 def saved(run: Run) -> float | None:
     """Return the fraction of dense training's model state that this run does not hold."""
     state = run.state
@@ -66,7 +71,7 @@ NUMBERS: Final[dict[str, Callable[[Run], str]]] = {
     "sparsity": lambda run: percent(run.masks.sparsity if run.masks else None),
     "steps": lambda run: count(run.last_step),
     "tokens": lambda run: count(run.steps[-1].tokens if run.steps else None),
-    "training loss": lambda run: loss(last_loss(run)),
+    "training loss": lambda run: training_loss(run, last_loss(run)),
     "validation loss": lambda run: loss(run.last_eval.valid_loss if run.last_eval else None),
     "model state": lambda run: size(run.state.measured_bytes if run.state else None),
     "state, B/param": lambda run: three_digits(bytes_per_param(run)),

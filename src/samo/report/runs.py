@@ -40,6 +40,9 @@ class Run:
         self.mode = str(settings.get("mode", ""))
         self.dtype = str(settings.get("dtype", ""))
         self.planned_steps = settings.get("steps")
+        about_model = self.section("config").get("model")
+        about_model = about_model if isinstance(about_model, dict) else {}
+        self.has_teacher = about_model.get("teacher") is not None
         count = self.section("model").get("num_params")
         self.num_params = count if type(count) is int else None
         self.num_stages = _axis(self.section("ranks"), "pipe")

@@ -6,7 +6,6 @@ the compressed one. So the host holds both at its peak: 2 bytes per parameter in
 """
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from samo.checkpoint.load import load_masks
-from samo.data.batches import IGNORE, Batch, Batches
+from samo.data.batches import Batch, Batches
+from samo.data.calibration import example_batches
 from samo.data.sources import open_data
 from samo.errors import ConfigError, MaskError, RunError
 from samo.integrations import causal_lm, folder_files, hugging_face
@@ -185,7 +185,13 @@ class CausalLMSubject:
         settings, run = self.config.prune, self.config.run
         data: dict[str, Any] = {}
         if settings.method in ("wanda", "sparsegpt"):
-            data = {"calibration": list(self._calibration()), "device": run.device}
+            found = example_batches(
+                self._text.train,
+                samples=_CALIBRATION_ROWS,
+                context=self.config.model.context,
+                seed=run.seed,
+            )
+            data = {"calibration": found, "device": run.device}
         nonzero = count_nonzero(model) if settings.method != "random" else {}
         try:
             masks = prune(
@@ -203,15 +209,6 @@ class CausalLMSubject:
         except ValueError as error:
             raise ConfigError(f"cannot prune '{self.config.model.model}': {error}") from error
         return masks
-
-    def _calibration(self) -> Iterator[Tensor]:
-        """Yield some of the training data, row by row, without padding."""
-        context, seed = self.config.model.context, self.config.run.seed
-        batches = Batches(self._text.train, context=context, batch_size=1, seed=seed)
-        for _ in range(min(_CALIBRATION_ROWS, batches.num_windows)):
-            batch = next(batches)
-            used = (batch.targets_BT[0] != IGNORE).nonzero()
-            yield batch.inputs_BT[:, : int(used.max()) + 1]
 
     def _open_teacher(self, model: Any) -> nn.Module | None:
         """Return the teacher on the device, in the compute dtype, without gradients."""

@@ -436,4 +436,4 @@ def _reduce_bf16(
 def _without_targets(batch: Batch) -> Batch:
     """Return a batch of one sequence without targets, which adds nothing to the loss."""
     tokens_BT = batch.inputs_BT.new_zeros(1, batch.inputs_BT.shape[1])
-    return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE), batch.num_tokens)
+    return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE), batch.num_tokens, batch.num_read)

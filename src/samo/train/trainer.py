@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from samo.checkpoint import copy as copy_checkpoint, staging
 from samo.data.batches import Batch, Batches, validation_batches
+from samo.data.examples import Examples
 from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
@@ -337,7 +339,7 @@ class Trainer:
         if is_logged:  # synchronizes device and ranks
             whole_loss, whole_norm = learner.whole_loss(loss), float(norm)
         progress.step = step
-        progress.tokens += sum(batch.num_tokens for batch in batches)
+        progress.tokens += sum(batch.num_read for batch in batches)
         progress.elapsed_s += time.perf_counter() - started
         if progress.accounted != learner.phase:  # gradients and moments exist now
             progress.accounted = learner.phase
@@ -504,7 +506,7 @@ class Trainer:
             self.report(saved)
 
     def generate_sample(self) -> None:
-        """Let the model continue a piece of the validation text."""
+        """Let the model continue a piece of the validation text, or answer an example of it."""
         run, ranks = self.config.run, self.ranks
         # With shards all ranks run the model; otherwise rank 0 alone.
         runs_model = ranks.is_first or self.config.mesh.shard == "weights"
@@ -512,7 +514,7 @@ class Trainer:
             return
         if not math.isfinite(self.progress.valid_loss or 0.0):  # nothing to draw tokens from
             return
-        prompt_T = next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
+        prompt_T = self.prompt()
         try:
             with self.learner.in_eager():  # every token is a new shape
                 tokens_T = self.subject.sample(self.learner, prompt_T)
@@ -523,6 +525,14 @@ class Trainer:
             self.sample = decode(tokens_T[length:].numpy())
             prompt = decode(tokens_T[:length].numpy())
             self.report(events.Sampled(step=self.progress.step, prompt=prompt, text=self.sample))
+
+    def prompt(self) -> Tensor:
+        """Return the tokens that the sample continues."""
+        valid = self.text.valid
+        prompt = valid.prompt() if isinstance(valid, Examples) else None
+        if prompt is not None:
+            return torch.from_numpy(prompt).long()
+        return next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
 
     def report(self, event: Event) -> None:
         """Pass an event to all listeners; one that cannot write is removed."""
