@@ -9,6 +9,7 @@ import torch
 import samo
 from samo.errors import CheckpointError
 from samo.integrations.model_folders import open_masks, open_model, tokenizer_folder
+from samo.utils import atomic_io
 from tests.integrations.cases import FAMILIES, load, logits, names, pruned
 
 
@@ -100,6 +101,34 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     blocked.touch()
     with pytest.raises(CheckpointError, match=r"cannot write '.*file/out': .*File exists; free"):
         samo.export(model, blocked / "out", masks=masks)
+
+
+def test_drafts_of_killed_processes_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    model, masks = pruned("Llama")
+    left, live, other = (tmp_path / name for name in (".out.00000001", ".out.00000002", ".outer"))
+    for folder in (left, live, other):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    with atomic_io.locked(live):
+        samo.export(model, tmp_path / "out", masks=masks)
+    assert names(tmp_path) == {".out.00000002", ".outer", "out"}
+
+
+def test_a_folder_that_appears_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, masks = pruned("Llama")
+    out = tmp_path / "out"
+
+    def slow_card(*_: object) -> str:
+        out.mkdir()
+        return "a card"
+
+    monkeypatch.setattr("samo.integrations.export.model_card", slow_card)
+    with pytest.raises(CheckpointError, match="out' exists; choose another folder, or remove it"):
+        samo.export(model, out, masks=masks)
+    assert names(tmp_path) == {"out"}
+    assert not names(out)
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

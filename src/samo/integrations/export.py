@@ -1,11 +1,12 @@
 """Write models as Hugging Face folders."""
 
 import copy
+import glob
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -202,14 +203,17 @@ def _new_folder(path: Path) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         atomic_io.make_folders(path.parent)
+        _remove_drafts(path)
         draft.mkdir()
         try:
-            yield draft
-            for file in draft.iterdir():
-                with open(file, "rb") as stream:
-                    os.fsync(stream.fileno())
-            atomic_io.sync_folder(draft)
-            os.rename(draft, path)
+            with atomic_io.locked(draft):
+                yield draft
+                for file in draft.iterdir():
+                    with open(file, "rb") as stream:
+                        os.fsync(stream.fileno())
+                atomic_io.sync_folder(draft)
+                check_free(path)  # another process may have written it meanwhile
+                os.rename(draft, path)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
@@ -219,3 +223,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
             f"cannot write '{path}': '{error.filename or path}': {error.strerror or error}; free "
             "some space, or choose another folder"
         ) from error
+
+
+def _remove_drafts(path: Path) -> None:
+    """Remove what processes that were killed have left: drafts that nobody has locked."""
+    for draft in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"):
+        with suppress(OSError), atomic_io.locked(draft):
+            shutil.rmtree(draft, ignore_errors=True)
