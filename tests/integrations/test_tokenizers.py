@@ -146,7 +146,9 @@ def test_a_template_without_clear_turns_is_refused(tmp_path: Path) -> None:
         folder = tmp_path / f"{number}"
         folder.mkdir()
         tokenizer = open_tokenizer(folder, template)
-        message = r"line 1: the chat template of '.*' writes the start .* once message [35] follows"
+        message = (
+            r"line 1: the chat template of '.*' rewrites the start .* once message [35] follows"
+        )
         with pytest.raises(DataError, match=message):
             encode(tokenizer, Chat(CHAT))
 

@@ -20,6 +20,7 @@ import samo
 from samo.data.batches import Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError
 from samo.integrations.export import export
+from samo.planner import local
 from samo.planner.local import this_hardware
 from samo.train import finetune_layout
 from samo.train.causal_lm import CausalLMSubject
@@ -456,7 +457,7 @@ def test_the_layout_is_what_fits(
     state: str,
 ) -> None:
     hardware = replace(this_hardware("cpu"), memory_bytes=memory, reserved_bytes=0)
-    monkeypatch.setattr(finetune_layout, "this_hardware", lambda *_: hardware)
+    monkeypatch.setattr(local, "this_hardware", lambda *_: hardware)
     config = resolved(place, dtype="bfloat16", batch_size=1, checkpointing=True)
     found = finetune_layout.choose_layout(config, *llama, None, 1)
     assert found[:2] == (weights, state)
@@ -469,7 +470,7 @@ def test_nothing_that_fits_is_an_error_with_numbers(
     place: Path, llama: tuple[Any, samo.Masks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hardware = replace(this_hardware("cpu"), memory_bytes=1e6, reserved_bytes=0)
-    monkeypatch.setattr(finetune_layout, "this_hardware", lambda *_: hardware)
+    monkeypatch.setattr(local, "this_hardware", lambda *_: hardware)
     with pytest.raises(ConfigError, match=r"no layout .* takes .* MB .* of 1.00 MB .*; lower"):
         finetune_layout.choose_layout(resolved(place), *llama, None, 1)
     other = type("OtherForCausalLM", (nn.Linear,), {})(2, 2)

@@ -12,6 +12,7 @@ import pytest
 
 from samo.cli.main import main
 from samo.errors import ConfigError
+from samo.planner import local
 from samo.planner.hardware import HARDWARE, Hardware
 from samo.train import planning
 from samo.train.kinds import again, resolve_resumed
@@ -32,7 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
     def become(ranks: int, memory_bytes: float = 141e9) -> None:
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setattr(planning, "this_hardware", lambda device, ranks: hardware)
+        monkeypatch.setattr(local, "this_hardware", lambda device, ranks: hardware)
         hardware: Hardware = replace(HARDWARE["h200"], memory_bytes=memory_bytes)
 
     return become

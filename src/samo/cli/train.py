@@ -123,7 +123,7 @@ def _summarise(console: Console, result: Result) -> None:
     console.print(facts(rows))
     if model.is_dir():
         say(console, "\nTo use it:")
-        say(console, f"  samo generate {model}")
+        say(console, f"  samo generate {model} --prompt TEXT")
         say(console, f"  samo export {model} --out DIR      # dense, for every tool")
         say(console, f"  import samo; AutoModelForCausalLM.from_pretrained('{model}')")
     if wrong := warnings(run):

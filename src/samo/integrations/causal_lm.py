@@ -32,8 +32,8 @@ def check_model(model: nn.Module, *, has_positions: bool) -> None:
 def _keeps_apart(model: nn.Module) -> bool:
     """Return whether a sequence stays out of the one packed after it.
 
-    Many a forward() takes ``position_ids`` and has layers that do not look at them: ALiBi,
-    convolutions, states. But then the one has a gradient of the other, which is else exactly 0.
+    Many models take ``position_ids`` and have layers that do not look at them: ALiBi, convolutions,
+    states. Then the second sequence has a gradient in the first, which otherwise is exactly 0.
     """
     own: Any = model
     made: list[Tensor] = []

@@ -24,7 +24,7 @@ _SAFE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 def method_of(folder: Path) -> str | None:
-    """Return by whom the weights of a folder are stored in another way than densely, if any."""
+    """Return the ``quant_method`` of a folder whose weights are not stored densely, else None."""
     found = folder_files.read_json(folder / CONFIG).get(QUANTIZATION)
     if found is None:
         return None

@@ -196,10 +196,10 @@ class ModelTokenizer:
             turn = _turn(whole[:limit], head, until, self._tokenizer.eos_token)
             if turn is None:
                 raise DataError(
-                    f"{place}: the chat template of '{self.name}' writes the start of a "
-                    f"conversation otherwise once message {number + 1} follows, so that its tokens "
-                    f"cannot be told; mark what the assistant says in the template with {_TAGS}, "
-                    "or split the conversation"
+                    f"{place}: the chat template of '{self.name}' rewrites the start of a "
+                    f"conversation once message {number + 1} follows, so what the assistant says "
+                    f"is not known; mark it in the template with {_TAGS}, or split the "
+                    "conversation"
                 )
             turns.append(turn)
         return whole, turns
@@ -244,7 +244,7 @@ def _turn(whole: str, head: str, until: str, eos: str | None) -> tuple[int, int]
     if end >= 0:
         assert eos is not None
         return start, start + end + len(eos)
-    # Some templates write a turn otherwise once others follow; then only EOS shows its end.
+    # Some templates rewrite a turn once others follow; then only EOS shows its end.
     return (start, stop) if whole.startswith(until) else None
 
 

@@ -1,16 +1,30 @@
 """This machine as `Hardware`: its GPU by name, or its CPU."""
 
 import os
+from dataclasses import replace
 
 import torch
 
-from samo.planner.hardware import Hardware, Link, match_hardware
+from samo.planner.hardware import Cluster, Hardware, Link, match_hardware
 from samo.utils.environment import hardware
 
-__all__ = ["this_hardware"]
+__all__ = ["this_cluster", "this_hardware"]
 
 _PROCESS_BYTES = 0.5e9
 """Memory of a process with torch, on a CPU: assumed."""
+
+
+def this_cluster(device: str, ranks: int) -> Cluster:
+    """Return the ranks that a launcher has started here and on other machines, all alike.
+
+    Example:
+        >>> from samo.planner.local import this_cluster
+        >>> this_cluster("cpu", 2).num_gpus
+        2
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    hardware = replace(this_hardware(device, local), gpus_per_node=local)
+    return Cluster(hardware=hardware, num_gpus=ranks)
 
 
 def this_hardware(device: str = "auto", ranks: int = 1) -> Hardware:
@@ -41,7 +55,7 @@ def this_hardware(device: str = "auto", ranks: int = 1) -> Hardware:
         memory_bytes=memory / ranks,
         flops=cores * 3e10 / ranks,
         bandwidth=2e10 / ranks,
-        gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", ranks)),
+        gpus_per_node=ranks,
         intra=Link(bandwidth=1e9, latency_s=1e-4),
         inter=Link(bandwidth=0.125e9, latency_s=2e-4),
         overlap=0.0,

@@ -1,6 +1,5 @@
 """How ``samo finetune`` keeps weights and optimizer state: what fits the device, by `samo.plan`."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +9,7 @@ from samo.errors import ConfigError
 from samo.mask.masks import Masks
 from samo.models.chunked_loss import MAX_LOGITS
 from samo.planner.choose import choose
-from samo.planner.hardware import Cluster
-from samo.planner.local import this_hardware
+from samo.planner.local import this_cluster
 from samo.planner.memory import Job, Layout
 from samo.planner.modules import from_module, sparsities_of
 from samo.planner.network import Kind
@@ -53,11 +51,11 @@ def choose_layout(
         dtype=config.run.dtype,
         frozen=frozenset(kind for kind in ends if is_frozen and not sparsity[kind]),
     )
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    hardware = this_hardware(config.run.device, local)
+    cluster = this_cluster(config.run.device, ranks)
     if teacher is not None:
         taken = sum(param.nbytes for param in teacher.parameters())
-        hardware = replace(hardware, memory_bytes=max(hardware.memory_bytes - taken, 1.0))
+        left = max(cluster.hardware.memory_bytes - taken, 1.0)
+        cluster = replace(cluster, hardware=replace(cluster.hardware, memory_bytes=left))
     layout = Layout(
         data=ranks,
         shard=config.mesh.shard == "weights" and ranks > 1,
@@ -69,6 +67,5 @@ def choose_layout(
         for kept in options["weights"]
         for exactness in options["state"]
     ]
-    cluster = Cluster(hardware=hardware, num_gpus=ranks)
     choice = choose(job, cluster, among=among, budgets=given["weights"] == "auto")
     return choice.layout.weights, choice.layout.state, choice.reason

@@ -1,6 +1,5 @@
 """``--plan``: what is left "auto" of a run's layout, by `samo.plan` for the ranks at hand."""
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -11,7 +10,7 @@ from samo.data.tokenizers import open_tokenizer
 from samo.errors import ConfigError
 from samo.planner.choose import choose
 from samo.planner.hardware import Cluster
-from samo.planner.local import this_hardware
+from samo.planner.local import this_cluster
 from samo.planner.memory import Job, Layout, Scheme
 from samo.planner.network import gpt, sparsities
 from samo.planner.search import dense_phase, layouts
@@ -40,9 +39,7 @@ def planned(config: TrainConfig, resolved: ResolvedConfig, works: Works) -> Reso
         ConfigError: No layout that the settings allow fits.
     """
     count = dist.get_world_size() if dist.is_initialized() else num_ranks()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    hardware = replace(this_hardware(resolved.run.device, local), gpus_per_node=local)
-    cluster, run = Cluster(hardware=hardware, num_gpus=count), resolved.run
+    cluster, run = this_cluster(resolved.run.device, count), resolved.run
     is_dense = run.mode == "dense"
     job = Job(
         network=gpt(gpt_config(resolved.model, _vocab_size(resolved))),
