@@ -18,7 +18,8 @@ from samo.cli.main import main, parse
 from samo.errors import ConfigError
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.answer import Plan
-from samo.planner.hardware import HARDWARE, find_hardware, write_hardware
+from samo.planner.hardware import HARDWARE, Hardware, find_hardware, write_hardware
+from samo.planner.local import this_hardware
 from samo.planner.public import PUBLIC
 from samo.train.finetune_resolve import resolve_finetune
 from samo.train.resolve import resolve
@@ -71,6 +72,60 @@ def test_tables_and_prose_are_100_columns_wide_at_most(typed: dict[str, Any]) ->
     found = samo.plan(**typed)
     commands = {f"  {line}" for line in found.command.splitlines()}
     assert all(len(line) <= 100 for line in str(found).splitlines() if line not in commands)
+
+
+def test_the_answer_comes_first_and_ten_rows_are_shown() -> None:
+    def first(**typed: Any) -> str:
+        return str(samo.plan(**typed)).splitlines()[0]
+
+    found = samo.plan("llama-3-8b", gpu="rtx4090")
+    best, shown = found.options[0], str(found)
+    rate = 8 * 2048 / best.time.total
+    assert shown.startswith(
+        "Yes: streamed, lean, checkpointed needs 21.2 GB of 24.6 GB, 10.4 s a step "
+        f"({rate:,.0f} tokens/s)\n"
+    )
+    tables = [part.splitlines() for part in shown.split("\n\n")]
+    assert [len(table) for table in tables if table[0].startswith(("GB ", "s "))] == [11, 11]
+    assert f"{len(found.options) - 6} more layouts are in --json." in shown
+    assert "usable: 25.4 GB, which is 23.7 GiB (a GB is 10^9 bytes" in shown
+    assert found.to_dict()["options"][0]["tokens_per_s"] == pytest.approx(rate)
+    tight = Hardware(name="tight", memory_bytes=19e9, flops=1e14, bandwidth=1e12)
+    answer = first(target="llama-3-8b", gpu=tight)
+    assert answer.startswith("Barely: streamed, lean, checkpointed needs 17.9 GB of 18.2 GB, ")
+    small = {"target": "llama-3-8b", "sparsity": 0.8, "batch": 2, "gpu": "16GB"}
+    answer = first(**small)
+    assert answer.startswith("No: even streamed, lean, checkpointed needs ")
+    assert "; instead 15.0 GB with frozen embeddings: --freeze-embeddings" in " ".join(
+        str(samo.plan(**small)).split()
+    )
+    assert first(**small, freeze_embeddings=True).startswith("Barely: ")
+
+
+def test_names_have_any_case_and_cards_need_none(tmp_path, monkeypatch) -> None:
+    assert samo.plan("Llama-3-8B").to_dict() == samo.plan("llama-3-8b").to_dict()
+    assert samo.plan("GPT3-125M").command == samo.plan("gpt3-125m").command
+    card = find_hardware("24GB")
+    assert card.memory_bytes == pytest.approx(HARDWARE["rtx3090"].memory_bytes, rel=0.002)
+    assert card.flops == HARDWARE["rtx3090"].flops
+    assert card.source.startswith("any card of 24 GB: the rates of a rtx3090, the nearest known")
+    assert find_hardware("80 GiB").flops == HARDWARE["a100-80"].flops
+    with pytest.raises(ConfigError, match="unknown GPU '0GB'"):
+        find_hardware("0GB")
+    # A folder with the name of a public model is that folder.
+    monkeypatch.chdir(tmp_path)
+    Path("llama-3-8b").mkdir()
+    Path("llama-3-8b/config.json").write_text(json.dumps(PUBLIC["qwen3-0.6b"]))
+    assert samo.plan("llama-3-8b").command.startswith("samo finetune llama-3-8b ")
+
+
+def test_a_cpu_gets_no_lines_for_cuda() -> None:
+    model = GPT(GPTConfig(num_layers=2, width=64, num_heads=2))
+    here = samo.plan(model, gpu=this_hardware("cpu"))
+    assert "cuda" not in here.command
+    assert "bfloat16" not in here.command
+    assert "less 500 MB for the process." in str(here)
+    assert ".cuda()" in samo.plan(model, gpu="rtx4090").command
 
 
 def test_units_are_those_of_the_model() -> None:
@@ -137,7 +192,7 @@ def test_nonsense_is_named_in_one_line(typed, code, message, capsys) -> None:
 def test_what_does_not_fit_has_its_own_exit_code_and_advice(capsys) -> None:
     assert main(["plan", "gpt3-13b", "--gpu", "laptop-8gb"]) == 3
     shown = capsys.readouterr().out
-    assert "nothing fits: the least is" in shown
+    assert shown.startswith("No: even streamed, lean, checkpointed needs 17.7 GB of 7.38 GB; ")
     advice = shown.partition("This would fit:\n")[2].splitlines()
     assert advice[-1] == "  1 x rtx3090: --gpu rtx3090"
     assert len(advice) == 2

@@ -148,13 +148,15 @@ class Plan:
     target: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")] = ""
     """A Hugging Face folder or config.json, or a shape such as gpt3-13b. Without it, --num-layers,
     --width and --vocab-size describe a GPT."""
-    sparsity: float = 0.9
-    """Fraction pruned of the matrices of attention, MLPs and experts."""
+    sparsity: float | Auto = "auto"
+    """Fraction pruned of the matrices of attention, MLPs and experts. auto: that of the folder's
+    masks, or else 0.9."""
     rules: Annotated[dict[str, float], arg(help_behavior_hint="")] = field(default_factory=dict)
     """Sparsities of kinds of matrices: pairs of attention, mlp, experts, router, embedding or head,
     and a value."""
     gpu: str = "h100"
-    """Kind of GPU, here for this machine, or a .toml or .json file as --measure writes it."""
+    """Kind of GPU, 24GB for any card of 24 GB, here for this machine, or a .toml or .json file as
+    --measure writes it."""
     gpus: int = 1
     """Number of GPUs."""
     gpus_per_node: int | Auto = "auto"

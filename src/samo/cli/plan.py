@@ -32,7 +32,7 @@ def run(command: Plan) -> int:
         )
     found = plan(
         command.target or _own(command),
-        sparsity=command.sparsity,
+        sparsity=None if command.sparsity == "auto" else command.sparsity,
         rules=command.rules,
         gpu=command.gpu,
         gpus=command.gpus,

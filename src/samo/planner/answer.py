@@ -10,11 +10,13 @@ from samo.models.shapes import SHAPES
 from samo.planner.choose import ranked
 from samo.planner.command import command
 from samo.planner.configs import from_config, read_config
+from samo.planner.folders import read_sparsities
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
 from samo.planner.memory import Job, Scheme, peak
-from samo.planner.network import Network, named, sparsities
+from samo.planner.network import Kind, Network, named, sparsities
 from samo.planner.public import PUBLIC, no_hub
 from samo.planner.search import Option, layouts, room, search
+from samo.utils.formatting import size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "plan"]
 
+ASSUMED: Final = "assumed"
+_ENDS: Final[frozenset[Kind]] = frozenset({"embedding", "head"})
 RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
 _MOST_GPUS: Final = 4096
 _SEQUENCES: Final = 8  # of a step, for each GPU
+_SPARSITY: Final = 0.9  # unless one is given or read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +50,12 @@ class Plan:
     rivals: dict[Scheme, Option]  # the best of each other scheme
     fewest: dict[Scheme, int | None]  # GPUs of this kind on which a scheme fits at all
     advice: list[str]  # what would fit, if nothing does
-    source: str | None  # the target, if it was a name or a path
+    source: str | None  # what the command calls the target, if it was a name or a path
+    pruned_by: str  # where the sparsity is from: a file, "assumed", or "" if it was given
 
     @property
     def best(self) -> Option | None:
-        """The fastest layout that fits; of those within 2 %, exact, and with room to spare."""
+        """The fastest layout that fits; of those within 2 %, with room to spare, exact."""
         return self.options[0] if self.options[0].fits else None
 
     @property
@@ -57,7 +63,9 @@ class Plan:
         """What to type or write to train with the best layout; empty if nothing fits."""
         if self.best is None:
             return ""
-        return "\n".join(command(self.job, self.best.layout, self.cluster, self.source))
+        is_pruned = self.pruned_by not in ("", ASSUMED)
+        lines = command(self.job, self.best.layout, self.cluster, self.source, is_pruned=is_pruned)
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan for JSON: bytes and seconds."""
@@ -65,6 +73,7 @@ class Plan:
         return {
             "network": {"name": self.job.network.name, "parameters": self.job.network.num_params},
             "sparsity": dict(self.job.sparsity),
+            "sparsity_from": self.pruned_by or "given",
             "batch": self.job.batch,
             "context": self.job.context,
             "frozen": sorted(self.job.frozen),
@@ -88,7 +97,7 @@ def plan(
     target: "str | Path | Network | nn.Module",
     masks: "Masks | None" = None,
     *,
-    sparsity: float = 0.9,
+    sparsity: float | None = None,
     rules: Mapping[str, float] | None = None,
     gpu: str | Path | Hardware = "h100",
     gpus: int = 1,
@@ -111,9 +120,11 @@ def plan(
             config.json, or a module: samo's GPT or a causal language model of Hugging Face, on the
             meta device too.
         masks: Of a module; otherwise ``sparsity`` says how much is pruned.
-        sparsity: Of what `samo.prune` prunes: matrices of attention, MLPs and experts.
+        sparsity: Of what `samo.prune` prunes: matrices of attention, MLPs and experts. By default
+            that of the folder's masks, or 0.9.
         rules: Sparsities by kind, if they differ: attention, mlp, experts, router, embedding, head.
-        gpu: A name in `samo.planner.hardware.HARDWARE`, or a .toml or .json file.
+        gpu: A name in `samo.planner.hardware.HARDWARE`, "24GB" for any card of so much memory,
+            "here", or a .toml or .json file.
         gpus: How many of them.
         gpus_per_node: By default that of the hardware.
         node_gbit: Bandwidth between nodes, in Gbit/s for each node.
@@ -136,14 +147,19 @@ def plan(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")
     try:
-        chosen = sparsities(sparsity, rules)
+        chosen = sparsities(_SPARSITY if sparsity is None else sparsity, rules)
     except ValueError as error:
         raise ConfigError(f"{error}; 0.9 prunes 90 %") from None
     network = _network(target)
+    pruned_by = "" if sparsity is not None else ASSUMED
     if masks is not None:
         from samo.planner.modules import sparsities_of  # loads torch, as the masks did
 
-        chosen = sparsities_of(masks, network)
+        chosen, pruned_by = sparsities_of(masks, network), ""
+    elif sparsity is None and not rules and isinstance(target, str | Path):
+        is_path = target not in SHAPES and Path(target).exists()
+        if is_path and (read := read_sparsities(Path(target), network)) is not None:
+            chosen, pruned_by = read
     cluster = Cluster(hardware=hardware, num_gpus=gpus)
     job = Job(
         network=network,
@@ -151,7 +167,7 @@ def plan(
         batch=batch or _SEQUENCES * gpus,
         context=context or min(network.context, 2048),
         dtype=hardware.dtype,
-        frozen=frozenset({"embedding", "head"}) if freeze_embeddings else frozenset(),
+        frozen=_ENDS if freeze_embeddings else frozenset(),
     )
     if job.context > network.context and network.command:
         raise ConfigError(
@@ -172,13 +188,19 @@ def plan(
         fewest={scheme: _fewest(job, hardware, scheme) for scheme in ("samo", *RIVALS)},
         advice=[] if options[0].fits else list(_advice(job, cluster)),
         source=_source(target, network),
+        pruned_by=pruned_by,
     )
 
 
 def _source(target: "str | Path | Network | nn.Module", network: Network) -> str | None:
     if isinstance(target, Network):
         return network.name
-    return str(target) if isinstance(target, str | Path) else None
+    if not isinstance(target, str | Path):
+        return None
+    path = Path(target)
+    if not path.exists():  # a public model, which is to be downloaded
+        return "MODEL_DIR"
+    return str(path.parent if path.suffix == ".json" else path)
 
 
 def _network(target: "str | Path | Network | nn.Module") -> Network:
@@ -193,13 +215,16 @@ def _network(target: "str | Path | Network | nn.Module") -> Network:
     path = Path(target)
     if path.exists() or path.suffix == ".json":
         return read_config(path)
-    if target in PUBLIC:
-        return from_config(PUBLIC[str(target)], str(target))
+    name = str(target).lower()
+    if name in SHAPES:
+        return named(name)
+    if name in PUBLIC:
+        return from_config(PUBLIC[name], name)
     if "/" in str(target):
         raise no_hub(str(target))
     names = (*SHAPES, *PUBLIC)
     raise ConfigError(
-        f"no shape and no folder '{target}'{nearest(str(target), names)}; name a Hugging Face "
+        f"no shape and no folder '{target}'{nearest(name, names)}; name a Hugging Face "
         f"folder, its config.json, or one of {', '.join(names)}"
     )
 
@@ -219,9 +244,19 @@ def _smallest(job: Job, cluster: Cluster, scheme: Scheme) -> float:
     """Return the least memory that any layout of a scheme needs."""
     least = float("inf")
     for layout in layouts(job, cluster, scheme):
-        if layout.micro_batch == 1 and layout.checkpointing:
+        # One pass does not accumulate gradients; one sequence has the fewest activations.
+        is_small = layout.micro_batch == 1 or layout.micro_batches(job) == 1
+        if is_small and layout.checkpointing:
             least = min(least, peak(job, layout).needed_bytes)
     return least
+
+
+def frozen_bytes(job: Job, cluster: Cluster) -> float | None:
+    """Return the memory with frozen embeddings and head, if that makes it fit."""
+    if job.frozen or any(value for kind, value in job.sparsity if kind in _ENDS):
+        return None
+    least = _smallest(replace(job, frozen=_ENDS), cluster, "samo")
+    return least if least <= room(cluster) else None
 
 
 def _fewest(job: Job, hardware: Hardware, scheme: Scheme) -> int | None:
@@ -239,6 +274,8 @@ def _fewest(job: Job, hardware: Hardware, scheme: Scheme) -> int | None:
 def _advice(job: Job, cluster: Cluster) -> Iterator[str]:
     """Yield what would fit."""
     hardware, count = cluster.hardware, cluster.num_gpus
+    if (frozen := frozen_bytes(job, cluster)) is not None:
+        yield f"{size(frozen)} with frozen embeddings: --freeze-embeddings"
     if (enough := _fewest(job, hardware, "samo")) is not None:
         yield f"{enough} x {hardware.name}: --gpus {enough}"
     for name, other in sorted(HARDWARE.items(), key=lambda item: item[1].memory_bytes):
@@ -271,5 +308,6 @@ def _record(option: Option) -> dict[str, Any]:
         "state": option.memory.state,
         "at_peak": option.memory.at_peak,
         "step_s": option.time.total,
+        "tokens_per_s": option.tokens / option.time.total,
         "time": asdict(option.time),
     }

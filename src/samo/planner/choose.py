@@ -8,15 +8,13 @@ from samo.errors import ConfigError
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout, Scheme
 from samo.planner.render import describe
-from samo.planner.search import Option, room, search
+from samo.planner.search import COMFORTABLE, Option, room, search
 from samo.utils.formatting import size
 
 __all__ = ["Choice", "choose"]
 
 _TOLERANCE: Final = 0.02
 """Times that differ by less are equal: the model is not more exact than that."""
-_COMFORTABLE: Final = 0.9
-"""Fraction of the memory that a plan may take before a smaller one is as good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +38,7 @@ def choose(
     among: Iterable[Layout] | None = None,
     budgets: bool = True,
 ) -> Choice:
-    """Return the fastest layout that fits; of those within 2 %, exact, and with room to spare.
+    """Return the fastest layout that fits; of those within 2 %, with room to spare, exact.
 
     Example:
         >>> from samo.planner.choose import choose
@@ -85,13 +83,14 @@ def choose(
 
 
 def ranked(options: list[Option], space: float) -> list[Option]:
-    """Return options best first: of those about as fast as the fastest, exact and roomy ones."""
+    """Return options best first: of those about as fast as the fastest, roomy and exact ones."""
     fastest = min((option.time.total for option in options if option.fits), default=0.0)
 
     def key(option: Option) -> tuple[Any, ...]:
         if option.fits and option.time.total <= (1 + _TOLERANCE) * fastest:
-            is_tight = option.memory.needed_bytes > _COMFORTABLE * space
-            return (0, option.layout.state == "lean", is_tight, option.time.total)
+            needed = option.memory.needed_bytes
+            tight = needed if needed > COMFORTABLE * space else 0.0  # then the smaller, the better
+            return (0, tight > 0, option.layout.state == "lean", tight, option.time.total)
         return (1, *option.key)
 
     return sorted(options, key=key)

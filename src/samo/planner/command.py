@@ -2,12 +2,10 @@
 
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 from samo.planner.network import PRUNED, Kind
-from samo.planner.public import PUBLIC
 from samo.planner.search import dense_phase
 
 __all__ = ["command"]
@@ -23,14 +21,24 @@ _PATTERNS: dict[Kind, str] = {
 """Names of the matrices of a kind, in samo's GPT and in models of Hugging Face."""
 
 
-def command(job: Job, own: Layout, cluster: Cluster, source: str | None) -> Iterator[str]:
-    """Yield the lines for a layout; ``source`` is None for a module in hand."""
+def command(
+    job: Job, own: Layout, cluster: Cluster, source: str | None, *, is_pruned: bool = False
+) -> Iterator[str]:
+    """Yield the lines for a layout; ``source`` is None for a module in hand.
+
+    Args:
+        job: What to train.
+        own: How.
+        cluster: Where.
+        source: A folder; None for a module in hand.
+        is_pruned: Whether the folder has its masks, so that nothing is left to prune.
+    """
     if job.network.command and source is not None:
         yield _train(job, own, cluster)
     elif source is not None and own.pipe == 1:
-        yield _finetune(job, own, cluster, source)
+        yield _finetune(job, own, cluster, source, is_pruned=is_pruned)
     else:
-        yield from _python(job, own, source)
+        yield from _python(job, own, source, is_pruned=is_pruned)
 
 
 def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
@@ -62,12 +70,12 @@ def _train(job: Job, own: Layout, cluster: Cluster) -> str:
     return f"{_start(own, cluster)} train TEXT {' '.join(filter(None, flags))}"
 
 
-def _finetune(job: Job, own: Layout, cluster: Cluster, source: str) -> str:
+def _finetune(job: Job, own: Layout, cluster: Cluster, source: str, *, is_pruned: bool) -> str:
     flags = [
-        shlex.quote(_folder(source)),
+        shlex.quote(source),
         "--data FILE",
         f"--context {job.context}",
-        *_pruning(job),
+        *([] if is_pruned else _pruning(job)),
         *_passes(job, own),
         f"--weights {own.weights}",
         f"--state {own.state}",
@@ -104,20 +112,16 @@ def _pruning(job: Job) -> list[str]:
     return [f"--sparsity {sparsity:g}", f"--rules {pairs}" if rules else ""]
 
 
-def _folder(source: str) -> str:
-    if source in PUBLIC:
-        return "MODEL_DIR"
-    return str(Path(source).parent) if source.endswith(".json") else source
-
-
-def _python(job: Job, own: Layout, source: str | None) -> Iterator[str]:
+def _python(job: Job, own: Layout, source: str | None, *, is_pruned: bool) -> Iterator[str]:
     """Yield lines for a module, or a pipeline, in the order that DDP, FSDP2 and pipelines need."""
     sparsity, rules = _sparsities(job)
     lean = ", value_dtype=torch.bfloat16" if own.state == "lean" else ""
+    is_cpu = job.dtype == "float32"
     narrow = ", grad_dtype=torch.bfloat16" if own.num_ranks == 1 and not lean else ""
+    narrow = "" if is_cpu else narrow
     if source is not None:
-        folder = _folder(source)
-        yield f"model = AutoModelForCausalLM.from_pretrained({folder!r}, dtype=torch.bfloat16)"
+        dtype = "float32" if is_cpu else "bfloat16"
+        yield f"model = AutoModelForCausalLM.from_pretrained({source!r}, dtype=torch.{dtype})"
     if own.checkpointing and source is not None:
         yield "model.gradient_checkpointing_enable()"
     if own.pipe == 1:
@@ -133,8 +137,10 @@ def _python(job: Job, own: Layout, source: str | None) -> Iterator[str]:
         )
         part = "pipeline.module"
     by_rule = f", rules={rules}" if rules else ""
-    yield f"masks = samo.prune({part}, {sparsity:g}{by_rule})"
-    move = "" if own.pipe > 1 else ".cuda()"
+    pruning = "samo.Masks.from_zeros" if is_pruned else "samo.prune"
+    pruning += f"({part})" if is_pruned else f"({part}, {sparsity:g}{by_rule})"
+    yield f"masks = {pruning}"
+    move = "" if own.pipe > 1 or is_cpu else ".cuda()"
     yield f"samo.compress_({part}, masks, weights={own.weights!r}{narrow}{lean}){move}"
     if own.shard:
         yield "for layer in layers: fully_shard(layer)  # its blocks; see docs/distributed.md"

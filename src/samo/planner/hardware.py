@@ -162,7 +162,7 @@ HARDWARE: Final[dict[str, Hardware]] = {
 
 
 def find_hardware(name: str | Path) -> Hardware:
-    """Return a GPU of the table, "here" for this machine, or the content of a TOML or JSON file.
+    """Return a GPU of the table, by memory ("24GB"), "here" for this machine, or that of a file.
 
     Example:
         >>> from samo.planner.hardware import find_hardware
@@ -180,13 +180,24 @@ def find_hardware(name: str | Path) -> Hardware:
 
         return this_hardware()
     key = str(name).lower().replace("_", "-").replace(" ", "")
+    if (memory := re.fullmatch(r"(\d+(?:\.\d+)?)gi?b", key)) and float(memory[1]) > 0:
+        return _unnamed(float(memory[1]))
     if key not in HARDWARE:
         guess = nearest(key, HARDWARE)
         raise ConfigError(
-            f"unknown GPU '{name}'{guess}; choose among {', '.join(HARDWARE)}, here for this "
-            "machine, or a .toml or .json file of your own"
+            f"unknown GPU '{name}'{guess}; choose among {', '.join(HARDWARE)}, 24GB for any "
+            "card of 24 GB, here for this machine, or a .toml or .json file of your own"
         )
     return HARDWARE[key]
+
+
+def _unnamed(label: float) -> Hardware:
+    """Return a card of so many GB, as cards are sold: GiB, of which the driver keeps 1.5 %."""
+    memory = 0.985 * label * 2**30
+    known = [one for one in HARDWARE.values() if one.dtype == "bfloat16"]
+    near = min(known, key=lambda one: (abs(one.memory_bytes - memory), one.flops))
+    source = f"any card of {label:g} GB: the rates of a {near.name}, the nearest known, are assumed"
+    return replace(near, name=f"{label:g}GB", memory_bytes=memory, source=source)
 
 
 def match_hardware(device_name: str, memory_bytes: float) -> Hardware:

@@ -1,13 +1,13 @@
 """A module in hand as a `Network`: samo's GPT and Hugging Face's causal language models."""
 
-from collections import Counter
 from typing import Any
 
 from samo.errors import ConfigError
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.planner.configs import from_config
-from samo.planner.network import Kind, Network, gpt, sparsities
+from samo.planner.folders import kind_sparsities
+from samo.planner.network import Kind, Network, gpt
 
 __all__ = ["from_module", "sparsities_of"]
 
@@ -27,22 +27,6 @@ def from_module(model: Any) -> Network:
 
 def sparsities_of(masks: Masks, network: Network) -> dict[Kind, float]:
     """Return the sparsity of each kind of matrix: what the masks prune, of all of that kind."""
-    pruned: Counter[Kind] = Counter()
-    for name, mask in masks.items():
-        pruned[_kind(name.lower(), len(mask.shape))] += mask.numel - mask.kept
-    whole: Counter[Kind] = Counter()
-    for layer in network.layers:
-        for matrix in layer.matrices:
-            whole[matrix.kind] += matrix.numel
-    found: dict[str, float] = {kind: pruned[kind] / whole[kind] for kind in whole if pruned[kind]}
-    return sparsities(0.0, found)
-
-
-def _kind(name: str, dims: int) -> Kind:
-    if dims == 3 or ".experts." in name:
-        return "experts"
-    if "attn" in name or "attention" in name:
-        return "attention"
-    if "embed" in name or "wte" in name or "wpe" in name:
-        return "embedding"
-    return "head" if "head" in name else "mlp"
+    return kind_sparsities(
+        {(name, len(mask.shape)): mask.numel - mask.kept for name, mask in masks.items()}, network
+    )

@@ -1,11 +1,11 @@
-"""A plan as text: what was asked, the table, what the saving buys, and the command."""
+"""A plan as text: the answer, what was asked, tables, what the saving buys, and the command."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from samo.planner.search import Option, dense_phase, room
-from samo.utils.formatting import count, percent, size
+from samo.planner.search import COMFORTABLE, Option, dense_phase, room
+from samo.utils.formatting import count, percent, size, three_digits
 
 if TYPE_CHECKING:
     from samo.planner.answer import Plan
@@ -42,7 +42,7 @@ _BYTES: Final = {
     "work": ("logits", "workspace"),
 }
 _WIDTH: Final = 100
-_SHOWN: Final = 5
+_SHOWN: Final = 6  # options; with the other schemes ten rows
 
 
 def text(plan: "Plan") -> str:
@@ -58,6 +58,15 @@ def _lines(plan: "Plan") -> Iterator[str]:
     job, cluster, best = plan.job, plan.cluster, plan.best
     kinds = {matrix.kind for layer in job.network.layers for matrix in layer.matrices}
     pruned = ", ".join(f"{k} {percent(value)}" for k, value in job.sparsity if value and k in kinds)
+    if plan.pruned_by:
+        by = (
+            "assumed; set --sparsity"
+            if plan.pruned_by == "assumed"
+            else f"read from {plan.pruned_by}"
+        )
+        pruned = f"{pruned or 'nothing'} ({by})"
+    yield _answer(plan)
+    yield ""
     frozen = f", frozen: {', '.join(sorted(job.frozen))}" if job.frozen else ""
     yield (
         f"{job.network.name}: {count(job.network.num_params)} parameters, pruned: "
@@ -65,14 +74,14 @@ def _lines(plan: "Plan") -> Iterator[str]:
     )
     hardware = cluster.hardware
     yield (
-        f"{cluster.num_gpus} x {hardware.name}, {size(room(cluster))} of "
-        f"{size(hardware.memory_bytes)} usable each"
+        f"{cluster.num_gpus} x {hardware.name}, {size(room(cluster))} usable of "
+        f"{size(hardware.memory_bytes)} each"
     )
     if hardware.source:
         yield f"({hardware.source})"
     yield ""
     is_many = cluster.num_gpus > 1
-    options = plan.options[: _SHOWN if is_many else None]
+    options = plan.options[:_SHOWN]
     shown = [*options, *plan.rivals.values()]
     yield from _memory_table(shown, is_many=is_many)
     yield ""
@@ -82,6 +91,13 @@ def _lines(plan: "Plan") -> Iterator[str]:
         "All predicted; docs/plan.md has the errors. * does not fit. needs: peak, and 5 % that the "
         "allocator loses. values: with bitmaps. work: logits and workspace. ckpt: checkpointed "
         "activations. size: sequences of a micro-batch."
+    )
+    if len(plan.options) > len(options):
+        yield f"{len(plan.options) - len(options)} more layouts are in --json."
+    keeper = "the process" if job.dtype == "float32" else "CUDA's context and libraries"
+    yield (
+        f"usable: {size(hardware.memory_bytes)}, which is {hardware.memory_bytes / 2**30:.1f} GiB "
+        f"(a GB is 10^9 bytes, a GiB 2^30), less {size(hardware.reserved_bytes)} for {keeper}."
     )
     fewest = [f"{NAMES[scheme].split(' (')[0]} {n or 'none'}" for scheme, n in plan.fewest.items()]
     yield f"fewest {hardware.name} it fits on, as a power of two: {'; '.join(fewest)}"
@@ -93,11 +109,6 @@ def _lines(plan: "Plan") -> Iterator[str]:
     if best is not None and (better := _better(plan, best)):
         yield f"{better} is at least as good here, if you do not need a pruned model"
     if best is None:
-        needed = plan.options[0].memory.needed_bytes
-        yield (
-            f"nothing fits: the least is {size(needed)} on each GPU, {describe(plan.options[0])}, "
-            f"{size(needed - room(cluster))} too much"
-        )
         yield "This would fit:"
         yield from (f"  {line}" for line in plan.advice or ["nothing that samo plan knows"])
         return
@@ -108,6 +119,23 @@ def _lines(plan: "Plan") -> Iterator[str]:
         return
     if not dense_phase(job, best.layout, cluster).fits:
         yield "dense steps do not fit on this mesh: start from --masks, or from --init to prune"
+
+
+def _answer(plan: "Plan") -> str:
+    """Return the first line: whether it fits, with what, how fast."""
+    space, first = room(plan.cluster), plan.options[0]
+    needed = first.memory.needed_bytes
+    own = first.layout
+    mesh = f" on {own.pipe} x {own.data} (stages x replicas)" if own.num_ranks > 1 else ""
+    each = " on each" if own.num_ranks > 1 else ""
+    what = f"{describe(first)}{mesh} needs {size(needed)} of {size(space)}{each}"
+    if not first.fits:
+        more = f"; instead {plan.advice[0]}" if plan.advice else ""
+        return f"No: even {what}{more}"
+    seconds, rate = first.time.total, first.tokens / first.time.total
+    took = f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(1e3 * seconds)} ms"
+    word = "Barely" if needed > COMFORTABLE * space else "Yes"
+    return f"{word}: {what}, {took} a step ({count(rate)} tokens/s)"
 
 
 def _better(plan: "Plan", best: Option) -> str:
@@ -166,8 +194,12 @@ def _time_table(options: Sequence[Option], *, is_many: bool) -> Iterator[str]:
         times = [option.time.total, *(getattr(option.time, part) for part in parts)]
         shown = (f"{value / unit:,.{digits}f}" for value in times)
         zero = f"{0:.{digits}f}"
-        cells.append([str(option.layout.micro_batch), *("-" if s == zero else s for s in shown)])
-    yield from _table(name, ["size", "step", *parts.values()], options, cells, is_many=is_many)
+        rate = count(option.tokens / option.time.total)
+        cells.append(
+            [str(option.layout.micro_batch), rate, *("-" if s == zero else s for s in shown)]
+        )
+    header = ["size", "tokens/s", "step", *parts.values()]
+    yield from _table(name, header, options, cells, is_many=is_many)
 
 
 def _table(

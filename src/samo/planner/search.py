@@ -18,6 +18,8 @@ __all__ = ["Option", "dense_phase", "evaluate", "layouts", "search"]
 
 _ROUND: Final = 10**8
 """A budget is a multiple of this many bytes."""
+COMFORTABLE: Final = 0.9
+"""Fraction of the memory that a plan may take before a smaller one is as good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,7 @@ class Option:
     memory: Memory
     time: StepTime
     fits: bool
+    tokens: int  # of a step, over all ranks
 
     @property
     def key(self) -> tuple[bool, float, float]:
@@ -45,7 +48,13 @@ def evaluate(job: Job, layout: Layout, cluster: Cluster) -> Option:
     """Return what a layout takes."""
     memory = peak(job, layout)
     fits = memory.needed_bytes <= room(cluster)
-    return Option(layout=layout, memory=memory, time=step_time(job, layout, cluster), fits=fits)
+    return Option(
+        layout=layout,
+        memory=memory,
+        time=step_time(job, layout, cluster),
+        fits=fits,
+        tokens=job.batch * job.context,
+    )
 
 
 def dense_phase(job: Job, own: Layout, cluster: Cluster) -> Option:

@@ -1,0 +1,128 @@
+"""How far a Hugging Face folder is pruned, from the headers of its files: no torch is loaded.
+
+Bits of masks.safetensors are counted. In folders with bitmaps beside kept values, shapes say it.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from samo.errors import ConfigError
+from samo.planner.network import Kind, Network, sparsities
+from samo.utils import untrusted
+
+__all__ = ["kind_sparsities", "read_sparsities"]
+
+# Written by packages that load torch, so the names are repeated here; tests write real folders.
+_MASKS: Final = "masks.safetensors"
+_BITMAPS: Final = (("_bitmap", "", 32), (".bitmask", ".compressed", 0))
+"""Ends of the names of bits and of kept values, and the bytes of a digest behind the bits."""
+_MAX_HEADER: Final = 10**8  # as in safetensors
+_CHUNK: Final = 2**20
+
+
+def read_sparsities(path: Path, network: Network) -> tuple[dict[Kind, float], str] | None:
+    """Return the sparsity of each kind of matrix and where it is from; None if nothing says it.
+
+    Raises:
+        ConfigError: A file is damaged, or it is not of this network.
+    """
+    folder = path if path.is_dir() else path.parent
+    masks = folder / _MASKS
+    files = [masks] if masks.exists() else sorted(folder.glob("model*.safetensors"))
+    pruned: Counter[tuple[str, int]] = Counter()
+    for file in files:
+        try:
+            pruned.update(_mask_file(file) if file == masks else _weight_file(file))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            what = (error.strerror if isinstance(error, OSError) else "") or str(error)
+            raise ConfigError(
+                f"'{file}' cannot be read: {what}; set --sparsity to plan without it"
+            ) from None
+    if not pruned:
+        return None
+    try:
+        found = kind_sparsities(pruned, network)
+    except ValueError as error:
+        raise ConfigError(
+            f"the masks of '{folder}' are not of its model: {error}; set --sparsity"
+        ) from None
+    return found, _MASKS if files == [masks] else "the bitmaps of the folder"
+
+
+def kind_sparsities(pruned: Mapping[tuple[str, int], int], network: Network) -> dict[Kind, float]:
+    """Return what is pruned of each kind; ``pruned`` counts weights by name and dimensions."""
+    count: Counter[Kind] = Counter()
+    for (name, dims), number in pruned.items():
+        count[_kind(name.lower(), dims)] += number
+    whole: Counter[Kind] = Counter()
+    for layer in network.layers:
+        for matrix in layer.matrices:
+            whole[matrix.kind] += matrix.numel
+    found: dict[str, float] = {kind: count[kind] / whole[kind] for kind in whole if count[kind]}
+    return sparsities(0.0, found)
+
+
+def _kind(name: str, dims: int) -> Kind:
+    if dims == 3 or ".experts." in name:
+        return "experts"
+    if "attn" in name or "attention" in name:
+        return "attention"
+    if "embed" in name or "wte" in name or "wpe" in name:
+        return "embedding"
+    return "head" if "head" in name else "mlp"
+
+
+def _mask_file(path: Path) -> dict[tuple[str, int], int]:
+    """Count the bits of samo's mask file, a chunk at a time."""
+    with _opened(path) as stream:
+        header, start = _header(stream)
+        shapes = untrusted.parse_json(header["__metadata__"]["shapes"].encode())
+        found = {}
+        for name, shape in shapes.items():
+            begin, end = header[name]["data_offsets"]
+            stream.seek(start + begin)
+            kept = sum(int.from_bytes(piece).bit_count() for piece in _pieces(stream, end - begin))
+            found[name, len(shape)] = math.prod(shape) - kept
+    return found
+
+
+def _weight_file(path: Path) -> dict[tuple[str, int], int]:
+    """Take the weights with a bitmap beside their kept values."""
+    with _opened(path) as stream:
+        header, _ = _header(stream)
+    found = {}
+    for name, entry in header.items():
+        for suffix, values, digest in _BITMAPS:
+            weight = name.removesuffix(suffix)
+            if name.endswith(suffix) and weight + values in header:
+                kept = math.prod(header[weight + values]["shape"])
+                found[weight, 2] = 8 * (math.prod(entry["shape"]) - digest) - kept
+    return found
+
+
+def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    while size > 0:
+        piece = stream.read(min(size, _CHUNK))
+        if not piece:
+            raise ValueError("it is cut short")
+        size -= len(piece)
+        yield piece
+
+
+def _opened(path: Path) -> BinaryIO:
+    untrusted.check_file(path)
+    return open(path, "rb")
+
+
+def _header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(stream.read(8), "little")
+    if size > min(_MAX_HEADER, os.fstat(stream.fileno()).st_size):
+        raise ValueError("it is not a safetensors file")
+    found = untrusted.parse_json(stream.read(size))
+    if not isinstance(found, dict):
+        raise ValueError("its header is not an object")
+    return found, 8 + size

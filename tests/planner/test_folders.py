@@ -1,0 +1,105 @@
+"""How far a folder is pruned is read from its files, without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+import samo
+from samo.errors import ConfigError
+from samo.planner.public import PUBLIC
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=256, max_position_embeddings=64,
+    )  # fmt: skip
+    folders = {}
+    for style in ("dense", "compressed", "bitmask"):
+        model = transformers.LlamaForCausalLM(config)
+        masks = samo.prune(model, 0.6, rules={"*mlp*": 0.7})
+        masks.apply_(model)
+        folders[style] = tmp_path_factory.mktemp("folders") / style
+        samo.export(model, folders[style], format=style, masks=masks)  # type: ignore[arg-type]
+    return folders
+
+
+@pytest.mark.parametrize("style", ["dense", "compressed", "bitmask"])
+def test_the_sparsity_is_that_of_the_folder(style: str, pruned: dict[str, Path]) -> None:
+    has_masks = (pruned[style] / "masks.safetensors").exists()
+    assert has_masks == (style != "compressed")
+    for without_masks in {False, style == "bitmask"}:
+        if without_masks:
+            (pruned[style] / "masks.safetensors").unlink()
+            has_masks = False
+        found = samo.plan(pruned[style], gpu="rtx4090")
+        of = dict(found.job.sparsity)
+        assert of["attention"] == pytest.approx(0.6, abs=1e-3)
+        assert of["mlp"] == pytest.approx(0.7, abs=1e-3)
+        assert (of["head"], of["embedding"]) == (0, 0)
+        place = "masks.safetensors" if has_masks else "the bitmaps of the folder"
+        assert f"attention 60 %, mlp 70 % (read from {place})" in " ".join(str(found).split())
+        assert found.command.startswith(f"samo finetune {pruned[style]} ")
+        assert "--sparsity" not in found.command
+        assert "--rules" not in found.command
+
+
+def test_what_is_given_wins_and_what_is_assumed_says_so(
+    pruned: dict[str, Path], tmp_path: Path
+) -> None:
+    given = samo.plan(pruned["dense"], sparsity=0.8, gpu="rtx4090")
+    assert dict(given.job.sparsity)["mlp"] == 0.8
+    assert "--sparsity 0.8" in given.command
+    assert "assumed; set" not in str(given)
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC["llama-3.2-1b"]))
+    for target in (tmp_path, tmp_path / "config.json", "gpt3-125m"):
+        found = samo.plan(target, gpu="rtx4090")
+        assert dict(found.job.sparsity)["mlp"] == 0.9
+        assert "mlp 90 % (assumed; set --sparsity)" in " ".join(str(found).split())
+        assert "--sparsity 0.9" in found.command
+
+
+def test_counting_loads_no_torch(pruned: dict[str, Path]) -> None:
+    code = (
+        "import sys; from samo.cli.main import main; "
+        f"code = main(['plan', {str(pruned['dense'])!r}, '--gpu', 'h200', '--json']); "
+        "assert not {'torch', 'numpy', 'safetensors'} & {*sys.modules}; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["sparsity_from"] == "masks.safetensors"
+
+
+def test_damaged_masks_are_named(tmp_path: Path, pruned: dict[str, Path]) -> None:
+    (tmp_path / "config.json").write_bytes((pruned["dense"] / "config.json").read_bytes())
+    good = (pruned["dense"] / "masks.safetensors").read_bytes()
+    masks = tmp_path / "masks.safetensors"
+
+    def refuses(content: bytes, match: str) -> None:
+        masks.write_bytes(content)
+        with pytest.raises(ConfigError, match=match):
+            samo.plan(tmp_path, gpu="rtx4090")
+        assert samo.plan(tmp_path, sparsity=0.5, gpu="rtx4090").best is not None
+
+    refuses(b"\xff" * 64, "'.*masks.safetensors' cannot be read: it is not a safetensors file")
+    refuses(good[:-64], "cannot be read: it is cut short; set --sparsity")
+    refuses((2).to_bytes(8, "little") + b"[]", "its header is not an object")
+    refuses((2).to_bytes(8, "little") + b"{}", "cannot be read")
+    masks.unlink()
+    masks.symlink_to(pruned["dense"] / "masks.safetensors")
+    with pytest.raises(ConfigError, match="it is a link"):
+        samo.plan(tmp_path, gpu="rtx4090")
+
+
+def test_masks_of_another_model_are_refused(tmp_path: Path, pruned: dict[str, Path]) -> None:
+    config = json.loads((pruned["dense"] / "config.json").read_text())
+    config |= {"hidden_size": 32, "intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    masks = (pruned["dense"] / "masks.safetensors").read_bytes()
+    (tmp_path / "masks.safetensors").write_bytes(masks)
+    with pytest.raises(ConfigError, match=r"the masks of '.*' are not of its model: sparsity of"):
+        samo.plan(tmp_path, gpu="rtx4090")
