@@ -108,7 +108,7 @@ def test_names_have_any_case_and_cards_need_none(tmp_path, monkeypatch) -> None:
     card = find_hardware("24GB")
     assert card.memory_bytes == pytest.approx(HARDWARE["rtx3090"].memory_bytes, rel=0.002)
     assert card.flops == HARDWARE["rtx3090"].flops
-    assert card.source.startswith("any card of 24 GB: the rates of a rtx3090, the nearest known")
+    assert card.source.startswith("any card of 24 GB: the rates of the rtx3090, the nearest known")
     assert find_hardware("80 GiB").flops == HARDWARE["a100-80"].flops
     with pytest.raises(ConfigError, match="unknown GPU '0GB'"):
         find_hardware("0GB")

@@ -196,7 +196,9 @@ def _unnamed(label: float) -> Hardware:
     memory = 0.985 * label * 2**30
     known = [one for one in HARDWARE.values() if one.dtype == "bfloat16"]
     near = min(known, key=lambda one: (abs(one.memory_bytes - memory), one.flops))
-    source = f"any card of {label:g} GB: the rates of a {near.name}, the nearest known, are assumed"
+    source = (
+        f"any card of {label:g} GB: the rates of the {near.name}, the nearest known, are assumed"
+    )
     return replace(near, name=f"{label:g}GB", memory_bytes=memory, source=source)
 
 
