@@ -126,6 +126,17 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
     [
         ("train", 2, "no text to train on; name a file: samo train notes.txt"),
         ("trian notes.txt", 2, "no command 'trian' (did you mean 'train'?); choose among"),
+        ("chat hugging", 2, "no command 'chat'; use: samo generate hugging --chat"),
+        ("finetune hugging notes.txt", 2, "name data with --data: samo finetune hugging --data n"),
+        ("finetune notes.txt --data notes.txt", 1, "notes.txt' is a file, and a model is a folder"),
+        (
+            "prune Some/Model",
+            1,
+            "local folders only; download the model with: hf download Some/Mod",
+        ),
+        ("finetune Some/Model --data notes.txt", 1, "hf download Some/Model --local-dir Model"),
+        ("prune hugging --sparsity 0", 2, "--sparsity 0 prunes nothing; use one such as 0.5"),
+        ("finetune hugging --data notes.txt --epochs 0", 2, "--epochs must be more than 0, got 0"),
         ("launch train notes.txt -n 2", 2, "-n goes before the word train: samo launch -n"),
         (
             "train notes.txt --init hugging",
@@ -223,7 +234,7 @@ def test_train_resume_report_inspect_and_prune(
     assert main(["inspect", "runs/notes/checkpoints/last", "--verify"]) == 0
     shown = capsys.readouterr().out
     assert "checksums         correct" in shown
-    assert "blocks.0.mlp.0.weight" in shown
+    assert "blocks.*.mlp.*.weight" in shown
 
     assert main(["prune", "runs/notes", "--sparsity", "0.5", "--out", "half.safetensors"]) == 2
     assert "or raise --sparsity above 0.900" in capsys.readouterr().err
@@ -269,7 +280,7 @@ def test_a_hugging_face_folder_is_pruned(here: Path, capsys: pytest.CaptureFixtu
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained("llama")
     assert main(["prune", "llama", "--sparsity", "0.75"]) == 0
-    assert "model.layers.0.mlp.up_proj.weight" in capsys.readouterr().out
+    assert "model.layers.*.mlp.up_proj.weight" in capsys.readouterr().out
     pruned = transformers.LlamaForCausalLM.from_pretrained("llama-pruned")
     masks = samo.Masks.load("llama-pruned/masks.safetensors")
     assert samo.Masks.from_zeros(pruned) == masks

@@ -77,8 +77,12 @@ def test_a_folder_has_zeros_and_masks_and_reads_like_any_other(
 ) -> None:
     model = save_model(here / "model", family)
     how = "" if method == "magnitude" else CALIBRATED
+    capsys.readouterr()
     assert type_in(f"prune model --sparsity 0.75 --method {method} {how}") == 0
-    assert "written to model-pruned" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "To train it: samo finetune model-pruned --data FILE" in shown.out
+    assert "%|" not in shown.err  # no bar of transformers
+    assert transformers.utils.logging.is_progress_bar_enabled()
     again = transformers.AutoModelForCausalLM.from_pretrained("model-pruned")
     assert again.dtype == model.dtype
     masks = samo.Masks.load("model-pruned/masks.safetensors")
@@ -186,6 +190,12 @@ def sparse(folder: Path) -> None:
     ("make", "flags", "code", "message"),
     [
         (save_model, "--method wanda", 2, "--method wanda needs text to calibrate on: --calib"),
+        (
+            save_model,
+            "--sparsity 0.9999",
+            2,
+            ".weight'; prune it less with --rules model.layers.0.",
+        ),
         (save_model, "--scope owl", 2, "--scope owl needs text to calibrate on"),
         (save_model, "--calibration notes.txt", 2, "--calibration has no effect with --method mag"),
         (

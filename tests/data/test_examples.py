@@ -292,7 +292,7 @@ def test_long_completions_are_cut_and_those_without_targets_left_out_with_a_coun
     size = len(tokenizer.encode("be " * 30)) + 1
     parts = [min(8, size - start) for start in range(0, size, 8)]
     assert examples.spans_N4[:, 3].tolist() == [7, 2, *parts]
-    assert "2 of 4 examples have more than the 9 tokens of a sequence, and are cut" in caplog.text
+    assert "2 of 4 examples are longer than --context 8, and are cut" in caplog.text
     assert "1 of 4 examples in '" in caplog.text
     write_rows(path, unlearned, unlearned)
     message = "none of the 2 examples in '.*a.jsonl' has a token to learn; a conversation"

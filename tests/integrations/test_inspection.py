@@ -161,7 +161,7 @@ def test_the_page_has_memory_kinds_of_weights_and_layers(
     assert f"80 % of {masks.numel:,} in 14 tensors, by masks.safetensors" in shown
     assert "model.layers.*.mlp.up_proj.weight" in shown
     assert "model.layers.1 " in shown
-    assert "to train, lean state" in shown
+    assert "to train, bfloat16, lean state" in shown
 
 
 def test_an_unpruned_folder_says_how_to_prune_it(

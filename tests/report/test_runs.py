@@ -56,7 +56,9 @@ def test_an_odd_run_json_is_read_as_far_as_possible(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(samo.RunError, match="it does not exist; pass a folder that 'samo train'"):
+    with pytest.raises(
+        samo.RunError, match="it does not exist; pass a folder that samo train or samo finetune"
+    ):
         read_run(tmp_path / "nowhere")
     for name in "ab":
         write_run(tmp_path / name, steps=1)

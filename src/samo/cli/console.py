@@ -1,8 +1,10 @@
 """Lines and tables that several commands print."""
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,6 +16,8 @@ from samo.report.runs import Run
 from samo.utils.formatting import count, percent, plain, shortened
 
 __all__ = []
+
+_NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 
 
 class PatientConsole(Console):
@@ -52,18 +56,66 @@ def columns(first: str, *others: str) -> Table:
     return table
 
 
-def mask_table(masks: Masks) -> Table:
-    """Return a table of masks, with a row for each tensor and a total."""
-    table = columns("weight", "shape", "kept", "of", "sparsity")
-    for name, mask in masks.items():
-        shape = " x ".join(map(str, mask.shape))
-        table.add_row(
-            Text(plain(name)), shape, count(mask.kept), count(mask.numel), percent(mask.sparsity)
-        )
-    table.add_section()
-    tensors = f"{len(masks)} tensors"
-    table.add_row("all", tensors, count(masks.kept), count(masks.numel), percent(masks.sparsity))
+class Pruned(Protocol):
+    """A pruned tensor: its mask, or what a file says of it."""
+
+    @property
+    def kept(self) -> int | None: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def sparsity(self) -> float: ...
+
+
+def kind_of(name: str) -> str:
+    """Return the name of a weight without the number of its layer."""
+    return _NUMBER.sub(".*", name)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a weight, such as ``model.layers.3``."""
+    number = _NUMBER.search(name)
+    return name[: number.end()] if number else name
+
+
+def group_table(
+    title: str, tensors: Iterable[tuple[str, Pruned]], key: Callable[[str], str]
+) -> Table:
+    """Return a table of pruned tensors with a row for each group, layers in their order."""
+    groups: dict[str, list[Pruned]] = {}
+    for name, tensor in tensors:
+        groups.setdefault(key(name), []).append(tensor)
+    table = columns(title, "tensors", "kept", "of", "sparsity")
+    for name in sorted(groups, key=_natural):
+        group = groups[name]
+        ends = [percent(end(t.sparsity for t in group)) for end in (min, max)]
+        whole = percent(1 - _kept(group) / sum(t.numel for t in group))
+        spread = whole if ends[0] == ends[1] else f"{whole} ({ends[0]} to {ends[1]})"
+        table.add_row(Text(plain(name)), *_counts(group), spread)
     return table
+
+
+def mask_table(masks: Masks) -> Table:
+    """Return a table of masks, with a row for each kind of weight and a total."""
+    table = group_table("weight", masks.items(), kind_of)
+    table.add_section()
+    table.add_row("all", *_counts([*masks.values()]), percent(masks.sparsity))
+    return table
+
+
+def _kept(group: Sequence[Pruned]) -> int:
+    return sum(tensor.kept or 0 for tensor in group)
+
+
+def _counts(group: Sequence[Pruned]) -> tuple[str, str, str]:
+    return count(len(group)), count(_kept(group)), count(sum(tensor.numel for tensor in group))
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return what sorts names with numbers as people do: layers.2 before layers.10."""
+    parts: list[str | int] = [*re.split(r"(\d+)", name)]
+    parts[1::2] = map(int, parts[1::2])
+    return parts
 
 
 def show_sample(console: Console, run: Run) -> None:

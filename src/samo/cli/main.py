@@ -101,8 +101,21 @@ def parse(arguments: Sequence[str]) -> Command:
     if name in COMMANDS:  # errors then point to the help of this command
         kind, prog, text, arguments = COMMANDS[name], f"samo {name}", "", arguments[1:]
     elif not name.startswith("-"):
+        if name == "chat":
+            raise ConfigError(
+                f"no command 'chat'; use: samo generate {' '.join(arguments[1:])} --chat"
+            )
         guess = nearest(name, COMMANDS)
         raise ConfigError(f"no command '{name}'{guess}; choose among {', '.join(COMMANDS)}")
+    if (
+        kind is Finetune
+        and len(arguments) > 1
+        and not any(w.startswith("-") for w in arguments[:2])
+    ):
+        raise ConfigError(
+            f"'{arguments[1]}' follows the model; name data with --data: samo finetune "
+            f"{arguments[0]} --data {arguments[1]}"
+        )
     is_run = kind in (Train, Finetune)
     if is_run and "--help-all" in arguments:
         arguments = ["--help"]
@@ -125,15 +138,15 @@ def parse(arguments: Sequence[str]) -> Command:
 
 _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
 
-  samo demo                          see it work, in two minutes
-  samo train notes.txt               train a GPT on your text
-  samo train --resume runs/notes     after Ctrl-C or a crash
-  samo prune my-llama --sparsity 0.5 prune a Hugging Face model
-  samo finetune my-llama --data f    recover a pruned language model on your data
-  samo export runs/notes             a Hugging Face folder of it
-  samo generate my-llama --chat      talk to a model, or let it continue a text
-  samo plan my-llama --gpu rtx4090   will it fit, with what, how fast
-  samo COMMAND --help                its settings
+  samo demo                            see it work, in two minutes
+  samo train notes.txt                 train a GPT on your text
+  samo train --resume runs/notes       after Ctrl-C or a crash
+  samo prune my-llama --sparsity 0.7   prune a Hugging Face model
+  samo finetune my-llama --data FILE   recover a pruned language model
+  samo export runs/notes               a Hugging Face folder of it
+  samo generate my-llama --chat        talk to a model, or let it continue
+  samo plan my-llama --gpu rtx4090     will it fit, with what, how fast
+  samo COMMAND --help                  its settings
   samo --version"""
 
 _NUMBERS: Final = ConstructorRegistry()

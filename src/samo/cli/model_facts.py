@@ -1,20 +1,15 @@
 """What ``samo inspect`` shows of a Hugging Face folder."""
 
-import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
-from samo.cli.console import columns
-from samo.integrations.inspection import FolderFacts, TensorFacts
-from samo.utils.formatting import count, percent, plain, size
+from samo.cli.console import columns, group_table, kind_of, layer_of
+from samo.integrations.inspection import FolderFacts
+from samo.utils.formatting import count, percent, size
 
 __all__ = []
-
-_NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 
 
 def records(path: Path, found: FolderFacts) -> dict[str, Any]:
@@ -57,8 +52,9 @@ def tables(found: FolderFacts) -> list[Table]:
     """Return the memory that the model takes, and its pruned weights by name and by layer."""
     made = [_memory(found)]
     if found.pruned:
-        made.append(_groups("weight", found.pruned, lambda name: _NUMBER.sub(".*", name)))
-        made.append(_groups("layer", found.pruned, _layer))
+        pruned = [(tensor.name, tensor) for tensor in found.pruned]
+        made.append(group_table("weight", pruned, kind_of))
+        made.append(group_table("layer", pruned, layer_of))
     return made
 
 
@@ -81,25 +77,6 @@ def _memory(found: FolderFacts) -> Table:
     )
     if found.pruned:
         lean = (size(train[name]) for name in ("lean_resident", "lean_streamed"))
-        table.add_row("to train, lean state", "", *lean)
+        table.add_row("to train, bfloat16, lean state", "", *lean)
     table.caption = "without activations and the KV cache"
-    return table
-
-
-def _layer(name: str) -> str:
-    number = _NUMBER.search(name)
-    return name[: number.end()] if number else name
-
-
-def _groups(title: str, tensors: Iterable[TensorFacts], key: Callable[[str], str]) -> Table:
-    groups: dict[str, list[TensorFacts]] = {}
-    for tensor in tensors:
-        groups.setdefault(key(tensor.name), []).append(tensor)
-    table = columns(title, "tensors", "kept", "of", "sparsity")
-    for name, group in groups.items():
-        kept, numel = sum(t.kept or 0 for t in group), sum(t.numel for t in group)
-        ends = [percent(end(t.sparsity for t in group)) for end in (min, max)]
-        whole = percent(1 - kept / numel)
-        spread = whole if ends[0] == ends[1] else f"{whole} ({ends[0]} to {ends[1]})"
-        table.add_row(Text(plain(name)), str(len(group)), count(kept), count(numel), spread)
     return table

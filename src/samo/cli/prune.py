@@ -25,7 +25,7 @@ from samo.mask.prunable import matrices
 from samo.models.gpt import GPT
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
-from samo.train.resolve import check_ranges, device_and_dtype, resolve_sparsity
+from samo.train.resolve import check_ranges, device_and_dtype, in_flags, resolve_sparsity
 from samo.utils.disk_tensors import disk_copy
 from samo.utils.formatting import duration
 
@@ -65,6 +65,8 @@ def run(command: Prune) -> int:
     else:
         masks.save(out)
     say(console, f"written to {out}")
+    if is_folder:
+        say(console, f"To train it: samo finetune {out} --data FILE")
     return 0
 
 
@@ -75,6 +77,8 @@ def _check_flags(command: Prune) -> None:
         raise ConfigError(f"{what} needs text to calibrate on: --calibration FILE")
     if not needs_text and command.calibration is not None:
         raise ConfigError(f"--calibration has no effect with {what}; leave one of them out")
+    if command.sparsity == 0 and not command.rules and command.method != "zeros":
+        raise ConfigError("--sparsity 0 prunes nothing; use one such as 0.5")
     is_file = command.out is not None and command.out.suffix == _MASK_FILE
     if command.method == "sparsegpt" and is_file:
         raise ConfigError(
@@ -146,7 +150,7 @@ def _choose(model: nn.Module, command: Prune, console: Console) -> Masks:
                 f"'{command.source}' cannot be read as a pruned model: {why}; leave out --method "
                 "zeros to prune it, or --skip a weight"
             ) from error
-        raise ConfigError(f"cannot prune '{command.source}': {error}") from error
+        raise ConfigError(f"cannot prune '{command.source}': {in_flags(error)}") from error
 
 
 def _batches(model: nn.Module, command: Prune) -> list[Tensor]:

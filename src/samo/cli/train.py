@@ -121,11 +121,11 @@ def _summarise(console: Console, result: Result) -> None:
         rows["model"] = f"{model}, compressed"
     console.print()
     console.print(facts(rows))
+    if wrong := warnings(run):
+        say(console, f"warning: {wrong}")
     if model.is_dir():
         say(console, "\nTo use it:")
         say(console, f"  samo generate {model} --prompt TEXT")
         say(console, f"  samo export {model} --out DIR      # dense, for every tool")
         say(console, f"  import samo; AutoModelForCausalLM.from_pretrained('{model}')")
-    if wrong := warnings(run):
-        say(console, f"warning: {wrong}")
     show_sample(console, run)

@@ -165,8 +165,8 @@ class _Windows:
         sizes = np.array([len(segment) for segment in self._segments], dtype=np.int64)
         if sizes.sum() <= context:
             raise DataError(
-                f"{sizes.sum():,} tokens are fewer than the {context + 1:,} of one sequence; "
-                "use more text or a smaller --context"
+                f"{sizes.sum():,} tokens are too few for a sequence of {context:,} and the one "
+                "after it; use more text or a smaller --context"
             )
         counts = -(-(sizes - 1) // context)
         # All windows of a segment may shift left by the room that its last one has to spare.

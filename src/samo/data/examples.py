@@ -170,17 +170,17 @@ def open_examples(
     count = int(_numbers(spans_N4)[-1]) + 1
     if num_cut:
         _log.warning(
-            "%s of %s examples have more than the %s tokens of a sequence, and are cut; a larger "
-            "--context keeps them whole",
-            *(f"{value:,}" for value in (num_cut, count, context + 1)),
+            "%s of %s examples are longer than --context %s, and are cut; a larger one keeps them "
+            "whole",
+            *(f"{value:,}" for value in (num_cut, count, context)),
         )
     is_learned = spans_N4[:, 3] > 0
     names = ", ".join(f"'{path}'" for path in given)
     if not is_learned.any():
         raise DataError(
             f"none of the {count:,} examples in {names} has a token to learn; a conversation needs "
-            "a message of the assistant, and that or a completion must start within the first "
-            f"{context + 1:,} tokens (--context)"
+            "a message of the assistant, and that or a completion may follow at most "
+            f"{context:,} tokens (--context)"
         )
     if not is_learned.all():
         _log.warning(

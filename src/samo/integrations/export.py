@@ -21,6 +21,7 @@ from samo.integrations import folder_files, sparse_bitmask
 from samo.integrations.folder_files import GENERATION, MASKS, METHOD, QUANTIZATION, VERSION
 from samo.integrations.gpt2 import to_gpt2, write_byte_tokenizer
 from samo.integrations.model_card import model_card
+from samo.integrations.progress_bars import hidden_bars
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
 from samo.models.gpt import GPT
@@ -124,13 +125,14 @@ def _save(
         model.generation_config = type(generation)()
     try:
         save: Any = original_class(model).save_pretrained  # type: ignore[attr-defined]
-        save(  # not the one of a compressed model
-            model,
-            folder,
-            state_dict=state,
-            max_shard_size=max_shard_size,
-            save_original_format=is_original,
-        )
+        with hidden_bars():
+            save(  # not the one of a compressed model
+                model,
+                folder,
+                state_dict=state,
+                max_shard_size=max_shard_size,
+                save_original_format=is_original,
+            )
     finally:
         model.config = config
         if generation is not None:

@@ -16,6 +16,7 @@ from samo.core.compress import decompress_
 from samo.errors import CheckpointError, SamoError, first_words
 from samo.integrations import folder_files, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, GENERATION, METHOD, QUANTIZATION
+from samo.integrations.progress_bars import hidden_bars
 from samo.mask.masks import Masks
 
 __all__ = []
@@ -197,7 +198,8 @@ def _transformers(folder: Path) -> Any:
 def _reading(folder: Path) -> Iterator[None]:
     """Turn any error of transformers into one that names the folder."""
     try:
-        yield
+        with hidden_bars():
+            yield
     except SamoError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, RuntimeError, ...

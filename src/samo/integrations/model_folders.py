@@ -57,10 +57,25 @@ def find(path: str | os.PathLike[str]) -> Place:
     if (path / CONFIG).is_file():
         folder_files.check_entries(path)
         return Place(None, path)
-    found = f"holds none of {NAME}, run.json, {CONFIG}" if path.exists() else "does not exist"
+    if name := _hub_name(path):
+        raise CheckpointError(
+            f"'{path}' does not exist, and samo reads local folders only; download the model with: "
+            f"hf download {name} --local-dir {path.name}"
+        )
+    found = f"holds none of {NAME}, run.json, {CONFIG}"
+    if not path.is_dir():
+        found = "is a file, and a model is a folder" if path.exists() else "does not exist"
     raise CheckpointError(
         f"'{path}' {found}; name a checkpoint, a run folder, or a Hugging Face model folder"
     )
+
+
+def _hub_name(path: Path) -> str:
+    """Return the name of a model on the hub that somebody may mean by a path; "" if none."""
+    here = Path.cwd()
+    near = path.relative_to(here) if path.is_relative_to(here) else path
+    is_name = len(near.parts) == 2 and not near.is_absolute() and near.parts[0] not in (".", "..")
+    return str(near) if is_name and not path.parent.exists() else ""
 
 
 def open_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> nn.Module:

@@ -100,7 +100,11 @@ def read_run(path: str | Path) -> Run:
     if not folder.run_file.is_file():
         found = "it has no run.json" if folder.path.exists() else "it does not exist"
         runs = [f"'{file.parent}'" for file in sorted(folder.path.glob("*/run.json"))]
-        hint = f"its runs: {', '.join(runs[:3])}" if runs else "a folder that 'samo train' wrote"
+        hint = (
+            f"its runs: {', '.join(runs[:3])}"
+            if runs
+            else "a folder that samo train or samo finetune wrote"
+        )
         raise RunError(f"'{path}' is not a run folder: {found}; pass {hint}")
     if folder.metrics.exists() and not folder.metrics.is_file():  # a pipe would block
         raise RunError(f"'{folder.metrics}' is not a regular file; leave this run out")

@@ -40,6 +40,7 @@ from samo.train.finetune_resolve import with_steps
 from samo.train.learner import Learner
 from samo.train.masking import FixedMasks
 from samo.train.rank_group import RankGroup
+from samo.train.resolve import in_flags
 from samo.train.run_dir import RunDir
 from samo.train.subject import Text
 from samo.utils.formatting import percent
@@ -207,7 +208,8 @@ class CausalLMSubject:
             )
             check_nonzero(masks, nonzero, otherwise="leave --sparsity out")
         except ValueError as error:
-            raise ConfigError(f"cannot prune '{self.config.model.model}': {error}") from error
+            what = f"cannot prune '{self.config.model.model}'"
+            raise ConfigError(f"{what}: {in_flags(error)}") from error
         return masks
 
     def _open_teacher(self, model: Any) -> nn.Module | None:

@@ -36,9 +36,15 @@ class Range(NamedTuple):
     below: float = math.inf
     hint: str = ""
 
-    def __str__(self) -> str:
-        limit = "" if self.below == math.inf else f" and less than {self.below:,}"
-        return f"{self.least:g} or more{limit}{self.hint and f' ({self.hint})'}"
+    def rule(self, value: float) -> str:
+        """Return what a value that is out of the range has to be."""
+        least = "more than 0" if 0 < self.least < 1e-6 else f"{self.least:g} or more"
+        limit = f" and less than {self.below:,}"
+        if 1 < self.below < 1 + 1e-6:
+            limit = " and at most 1"
+        elif self.below == math.inf or (self.below >= 2**31 and not value >= self.below):
+            limit = ""  # no wonder that the value is not too large
+        return f"{least}{limit}{self.hint and f' ({self.hint})'}"
 
 
 Count = Annotated[int, Range(1, 2**31)]

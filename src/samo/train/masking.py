@@ -22,7 +22,7 @@ from samo.pruning.scope import decide
 from samo.train import events
 from samo.train.config import ResolvedConfig
 from samo.train.learner import Learner
-from samo.train.resolve import MOVING, first_observation
+from samo.train.resolve import MOVING, first_observation, in_flags
 
 __all__ = []
 
@@ -255,4 +255,4 @@ def _pruning() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"cannot prune: {error}") from error
+        raise ConfigError(f"cannot prune: {in_flags(error)}") from error

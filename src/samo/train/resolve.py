@@ -202,6 +202,9 @@ def device_and_dtype(wanted: str) -> dict[str, str]:
     return {"device": "cuda", "dtype": "bfloat16" if torch.cuda.is_bf16_supported() else "float16"}
 
 
+_LEAST_WEIGHTS: Final = 10**6
+
+
 def weights_of(value: str | int, is_sharded: bool) -> Weights:
     """Return "resident", "streamed", or a number of bytes; sharded weights are always streamed."""
     if value == "streamed" or (value in ("auto", "resident") and is_sharded):
@@ -214,7 +217,13 @@ def weights_of(value: str | int, is_sharded: bool) -> Weights:
             "--weights must be auto, resident, streamed, or an amount of memory such as 4GB or "
             f"500MB, got {str(value)[:40]!r}"
         )
-    return round(float(found[1]) * 1000 ** (" kmgt".index(found[2] or " ")))
+    amount = round(float(found[1]) * 1000 ** (" kmgt".index(found[2] or " ")))
+    if isinstance(value, str) and found[2] is None and amount < _LEAST_WEIGHTS:  # no unit
+        raise ConfigError(
+            f"--weights {value} is {amount:,} bytes, less than the weights of any model; name an "
+            "amount with its unit, such as 4GB, or use streamed"
+        )
+    return amount
 
 
 def filled(section: Any, **defaults: Any) -> dict[str, Any]:
@@ -243,7 +252,15 @@ def check_ranges(settings: Any) -> None:
         for number, limits in itertools.product(numbers, _ranges(hint)):
             is_number = isinstance(number, int | float)
             if is_number and not limits.least <= number < limits.below:
-                raise ConfigError(f"{flag(name)} must be {limits}, got {str(number)[:40]}")
+                rule = limits.rule(number)
+                raise ConfigError(f"{flag(name)} must be {rule}, got {str(number)[:40]}")
+
+
+def in_flags(error: Exception) -> str:
+    """Return a message of `samo.prune` with flags in place of its arguments."""
+    text = re.sub(r"rules=\{'([^']*)': ([^}]*)\}", r"--rules \1 \2", str(error))
+    text = re.sub(r"skip=\['([^']*)'\]", r"--skip \1", text)
+    return re.sub(r"\b(method|scope)='([^']*)'", r"--\1 \2", text)
 
 
 def _ranges(hint: Any) -> Iterator[Range]:

@@ -91,8 +91,8 @@ class RunDir:
         if not run.run_file.is_file():
             what = "has no run.json" if path.exists() else "does not exist"
             raise RunError(
-                f"'{path}' is not a run folder: it {what}; --resume takes the folder that samo "
-                "train made (--out)"
+                f"'{path}' is not a run folder: it {what}; --resume takes a folder that samo "
+                "train or samo finetune made (--out)"
             )
         run._check_own()
         return run
