@@ -95,6 +95,19 @@ def test_damaged_masks_are_named(tmp_path: Path, pruned: dict[str, Path]) -> Non
         samo.plan(tmp_path, gpu="rtx4090")
 
 
+def test_a_folder_of_the_cache_of_the_hub_is_read(tmp_path: Path, pruned: dict[str, Path]) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "masks.safetensors"):
+        (blobs / name).write_bytes((pruned["dense"] / name).read_bytes())
+        (snapshot / name).symlink_to(blobs / name)
+    assert samo.plan(snapshot, gpu="rtx4090").pruned_by == "masks.safetensors"
+    (snapshot / "masks.safetensors").unlink()
+    (snapshot / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    assert samo.plan(snapshot, gpu="rtx4090").pruned_by == "assumed"
+
+
 def test_masks_of_another_model_are_refused(tmp_path: Path, pruned: dict[str, Path]) -> None:
     config = json.loads((pruned["dense"] / "config.json").read_text())
     config |= {"hidden_size": 32, "intermediate_size": 32}

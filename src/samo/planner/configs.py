@@ -34,6 +34,12 @@ def read_config(path: Path) -> Network:
     Raises:
         ConfigError: There is no such file, or the family is not known.
     """
+    name = path.name if path.is_dir() else path.resolve().parent.name
+    return from_config(read_json(path), name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the config of a folder, or of its config.json."""
     file = path / "config.json" if path.is_dir() else path
     try:
         # A link may be named, as in the hub's cache, but neither a pipe nor a device.
@@ -44,8 +50,7 @@ def read_config(path: Path) -> Network:
         raise ConfigError(f"'{file}' cannot be read as JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"'{file}' is not the config of a model")
-    name = path.name if path.is_dir() else path.resolve().parent.name
-    return from_config(found, name)
+    return found
 
 
 def from_config(config: Mapping[str, Any], name: str = "") -> Network:

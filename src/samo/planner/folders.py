@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from samo.errors import ConfigError
+from samo.planner.configs import read_json
 from samo.planner.network import Kind, Network, sparsities
 from samo.utils import untrusted
 
@@ -32,7 +33,10 @@ def read_sparsities(path: Path, network: Network) -> tuple[dict[Kind, float], st
     """
     folder = path if path.is_dir() else path.parent
     masks = folder / _MASKS
-    files = [masks] if masks.exists() else sorted(folder.glob("model*.safetensors"))
+    # A dense folder has no bitmaps: its weights, perhaps not downloaded yet, are left alone.
+    is_dense = "quantization_config" not in read_json(path)
+    weights = [] if is_dense else sorted(folder.glob("model*.safetensors"))
+    files = [masks] if os.path.lexists(masks) else weights
     pruned: Counter[tuple[str, int]] = Counter()
     for file in files:
         try:
@@ -114,8 +118,11 @@ def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    untrusted.check_file(path)
-    return open(path, "rb")
+    file = path.resolve()
+    # Links of the hub's cache lead to the files of the same repository.
+    is_cached = file.parent == path.parent.resolve().parent.parent / "blobs"
+    untrusted.check_file(file if is_cached else path)
+    return open(file, "rb")
 
 
 def _header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
