@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_llama_3_8b_is_known_by_name_and_fits_24_gb(freezes) -> None:
         {"target": "tiny", "gpu": "rtx4090"},
         {"target": "gpt3-13b", "gpu": "a100-40", "gpus": 64, "batch": 1024},
         {"target": "llama-3-70b", "gpu": "h200", "batch": 2},
+        {"target": "qwen2.5-7b", "gpu": "24GB", "gpus": 4},
         {"target": "gpt3-175b", "gpu": "rtx4090", "gpus": 256, "gpus_per_node": 1},
         {"target": "gpt3-175b", "gpu": "laptop-8gb"},
     ],
@@ -72,6 +74,11 @@ def test_tables_and_prose_are_100_columns_wide_at_most(typed: dict[str, Any]) ->
     found = samo.plan(**typed)
     commands = {f"  {line}" for line in found.command.splitlines()}
     assert all(len(line) <= 100 for line in str(found).splitlines() if line not in commands)
+    tables = [
+        part for part in str(found).split("\n\n") if part.startswith(("GB", "MB", "s ", "ms"))
+    ]
+    assert len(tables) == 2
+    assert not [row for table in tables for row in table.splitlines() if row.startswith(" ")]
 
 
 def test_the_answer_comes_first_and_ten_rows_are_shown() -> None:
@@ -126,6 +133,8 @@ def test_a_cpu_gets_no_lines_for_cuda() -> None:
     assert "bfloat16" not in here.command
     assert "less 500 MB for the process." in str(here)
     assert ".cuda()" in samo.plan(model, gpu="rtx4090").command
+    small = replace(this_hardware("cpu"), memory_bytes=8e9)
+    assert not [line for line in samo.plan("gpt3-13b", gpu=small).advice if "--gpus" in line]
 
 
 def test_units_are_those_of_the_model() -> None:

@@ -276,7 +276,8 @@ def _advice(job: Job, cluster: Cluster) -> Iterator[str]:
     hardware, count = cluster.hardware, cluster.num_gpus
     if (frozen := frozen_bytes(job, cluster)) is not None:
         yield f"{size(frozen)} with frozen embeddings: --freeze-embeddings"
-    if (enough := _fewest(job, hardware, "samo")) is not None:
+    is_cpu = job.dtype == "float32"  # whose ranks share one memory
+    if not is_cpu and (enough := _fewest(job, hardware, "samo")) is not None:
         yield f"{enough} x {hardware.name}: --gpus {enough}"
     for name, other in sorted(HARDWARE.items(), key=lambda item: item[1].memory_bytes):
         larger = Cluster(hardware=other, num_gpus=count)

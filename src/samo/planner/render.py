@@ -90,7 +90,7 @@ def _lines(plan: "Plan") -> Iterator[str]:
     yield (
         "All predicted; docs/plan.md has the errors. * does not fit. needs: peak, and 5 % that the "
         "allocator loses. values: with bitmaps. work: logits and workspace. ckpt: checkpointed "
-        "activations. size: sequences of a micro-batch."
+        "activations. mesh: stages x replicas. size: sequences of a micro-batch."
     )
     if len(plan.options) > len(options):
         yield f"{len(plan.options) - len(options)} more layouts are in --json."
@@ -187,18 +187,21 @@ def _time_table(options: Sequence[Option], *, is_many: bool) -> Iterator[str]:
     if not is_many:
         parts = {key: parts[key] for key in ("compute", "expand_compress", "optimizer")}
     name, unit, digits = "s", 1.0, 2
-    if max(option.time.total for option in options) < 1:
+    longest = max(option.time.total for option in options)
+    if longest < 1:
         name, unit, digits = "ms", 1e-3, 1
+    elif longest >= 100:
+        digits = 1
     cells = []
     for option in options:
         times = [option.time.total, *(getattr(option.time, part) for part in parts)]
         shown = (f"{value / unit:,.{digits}f}" for value in times)
         zero = f"{0:.{digits}f}"
-        rate = count(option.tokens / option.time.total)
-        cells.append(
-            [str(option.layout.micro_batch), rate, *("-" if s == zero else s for s in shown)]
-        )
-    header = ["size", "tokens/s", "step", *parts.values()]
+        # Many GPUs have more parts of a step, and no room for the rate.
+        rate = [] if is_many else [count(option.tokens / option.time.total)]
+        times_shown = ("-" if s == zero else s for s in shown)
+        cells.append([str(option.layout.micro_batch), *rate, *times_shown])
+    header = ["size", *([] if is_many else ["tokens/s"]), "step", *parts.values()]
     yield from _table(name, header, options, cells, is_many=is_many)
 
 
@@ -210,7 +213,7 @@ def _table(
     *,
     is_many: bool,
 ) -> Iterator[str]:
-    lines = [[unit, *(["pipe x data"] if is_many else []), *header]]
+    lines = [[unit, *(["mesh"] if is_many else []), *header]]
     for option, row in zip(options, cells):
         own = option.layout
         mesh = [f"{own.pipe} x {own.data}"] if is_many else []
