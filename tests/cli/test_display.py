@@ -3,9 +3,12 @@
 import io
 
 import pytest
+import torch
 from rich.console import Console
 
+from samo.cli.console import group_table, layer_of
 from samo.cli.display import Display
+from samo.mask.mask import Mask
 from samo.train import events
 from tests.report.runs import NUMEL, accounted, gradual, observed, pruned, stepped
 
@@ -59,3 +62,10 @@ def test_a_terminal_shows_a_live_bar_and_names_the_compilation() -> None:
     assert "\x1b[" in drawn  # it moves the cursor
     for part in ("compiling: ", "9/9", "loss 2.000", "tokens/s"):
         assert part in drawn
+
+
+def test_layers_are_in_their_order() -> None:
+    mask = Mask.from_bool(torch.tensor([[True, False]]))
+    named = [(f"layers.{number}.weight", mask) for number in (1, 10, 2)]
+    rows = group_table("layer", named, layer_of).columns[0].cells
+    assert [str(cell) for cell in rows] == ["layers.1", "layers.2", "layers.10"]

@@ -152,7 +152,7 @@ def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run:
     ("sections", "message"),
     [
         ({"prune": PruneConfig(dense_steps=5, skip=("nothing.*",))}, "cannot prune: .*'nothing"),
-        ({"prune": PruneConfig(pattern="2:4", scope="erk")}, "which contradicts scope='erk'"),
+        ({"prune": PruneConfig(pattern="2:4", scope="erk")}, "which contradicts --scope erk"),
         ({"prune": PruneConfig(method="gradual", sparsity=0.99999)}, "would keep none of the wei"),
         ({"prune": PruneConfig(masks=Path("no-masks"))}, "mask file '.*no-masks' does not exist"),
         ({"run": {"batch_size": 2**30}}, r"GB or more for the activations of 1073741824 x 32 tok"),

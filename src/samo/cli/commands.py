@@ -46,7 +46,7 @@ class Train(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finetune(FinetuneConfig):
-    """Train a pruned language model of Hugging Face: samo finetune my-llama --data notes.jsonl."""
+    """Train a pruned language model of Hugging Face, or prune one and train it."""
 
     config: OptionalPath = None
     """TOML file with settings. Flags override it."""

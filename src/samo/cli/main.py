@@ -121,7 +121,9 @@ def parse(arguments: Sequence[str]) -> Command:
         arguments = ["--help"]
     elif is_run and {"-h", "--help"} & {*arguments}:
         about = inspect.cleandoc(kind.__doc__)
-        kind, text = _usual(kind), f"{about}\n\nAll settings: samo {name} --help-all"
+        examples = _FINETUNE if kind is Finetune else ""
+        text = f"{about}\n\n{examples}All settings: samo {name} --help-all"
+        kind = _usual(kind)
     elif is_run:
         default = _run_defaults(kind, arguments)
     command: Command = tyro.cli(
@@ -148,6 +150,11 @@ _ABOUT: Final = """Train pruned neural networks with a fraction of the memory.
   samo plan my-llama --gpu rtx4090     will it fit, with what, how fast
   samo COMMAND --help                  its settings
   samo --version"""
+
+_FINETUNE: Final = """  samo finetune my-llama-pruned --data notes.jsonl
+  samo finetune my-llama --sparsity 0.7 --method wanda --data notes.jsonl
+
+"""
 
 _NUMBERS: Final = ConstructorRegistry()
 """How tyro reads numbers, with errors in the words of a user."""
