@@ -229,7 +229,7 @@ def test_flags_after_train_are_its_own(capfd: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_ranks": 0}, r"--num-ranks must be 1 or more .* got 0"),
+        ({"num_ranks": 0}, r"--num-ranks must be 1 or more, got 0"),
         (
             {"command": ("bench",)},
             "samo launch can start train and finetune only: samo launch -n 4 train",
