@@ -45,7 +45,8 @@ def draw(rows: Sequence[Row]) -> Figure:
                 text = {"as it came": "dense, as it came", "unpruned": "dense, trained alike"}
                 axes.annotate(
                     text[row["contender"]], (1.01, row["ppl"]), xycoords=("axes fraction", "data"),
-                    va="center", color=LIGHT["muted"], fontsize=10,
+                    va="bottom" if row["contender"] == "as it came" else "top",  # these two are often close
+                    color=LIGHT["muted"], fontsize=10,
                 )  # fmt: skip
         axes.set_xticks(sparsities, [f"{sparsity:.0%}" for sparsity in sparsities])
         low, high = axes.get_ylim()
