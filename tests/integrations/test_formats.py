@@ -150,6 +150,14 @@ def test_a_loaded_model_is_like_one_that_compress_made(tmp_path: Path) -> None:
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
 
 
+@pytest.mark.parametrize("place", ["meta", "disk"])
+def test_a_model_is_not_loaded_to_where_nothing_is_held(place: str, tmp_path: Path) -> None:
+    out = samo.export(trained("Llama"), tmp_path / "out", format="compressed")
+    for where in ({"": place}, {"model": "cpu", "lm_head": place}):
+        with pytest.raises(ValueError, match=f"cannot be loaded to '{place}', got device_map="):
+            load(out, device_map=where)
+
+
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
 def test_a_model_is_not_loaded_without_its_head(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

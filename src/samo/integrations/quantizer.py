@@ -100,6 +100,17 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
         """Say that the model can be saved."""
         return True
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse places without memory: values are compared with their bitmaps as they arrive."""
+        places = device_map.values() if isinstance(device_map, dict) else ()  # "auto" names none
+        for place in map(str, places):
+            if place in ("meta", "disk"):
+                raise ValueError(
+                    f"a compressed model cannot be loaded to {place!r}, got device_map="
+                    f"{device_map}; use 'cpu' or a GPU, with SamoConfig(weights='streamed') for "
+                    "the least memory"
+                )
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
