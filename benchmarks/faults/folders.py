@@ -46,7 +46,7 @@ def open_dense(path: Path) -> str:
 
 
 def generate(path: Path) -> str:
-    words = ("--prompt", "one weight", "--max-tokens", "3", "--greedy")
+    words = ("--prompt", "one weight", "--max-tokens", "3", "--temperature", "0")
     return command("generate", str(path), *words)
 
 

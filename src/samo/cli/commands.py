@@ -14,6 +14,7 @@ from samo.train.config import (
     DType,
     MaskConfig,
     OptionalPath,
+    Range,
     Seed,
     ShortDType,
     Steps,
@@ -127,16 +128,13 @@ class Generate:
     max_tokens: Count = 200
     """Most tokens of an answer."""
     temperature: Amount = 0.8
-    """Below 1, likely tokens become likelier still; 0 is --greedy."""
-    top_p: float = 0.95
+    """Below 1, likely tokens become likelier still; 0 always takes the likeliest."""
+    top_p: Annotated[float, Range(1e-9, 1 + 1e-9)] = 0.95
     """Draw from the likeliest tokens that together have this probability."""
     seed: Seed = 0
     """Seed of the draws."""
-    greedy: bool = False
-    """Always take the likeliest token."""
-    weights: Literal["dense", "resident", "streamed"] = "dense"
-    """dense: expand pruned weights once, which is fastest. streamed: at each use, in the least
-    memory. resident: hold both, as in training."""
+    weights: Literal["dense", "streamed"] = "dense"
+    """dense: expand pruned weights once, which is faster. streamed: at each use, in less memory."""
     device: Literal["cpu", "cuda"] | Auto = "auto"
     """auto: a GPU if there is one."""
 

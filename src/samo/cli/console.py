@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from rich.box import SIMPLE_HEAD
@@ -11,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from samo.errors import RunError, first_words
 from samo.mask.masks import Masks
 from samo.report.runs import Run
+from samo.train.rank_group import is_out_of_memory
 from samo.utils.formatting import count, percent, plain, shortened
 
 __all__ = []
@@ -30,6 +33,17 @@ class PatientConsole(Console):
         """Print nothing any more, also when the process exits and flushes its buffers."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def out_of_memory(advice: str) -> Iterator[None]:
+    """Turn the errors of a full memory into one that says what to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError(f"out of memory: {first_words(error)}; {advice}") from error
 
 
 def say(console: Console, text: str) -> None:

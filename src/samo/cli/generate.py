@@ -3,19 +3,18 @@
 import sys
 import time
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor, nn
+from torch import Tensor
 
 from samo.cli.commands import Generate
-from samo.cli.console import PatientConsole
+from samo.cli.console import PatientConsole, out_of_memory
 from samo.cli.text_model import TextModel, with_tokenizer
-from samo.errors import ConfigError, DataError, MaskError, RunError, SamoError, first_words
+from samo.errors import ConfigError, DataError, MaskError
 from samo.integrations import model_folders
 from samo.models.generate import Sampling
-from samo.train.rank_group import is_out_of_memory
 from samo.train.resolve import check_ranges, device_and_dtype
 from samo.utils.formatting import count, duration, plain, three_digits
 
@@ -28,30 +27,19 @@ _MAX_BYTES: Final = 2**24
 def run(command: Generate) -> int:
     """Generate a text, or talk until the user ends it."""
     check_ranges(command)
-    if not 0 < command.top_p <= 1:
-        raise ConfigError(f"--top-p must be above 0 and at most 1, got {command.top_p}")
     if command.chat and command.prompt is not None:
         raise ConfigError("--chat reads messages line by line; leave out --prompt")
     prompt = "" if command.chat else _prompt(command.prompt)
-    temperature = 0.0 if command.greedy else command.temperature
-    how = Sampling(command.max_tokens, temperature, command.top_p, command.seed)
-    try:
+    how = Sampling(command.max_tokens, command.temperature, command.top_p, command.seed)
+    console = PatientConsole()
+    with out_of_memory("use --weights streamed, or a shorter prompt"):
         model = _open(command)
-        console = PatientConsole()
         if command.chat:
             _chat(model, how, console, command.model)
         else:
             tokens = _checked(model.encode(prompt), model)
             console.print(Text(plain(prompt), style="dim"), end="", soft_wrap=True)
             _show(model, tokens, how)
-    except SamoError:
-        raise
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise RunError(
-            f"out of memory: {first_words(error)}; use --weights streamed, or a shorter prompt"
-        ) from error
     return 0
 
 
@@ -72,16 +60,12 @@ def _open(command: Generate) -> TextModel:
     if command.weights == "dense":
         model = model_folders.open_model(path)
     else:
-        model = _open_compressed(path, command.weights)
+        try:
+            model = model_folders.open_compressed(path, weights="streamed")
+        except MaskError as error:
+            why = str(error).partition(";")[0]  # the rest is for Python
+            raise ConfigError(f"--weights streamed needs a pruned model: {why}") from error
     return with_tokenizer(model.requires_grad_(False).to(device), path)
-
-
-def _open_compressed(path: Path, weights: Literal["resident", "streamed"]) -> nn.Module:
-    try:
-        return model_folders.open_compressed(path, weights=weights)
-    except MaskError as error:
-        why = str(error).partition(";")[0]
-        raise ConfigError(f"--weights {weights} needs a pruned model: {why}") from error
 
 
 def _checked(tokens: Tensor, model: TextModel) -> Tensor:

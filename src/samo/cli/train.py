@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from samo.cli.commands import Finetune, Train
-from samo.cli.console import PatientConsole, facts, say, show_sample
+from samo.cli.console import PatientConsole, facts, out_of_memory, say, show_sample
 from samo.cli.display import Display
 from samo.errors import RunError, SamoError, first_words
 from samo.report.findings import held, ranks as mesh_of, warnings
@@ -15,7 +15,7 @@ from samo.train import launch_env
 from samo.train.events import Listener
 from samo.train.kinds import again, resolve, resolve_resumed
 from samo.train.launch_env import is_first_rank, is_restarted
-from samo.train.rank_group import RankGroup, is_out_of_memory
+from samo.train.rank_group import RankGroup
 from samo.train.resolve import doubts
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
@@ -28,22 +28,19 @@ def run(command: Train | Finetune) -> int:
     """Train, or resume a run."""
     console = PatientConsole()
     display = Display(console)
+    advice = (
+        "lower --batch-size and raise --accumulate by the same factor, or use --checkpointing or a "
+        "shorter --context"
+    )
     try:
-        with display if is_first_rank() else nullcontext():
+        with out_of_memory(advice), display if is_first_rank() else nullcontext():
             if command.resume is not None and _is_complete(command):
                 if is_first_rank():
                     say(console, f"'{command.resume}' is complete; extend it with --steps")
                 return 0
             result = _train(command, console, display)
-    except SamoError:
-        raise
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise RunError(
-                f"out of memory: {first_words(error)}; lower --batch-size and raise --accumulate "
-                "by the same factor, or use --checkpointing or a shorter --context"
-            ) from error
-        if launch_env.num_ranks() == 1:
+    except RuntimeError as error:
+        if isinstance(error, SamoError) or launch_env.num_ranks() == 1:
             raise
         # An error of a backend, for example of a torch schedule whose neighbour has failed.
         raise RunError(
