@@ -52,7 +52,7 @@ __all__ = []
 # masks keep different counts. This pattern marks those lengths dynamic. The rest stay static, which
 # is faster.
 torch.compiler.config.dynamic_sources = ",".join(
-    filter(None, [torch.compiler.config.dynamic_sources, r".*'_samo_weights'.*\.ragged\.values"])
+    filter(None, [torch.compiler.config.dynamic_sources, r".*_samo_weights.*\.ragged\.values"])
 )
 
 _F = TypeVar("_F", bound=Callable[..., Any])
