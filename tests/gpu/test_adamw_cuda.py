@@ -178,3 +178,19 @@ def test_a_first_step_is_not_captured() -> None:
     assert not any(opt.state.values())
     step(model, opt, x)
     assert opt.skipped_steps == 0
+
+
+@pytest.mark.parametrize("first", ["cuda", "cpu"])
+def test_parameters_on_two_devices_skip_a_step_together(first: str) -> None:
+    devices = [first, "cpu" if first == "cuda" else "cuda"]
+    params = [nn.Parameter(torch.ones(5, device=device)) for device in devices]
+    opt = samo.AdamW(params, lr=0.1, kernels="reference")
+    for bad in (1.0, float("nan")):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        params[1].grad[2] = bad
+        opt.step()
+    params[0].grad = None  # leaves the count of skipped steps to the other device
+    opt.step()
+    assert opt.skipped_steps == 2
+    assert all((param == params[0][0].to(param.device)).all() for param in params)

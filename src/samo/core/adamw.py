@@ -146,7 +146,7 @@ class AdamW(Optimizer):
             # A CPU knows the result already. A GPU reads it there, and the host does not wait.
             if skip.device.type != "cpu" or not bool(skip):
                 for batch in batches:
-                    batch.update(None if skip.device.type == "cpu" else skip)
+                    batch.update(None if skip.device.type == "cpu" else skip.to(batch.device))
         return loss
 
     def _collect(self) -> tuple[list["_Batch"], list[DTensor]]:
@@ -230,9 +230,9 @@ class AdamW(Optimizer):
         flags = [batch.kernels.find_nonfinite([u.grad for u in batch.updates]) for batch in batches]
         params = (param for group in self.param_groups for param in group["params"])
         device = next((param.device for param in params), torch.device("cpu"))
-        flag = flags[0] if flags else torch.zeros((), dtype=torch.bool, device=device)
+        flag = flags[0].to(device) if flags else torch.zeros((), dtype=torch.bool, device=device)
         for other in flags[1:]:
-            flag = flag | other.to(flag.device)
+            flag = flag | other.to(device)
         for group, device_type in groups.items():
             flag = _any_rank(flag, group, device_type)
         if self.group is not None:
@@ -356,6 +356,7 @@ class _Batch:
     """Parameters that are updated together."""
 
     def __init__(self, group: dict[str, Any], device: torch.device, index: int) -> None:
+        self.device: Final = device
         self.index: Final = index
         self.settings: Final = AdamWSettings(group["betas"][0], group["betas"][1], group["eps"])
         self.kernels: Final = _kernels.choose(device, group["kernels"])
