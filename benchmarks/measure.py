@@ -1,12 +1,8 @@
 """Clock, machine and result rows, shared by all benchmarks."""
 
 import argparse
-import datetime
 import importlib.util
 import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,19 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import samo
-from samo.bench.rows import commit
+from samo.bench.rows import Table, environment, markdown
 from samo.bench.timing import in_turns, spread
-from samo.utils.environment import hardware
 
 __all__ = [
     "Row",
     "arguments",
-    "environment",
     "held_bytes",
     "in_turns",
     "is_installed",
-    "keep_freed_memory",
     "show",
     "spread",
     "time_ms",
@@ -53,33 +45,6 @@ def is_installed(peer: str) -> bool:
     if not is_there:
         print(f"{peer} is not installed; left out")
     return is_there
-
-
-def keep_freed_memory() -> None:
-    """Restart with glibc set to keep freed memory, as a GPU's allocator does.
-
-    By default it is returned to the system at the end of a step and fetched back, page by page, in
-    the next one, by some contenders more than by others.
-    """
-    if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
-        large = str(2**32)
-        settings = {"MALLOC_TRIM_THRESHOLD_": large, "MALLOC_MMAP_THRESHOLD_": large}
-        os.execve(sys.executable, sys.orig_argv, os.environ | settings)
-
-
-def environment() -> Row:
-    """Describe machine, versions and commit."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "cpu": hardware(torch.device("cpu"))["device_name"],
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "malloc": {k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "LD_PRELOAD"))},
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "samo": samo.__version__,
-        "commit": commit(),
-    }
 
 
 def held_bytes(*values: Any) -> int:
@@ -120,21 +85,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def write_rows(path: Path | None, rows: Iterable[Row]) -> None:
-    """Write one JSON object a line, each with the environment."""
+    """Write one JSON object a line, each with machine, versions, date and commit."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        for row in rows:
-            file.write(json.dumps(row | environment()) + "\n")
+    about = environment(torch.device("cpu"))
+    path.write_text("".join(f"{json.dumps(row | about)}\n" for row in rows))
 
 
 def show(rows: Sequence[Row], columns: Sequence[str]) -> None:
     """Print rows as a Markdown table."""
-    print("| " + " | ".join(columns) + " |")
-    print("| " + " | ".join("---" for _ in columns) + " |")
-    for row in rows:
-        print("| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |")
+    lines = [tuple(_cell(row.get(column, "")) for column in columns) for row in rows]
+    print(markdown(Table(tuple(columns), lines)))
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -146,8 +108,6 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def _cell(value: object) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float) and value < 10
-        else (f"{value:.1f}" if isinstance(value, float) else str(value))
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if value < 10 else f"{value:.1f}"

@@ -1,3 +1,1 @@
-"""What pruning costs in quality: GPTs on real text, and a VGG on images."""
-
-__all__ = []
+"""What pruning costs a GPT in quality."""

@@ -6,7 +6,6 @@ from typing import Final, NamedTuple
 from benchmarks.drawing import (
     LIGHT,
     Figure,
-    apart,
     drawing,
     new_figure,
     place,
@@ -15,6 +14,7 @@ from benchmarks.drawing import (
     to_png,
     to_svg,
 )
+from samo.report.figures import spread
 
 __all__ = ["Curve", "Figure", "curves_figure", "dots_figure"]
 
@@ -109,7 +109,7 @@ def curves_figure(
         axes.grid(axis="y")
         ends = [min(max(curve.mean[-1], low), high) for curve in curves]
         gap = (high - low) * 18 / (height - top - bottom)
-        for number, (curve, at) in enumerate(zip(curves, apart(ends, gap, low, high))):
+        for number, (curve, at) in enumerate(zip(curves, spread(ends, gap, low, high))):
             axes.annotate(
                 curve.label,
                 xy=(curve.x[-1] if is_log else right, ends[number]),

@@ -4,14 +4,12 @@
 
 All contenders read the same bytes in the same order and take equally many steps, each at its own
 learning rate: the first seed tries one rate after the other, from the lowest on, until the loss
-gets worse. Rows are kept after each run; what is there already is not run again. ``--estimate``
-times a few steps and says how long all of it would take.
+gets worse. Rows are kept after each run; what is there already is not run again.
 """
 
 import argparse
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -22,7 +20,7 @@ import torch
 
 import samo
 from benchmarks.quality import gpt_page, rates, runs
-from benchmarks.quality.gpt_run import QUICK, Run, Settings, matching_shape, wait
+from benchmarks.quality.gpt_run import QUICK, Run, Settings, matching_shape
 from benchmarks.quality.text import LEAST_BYTES, find_text, order
 from samo.errors import SamoError
 
@@ -122,7 +120,6 @@ CONTENDERS: Final = {
 def train(job: runs.Job, settings: Settings, paths: list[Path], device: str) -> runs.Row:
     """Train one contender with one seed, and return its row."""
     name, seed, lr = job
-    assert lr is not None
     contender = CONTENDERS[name]
     place = torch.device(device)
     shape = matching_shape(settings.shape) if contender.is_small else settings.shape
@@ -162,48 +159,26 @@ def train(job: runs.Job, settings: Settings, paths: list[Path], device: str) -> 
     }
 
 
-def estimate(
-    settings: Settings, paths: list[Path], device: str, lr: float, fewest: int, most: int
-) -> None:
-    """Time a few steps, dense and pruned, and print how long so many runs would take one by one."""
-    place = torch.device(device)
-    text = find_text(paths, least=0)
-    times = []
-    for name in ("dense", "magnitude-90"):
-        run = Run(settings, settings.shape, text, place, seed=0, lr=lr)
-        if name != "dense":
-            run.compress(samo.prune(run.model, 0.9))
-        steps = run.steps()
-        next(steps), next(steps)  # kernels are compiled, memory is fetched
-        wait(place)
-        begun = time.perf_counter()
-        taken = sum(1 for _, _ in zip(range(min(20, settings.steps - 2)), steps))
-        wait(place)
-        times.append((time.perf_counter() - begun) / taken)
-        rate = settings.batch * settings.context / times[-1]
-        print(f"{name}: {1e3 * times[-1]:.1f} ms for each step, {rate:,.0f} tokens a second")
-    low, high = (count * settings.steps * max(times) / 60 for count in (fewest, most))
-    print(
-        f"{fewest} to {most} runs of {settings.steps:,} steps, one at a time: about {low:.0f} to "
-        f"{high:.0f} minutes"
-    )
-
-
 def main() -> None:
     """Run what is missing, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    runs.add_run_flags(parser, list(CONTENDERS))
-    parser.add_argument("--text", type=Path, nargs="+", default=[], help="files and folders")
-    parser.add_argument("--estimate", action="store_true", help="only time a few steps")
-    parser.add_argument(
-        "--lrs", type=float, nargs="+", default=list(rates.USUAL), help="learning rates to try"
-    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for rows, page and figures")
+    add("--only", nargs="+", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--lrs", type=float, nargs="+", default=list(rates.USUAL), help="learning rates to try")
+    add("--text", type=Path, nargs="+", default=[], help="files and folders")
+    add("--parallel", type=int, default=1, help="runs at a time, each in a process of its own")
+    add("--minutes", type=float, help="start no run that would end later, as far as is known")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--quick", action="store_true", help="tiny sizes, only to see that it runs")
+    add("--page-only", action="store_true", help="no runs: page and figures of the rows there are")
     for field in fields(Settings):
         if field.type in (int, float) and not field.name.endswith("_bytes"):
             flag = f"--{field.name.replace('_', '-')}"
-            parser.add_argument(flag, type=field.type, help=f"by default {field.default}")
+            add(flag, type=field.type, help=f"by default {field.default}")
     options = parser.parse_args()
     try:
         _go(options)
@@ -236,11 +211,6 @@ def _go(options: argparse.Namespace) -> None:
     usual = [name for name, contender in CONTENDERS.items() if contender.is_usual]
     names = options.only or usual
     plan = partial(rates.plan, names=names, seeds=options.seeds, lrs=options.lrs)
-    if options.estimate:
-        more, tried = len(options.seeds) - 1, len(set(options.lrs))
-        counts = (len(names) * (min(tried, 2) + more), len(names) * (tried + more))
-        estimate(settings, options.text, options.device, min(options.lrs), *counts)
-        return
     with runs.kept_rows(options.out, settings) as kept:
         work = partial(train, settings=settings, paths=options.text, device=options.device)
         device = torch.device(options.device)

@@ -1,4 +1,4 @@
-"""The page of the GPTs: the table, what it says in words, and the figures. All of it is made from rows."""
+"""The page of a result: the table, what it says in words, and the figures, all made from rows."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from benchmarks.quality import rates, spreads
 from benchmarks.quality.figures import Curve, Figure, curves_figure, dots_figure
-from benchmarks.quality.pages import figure_data, write_page
-from samo.bench.rows import Table
+from samo.bench.rows import Table, markdown
+from samo.utils import atomic_io
 from samo.utils.formatting import NOTHING, count, duration, size
 
 __all__ = ["write"]
@@ -43,40 +43,62 @@ def write(folder: Path, rows: Sequence[Row], order: Sequence[str]) -> None:
         "loss": ("Validation loss of every run", _dots(found)),
         "curves": ("Validation loss over the text read", _curves(found)),
     }
-    more_tables = {}
+    trials = ""
     if len(lrs) > 1:
         figures["rates"] = ("Validation loss over the learning rate", _rates(tried))
-        more_tables[f"Losses at other rates, seed {seeds[0]}"] = _trials(tried)
-    write_page(
-        folder,
-        title="What pruning costs a GPT",
-        command="python -m benchmarks.quality.gpt --out DIR "
-        + " ".join(
-            f"--{name.replace('_', '-')} {settings[name]}"
-            for name in ("num_layers", "width", "num_heads", "context", "batch", "steps")
-        )
-        + f" --density-power {power:g} --lrs {' '.join(f'{lr:g}' for lr in lrs)}",
-        rows=rows,
-        notes=[
-            f"Text: {count(settings['train_bytes'])} bytes of {settings['text_source']}, and "
-            f"{count(settings['valid_bytes'])} bytes of other files held back (digest {settings['text']}).",
-            f"Each run: {count(settings['steps'])} steps of {settings['batch']} x {settings['context']} "
-            f"bytes, {count(tokens)} in all. A byte is seen {tokens / settings['train_bytes']:.2f} times "
-            "on average, and none more than 4 times. Same bytes, order and first weights (but for the small GPT) "
-            f"for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
-            f"{_rule_of_rates(rows)} Pruned tensors learn at that rate times "
-            f"their kept fraction to the power of {power:g}.",
-            "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
-            'the differences seed by seed; positive is worse. "Worse" and "better" below: the 95 % interval of '
-            "the mean difference (Student's t) leaves out 0.",
-            "State is weights, masks, gradients and moments, measured. Dense: fp32 with torch's AdamW, 16 "
-            "bytes for each parameter. Pruned: bfloat16 with samo.AdamW, exact. The small dense GPT is the "
-            "narrowest of equal depth whose state is not smaller than that of the 90 % pruned one.",
-        ],
-        table=Table(_HEAD, [_line(several, dense) for several in found.values()]),
-        more_tables=more_tables,
-        findings=[*_findings(found), *_edges(tried), *_tickets(found)],
-        figures=figures,
+        trials = f"Losses at other rates, seed {seeds[0]}:\n\n{markdown(_trials(tried)).rstrip()}"
+    for name, (_, (png, svg)) in figures.items():
+        atomic_io.write_bytes(folder / f"{name}.png", png)
+        atomic_io.write_bytes(folder / f"{name}.svg", svg.encode())
+    sizes = ("num_layers", "width", "num_heads", "context", "batch", "steps")
+    flags = " ".join(f"--{name.replace('_', '-')} {settings[name]}" for name in sizes)
+    notes = [
+        _where(rows),
+        f"Text: {count(settings['train_bytes'])} bytes of {settings['text_source']}, and "
+        f"{count(settings['valid_bytes'])} bytes of other files held back (digest {settings['text']}).",
+        f"Each run: {count(settings['steps'])} steps of {settings['batch']} x {settings['context']} "
+        f"bytes, {count(tokens)} in all. A byte is seen {tokens / settings['train_bytes']:.2f} times "
+        "on average, and none more than 4 times. Same bytes, order and first weights (but for the small GPT) "
+        f"for all contenders of a seed; seeds {', '.join(map(str, seeds))}.",
+        f"{_rule_of_rates(rows)} Pruned tensors learn at that rate times "
+        f"their kept fraction to the power of {power:g}.",
+        "Loss in nats for each byte: mean +- standard deviation over seeds. Against dense: the same of "
+        'the differences seed by seed; positive is worse. "Worse" and "better" below: the 95 % interval of '
+        "the mean difference (Student's t) leaves out 0.",
+        "State is weights, masks, gradients and moments, measured. Dense: fp32 with torch's AdamW, 16 "
+        "bytes for each parameter. Pruned: bfloat16 with samo.AdamW, exact. The small dense GPT is the "
+        "narrowest of equal depth whose state is not smaller than that of the 90 % pruned one.",
+    ]
+    parts = [
+        "# What pruning costs a GPT",
+        f"    python -m benchmarks.quality.gpt --out DIR {flags} --density-power {power:g} "
+        f"--lrs {' '.join(f'{lr:g}' for lr in lrs)}",
+        _listed(notes),
+        markdown(Table(_HEAD, [_line(several, dense) for several in found.values()])).rstrip(),
+        _listed([*_findings(found), *_edges(tried), *_tickets(found)]),
+        *(f"![{description}]({name}.png)" for name, (description, _) in figures.items()),
+        trials,
+        "Every run, with its curve: rows.jsonl. The page is made from it: `--page-only`.",
+    ]
+    page = "\n\n".join(filter(None, parts))
+    atomic_io.write_bytes(folder / "README.md", page.encode() + b"\n")
+
+
+def _listed(sentences: Sequence[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def _where(rows: Sequence[Row]) -> str:
+    dates = sorted({row["date"] for row in rows})
+    devices = ", ".join(dict.fromkeys(row["device_name"] for row in rows))
+    found = rows[-1]["versions"]
+    versions = ", ".join(f"{name} {found[name]}" for name in ("samo", "torch", "python"))
+    commits = ", ".join(dict.fromkeys(row["commit"] or "unknown" for row in rows))
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    at_once = ", ".join(map(str, sorted({row["parallel"] for row in rows})))
+    return (
+        f"Measured {when} on {devices}; {versions}; commit {commits}. Runs at a time: {at_once} (times "
+        "are those of runs that shared the device)."
     )
 
 
@@ -200,7 +222,9 @@ def _dots(found: dict[str, list[Row]]) -> Figure:
 def _curves(found: dict[str, list[Row]]) -> Figure:
     curves = []
     for rows in found.values():
-        x, values = figure_data(rows, "curve")
+        curve_of_seed = [row["curve"] for row in rows]
+        x = [tokens for tokens, _ in curve_of_seed[0]]
+        values = [[loss for _, loss in points] for points in zip(*curve_of_seed)]
         means = [spreads.of(several).mean for several in values]
         millions = [tokens / 1e6 for tokens in x]
         curves.append(

@@ -18,7 +18,7 @@ from samo.models.gpt import GPT, GPTConfig
 from samo.train.config import ResolvedOptim
 from samo.train.resolve import learning_rate
 
-__all__ = ["QUICK", "Run", "Settings", "matching_shape", "wait"]
+__all__ = ["QUICK", "Run", "Settings", "matching_shape"]
 
 DENSE_BYTES: Final = 16
 """Of each parameter of a dense GPT: fp32 weight, gradient and two moments, as torch's AdamW has them."""
@@ -145,7 +145,8 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the loss on the text held back, for each byte."""
-        wait(self._valid.device)
+        if self._valid.is_cuda:
+            torch.cuda.synchronize(self._valid.device)
         begun = time.perf_counter()
         size = 2 * self.settings.batch
         losses = [self._loss(self._valid, s_B, "sum") for s_B in self._valid_starts_W.split(size)]
@@ -171,9 +172,7 @@ class Run:
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.opt.step()
         self.step += 1
-        if (
-            self._measured is not self.masks
-        ):  # before gradients are dropped, and only if masks changed
+        if self._measured is not self.masks:  # only then, and before gradients are dropped
             self.states.append((self.step, self.state_bytes(), self.trained_s))
             self._measured = self.masks
         self.opt.zero_grad()
@@ -223,9 +222,3 @@ def _decayed(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-
-
-def wait(device: torch.device) -> None:
-    """Wait for the GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,11 +1,10 @@
 """Runs of contenders with seeds: side by side in processes, each kept as a row, none done twice."""
 
-import argparse
 import dataclasses
 import json
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from samo.bench.rows import environment, reason
 from samo.errors import RunError
 from samo.utils import atomic_io
 
-__all__ = ["Job", "Kept", "Plan", "Row", "add_run_flags", "finish", "kept_rows"]
+__all__ = ["Job", "Kept", "Plan", "Row", "finish", "kept_rows"]
 
 Row = dict[str, Any]
 """What one run found: contender, seed, settings, and figures of its own."""
@@ -28,33 +27,14 @@ class Job(NamedTuple):
 
     contender: str
     seed: int
-    lr: float | None = None
-    """The learning rate, where not all runs have the same."""
+    lr: float
 
     def __str__(self) -> str:
-        rate = "" if self.lr is None else f", rate {self.lr:g}"
-        return f"{self.contender} (seed {self.seed}{rate})"
+        return f"{self.contender} (seed {self.seed}, rate {self.lr:g})"
 
 
 Plan = Callable[[list[Row]], list[Job]]
 """Returns the runs that are wanted, first those to begin first, given the rows that are there."""
-
-
-def add_run_flags(parser: argparse.ArgumentParser, contenders: Sequence[str]) -> None:
-    """Add what both benchmarks take: which runs, where to, and how many at a time."""
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder for rows, page and figures")
-    add("--only", nargs="+", choices=contenders, metavar="NAME", help=", ".join(contenders))
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--parallel", type=int, default=1, help="runs at a time, each in a process of its own")
-    add("--minutes", type=float, help="start no run that would end later, as far as is known")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--quick", action="store_true", help="tiny sizes, only to see that it runs")
-    add(
-        "--page-only",
-        action="store_true",
-        help="no runs: page and figures of the rows that are there",
-    )
 
 
 class Kept:
@@ -79,7 +59,7 @@ class Kept:
 
     def missing(self, jobs: Iterable[Job]) -> list[Job]:
         """Return the jobs that have no row yet."""
-        done = {Job(row["contender"], row["seed"], row.get("lr")) for row in self.rows}
+        done = {Job(row["contender"], row["seed"], row["lr"]) for row in self.rows}
         return [job for job in jobs if job not in done]
 
     def add(self, row: Row) -> None:

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 import samo
-from benchmarks.measure import Row, arguments, environment, held_bytes, is_installed, show
+from benchmarks.measure import Row, arguments, held_bytes, is_installed, show
+from samo.bench.rows import environment
 from samo.data.batches import Batch, Batches, validation_batches
 from samo.data.tokenizers import open_tokenizer
 from samo.data.tokens import Tokens, open_tokens
@@ -178,12 +179,12 @@ def run(job: Job, out: Path | None) -> list[Row]:
     options, rows = job.options, list[Row]()
 
     def add(row: Row) -> None:
-        rows.append({"model": job.folder.name, "device": job.device.type, **row})
+        rows.append({"model": job.folder.name, **row})
         print({key: row.get(key) for key in COLUMNS if row.get(key) is not None}, flush=True)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             with out.open("a") as file:
-                file.write(json.dumps(rows[-1] | environment()) + "\n")
+                file.write(json.dumps(rows[-1] | environment(job.device)) + "\n")
 
     model = job.open()
     add({"contender": "as it came", "ppl": perplexity(model, job)})

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
-    """Measure one line in a process of its own and return its rows, as many as there was time for."""
+    """Measure one line in a process of its own and return its rows."""
     with tempfile.TemporaryDirectory() as parent:
         out = Path(parent) / "step"
         line = command(config)
@@ -45,22 +45,14 @@ def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
 def main() -> None:
     """Measure the lines and print one table of them all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("lines", nargs="*", default=[], help=f"of {', '.join(LINES)}")
+    parser.add_argument("lines", nargs="*", help=f"of {', '.join(LINES)}; by default all")
     parser.add_argument("--out", type=Path, help="file for the raw rows, JSON lines")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, only to see that it runs")
-    parser.add_argument("--repeats", type=int, help="steps of each contender, other than usual")
-    parser.add_argument("--rounds", type=int, help="rounds of them, other than usual")
-    parser.add_argument("--only", help="contenders to measure, with commas between")
     parser.add_argument("--seconds", type=float, help="stop after this time, with what there is")
     options = parser.parse_args()
     unknown = set(options.lines) - set(LINES)
     if unknown:
         parser.error(f"there is no line {', '.join(sorted(unknown))}")
-    changes: dict[str, Any] = {
-        name: value for name in ("repeats", "rounds") if (value := getattr(options, name))
-    }
-    if options.only:
-        changes["only"] = (options.only,)
     end = time.monotonic() + (options.seconds or float("inf"))
     rows: list[Row] = []
     for name in options.lines or LINES:
@@ -69,7 +61,7 @@ def main() -> None:
             print(f"no time for {name}", flush=True)
             continue
         start = time.monotonic()
-        config = replace(LINES[name].config, quick=options.toy, **changes)
+        config = replace(LINES[name].config, quick=options.toy)
         found = run_line(config, left if options.seconds else None)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
         rows += [{"line": name, **row} for row in found]

@@ -51,7 +51,7 @@ def merge(files: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def tabulate(rows: Sequence[Row]) -> Table:
-    """Return the table of rows, with goals beside what is measured."""
+    """Return the table of rows."""
     return Table(_HEAD, [_line(row) for row in rows])
 
 
@@ -72,8 +72,7 @@ def write(folder: Path, rows: Sequence[Row]) -> None:
         _where(rows),
         "Step: forward, backward and update, median. Over masked: step and peak over those of masked dense "
         "training, compiled in the same way; of several rounds, the median of the ratios within each "
-        "(all of them: `round_ms` in the rows); in brackets what it should be at most. Step: after a pause of "
-        "0.1 s, so that the host's work before the first kernel counts. In a row: 10 steps without a pause, "
+        "(all of them: `round_ms` in the rows). Step: after a pause of 0.1 s, so that the host's work before the first kernel counts. In a row: 10 steps without a pause, "
         "as in training. Peak: memory allocated, with CUDA graphs reserved. Warm-up: three "
         "steps, five with CUDA graphs, in which torch compiles and records. Where contenders were compiled, or "
         "did not fit into memory together, they were measured one after the other.",
@@ -89,29 +88,25 @@ def _line(row: Row) -> tuple[str, ...]:
     if row["median"] is None:
         return (line.title, row["name"], row["failure"], *[NOTHING] * (len(_HEAD) - 3))
     found = row["figures"]
-    goal = line.goals.get(row["name"])
     peak = found["peak_bytes"]
     return (
         line.title,
         row["name"],
         three_digits(row["median"]),
         f"{three_digits(row['p20'])}-{three_digits(row['p80'])}",
-        _beside(found["over_masked"], goal and goal.step),
+        _ratio(found["over_masked"]),
         three_digits(found["in_a_row_ms"]),
-        _beside(found.get("in_a_row_over_masked"), goal and goal.step),
+        _ratio(found.get("in_a_row_over_masked")),
         three_digits(peak and peak / 1e9),
-        _beside(found["peak_over_masked"], goal and goal.peak),
+        _ratio(found["peak_over_masked"]),
         three_digits(found["state_bytes_per_param"]),
         f"{found['warm_up_s']:.1f}",
         _compilations(found),
     )
 
 
-def _beside(value: float | None, most: float | None) -> str:
-    """Write what was measured, and in brackets what it should be at most."""
-    if value is None:
-        return NOTHING
-    return f"{value:.3f}" if most is None else f"{value:.3f} ({most:.2f})"
+def _ratio(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3f}"
 
 
 def _compilations(found: Row) -> str:

@@ -1,8 +1,6 @@
 """The quality benchmark runs at tiny sizes, keeps its rows, and compares fairly."""
 
-import gzip
 import json
-import struct
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,12 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.quality import gpt, rates, runs, spreads, vgg
-from benchmarks.quality.gpt_run import (
-    DENSE_BYTES,
-    Settings,
-    matching_shape,
-)
+from benchmarks.quality import gpt, rates, runs, spreads
+from benchmarks.quality.gpt_run import DENSE_BYTES, Settings, matching_shape
 from benchmarks.quality.text import even, find_text, order, windows
 
 import samo
@@ -143,80 +137,24 @@ def test_text_is_held_back_in_whole_files_or_in_part(tmp_path: Path) -> None:
         find_text([tmp_path / "b.txt"])
 
 
-# Images
-
-
-def write_images(folder: Path, count: int = 40) -> Path:
-    """Write images whose class is the place of a bright bar: something that can be learnt."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
-    for name in ("train", "t10k"):
-        labels = torch.arange(count) % 10
-        pictures = torch.randint(0, 60, (count, 28, 28), generator=generator)
-        for picture, label in zip(pictures, labels.tolist()):
-            picture[:, 2 * label : 2 * label + 4] += 180
-        head = struct.pack(">4i", 0x803, count, 28, 28)
-        data = head + bytes(pictures.flatten().tolist())
-        (folder / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(data))
-        head = struct.pack(">2i", 0x801, count)
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(head + bytes(labels.tolist()))
-    return folder
-
-
-# VGGs
-
-
-@pytest.mark.slow
-def test_vggs_run_and_tell_what_tickets_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, out = write_images(tmp_path / "data"), tmp_path / "out"
-    where = ("--data", data, "--out", out)
-    call(vgg.main, monkeypatch, "--quick", *where, "--seeds", 0, "--device", "cpu")
-    rows = {row["contender"]: row for row in rows_of(out)}
-    assert list(rows) == list(vgg.CONTENDERS)
-    page = (out / "README.md").read_text()
-    drawn = [row for row in rows.values() if row["drawn_epoch"] is not None]
-    assert drawn, "none of the tickets settled"
-    for row in drawn:
-        share = row["pruned_channels"] / row["num_channels"]
-        assert abs(share - int(row["contender"][-2:]) / 100) < 0.02
-        assert row["state_bytes"] < rows["unpruned"]["state_bytes"]
-        assert 4 <= row["drawn_epoch"] < row["settings"]["epochs"] == len(row["curve"])
-        assert f"ticket {row['ticket']}" in page
-    for row in rows.values():
-        if row["failure"]:
-            assert row["accuracy"] is None
-            assert row["failure"] in page
-    for name in ("accuracy", "curves"):
-        assert (out / f"{name}.png").read_bytes().startswith(PNG)
-    (out / "README.md").unlink()
-    call(vgg.main, monkeypatch, "--out", out, "--page-only")
-    assert (out / "README.md").read_text() == page
-    with pytest.raises(SystemExit, match="2"):  # images must be given
-        call(vgg.main, monkeypatch, "--quick", "--out", tmp_path)
-    with pytest.raises(SystemExit, match="error: there is neither"):
-        call(vgg.main, monkeypatch, "--quick", "--out", tmp_path, "--data", tmp_path)
-
-
 # Runs and spreads
 
 
 def fake_row(job: runs.Job, failing: str = "") -> runs.Row:
-    if job[0] == failing:
+    if job.contender == failing:
         raise ValueError(f"{failing} cannot\nbe run")
-    return {"contender": job[0], "seed": job[1], "loss": 1.0 + job[1]}
+    return {"contender": job.contender, "seed": job.seed, "lr": job.lr}
 
 
 def test_what_was_done_stays_when_a_run_fails(tmp_path: Path) -> None:
-    jobs = [runs.Job(name, 0) for name in "abc"]
+    jobs = [runs.Job(name, 0, 0.1) for name in "abc"]
 
     def plan(_: object) -> list[runs.Job]:
         return jobs
 
     said: list[str] = []
     with runs.kept_rows(tmp_path, Settings()) as kept:
-        with pytest.raises(RunError, match=r"1 runs failed: b \(seed 0\): b cannot$"):
+        with pytest.raises(RunError, match=r"1 runs failed: b \(seed 0, rate 0.1\): b cannot$"):
             runs.finish(kept, plan, partial(fake_row, failing="b"), device=CPU, say=said.append)
         with (
             pytest.raises(RunError, match="another process writes to"),
@@ -225,9 +163,9 @@ def test_what_was_done_stays_when_a_run_fails(tmp_path: Path) -> None:
             pass
     assert [row["contender"] for row in rows_of(tmp_path)] == ["a", "c"]
     with runs.kept_rows(tmp_path, Settings()) as kept:
-        assert kept.missing(jobs) == [runs.Job("b", 0)]
+        assert kept.missing(jobs) == [runs.Job("b", 0, 0.1)]
         runs.finish(kept, plan, fake_row, device=CPU, minutes=-1, say=said.append)
-    assert said[-1] == "1 runs are left for the next call: b (seed 0)"
+    assert said[-1] == "1 runs are left for the next call: b (seed 0, rate 0.1)"
     with runs.kept_rows(tmp_path, Settings()) as kept:
         runs.finish(kept, plan, fake_row, device=CPU, say=said.append)
     assert [row["contender"] for row in rows_of(tmp_path)] == ["a", "c", "b"]
@@ -241,7 +179,6 @@ def test_other_seeds_wait_for_the_best_rate_of_the_first() -> None:
     while jobs := [job for job in plan(rows) if job not in begun]:
         begun.append(jobs[0])
         name, seed, lr = jobs[0]
-        assert lr is not None
         loss = losses[lr] if name == "a" else -lr  # b: the more the better
         rows.append({"contender": name, "seed": seed, "lr": lr, "valid_loss": loss})
     assert [job.lr for job in begun if job[:2] == ("a", 5)] == [0.1, 0.3, 1.0]  # 1.0 is worse

@@ -132,10 +132,10 @@ def between(row: Row) -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return where and when a row was measured: device, versions, date and commit."""
+    """Return where and when a row was measured: machine, versions, date and commit."""
+    machine = hardware(device)
     return {
-        "device": device.type,
-        "device_name": hardware(device)["device_name"],
+        **{key: machine[key] for key in ("device", "device_name", "cores", "threads")},
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
         "commit": commit(),

@@ -1,1 +1,0 @@
-"""The CPU kernels beside other ways to do the same."""

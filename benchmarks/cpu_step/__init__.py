@@ -1,1 +1,0 @@
-"""A training step on a CPU, beside dense training and peers."""
