@@ -141,49 +141,66 @@ def stage(
     Without ``copies``, the model must not change until that function has returned. ``look_after``
     is called every few seconds with the ranks that this one waits for, and may raise.
     """
-    mesh, timeout_s = options.get("mesh"), options.get("timeout_s", 600.0)
-    layout = layout_of(model, mesh, timeout_s, "samo.save", look_after)
-    part = _Part(Path(path), layout, opt, options.get("scaler"), options.get("extra") or {})
-    if copies:
-        part.stage()
-    if part.error is not None and not isinstance(part.error, Exception):
-        raise part.error  # Ctrl-C is for this thread
+    layout = layout_of(
+        model, options.get("mesh"), options.get("timeout_s", 600.0), "samo.save", look_after
+    )
+    part = _Part(Path(path), layout)
+    try:
+        part.describe(opt, options.get("scaler"), options.get("extra") or {})
+        if copies:
+            part.tensors = staging.stage(part.tensors)
+    except Exception as error:  # raised in save(), on all ranks; Ctrl-C is for this thread
+        part.error = error
     return part.save
 
 
 class _Part:
     """What a rank writes of a checkpoint; on the first rank also the manifest."""
 
-    def __init__(
-        self,
-        folder: Path,
-        layout: Layout,
-        opt: Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
-        extra: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, folder: Path, layout: Layout) -> None:
         self.folder: Final = folder
         self.layout: Final = layout
         self.draft: Final = ExitStack()
         self.tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-        self.metadata: Final[dict[str, dict[str, str]]] = {}
+        self.metadata: Final[dict[str, dict[str, str]]] = {kind: {} for kind in KINDS}
         self.content: Final[dict[str, Any]] = {}
-        self.error: BaseException | None = None
-        try:
-            self.share = self._describe(opt, scaler, extra)
-        except BaseException as error:  # raised in save(), on all ranks
-            self.error, self.share = error, None
-        for kind, tensors in self.tensors.items():
-            own = {name: t for name, t in tensors.items() if layout.writes(t)}
-            self.metadata[kind] = self.metadata.get(kind, {}) | rows_metadata(own)
-            self.tensors[kind] = {name: local_of(t).detach() for name, t in own.items()}
+        self.share: dict[str, Any] | None = None
+        self.error: Exception | None = None
 
-    def stage(self) -> None:
-        """Copy the tensors to the host, so that the model may change."""
-        try:
-            self.tensors = staging.stage(self.tensors)
-        except BaseException as error:
-            self.error = self.error or error
+    def describe(
+        self,
+        opt: Optimizer | None,
+        scaler: torch.amp.GradScaler | None,
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Collect the tensors that this rank writes, and the share of its stage, if it is first."""
+        layout, tensors = self.layout, self.tensors
+        if layout.ranks.place == 0:
+            self.content["scaler"] = None if scaler is None else scaler.state_dict()
+            self.content["extra"] = json_values.encode(
+                dict(extra), "extra", name_tensors(tensors["extra"])
+            )
+        if layout.is_first or layout.is_sharded:
+            model = ModelState(layout)
+            tensors["weights"] = own = model.tensors
+            masks = {name: mask for name, mask in sorted(model.masks.items()) if name in own}
+            tensors["masks"] = {name: mask.words for name, mask in masks.items()}
+            self.metadata["masks"] = mask_files.metadata(masks, Masks(masks).fingerprint())
+            optimizer = None
+            if opt is not None:
+                optimizer = OptimizerState(opt, model).describe(tensors["optimizer"])
+            if layout.is_first:
+                self.share = {
+                    "is_compressed": model.is_compressed,
+                    "params": model.params,
+                    "tensors": list(own),
+                    "tied": model.tied,
+                    "optimizer": optimizer,
+                }
+        for kind, group in tensors.items():
+            held = {name: tensor for name, tensor in group.items() if layout.writes(tensor)}
+            self.metadata[kind] |= rows_metadata(held)
+            tensors[kind] = {name: local_of(tensor).detach() for name, tensor in held.items()}
 
     def save(self) -> None:
         """Write the checkpoint together with the other ranks."""
@@ -197,38 +214,6 @@ class _Part:
         if self.error is not None:
             raise self.error
         return self.share
-
-    def _describe(
-        self,
-        opt: Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
-        extra: Mapping[str, Any],
-    ) -> dict[str, Any] | None:
-        layout, tensors = self.layout, self.tensors
-        if layout.ranks.place == 0:
-            self.content["scaler"] = None if scaler is None else scaler.state_dict()
-            self.content["extra"] = json_values.encode(
-                dict(extra), "extra", name_tensors(tensors["extra"])
-            )
-        if not layout.is_first and not layout.is_sharded:
-            return None
-        model = ModelState(layout)
-        tensors["weights"] = own = model.tensors
-        masks = {name: mask for name, mask in sorted(model.masks.items()) if name in own}
-        tensors["masks"] = {name: mask.words for name, mask in masks.items()}
-        self.metadata["masks"] = mask_files.metadata(masks, Masks(masks).fingerprint())
-        optimizer = None
-        if opt is not None:
-            optimizer = OptimizerState(opt, model).describe(tensors["optimizer"])
-        if not layout.is_first:
-            return None
-        return {
-            "is_compressed": model.is_compressed,
-            "params": model.params,
-            "tensors": list(tensors["weights"]),
-            "tied": model.tied,
-            "optimizer": optimizer,
-        }
 
     def begin(self, shares: list[Any]) -> str:
         """Lock the folder, and return the name of the new data folder."""
