@@ -71,24 +71,22 @@ def test_wanda_in_float32_is_equal_too() -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "samo"])
 def test_blocks_are_given_what_the_model_gives_them(family: str) -> None:
-    model, data = language_model(family).train(), batches(2)
-    given: list[list[Tensor]] = []
+    model, data = language_model(family), batches(2)
     model.eval()
-    for layer in blocks_of(model):
-        seen: list[Tensor] = []
-        hook = layer.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
-        with torch.no_grad():
-            for batch in data:
-                model(batch)
+    given: list[list[Tensor]] = [[] for _ in blocks_of(model)]
+    hooks = [
+        block.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+        for block, seen in zip(blocks_of(model), given)
+    ]
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    for hook in hooks:
         hook.remove()
-        given.append(seen)
     model.train()
-    names = [name for name, _ in model.named_modules()]
-    for block, expected in zip(BlockModel(model, data).walk(), given):
-        assert block.name in names
-        for out, true in zip(block.run(), expected):
-            assert torch.equal(out, true)
-        assert not block.module.training
+    for (_, run), expected in zip(BlockModel(model, data).walk({}), given, strict=True):
+        assert all(map(torch.equal, run(), expected))
+        assert not any(module.training for module in model.modules())
     assert all(module.training for module in model.modules())
     assert not any("forward" in vars(block) for block in blocks_of(model))
     assert getattr(getattr(model, "config", None), "use_cache", True)
@@ -110,21 +108,18 @@ def test_bfloat16_models_are_pruned_in_float32(method: Any) -> None:
     assert all(param.isfinite().all() for param in model.parameters())
 
 
-def test_progress_counts_blocks() -> None:
+@pytest.mark.parametrize(("scope", "total"), [("tensor", 2), ("owl", 4)])
+def test_progress_counts_blocks(scope: Any, total: int) -> None:
     calls: list[tuple[int, int]] = []
-    model, data = language_model("Llama"), batches(1)
-    prune(model, 0.5, method="wanda", calibration=data, progress=lambda *done: calls.append(done))
-    assert calls == [(1, 2), (2, 2)]
-    calls.clear()
     prune(
-        model,
+        language_model("Llama"),
         0.5,
         method="wanda",
-        scope="owl",
-        calibration=data,
+        scope=scope,
+        calibration=batches(1),
         progress=lambda *done: calls.append(done),
     )
-    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert calls == [(done, total) for done in range(1, total + 1)]
 
 
 def test_a_weight_of_two_blocks_gets_one_mask_and_is_pruned_in_both() -> None:

@@ -10,11 +10,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from samo.mask import bitmap
-from samo.pruning import nm
+from samo.pruning import topk
 from samo.pruning.pattern import Pattern, parse_pattern
 from samo.pruning.prune import prune
 from samo.pruning.scope import erk_counts
-from samo.pruning.topk import Entries
 from tests.pruning.test_prune import model_of, models, reference_hashes
 
 SHAPES = st.lists(st.lists(st.integers(1, 60), min_size=2, max_size=4), min_size=1, max_size=6)
@@ -207,9 +206,8 @@ def test_groups_continue_over_chunks(
 def test_neighbours_whose_hashes_collide_are_taken_in_order(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nm, "_MOST_COMPARED", most)
-
-    monkeypatch.setattr(Entries, "hashes", lambda self, index: (index % 2).to(torch.int32))
+    monkeypatch.setattr(topk, "_MOST_COMPARED", most)
+    monkeypatch.setattr(topk, "hashes", lambda name, seed, index: (index % 2).to(torch.int32))
     keep = prune(model_of(torch.ones(3, 12)), pattern="4:6")["0.weight"].to_bool()
     group = [True, True, False, True, False, True]  # the odd places, and the first even one
     assert torch.equal(keep, torch.tensor(group * 2).repeat(3, 1))

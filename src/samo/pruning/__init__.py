@@ -2,9 +2,9 @@
 
 prune          by magnitude, at random, or by the inputs of the weights
 scope          which tensors are compared: each, all, by ERK or by OWL; n:m `pattern`
-topk, nm       the largest of them, the n largest of every m
-calibrated     by inputs: `blocks` runs a model block by block, `inputs` watches its products,
-               `wanda`, `sparsegpt` and `owl` decide
+topk           the largest of them, or of neighbours
+calibrated     by inputs: `blocks` runs a model block by block, `inputs` watches its products, then
+               Wanda, OWL or `sparsegpt` decide
 early_bird     once the mask of a dense model in training stabilizes
 schedules      while a compressed model trains: gradual pruning, SET, RigL
 growth         which entries those drop and grow

@@ -8,9 +8,8 @@ when it calls the block. So nothing needs to be known of the model but where its
             stored    stored    stop
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
@@ -25,25 +24,8 @@ Batch = Tensor | Mapping[str, Any]
 """Tokens (B x T), or named inputs of the model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One block, computed with a copy of its parameters and buffers that may be changed."""
-
-    name: str  # of the block in the model
-    module: nn.Module
-    state: dict[str, Tensor]
-    model: "BlockModel"
-    index: int
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's own parameters, by their names in ``state``."""
-        yield from self.module.named_parameters()
-
-    def run(self) -> Iterator[Any]:
-        """Yield its output for each batch, computed as the copy is now."""
-        for batch in range(len(self.model.batches)):
-            args, kwargs = self.model.inputs(self.index, batch)
-            yield functional_call(self.module, self.state, args, kwargs)
+Run = Callable[[], Iterator[Any]]
+"""Yields the output of a block for each batch, as its copy is now."""
 
 
 class BlockModel:
@@ -53,6 +35,8 @@ class BlockModel:
         model: The model, which stays where it is.
         calibration: Batches.
         device: Where blocks are computed. By default where the model is.
+        num_walks: How often `walk` will be called.
+        progress: Called with the number of blocks done, and that of all walks.
     """
 
     def __init__(
@@ -60,6 +44,8 @@ class BlockModel:
         model: nn.Module,
         calibration: Iterable[Batch],
         device: torch.device | str | None = None,
+        num_walks: int = 1,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.path, self.blocks = find_blocks(model)
         self.home: Final = next(model.parameters()).device
@@ -68,35 +54,46 @@ class BlockModel:
         if not self.batches:
             raise ValueError("calibration has no batches; pass some of the model's usual inputs")
         self._model: Final = model
+        self._progress: Final = progress
+        self._num_done, self._num_all = 0, num_walks * len(self.blocks)
         self._outputs: list[Any] = []
 
-    def check_names(self, wanted: Mapping[int, str]) -> None:
-        """Raise a ValueError unless all parameters, given by identity, belong to blocks."""
+    @torch.no_grad()
+    def walk(self, wanted: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Run]]:
+        """Yield copies of the wanted parameters, block after block, and what runs the block.
+
+        The copies may be changed: the next block is given what they make then.
+        """
+        names = {id(parameter): name for name, parameter in wanted.items()}
         inside = {id(parameter) for block in self.blocks for parameter in block.parameters()}
-        for key, name in wanted.items():
+        for key, name in names.items():
             if key not in inside:
                 raise ValueError(
                     f"'{name}' belongs to none of the blocks '{self.path}', so its inputs are not "
                     f"known; leave it out with skip=['{name}'], or use method='magnitude'"
                 )
-
-    @torch.no_grad()
-    def walk(self) -> Iterator[Block]:
-        """Yield one block after the other; the next is given what this one's copy makes then."""
         with _evaluating(self._model):
             self._outputs = [None] * len(self.batches)
-            for index, module in enumerate(self.blocks):
-                tensors = dict(module.named_parameters())
-                state = {name: _copied(tensor, self.device) for name, tensor in tensors.items()}
-                state |= {name: t.to(self.device) for name, t in module.named_buffers()}
-                block = Block(f"{self.path}.{index}", module, state, self, index)
-                yield block
+            for index, block in enumerate(self.blocks):
+                own = dict(block.named_parameters())
+                state = {name: _copied(tensor, self.device) for name, tensor in own.items()}
+                state |= {name: t.to(self.device) for name, t in block.named_buffers()}
+                run = partial(self._run, index, state)
+                yield {names[id(p)]: state[n] for n, p in own.items() if id(p) in names}, run
                 if index + 1 < len(self.blocks):
-                    for batch, output in enumerate(block.run()):
+                    for batch, output in enumerate(run()):
                         self._outputs[batch] = _moved(output, self.home)
-                state.clear()  # the caller may still hold the block
+                self._num_done += 1
+                if self._progress is not None:
+                    self._progress(self._num_done, self._num_all)
+                state.clear()  # the caller may still hold ``run``
 
-    def inputs(self, index: int, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _run(self, index: int, state: dict[str, Tensor]) -> Iterator[Any]:
+        for batch in range(len(self.batches)):
+            args, kwargs = self._inputs(index, batch)
+            yield functional_call(self.blocks[index], state, args, kwargs)
+
+    def _inputs(self, index: int, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what the model gives to a block, on the device of the blocks."""
         called: list[int] = []
         found: list[Any] = []
@@ -182,7 +179,7 @@ def _checked(batch: object) -> Batch:
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
+    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

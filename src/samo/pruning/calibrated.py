@@ -1,22 +1,36 @@
-"""Choose masks block by block from the inputs that calibration data gives to each weight."""
+"""Choose masks block by block from the inputs that calibration data gives to each weight.
+
+Wanda (Sun et al. 2023, arXiv:2306.11695) keeps the weights with the largest |w_ij| * ||x_j||,
+compared within each output. Rows keep the same number of weights; where that number is not whole,
+some keep one more, spread evenly, so that the count of the tensor is exact.
+
+OWL (Yin et al. 2023, arXiv:2310.05175) measures a block by the fraction of its weights whose Wanda
+score is an outlier: pruning hurts blocks with more of them more. The scores of all matrices of a
+block are taken together, on inputs of the dense model.
+
+``sparsegpt.py`` has SparseGPT.
+"""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
+import torch
 from torch import Tensor
 
+from samo.mask import bitmap
 from samo.mask.mask import Mask
-from samo.pruning.blocks import Block, BlockModel
+from samo.pruning.blocks import BlockModel, Run
 from samo.pruning.inputs import FEW_TOKENS, Inputs, InputStatistics
 from samo.pruning.scope import Group
 from samo.pruning.sparsegpt import solve_
-from samo.pruning.wanda import keep_by_inputs
+from samo.pruning.topk import keep_neighbours
 
 __all__ = []
 
 CalibratedMethod = Literal["wanda", "sparsegpt"]
 
+_OUTLIER: Final = 5.0  # times the mean score of the block
 _logger: Final = logging.getLogger(__name__)
 
 
@@ -26,49 +40,47 @@ def prune_blocks(
     groups: Sequence[Group],
     method: CalibratedMethod,
     seed: int,
-    progress: Callable[[], None],
 ) -> dict[str, Mask]:
     """Return the masks of tensors that are pruned each on its own; SparseGPT changes the model."""
     by_name = {group.names[0]: group for group in groups}
-    wanted = {id(parameters[name]): name for name in by_name}
-    blocks.check_names(wanted)
+    choose = solve_ if method == "sparsegpt" else _keep_by_inputs
     masks: dict[str, Mask] = {}
-    for block in blocks.walk():
-        own = {wanted[id(p)]: name for name, p in block.parameters() if id(p) in wanted}
-        for name in own.keys() & masks.keys():  # shared with an earlier block
-            masks[name].to(blocks.device).zero_(block.state[own[name]])
-        open_ = {key: name for key, name in wanted.items() if name not in masks}
-        statistics = collect(block, open_, with_products=method == "sparsegpt")
+    for weights, run in blocks.walk({name: parameters[name] for name in by_name}):
+        for name in weights.keys() & masks.keys():  # shared with an earlier block
+            masks[name].to(blocks.device).zero_(weights.pop(name))
+        statistics = _collect(weights, run, with_products=method == "sparsegpt")
         while statistics:  # one after the other is freed
             name, inputs = statistics.popitem()
-            mask = _choose_(inputs, by_name[name], method, seed)
+            keep = choose(inputs, by_name[name], seed)
+            keep = keep.mT if inputs.is_transposed else keep
+            mask = Mask.from_bool(keep.reshape(inputs.weight.shape))
+            mask.zero_(inputs.weight)
             if method == "sparsegpt":
                 parameters[name].detach().copy_(inputs.weight)
             masks[name] = mask.to(parameters[name].device)
             del inputs
-        progress()
     return masks
 
 
-def _choose_(inputs: Inputs, group: Group, method: CalibratedMethod, seed: int) -> Mask:
-    """Return the mask of a weight, which is pruned in place."""
-    choose = solve_ if method == "sparsegpt" else keep_by_inputs
-    keep = choose(inputs, group, seed)
-    keep = keep.mT if inputs.is_transposed else keep
-    mask = Mask.from_bool(keep.reshape(inputs.weight.shape))
-    mask.zero_(inputs.weight)
-    return mask
+def outlier_ratios(blocks: BlockModel, parameters: Mapping[str, Tensor]) -> list[float]:
+    """Return the fraction of outliers in the block of each tensor."""
+    found: dict[str, float] = {}
+    for weights, run in blocks.walk(parameters):
+        inputs = _collect(weights, run, with_products=False)
+        scores = [_scores(one) for one in inputs.values()]
+        numel = sum(score.numel() for score in scores)
+        mean = sum(float(score.sum()) for score in scores) / max(numel, 1)
+        outliers = sum(int((score > _OUTLIER * mean).sum()) for score in scores)
+        found |= dict.fromkeys(inputs, outliers / max(numel, 1))
+    return [found[name] for name in parameters]
 
 
-def collect(block: Block, wanted: Mapping[int, str], *, with_products: bool) -> dict[str, Inputs]:
-    """Return the inputs of the wanted parameters of a block, whose names are given by identity."""
-    weights = {
-        wanted[id(p)]: block.state[name] for name, p in block.parameters() if id(p) in wanted
-    }
+def _collect(weights: Mapping[str, Tensor], run: Run, *, with_products: bool) -> dict[str, Inputs]:
+    """Return the inputs of some weights of a block."""
     if not weights:
         return {}
     with InputStatistics(weights, with_products=with_products) as statistics:
-        for _ in block.run():
+        for _ in run():
             pass
     for name, inputs in statistics.inputs.items():
         inputs.check()
@@ -82,3 +94,23 @@ def collect(block: Block, wanted: Mapping[int, str], *, with_products: bool) -> 
                 name,
             )
     return statistics.inputs
+
+
+def _scores(inputs: Inputs) -> Tensor:
+    """Return |w_ij| * ||x_j||, (matrices, outputs, inputs)."""
+    norms = inputs.squares().sqrt()
+    return inputs.matrices.abs().to(norms.dtype).contiguous().mul_(norms[:, None, :])
+
+
+def _keep_by_inputs(inputs: Inputs, group: Group, seed: int) -> Tensor:
+    """Return which weights Wanda keeps, (matrices, outputs, inputs)."""
+    scores = _scores(inputs)
+    rows = scores.flatten(0, 1)
+    if group.pattern is not None:
+        kept, size = group.pattern
+        words = keep_neighbours(inputs.name, rows, seed, 1, size, kept)
+    else:
+        count, columns = rows.shape
+        ends = torch.arange(count + 1, device=rows.device) * group.kept // count
+        words = keep_neighbours(inputs.name, rows, seed, 1, columns, ends.diff())
+    return bitmap.unpack(words, 0, rows.numel()).view(scores.shape)

@@ -25,7 +25,7 @@ from samo.core.weight import Weight
 from samo.errors import CompressionError
 from samo.kernels.rounding import master_dtype
 from samo.mask.mask import Mask
-from samo.pruning.topk import Entries, keep_largest, largest
+from samo.pruning.topk import equal_values, largest
 
 __all__ = []
 
@@ -37,9 +37,7 @@ def prune_to(name: str, mask: Mask, values: Tensor, kept: int, seed: int) -> Mas
 
 def grow_random(name: str, taken: Mask, count: int, seed: int) -> Mask:
     """Return a mask of ``count`` random entries among those that ``taken`` does not keep."""
-    dense = torch.empty((), device=taken.words.device).expand(taken.shape)
-    entries = Entries(name, dense, "random", torch.float32, seed, taken)
-    return Mask(taken.shape, keep_largest([entries], count)[0])
+    return grow_largest(name, equal_values(taken.words, taken.shape), taken, count, seed)
 
 
 def grow_largest(name: str, scores: Tensor, taken: Mask, count: int, seed: int) -> Mask:

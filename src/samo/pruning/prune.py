@@ -11,13 +11,10 @@ from samo.errors import MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters
-from samo.pruning import topk
 from samo.pruning.blocks import Batch, BlockModel
-from samo.pruning.calibrated import prune_blocks
-from samo.pruning.nm import keep_pattern
-from samo.pruning.owl import outlier_ratios
+from samo.pruning.calibrated import CalibratedMethod, outlier_ratios, prune_blocks
 from samo.pruning.scope import Group, Scope, check_choice, decide
-from samo.pruning.topk import Entries, compare_dtype, count_not_finite, keep_largest
+from samo.pruning.topk import count_not_finite, equal_values, keep_largest, keep_neighbours
 from samo.utils.validation import check_model, whole_number
 
 __all__ = ["prune"]
@@ -92,37 +89,31 @@ def prune(
     check_choice("method", method, get_args(Method))
     _check_calibration(model, method, scope, calibration)
     parameters = dense_parameters(model)
-    blocks = None if calibration is None else BlockModel(model, calibration, device)
-    passes = (scope == "owl") + (method in ("wanda", "sparsegpt"))
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None and blocks is not None:
-            progress(done, passes * len(blocks.blocks))
+    blocks: BlockModel | None = None
+    if calibration is not None:
+        num_walks = (scope == "owl") + (method in get_args(CalibratedMethod))
+        blocks = BlockModel(model, calibration, device, num_walks, progress)
 
     def ratios(names: Sequence[str]) -> Sequence[float]:
         assert blocks is not None
         for name in names:
             _check_values(name, parameters[name])
-        return outlier_ratios(blocks, parameters, names, tick)
+        return outlier_ratios(blocks, {name: parameters[name] for name in names})
 
     groups = decide(
-        model, parameters, sparsity, scope, pattern, skip, rules, ratios if scope == "owl" else None
+        model, parameters, sparsity, scope, pattern, skip, rules, ratios if blocks else None
     )
-    for name in (name for group in groups for name in group.names):
-        _check_values(name, parameters[name], is_read=method != "random")
     for group in groups:
+        for name in group.names:
+            _check_values(name, parameters[name], is_read=method != "random")
         _check_kept(group.names[0], group.kept, group)  # before SparseGPT changes anything
     masks: dict[str, Mask] = {}
     if method == "wanda" or method == "sparsegpt":
         assert blocks is not None
-        masks = prune_blocks(blocks, parameters, groups, method, seed, tick)
+        masks = prune_blocks(blocks, parameters, groups, method, seed)
     else:
         for group in groups:
-            chosen = {name: parameters[name] for name in group.names}
-            masks.update(_masks(chosen, group, method, seed))
+            masks |= _masks(parameters, group, method, seed)
     for group in groups:
         for name in group.names:
             _check_kept(name, masks[name].kept, group)
@@ -150,15 +141,20 @@ def _check_calibration(model: nn.Module, method: Method, scope: Scope, calibrati
 
 
 def _masks(
-    parameters: Mapping[str, Tensor], group: Group, method: topk.Method, seed: int
+    parameters: Mapping[str, Tensor], group: Group, method: Method, seed: int
 ) -> dict[str, Mask]:
-    dtype = compare_dtype(parameter.dtype for parameter in parameters.values())
-    entries = [Entries(n, p.detach(), method, dtype, seed) for n, p in parameters.items()]
-    if group.pattern is not None:
-        words = [keep_pattern(tensor, group.pattern, group.input_dim) for tensor in entries]
+    values = {name: parameters[name].detach() for name in group.names}
+    if method == "random":
+        values = {name: equal_values(value, value.shape) for name, value in values.items()}
+    if group.pattern is None:
+        words = keep_largest(values, group.kept, seed)
     else:
-        words = keep_largest(entries, group.kept)
-    return {entry.name: Mask(entry.dense.shape, bits) for entry, bits in zip(entries, words)}
+        kept, size = group.pattern
+        words = {
+            name: keep_neighbours(name, value, seed, group.input_dim, size, kept)
+            for name, value in values.items()
+        }
+    return {name: Mask(value.shape, words[name]) for name, value in values.items()}
 
 
 def _check_kept(name: str, kept: int, group: Group) -> None:

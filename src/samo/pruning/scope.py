@@ -6,7 +6,7 @@
     owl       blocks with more outliers keep more
 
 ERK is the Erdos-Renyi-Kernel rule of RigL (Evci et al. 2020), clipped to 1; the excess is spread.
-OWL is Outlier Weighed Layerwise sparsity (Yin et al. 2023); ``owl.py`` counts outliers.
+OWL is Outlier Weighed Layerwise sparsity (Yin et al. 2023); ``calibrated.py`` counts outliers.
 """
 
 import math
@@ -53,7 +53,7 @@ def decide(
 ) -> list[Group]:
     """Decide what `prune` compares and how many weights it keeps; only OWL reads values."""
     check_choice("scope", scope, get_args(Scope))
-    if (scope == "owl") != (ratios is not None):
+    if scope == "owl" and ratios is None:
         raise ValueError(
             "scope='owl' counts outliers of the layers' inputs, which takes calibration data; pass "
             "it to samo.prune(..., calibration=batches), or choose another scope"
@@ -79,7 +79,8 @@ def decide(
         groups = [_pattern_group(model, name, parameters[name], neighbours) for name in others]
     elif scope == "erk":
         groups = _erk_groups(model, parameters, others, sparsity)
-    elif ratios is not None:
+    elif scope == "owl":
+        assert ratios is not None
         numels = [parameters[name].numel() for name in others]
         counts = owl_counts(numels, ratios(others), sparsity)
         groups = [

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from samo.mask import bitmap
 from samo.pruning.inputs import Inputs
-from samo.pruning.nm import largest_of
 from samo.pruning.pattern import Pattern
 from samo.pruning.scope import Group
-from samo.pruning.topk import largest
+from samo.pruning.topk import largest, largest_of
 
 __all__ = []
 
