@@ -15,7 +15,7 @@ from samo.cli.main import main
 from samo.errors import RunError
 
 FIELDS = "bench name parameters median p20 p80 repeats unit figures failure device device_name "
-FIELDS += "versions date commit"
+FIELDS += "cores threads versions date commit"
 OPERATIONS = ["copy", "compress", "compress, to fp32", "expand"]
 UPDATES = ["update, exact", "update, lean", "update, dense"]
 
