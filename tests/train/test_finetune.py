@@ -22,7 +22,6 @@ from samo.errors import CheckpointError, ConfigError, RunError
 from samo.integrations.export import export
 from samo.planner import local
 from samo.planner.local import this_hardware
-from samo.train import finetune_layout
 from samo.train.causal_lm import CausalLMSubject
 from samo.train.finetune_config import (
     FinetuneConfig,
@@ -35,6 +34,7 @@ from samo.train.finetune_config import (
 )
 from samo.train.finetune_resolve import resolve_finetune
 from samo.train.kinds import resolve
+from samo.train.planning import choose_layout
 from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.data.model_tokenizer import VOCAB_SIZE, save_model_tokenizer
@@ -459,11 +459,11 @@ def test_the_layout_is_what_fits(
     hardware = replace(this_hardware("cpu"), memory_bytes=memory, reserved_bytes=0)
     monkeypatch.setattr(local, "this_hardware", lambda *_: hardware)
     config = resolved(place, dtype="bfloat16", batch_size=1, checkpointing=True)
-    found = finetune_layout.choose_layout(config, *llama, None, 1)
+    found = choose_layout(config, *llama, None, 1)
     assert found[:2] == (weights, state)
     assert found[2].startswith(f"{weights}, {state}")
     asked = resolved(place, dtype="bfloat16", weights="resident", state="lean")
-    assert finetune_layout.choose_layout(asked, *llama, None, 1) == ("resident", "lean", "")
+    assert choose_layout(asked, *llama, None, 1) == ("resident", "lean", "")
 
 
 def test_nothing_that_fits_is_an_error_with_numbers(
@@ -472,9 +472,9 @@ def test_nothing_that_fits_is_an_error_with_numbers(
     hardware = replace(this_hardware("cpu"), memory_bytes=1e6, reserved_bytes=0)
     monkeypatch.setattr(local, "this_hardware", lambda *_: hardware)
     with pytest.raises(ConfigError, match=r"no layout .* takes .* MB .* of 1.00 MB .*; lower"):
-        finetune_layout.choose_layout(resolved(place), *llama, None, 1)
+        choose_layout(resolved(place), *llama, None, 1)
     other = type("OtherForCausalLM", (nn.Linear,), {})(2, 2)
-    assert finetune_layout.choose_layout(resolved(place), other, samo.Masks({}), None, 1) == (
+    assert choose_layout(resolved(place), other, samo.Masks({}), None, 1) == (
         "resident",
         "exact",
         "resident, exact: samo plan does not know OtherForCausalLM, so nothing is predicted",

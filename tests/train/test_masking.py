@@ -11,8 +11,9 @@ import samo
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.pruning.schedules import cubic_sparsity
-from samo.train import events, setup
+from samo.train import events
 from samo.train.config import OptimConfig, PruneConfig
+from samo.train.gpt_subject import GPTSubject
 from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.resolve import resolve
@@ -38,13 +39,13 @@ def test_a_ticket_that_settles_ends_the_dense_phase(
                 params = learners[0].model.named_parameters()
                 weights[event.step] = {name: param.detach().clone() for name, param in params}
 
-    build = setup.new_learner
+    build = GPTSubject.new_learner
 
     def keep(*args: Any, **kwargs: Any) -> Learner:
         learners.append(build(*args, **kwargs))
         return learners[0]
 
-    monkeypatch.setattr(setup, "new_learner", keep)
+    monkeypatch.setattr(GPTSubject, "new_learner", keep)
     train(method_config(text, "settled"), run, listeners=[Copy()])
     seen = lines(run, "observe")
     (pruned,) = lines(run, "prune")

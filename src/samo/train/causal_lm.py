@@ -35,14 +35,13 @@ from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.finetune_config import ResolvedFinetune
-from samo.train.finetune_layout import choose_layout
 from samo.train.finetune_resolve import with_steps
 from samo.train.learner import Learner
-from samo.train.masking import FixedMasks
+from samo.train.planning import choose_layout
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import in_flags
 from samo.train.run_dir import RunDir
-from samo.train.subject import Text
+from samo.train.subject import Subject, Text
 from samo.utils.formatting import percent
 
 __all__ = []
@@ -52,12 +51,13 @@ _CALIBRATION_ROWS: Final = 128
 """Sequences of the training data that Wanda and SparseGPT look at, as their papers do."""
 
 
-class CausalLMSubject:
+class CausalLMSubject(Subject):
     """A pruned language model that learns examples; ``run`` is the folder of a run that resumes."""
+
+    config: ResolvedFinetune
 
     def __init__(self, config: ResolvedFinetune, run: RunDir | None = None) -> None:
         self.config = config
-        self.reason = ""
         self._model: nn.Module
         self._text: Text
         if run is not None:
@@ -113,12 +113,6 @@ class CausalLMSubject:
 
     # The model
 
-    def check_memory(self, num_replicas: int) -> None:
-        """Leave it to `new_learner`, which knows the masks."""
-
-    def check(self, checkpoint: Path) -> None:
-        """Leave it to `samo.load`: the model's own folder is in the run."""
-
     def new_learner(self, ranks: RankGroup, checkpoint: Path | None) -> Learner:
         """Return a learner of the compressed model, with its loss in chunks."""
         config = self.config
@@ -153,10 +147,6 @@ class CausalLMSubject:
             loss_sum=_Loss(config, teacher),
             blocks=lambda model: find_blocks(model)[1],
         )
-
-    def new_masking(self, learner: Learner) -> FixedMasks:
-        """Return masks that stay as they are."""
-        return FixedMasks()
 
     def _masks(self, model: nn.Module) -> Masks:
         """Return the masks of a model as it comes, or after it is pruned."""

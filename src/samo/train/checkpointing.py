@@ -18,7 +18,7 @@ from samo.errors import CheckpointError, SamoError, first_words
 from samo.train.config_io import typed
 from samo.train.events import Phase, Saved
 from samo.train.learner import Learner
-from samo.train.masking import FixedMasks
+from samo.train.masking import Masking
 from samo.train.run_dir import RunDir
 from samo.train.subject import Subject
 
@@ -44,9 +44,9 @@ class Progress:
 
 
 def load_run(
-    path: Path, learner: Learner, masking: FixedMasks, batches: Batches, progress: Progress
+    path: Path, learner: Learner, masking: Masking | None, batches: Batches, progress: Progress
 ) -> None:
-    """Restore what a `Saver` wrote into new objects; ``progress`` comes from `check_run`."""
+    """Restore what a `Saver` wrote into new objects; ``progress`` comes from `read_progress`."""
     if progress.phase == "samo" and learner.phase == "dense":
         masks = learner.ranks.run_all("the checkpoint", lambda: load_masks(path))
         learner.prune(learner.own_masks(masks).to(learner.device))
@@ -61,7 +61,8 @@ def load_run(
     batches.position = progress.position
     learner.skipped_before += progress.skipped_steps - learner.skipped_steps
     try:
-        masking.load_state_dict(extra)
+        if masking is not None:
+            masking.load_state_dict(extra)
         torch.set_rng_state(extra["random_cpu"])
         if "random_cuda" in extra and torch.cuda.is_available():
             torch.cuda.set_rng_state(extra["random_cuda"])
@@ -75,8 +76,8 @@ def load_run(
         ) from None
 
 
-def check_run(path: Path, subject: Subject) -> Progress:
-    """Return the progress of a run; refuse another model's before a model takes memory."""
+def read_progress(path: Path) -> Progress:
+    """Return the progress of the run that saved a checkpoint."""
     found = read_manifest(path).extra.get("progress")
     if not isinstance(found, dict) or "step" not in found:
         raise CheckpointError(f"'{path}' was not saved by a run of samo; load it with samo.load")
@@ -93,7 +94,6 @@ def check_run(path: Path, subject: Subject) -> Progress:
                 f"'{path}' is damaged: its {name} is {got!r}; use another checkpoint"
             ) from None
         setattr(progress, name, value)
-    subject.check(path)
     return progress
 
 
@@ -104,7 +104,7 @@ class Saver:
     folder: RunDir
     subject: Subject
     learner: Learner
-    masking: FixedMasks
+    masking: Masking | None
     batches: Batches
     progress: Progress
 
@@ -173,7 +173,7 @@ class Saver:
             "progress": dataclasses.asdict(progress),
             **self.subject.record(),
             "random_cpu": torch.get_rng_state(),
-            **self.masking.state_dict(),
+            **({} if self.masking is None else self.masking.state_dict()),
         }
         if learner.device.type == "cuda":
             extra["random_cuda"] = torch.cuda.get_rng_state(learner.device)

@@ -11,7 +11,7 @@ from samo.checkpoint.load import check_shape, load
 from samo.data.batches import validation_batches
 from samo.data.tokenizers import open_tokenizer
 from samo.data.tokens import open_tokens
-from samo.errors import ConfigError, DataError
+from samo.errors import DataError
 from samo.models.generate import generate
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
@@ -19,19 +19,18 @@ from samo.train.config import ResolvedConfig
 from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.pipelined_gpt import PipelinedGPT
+from samo.train.planning import check_memory
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import gpt_config, micro_batches
-from samo.train.run_dir import RunDir
-from samo.train.subject import Text
-from samo.utils.environment import hardware
+from samo.train.resolve import gpt_config
+from samo.train.subject import Subject, Text
 
 __all__ = []
 
 
-class GPTSubject:
+class GPTSubject(Subject):
     """A GPT that learns a text from scratch, or from the weights of a checkpoint."""
 
-    reason = ""
+    config: ResolvedConfig
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
@@ -51,20 +50,16 @@ class GPTSubject:
         self.config = replace(self.config, data=data)
         return text
 
-    def check_memory(self, num_replicas: int) -> None:
-        """Refuse a model whose state and activations, at the least, exceed the memory."""
-        check_memory(self.config, self._shape, num_replicas)
-
-    def check(self, checkpoint: Path) -> None:
-        """Refuse the checkpoint of another GPT."""
-        check_shape(checkpoint, self._shape)
-
     def new_learner(self, ranks: RankGroup, checkpoint: Path | None) -> Learner:
         """Return a learner with initial weights: those of ``model.init``, or drawn from the seed.
 
         If a checkpoint is loaded later, ``model.init`` need not exist any more.
         """
         config, stages = self.config, None
+        if checkpoint is None:
+            check_memory(config, ranks.num_replicas)
+        else:
+            ranks.run_all("the checkpoint", lambda: check_shape(checkpoint, self._shape))
         if ranks.num_stages > 1:
             stages = PipelinedGPT(config, self._shape, ranks)
             model: torch.nn.Module = stages.pipeline.module
@@ -90,12 +85,6 @@ class GPTSubject:
         run, context = self.config.run, self.config.model.context
         return generate(learner.model, prompt_T, run.sample_tokens, context=context, seed=run.seed)
 
-    def write_files(self, folder: RunDir) -> None:
-        """Write nothing: checkpoints have the shape."""
-
-    def finish(self, folder: RunDir, learner: Learner) -> None:
-        """Write nothing: the last checkpoint is the result."""
-
 
 def open_text(config: ResolvedConfig, out: Path) -> Text:
     """Open the data, and check that there is enough of it."""
@@ -117,29 +106,3 @@ def open_text(config: ResolvedConfig, out: Path) -> Text:
             files = ", ".join(f"'{path.name}'" for path in paths)
             raise DataError(f"the text {name} ({files}): {error}") from None
     return Text(tokenizer, train, valid, max(train.vocab_size, valid.vocab_size))
-
-
-def check_memory(config: ResolvedConfig, shape: GPTConfig, num_replicas: int) -> None:
-    """Refuse a model whose state and activations, at the least, exceed the memory of the device."""
-    with torch.device("meta"):
-        count = sum(param.numel() for param in GPT(shape).parameters())
-    prune, run, num_stages = config.prune, config.run, config.mesh.pipe
-    starts_pruned = prune.dense_steps == 0 and prune.method != "gradual"
-    is_dense = run.mode == "dense" or not starts_pruned
-    # fp32 weights, gradients and moments; or fp32 weights until they are compressed.
-    state = (16 if is_dense else 4) * count // num_stages
-    # A block saves 16 values of its width for each token, or with checkpointing its input; a stage
-    # holds one micro-batch at least.
-    parts = num_replicas * (micro_batches(config, num_replicas) if num_stages > 1 else 1)
-    tokens = run.batch_size * shape.context // parts
-    blocks = shape.num_layers * (1 if shape.is_checkpointed else 16) // num_stages
-    saved = tokens * blocks * shape.width * (4 if run.dtype == "float32" else 2)
-    available = hardware(torch.device(run.device))["memory_bytes"]
-    if available and state + saved > available:
-        raise ConfigError(
-            f"a model of {count:,} parameters needs {state / 1e9:,.1f} GB "
-            f"{'for its dense phase' if is_dense else 'at the start'} and {saved / 1e9:,.1f} GB or "
-            f"more for the activations of {run.batch_size} x {shape.context:,} tokens; this "
-            f"{run.device} has {available / 1e9:,.1f} GB. Lower --batch-size or --context, use "
-            "--checkpointing, a smaller --shape, or --method rigl, which has no dense phase"
-        )

@@ -29,42 +29,7 @@ __all__ = []
 _CHANGES: Final = "mask_changes"
 
 
-class FixedMasks:
-    """The masks of a run that starts pruned, which stay as they are."""
-
-    is_idle = True
-
-    def check(self) -> None:
-        """Refuse at the start of a run what would fail later."""
-
-    def observe(self, step: int) -> events.Observed | None:
-        """Compare the masks that pruning would give now, if that is due."""
-        return None
-
-    def is_due(self, step: int) -> bool:
-        """Return whether masks are to be drawn before the next step."""
-        return False
-
-    def draw(self, step: int) -> tuple[Masks, events.Pruned]:
-        """Return the masks for the model as it is after this step, and the event to report."""
-        raise NotImplementedError
-
-    def start_changing(self) -> None:
-        """Begin to change the masks of the model, which is pruned now."""
-
-    def change(self, step: int) -> events.Remapped | None:
-        """Change the masks after a step, if that is due."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs besides model and optimizer."""
-        return {}
-
-    def load_state_dict(self, extra: dict[str, Any]) -> None:
-        """Continue from the extras of a checkpoint."""
-
-
-class Masking(FixedMasks):
+class Masking:
     """The masks of one run of ``samo train``."""
 
     def __init__(self, config: ResolvedConfig, learner: Learner) -> None:
@@ -185,7 +150,7 @@ class Masking(FixedMasks):
         )
 
     @property
-    def is_idle(self) -> bool:  # type: ignore[override]
+    def is_idle(self) -> bool:
         """Whether `observe` and `change` have nothing to do from here on."""
         return self._bird is None and self._changing is None
 

@@ -1,22 +1,28 @@
-"""``--plan``: what is left "auto" of a run's layout, by `samo.plan` for the ranks at hand."""
+"""What `samo.plan` decides for a run: its layout with ``--plan``, and what does not fit at all."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch import nn
 
 from samo.data.tokenizers import open_tokenizer
 from samo.errors import ConfigError
+from samo.mask.masks import Masks
+from samo.models.chunked_loss import MAX_LOGITS
 from samo.planner.choose import choose
 from samo.planner.hardware import Cluster
 from samo.planner.local import this_cluster
-from samo.planner.memory import Job, Layout, Scheme
-from samo.planner.network import gpt, sparsities
+from samo.planner.memory import Job, Layout, Scheme, peak
+from samo.planner.modules import from_module, sparsities_of
+from samo.planner.network import Kind, gpt, sparsities
 from samo.planner.search import dense_phase, layouts
 from samo.train.config import ResolvedConfig, TrainConfig
+from samo.train.finetune_config import ResolvedFinetune
 from samo.train.launch_env import num_ranks
-from samo.train.resolve import gpt_config
+from samo.train.resolve import gpt_config, micro_batches
 from samo.utils.formatting import size
 
 __all__ = ["planned"]
@@ -24,10 +30,13 @@ __all__ = ["planned"]
 _VOCAB: Final = 50_304
 """Vocabulary of token files, which are not open yet: GPT-2's."""
 
-Works = Callable[[ResolvedConfig], bool]
+
+# samo train
 
 
-def planned(config: TrainConfig, resolved: ResolvedConfig, works: Works) -> ResolvedConfig:
+def planned(
+    config: TrainConfig, resolved: ResolvedConfig, works: Callable[[ResolvedConfig], bool]
+) -> ResolvedConfig:
     """Return the settings with the fastest layout that fits these ranks and their device.
 
     Args:
@@ -39,20 +48,11 @@ def planned(config: TrainConfig, resolved: ResolvedConfig, works: Works) -> Reso
         ConfigError: No layout that the settings allow fits.
     """
     count = dist.get_world_size() if dist.is_initialized() else num_ranks()
-    cluster, run = this_cluster(resolved.run.device, count), resolved.run
-    is_dense = run.mode == "dense"
-    job = Job(
-        network=gpt(gpt_config(resolved.model, _vocab_size(resolved))),
-        sparsity=tuple(sparsities(0.0 if is_dense else resolved.prune.sparsity).items()),
-        batch=run.batch_size * run.accumulate,
-        context=resolved.model.context,
-        dtype=run.dtype,
-    )
+    cluster, job = this_cluster(resolved.run.device, count), _job(resolved)
     among = [
         one for one in _allowed(config, job, cluster) if works(_applied(config, resolved, one))
     ]
-    has_dense = not is_dense and (resolved.prune.dense_steps or resolved.prune.method == "gradual")
-    if has_dense:
+    if has_dense := _has_dense_phase(resolved):
         among = _with_dense_phase(among, job, cluster)
     choice = choose(job, cluster, among=among, budgets=config.run.weights == "auto")
     reason = f"planned: {choice.reason}"
@@ -60,6 +60,51 @@ def planned(config: TrainConfig, resolved: ResolvedConfig, works: Works) -> Reso
         dense = dense_phase(job, choice.layout, cluster)
         reason += f"; dense steps take {size(dense.memory.needed_bytes)}"
     return _applied(config, resolved, choice.layout, reason)
+
+
+def check_memory(config: ResolvedConfig, num_replicas: int) -> None:
+    """Refuse a model that takes more than all memory of the device, before it takes any."""
+    run, pipe = config.run, config.mesh.pipe
+    job, rows = _job(config), -(-run.batch_size // num_replicas)
+    layout = Layout(
+        weights=run.weights,
+        state=config.optim.state,
+        checkpointing=config.model.checkpointing,
+        pipe=pipe,
+        data=num_replicas,
+        shard=config.mesh.shard == "weights" and num_replicas > 1,
+        micro_batch=-(-rows // micro_batches(config, num_replicas)) if pipe > 1 else rows,
+    )
+    when, needed = "at the start", 4.0 * job.network.num_params / pipe  # fp32, until compressed
+    if run.mode == "dense" or _has_dense_phase(config):
+        dense = replace(layout, scheme="autocast", weights="resident", state="exact", shard=False)
+        when, needed = "for dense steps", peak(job, dense).peak_bytes
+    elif config.prune.masks is None:  # or the sparsity is not known
+        needed = max(needed, peak(job, layout).peak_bytes)
+    available = this_cluster(run.device, pipe * num_replicas).hardware.memory_bytes
+    if 0 < available < needed:
+        raise ConfigError(
+            f"a model of {job.network.num_params:,} parameters needs {size(needed)} {when}, with "
+            f"{run.batch_size:,} x {job.context:,} tokens, and this {run.device} has "
+            f"{size(available)} for each rank. Lower --batch-size or --context, use "
+            "--checkpointing, a smaller --shape, or --method rigl, which has no dense phase"
+        )
+
+
+def _job(config: ResolvedConfig) -> Job:
+    run = config.run
+    return Job(
+        network=gpt(gpt_config(config.model, _vocab_size(config))),
+        sparsity=tuple(sparsities(0.0 if run.mode == "dense" else config.prune.sparsity).items()),
+        batch=run.batch_size * run.accumulate,
+        context=config.model.context,
+        dtype=run.dtype,
+    )
+
+
+def _has_dense_phase(config: ResolvedConfig) -> bool:
+    prune = config.prune
+    return config.run.mode != "dense" and (prune.dense_steps > 0 or prune.method == "gradual")
 
 
 def _vocab_size(config: ResolvedConfig) -> int:
@@ -104,41 +149,24 @@ def _applied(
     config: TrainConfig, resolved: ResolvedConfig, own: Layout, reason: str = ""
 ) -> ResolvedConfig:
     """Return the settings with a layout in place of each "auto"."""
-    model, optim, run, mesh = config.model, config.optim, config.run, config.mesh
-    asked = {
-        "pipe": mesh.pipe,
-        "shard": mesh.shard,
-        "micro_batches": mesh.micro_batches if own.pipe > 1 else None,
-        "weights": run.weights,
-        "state": optim.state,
-        "checkpointing": "auto" if model.checkpointing is None else None,
-    }
-    free = {name for name, value in asked.items() if value == "auto"}
-    rows = run.batch_size // own.data
     found: dict[str, Any] = {
         "pipe": own.pipe,
         "shard": "weights" if own.shard else "none",
-        "micro_batches": min(-(-rows // own.micro_batch), rows),
         "weights": own.weights,
         "state": own.state,
         "checkpointing": own.checkpointing,
     }
-
-    def changes(*names: str) -> dict[str, Any]:
-        return {name: found[name] for name in names if name in free}
-
-    return replace(
-        resolved,
-        model=replace(resolved.model, **changes("checkpointing")),
-        optim=replace(resolved.optim, **changes("state")),
-        run=replace(resolved.run, **changes("weights")),
-        mesh=replace(
-            resolved.mesh,
-            **changes("pipe", "shard", "micro_batches"),
-            planned=tuple(sorted(free)),
-            reason=reason,
-        ),
-    )
+    if own.pipe > 1:
+        rows = config.run.batch_size // own.data
+        found["micro_batches"] = min(-(-rows // own.micro_batch), rows)
+    free, sections = set(), {}
+    for name in ("model", "optim", "run", "mesh"):
+        asked = getattr(config, name)
+        own_free = {n for n in found if getattr(asked, n, "") in ("auto", None)}
+        sections[name] = replace(getattr(resolved, name), **{n: found[n] for n in own_free})
+        free |= own_free
+    sections["mesh"] = replace(sections["mesh"], planned=tuple(sorted(free)), reason=reason)
+    return replace(resolved, **sections)
 
 
 def _with_dense_phase(among: list[Layout], job: Job, cluster: Cluster) -> list[Layout]:
@@ -153,3 +181,57 @@ def _with_dense_phase(among: list[Layout], job: Job, cluster: Cluster) -> list[L
             "or --method rigl, lower --batch-size, or use more ranks"
         )
     return fitting
+
+
+# samo finetune
+
+
+def choose_layout(
+    config: ResolvedFinetune, model: nn.Module, masks: Masks, teacher: nn.Module | None, ranks: int
+) -> tuple[Any, Any, str]:
+    """Return how to keep weights and state where that is "auto", and why; "" if nothing is.
+
+    Raises:
+        ConfigError: Nothing that the settings allow fits.
+    """
+    run = config.run
+    asked: tuple[Any, Any] = run.weights, config.optim.state
+    if "auto" not in asked:
+        return *asked, ""
+    weights: Any = ("resident", "streamed") if asked[0] == "auto" else asked[:1]
+    states: Any = ("exact", "lean") if asked[1] == "auto" else asked[1:]
+    if asked[1] == "auto" and (run.dtype != "bfloat16" or run.fp32_gradients):
+        states = ("exact",)
+    try:
+        network = replace(from_module(model), max_logits=MAX_LOGITS)
+    except ConfigError:  # a family that samo plan does not know
+        why = f"samo plan does not know {type(model).__name__}, so nothing is predicted"
+        return weights[0], states[0], f"{weights[0]}, {states[0]}: {why}"
+    sparsity = sparsities_of(masks, network)
+    ends: tuple[Kind, ...] = ("embedding", "head") if config.model.freeze_embeddings else ()
+    job = Job(
+        network=network,
+        sparsity=tuple(sparsity.items()),
+        batch=run.batch_size * run.accumulate,
+        context=config.model.context,
+        dtype=run.dtype,
+        frozen=frozenset(kind for kind in ends if not sparsity[kind]),
+    )
+    cluster = this_cluster(run.device, ranks)
+    if teacher is not None:
+        taken = sum(param.nbytes for param in teacher.parameters())
+        left = max(cluster.hardware.memory_bytes - taken, 1.0)
+        cluster = replace(cluster, hardware=replace(cluster.hardware, memory_bytes=left))
+    among = [
+        Layout(
+            weights=kept,
+            state=state,
+            data=ranks,
+            shard=config.mesh.shard == "weights" and ranks > 1,
+            micro_batch=-(-run.batch_size // ranks),
+            checkpointing=config.model.checkpointing,
+        )
+        for kept, state in itertools.product(weights, states)
+    ]
+    choice = choose(job, cluster, among=among, budgets=asked[0] == "auto")
+    return choice.layout.weights, choice.layout.state, choice.reason

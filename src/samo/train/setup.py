@@ -37,11 +37,6 @@ def open_same_text(subject: Subject, run: RunDir) -> Text:
     return text
 
 
-def new_learner(subject: Subject, ranks: RankGroup, checkpoint: Path | None = None) -> Learner:
-    """Return the learner of a run, or one that a checkpoint will be loaded into."""
-    return subject.new_learner(ranks, checkpoint)
-
-
 def new_batches(config: Resolved, text: Text, ranks: RankGroup) -> Batches:
     """Return the batches of this rank, from the beginning of the text."""
     return Batches(

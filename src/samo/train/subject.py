@@ -5,7 +5,7 @@
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from samo.data.sources import Data
 from samo.data.tokenizers import Tokenizer
 from samo.train.finetune_config import Resolved
 from samo.train.learner import Learner
-from samo.train.masking import FixedMasks
+from samo.train.masking import Masking
 from samo.train.rank_group import RankGroup
 from samo.train.run_dir import RunDir
 
@@ -33,39 +33,37 @@ class Text(NamedTuple):
         return f"{self.train.fingerprint()}-{self.valid.fingerprint()}"
 
 
-class Subject(Protocol):
+class Subject:
     """A model, from its settings to the learner that trains it."""
 
-    @property
-    def config(self) -> Resolved:
-        """The settings; `open_text` and `new_learner` fill in what text and model decide."""
-
-    reason: str
-    """Why weights and state are kept as they are; "" if the settings say so."""
+    config: Resolved  # `open_text` and `new_learner` fill in what text and model decide
+    reason = ""  # why weights and state are kept as they are; "" if the settings say so
 
     def open_text(self, out: Path) -> Text:
         """Open the data, and check that there is enough of it; ``out`` is the run folder."""
-
-    def check_memory(self, num_replicas: int) -> None:
-        """Refuse a model that the device has no room for, before it takes memory."""
-
-    def check(self, checkpoint: Path) -> None:
-        """Refuse the checkpoint of another model, before it takes memory."""
+        raise NotImplementedError
 
     def new_learner(self, ranks: RankGroup, checkpoint: Path | None) -> Learner:
-        """Return a learner at its first step, or one that the checkpoint will be loaded into."""
+        """Return a learner at its first step, or one that the checkpoint will be loaded into.
 
-    def new_masking(self, learner: Learner) -> FixedMasks:
-        """Return when masks are drawn, and how they change."""
+        What fits neither the device nor the checkpoint is refused before it takes memory.
+        """
+        raise NotImplementedError
+
+    def new_masking(self, learner: Learner) -> Masking | None:
+        """Return when masks are drawn, and how they change; None if they stay as they are."""
+        return None
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint tells of the model besides its tensors."""
+        raise NotImplementedError
 
     def sample(self, learner: Learner, prompt_T: Tensor) -> Tensor:
         """Return a prompt, and as many tokens that continue it as the settings ask for."""
+        raise NotImplementedError
 
     def write_files(self, folder: RunDir) -> None:
-        """Write what the run folder needs of the model to stand for itself."""
+        """Write what the run folder needs, besides checkpoints, to stand for itself."""
 
     def finish(self, folder: RunDir, learner: Learner) -> None:
-        """Write what a complete run hands on."""
+        """Write what a complete run hands on, besides its last checkpoint."""

@@ -30,14 +30,14 @@ from samo.errors import CheckpointError, ConfigError, RunError, SamoError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
 from samo.train import events, setup
-from samo.train.checkpointing import Progress, Saver, check_run, load_run
+from samo.train.checkpointing import Progress, Saver, load_run, read_progress
 from samo.train.config import TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
 from samo.train.finetune_config import FinetuneConfig, Resolved
 from samo.train.kinds import again, resolve, resolve_resumed, subject_of
 from samo.train.learner import Learner
-from samo.train.masking import FixedMasks
+from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard, WandB
 from samo.train.rank_group import Interrupt, RankGroup
 from samo.train.resolve import check_batch, learning_rate
@@ -90,17 +90,16 @@ def train(
         if ranks.is_first and not out.exists():
             stack.push(lambda *error: _remove_draft(out) if error[0] else None)
         text = ranks.run_on_rank0_first("the text", lambda: subject.open_text(out))
-        subject.check_memory(ranks.num_replicas)
-        learner = setup.new_learner(subject, ranks)
-        resolved = subject.config
+        learner = subject.new_learner(ranks, None)
         masking = subject.new_masking(learner)
-        ranks.run_all("the masks", masking.check)
+        if masking is not None:
+            ranks.run_all("the masks", masking.check)
         folder = ranks.run_on_rank0("the run folder", lambda: RunDir.create(out)) or RunDir(out)
         stack.callback(folder.close)
         ranks.run_on_rank0("the run folder", lambda: subject.write_files(folder))
-        record = setup.run_record(resolved, out, text, learner)
+        record = setup.run_record(subject.config, out, text, learner)
         ranks.run_on_rank0("run.json", lambda: folder.write_run(record))
-        batches = setup.new_batches(resolved, text, ranks)
+        batches = setup.new_batches(subject.config, text, ranks)
         parts = (subject, folder, text, learner, masking, batches, Progress())
         return Trainer(*parts, list(listeners)).run()
 
@@ -137,15 +136,13 @@ def resume(
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
         progress = Progress()
         if has_checkpoint:
-            progress = ranks.run_all("the checkpoint", lambda: check_run(checkpoint, subject))
-        else:
-            subject.check_memory(ranks.num_replicas)
+            progress = ranks.run_all("the checkpoint", lambda: read_progress(checkpoint))
         if run.steps < progress.step:
             raise ConfigError(
                 f"the run has taken {progress.step:,} steps already, more than the {run.steps:,} "
                 "asked for; leave --steps out, or raise it"
             )
-        learner = setup.new_learner(subject, ranks, checkpoint if has_checkpoint else None)
+        learner = subject.new_learner(ranks, checkpoint if has_checkpoint else None)
         resolved = subject.config
         masking = subject.new_masking(learner)
         batches = setup.new_batches(resolved, text, ranks)
@@ -186,7 +183,7 @@ class Trainer:
     folder: RunDir
     text: Text
     learner: Learner
-    masking: FixedMasks
+    masking: Masking | None
     batches: Batches
     progress: Progress
     listeners: list[Listener]
@@ -296,8 +293,8 @@ class Trainer:
         signal: int | None = None
         with Interrupt() as interrupt:
             while progress.step < run.steps and signal is None:
-                if self.masking.is_due(progress.step):
-                    self.prune()
+                if self.masking is not None and self.masking.is_due(progress.step):
+                    self.prune(self.masking)
                 self.step()
                 self.update_masks()
                 self.report(events.Ticked(step=progress.step))
@@ -347,12 +344,12 @@ class Trainer:
         if is_logged:
             self.log(whole_loss, whole_norm, lr)
 
-    def prune(self) -> None:
+    def prune(self, masking: Masking) -> None:
         """End the dense phase."""
         progress = self.progress
         if progress.step and progress.valid_step != progress.step:
             self.evaluate()  # the loss before pruning, to compare with
-        masks, pruned = self.masking.draw(progress.step)
+        masks, pruned = masking.draw(progress.step)
         self.save_masks(masks)
         try:
             self.learner.prune(masks)
@@ -360,7 +357,7 @@ class Trainer:
             raise
         except ValueError as error:  # weights that are not finite, or too large for the dtype
             raise self.diverged(str(error)) from error
-        self.masking.start_changing()
+        masking.start_changing()
         self.report(pruned)
         progress.best_loss = None  # dense losses do not count for a pruned model
         if progress.step and self.evaluate():
@@ -369,7 +366,7 @@ class Trainer:
     def update_masks(self) -> None:
         """Observe the masks of a dense model, or change those of a pruned one, if that is due."""
         progress = self.progress
-        if self.masking.is_idle:
+        if self.masking is None or self.masking.is_idle:
             return
         self.synchronize()
         seen = self.masking.observe(progress.step)
