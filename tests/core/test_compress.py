@@ -12,7 +12,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from tests.core.twins import compressed, mlp, pruned_entries
-from tests.meters import SmallResNet
+from tests.meters import LiveBytes, SmallResNet
 
 X = torch.linspace(-1, 1, 36).view(3, 12)
 
@@ -37,6 +37,20 @@ def test_without_a_dtype_each_parameter_computes_in_its_own() -> None:
     samo.compress_(model, samo.prune(model, 0.5))
     assert [model[0].weight.dtype, model[2].weight.dtype] == [torch.float32, torch.bfloat16]
     assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
+def test_a_model_without_parameters_is_compressed_too() -> None:
+    assert isinstance(samo.compress_(nn.ReLU(), samo.Masks({})), nn.ReLU)  # a stage of a pipeline
+
+
+def test_dense_copies_take_memory_after_the_dense_parameters_have_left_it() -> None:
+    with LiveBytes() as meter:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+        masks = samo.prune(model, 0.9)
+        dense_bytes = sum(param.nbytes for param in model.parameters())
+        meter.peak_bytes = 0
+        samo.compress_(model, masks, dtype=torch.bfloat16)
+    assert dense_bytes < meter.peak_bytes < 1.3 * dense_bytes  # values take 0.1, the copies 0.5
 
 
 def test_buffers_and_batch_norms_keep_their_type() -> None:

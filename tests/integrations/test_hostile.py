@@ -159,7 +159,10 @@ def test_sizes_are_compared_with_the_files(case: str, format: Any, tmp_path: Pat
         ({"quant_method": "samo", "version": True}, "compressed in version True"),
         ({"quant_method": "samo", "weights": "both"}, "weights must be 'resident', 'streamed'"),
         ({"quant_method": "samo", "weights": -1}, "weights must be .* got -1"),
-        ({"quant_method": "samo", "masks": "x"}, "masks of a quantization_config cannot come"),
+        (
+            {"quant_method": "samo", "masks": "x"},
+            "masks and prepare of a quantization_config cannot come",
+        ),
         ({"quant_method": "samo", "code": "x"}, "a quantization_config of samo has no setting 'c"),
     ],
 )

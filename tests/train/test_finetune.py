@@ -20,8 +20,10 @@ import samo
 from samo.data.batches import Batches, validation_batches
 from samo.errors import CheckpointError, ConfigError, RunError
 from samo.integrations.export import export
+from samo.integrations.model_folders import open_compressed
 from samo.planner import local
 from samo.planner.local import this_hardware
+from samo.train import causal_lm
 from samo.train.causal_lm import CausalLMSubject
 from samo.train.finetune_config import (
     FinetuneConfig,
@@ -321,6 +323,21 @@ def test_a_dense_model_is_pruned_on_the_way(place: Path, tmp_path: Path, method:
 
 
 # A run and its folder
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_compressed_model_is_trained_and_resumed_without_a_dense_one(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+) -> None:
+    changes: dict[str, Any] = {"freeze_embeddings": is_frozen, "dtype": "bfloat16"}
+    train(settings(place, **changes), tmp_path / "from dense")
+    source, small, run = place / "pruned", tmp_path / "small", tmp_path / "run"
+    export(open_compressed(source), small, format="compressed", source=source)
+    monkeypatch.delattr(causal_lm, "open_model")
+    config = settings(place, model=str(small), **changes)
+    assert train(config, run, listeners=[interrupt_at(3)]).signal is not None
+    assert resume(run).step == STEPS
+    assert_same_run(tmp_path / "from dense", run)
 
 
 def test_a_run_stands_for_itself(place: Path, finished: Path) -> None:

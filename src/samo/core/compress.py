@@ -99,32 +99,61 @@ def compress_(
     options = {"dtype": dtype, "grad_dtype": grad_dtype, "value_dtype": value_dtype}
     _check_arguments(model, weights, {**options, "kernels": kernels})
     with torch.inference_mode(False), torch.no_grad():
-        plans = _plan_parameters(model, masks, dtype, grad_dtype, value_dtype)
-        compressed = {key: plan for key, plan in plans.items() if plan.is_compressed}
-        changed: dict[nn.Module, dict[str, int]] = {}
-        for module in model.modules():
-            own = {name: id(param) for name, param in module._parameters.items()}
-            own = {name: key for name, key in own.items() if key in compressed}
-            if own or module is model:
-                check_class(module, tuple(own))
-                changed[module] = own
-        residents = _resident_parameters(compressed, changed, weights)
-        # Nothing below raises.
-        made = {
-            key: Weight(plan, kernels, is_resident=key in residents)
-            for key, plan in compressed.items()
-        }
-        model.__dict__[_CAST] = cast = {}
-        for key, plan in plans.items():
-            if key not in compressed:
-                cast[plan.name] = plan.param.dtype
-                plan.param.grad = None
-                plan.param.data = plan.param.data.to(plan.dtype)
-        mark_ragged(list(made.values()))
-        for module, own in changed.items():
-            set_weights(module, {name: made[key] for name, key in own.items()})
+        _replace_parameters(model, _plan_parameters(model, masks, **options), kernels)
+    keep_resident(model, weights)
     model.register_forward_pre_hook(check_masks_of_ranks)
     return model
+
+
+def _replace_parameters(model: nn.Module, plans: dict[int, Plan], kernels: _kernels.Path) -> None:
+    """Do what is planned. Nobody holds the dense parameters afterwards."""
+    compressed = {key: plan for key, plan in plans.items() if plan.is_compressed}
+    changed: dict[nn.Module, dict[str, int]] = {}
+    for module in model.modules():
+        own = {name: id(param) for name, param in module._parameters.items()}
+        own = {name: key for name, key in own.items() if key in compressed}
+        if own or module is model:
+            check_class(module, tuple(own))
+            changed[module] = own
+    # Nothing below raises.
+    made = {key: Weight(plan, kernels) for key, plan in compressed.items()}
+    model.__dict__[_CAST] = cast = {}
+    for key, plan in plans.items():
+        if key not in compressed:
+            cast[plan.name] = plan.param.dtype
+            plan.param.grad = None
+            plan.param.data = plan.param.data.to(plan.dtype)
+    mark_ragged(list(made.values()))
+    for module, own in changed.items():
+        set_weights(module, {name: made[key] for name, key in own.items()})
+
+
+def keep_resident(model: nn.Module, weights: str | int) -> None:
+    """Decide which dense weights of a compressed model stay between uses, as `compress_` says."""
+    # An unpruned parameter's copy is 2 of its 16 bytes. Recurrent layers save their weights for
+    # backward anyway, and torch does not compile them.
+    found = {
+        weight: weights == "resident" or weight.mask is None for _, weight in named_weights(model)
+    }
+    ours = set()  # those that our products use; torch saves the others for backward
+    for module in model.modules():
+        is_product = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        is_product |= type(module).__name__ == "Conv1D"  # of Hugging Face
+        for weight in weights_in(module).values():
+            found[weight] |= isinstance(module, nn.RNNBase)
+            if is_product or len(weight.shape) == 3:
+                ours.add(weight)
+    if isinstance(weights, int):
+        left = weights - sum(weight.dense_bytes for weight, stays in found.items() if stays)
+        # Small ones first within each kind: there streaming costs most time per byte.
+        for weight in sorted(found, key=lambda weight: (weight in ours, weight.dense_bytes)):
+            if not found[weight] and weight.dense_bytes <= left:
+                found[weight] = True
+                left -= weight.dense_bytes
+    for weight, stays in found.items():
+        if stays != weight.is_resident:
+            weight.is_resident = stays
+            weight.bind(weight.values)
 
 
 @torch.inference_mode(False)
@@ -265,35 +294,6 @@ def _check_arguments(model: nn.Module, weights: str | int, options: dict[str, An
         if value not in _OPTIONS[option]:
             allowed = ", ".join(map(str, _OPTIONS[option]))
             raise ValueError(f"{option} must be one of {allowed}, got {value!r}")
-
-
-def _resident_parameters(
-    plans: dict[int, Plan], owned: dict[nn.Module, dict[str, int]], weights: str | int
-) -> set[int]:
-    """Return which parameters keep their dense weight between uses."""
-    sizes = {key: plan.param.numel() * plan.dtype.itemsize for key, plan in plans.items()}
-    if weights == "resident":
-        return set(sizes)
-    # An unpruned parameter's copy is 2 of its 16 bytes. Recurrent layers save their weights for
-    # backward anyway, and torch does not compile them.
-    found = {key for key in sizes if plans[key].mask is None}
-    ours = set()
-    for module, own in owned.items():
-        if isinstance(module, nn.RNNBase):
-            found |= {*own.values()}
-        is_product = isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        is_product |= type(module).__name__ == "Conv1D"  # of Hugging Face
-        ours |= {key for key in own.values() if is_product or plans[key].param.dim() == 3}
-    if not isinstance(weights, int):
-        return found
-    # First those that products of ours do not use, since torch saves their dense weights for
-    # backward. Then small ones, where streaming costs most time per byte.
-    left = weights - sum(sizes[key] for key in found)
-    for key in sorted(sizes.keys() - found, key=lambda key: (key in ours, sizes[key])):
-        if sizes[key] <= left:
-            found.add(key)
-            left -= sizes[key]
-    return found
 
 
 def masks_by_parameter(model: nn.Module, masks: Masks) -> dict[int, tuple[str, Mask]]:

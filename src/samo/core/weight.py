@@ -100,11 +100,11 @@ class Weight:
     _synced: Tensor | None  # shares the values' memory, so that no other can have its address
     _adopted: nn.Parameter | None = None  # by `adopt`: FSDP2 swaps it in and out in every pass
 
-    def __init__(self, plan: Plan, path: _kernels.Path, *, is_resident: bool) -> None:
+    def __init__(self, plan: Plan, path: _kernels.Path) -> None:
         name, param, mask, dtype, value_dtype, grad_dtype = plan
         self.name: Final = name
         self.path: Final = path
-        self.is_resident = is_resident
+        self.is_resident = False  # until `samo.core.compress.keep_resident` decides
         self.is_ragged = False
         self.dtype = dtype
         self.dense_dtype = param.dtype  # what decompress_ restores
@@ -140,6 +140,11 @@ class Weight:
     def kept(self) -> int:
         """Number of kept entries."""
         return self.shape.numel() if self.mask is None else self.mask.kept
+
+    @property
+    def dense_bytes(self) -> int:
+        """Size of the dense weight."""
+        return self.shape.numel() * self.dtype.itemsize
 
     @property
     def device(self) -> torch.device:

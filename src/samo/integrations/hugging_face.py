@@ -40,7 +40,7 @@ def open_dense(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Load the model of a folder, dense."""
     method = method_of(folder)
     if method == METHOD:
-        return decompress_(open_compressed(folder, dtype, "streamed"), dtype=dtype)
+        return decompress_(open_compressed(folder, dtype, weights="streamed"), dtype=dtype)
     specs = folder_files.read_specs(folder_files.weight_files(folder))
     if method == sparse_bitmask.METHOD:
         sparse_bitmask.check_config(folder, folder_files.read_json(folder / CONFIG))
@@ -63,22 +63,22 @@ def open_dense(folder: Path, dtype: torch.dtype | None) -> nn.Module:
         )
 
 
-def open_compressed(folder: Path, dtype: torch.dtype | None, weights: str | int) -> nn.Module:
-    """Load a folder that samo compressed, as a compressed model."""
+def open_compressed(folder: Path, dtype: torch.dtype | None, **options: Any) -> nn.Module:
+    """Load a folder that samo compressed, as a compressed model; ``options`` as in SamoConfig."""
     specs = folder_files.read_specs(folder_files.weight_files(folder))
     with _reading(folder):
         transformers = _transformers(folder)
         config = _config(folder)
         if not isinstance(config.quantization_config, dict):
             config.quantization_config = config.quantization_config.to_dict()
-        config.quantization_config["weights"] = weights
+        config.quantization_config |= options
         _check_size(folder, config, None, len(specs))
-        options = {} if dtype is None else {"dtype": dtype}
+        dtypes = {} if dtype is None else {"dtype": dtype}
         return _loaded(
             folder,
             transformers.AutoModelForCausalLM.from_pretrained(
                 folder, config=config, **_SAFE, use_safetensors=True, output_loading_info=True,
-                **options,
+                **dtypes,
             ),
         )  # fmt: skip
 
@@ -96,9 +96,12 @@ def from_state(
     state: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     masks: Masks | None = None,
-    weights: str | int = "resident",
+    **options: Any,
 ) -> nn.Module:
-    """Build the model of a folder's config.json from a state dict, compressed if it has masks."""
+    """Build the model of a folder's config.json from a state dict, compressed if it has masks.
+
+    ``options`` are those of SamoConfig.
+    """
     with _reading(folder):
         transformers = _transformers(folder)
         config = _config(folder)
@@ -107,9 +110,7 @@ def from_state(
         numel = sum(sizes.get(name, value.numel()) for name, value in state.items())
         model_class = _check_size(folder, config, numel, len(state))
         if masks is not None:
-            config.quantization_config = {
-                "quant_method": METHOD, "masks": masks, "weights": weights
-            }  # fmt: skip
+            config.quantization_config = {"quant_method": METHOD, "masks": masks, **options}
         if dtype is None:
             floats = [value.dtype for value in state.values() if value.is_floating_point()]
             dtype = max(floats, key=lambda found: found.itemsize)
@@ -124,13 +125,12 @@ def from_state(
         return model
 
 
-def shapes(folder: Path, num_tensors: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of a folder's config.json, of so many tensors."""
+def empty_model(folder: Path, num_tensors: int) -> Any:
+    """Return the model of a folder's config.json, of so many tensors, on the meta device."""
     with _reading(folder):
         config = _config(folder)
         vars(config).pop(QUANTIZATION, None)
-        model = _without_memory(folder, config, num_tensors)
-        return {name: tuple(param.shape) for name, param in model.named_parameters()}
+        return _without_memory(folder, config, num_tensors)
 
 
 def text_config(folder: Path) -> Any:

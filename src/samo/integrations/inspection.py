@@ -167,7 +167,8 @@ def _dense(folder: Path, specs: dict[str, Spec]) -> tuple[str, list[TensorFacts]
 
 def _compressed(folder: Path, specs: dict[str, Spec]) -> list[TensorFacts]:
     """Take the counts of kept values; the dense shapes follow from the config."""
-    shapes = hugging_face.shapes(folder, len(specs))
+    model = hugging_face.empty_model(folder, len(specs))
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     found = []
     for name, spec in specs.items():
         bitmap = specs.get(name + BITMAP)

@@ -10,9 +10,10 @@ A run of samo finetune has its model's config.json and tokenizer in RUN/hugging-
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,11 +111,29 @@ def open_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
     return model if dtype is None else model.to(dtype)
 
 
+def open_empty(path: str | os.PathLike[str]) -> nn.Module | None:
+    """Return the Hugging Face model of a folder on the meta device, if it is stored compressed."""
+    checkpoint, folder = find(path)
+    if folder is None:
+        return None
+    if checkpoint is not None:
+        manifest = read_manifest(checkpoint)
+        size = len(SavedTensors(checkpoint, manifest, "weights").specs)
+        return hugging_face.empty_model(folder, size) if manifest.is_compressed else None
+    if hugging_face.method_of(folder) != METHOD:
+        return None
+    size = len(folder_files.read_specs(folder_files.weight_files(folder)))
+    return hugging_face.empty_model(folder, size)
+
+
 def open_compressed(
     path: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
     weights: Literal["resident", "streamed"] | int = "resident",
+    grad_dtype: torch.dtype | None = None,
+    value_dtype: torch.dtype | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """Load the model in a folder, compressed and on the CPU, without a dense one on the way.
 
@@ -124,21 +143,25 @@ def open_compressed(
         path: As for `open_model`; a run must have pruned its model.
         dtype: Compute dtype; by default that of the model when it was saved.
         weights: As in `samo.compress_`.
+        grad_dtype: As in `samo.compress_`.
+        value_dtype: As in `samo.compress_`.
+        prepare: Is called with the model before it is compressed, to freeze parameters.
 
     Raises:
         CheckpointError: There is no model in the folder, or it cannot be read.
         MaskError: The model is not pruned.
     """
     checkpoint, folder = find(path)
+    options: Any = {"weights": weights, "grad_dtype": grad_dtype, "value_dtype": value_dtype}
     if checkpoint is None:
         assert folder is not None
         if hugging_face.method_of(folder) == METHOD:
-            return hugging_face.open_compressed(folder, dtype, weights)
+            return hugging_face.open_compressed(folder, dtype, **options, prepare=prepare)
         model = hugging_face.open_dense(folder, dtype)
         masks = open_masks(path, model)
-        return compress_(
-            model, Masks.from_zeros(model) if masks is None else masks, weights=weights
-        )
+        if prepare is not None:
+            prepare(model)
+        return compress_(model, Masks.from_zeros(model) if masks is None else masks, **options)
     load_masks(checkpoint)  # raises an error for a dense model
     saved, masks = _read_checkpoint(checkpoint)
     manifest = read_manifest(checkpoint)
@@ -148,12 +171,14 @@ def open_compressed(
         state |= {name + BITMAP: to_bytes(mask) for name, mask in masks.items()}
         tied = {alias: name for alias, name in manifest.tied.items() if name in masks}
         state |= {alias + BITMAP: state[name + BITMAP] for alias, name in tied.items()}
-        return hugging_face.from_state(folder, state, dtype, masks, weights)
+        return hugging_face.from_state(folder, state, dtype, masks, **options, prepare=prepare)
     with torch.device("meta"):
         gpt = GPT(_gpt_config(checkpoint))
-    is_lean = torch.bfloat16 in {saved.specs[name].dtype for name in masks}
-    value_dtype = torch.bfloat16 if is_lean else None
-    compress_(gpt, masks, dtype=dtype, value_dtype=value_dtype, weights=weights)
+    if value_dtype is None and torch.bfloat16 in {saved.specs[name].dtype for name in masks}:
+        options["value_dtype"] = torch.bfloat16
+    if prepare is not None:
+        prepare(gpt)
+    compress_(gpt, masks, dtype=dtype, **options)
     gpt.to_empty(device="cpu")
     load(checkpoint, gpt)
     return gpt

@@ -13,6 +13,7 @@ Importing this module registers it; samo.integrations.import_hook does so after 
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from samo.core.compress import compress_
+from samo.core.compress import compress_, keep_resident
 from samo.core.modules import BITMAP, MIXINS, from_bytes, named_weights
 from samo.errors import CheckpointError, nearest
 from samo.integrations import folder_files
@@ -45,26 +46,35 @@ class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Args:
         weights: As in `samo.compress_`: ``"resident"``, ``"streamed"``, or a budget in bytes.
+        grad_dtype: As in `samo.compress_`.
+        value_dtype: As in `samo.compress_`.
         version: Of the layout of the folder.
         masks: The masks, if weights come from a state dict and not from files.
+        prepare: Is called with the model before it takes memory, to freeze parameters.
     """
 
     def __init__(
         self,
         weights: str | int = "resident",
+        grad_dtype: torch.dtype | None = None,
+        value_dtype: torch.dtype | None = None,
         version: int = VERSION,
         masks: Masks | None = None,
+        prepare: Callable[[nn.Module], None] | None = None,
         **others: Any,
     ) -> None:
         self.quant_method = METHOD
         self.weights = weights
+        self.grad_dtype = grad_dtype
+        self.value_dtype = value_dtype
         self.version = version
         self.masks = masks
+        self.prepare = prepare
         unknown = others.keys() - {"quant_method"}
         if unknown:
             raise ValueError(
-                f"a quantization_config of samo has no setting {min(unknown)!r}; it has weights "
-                "and version"
+                f"a quantization_config of samo has no setting {min(unknown)!r}; it has weights, "
+                "grad_dtype, value_dtype and version"
             )
         if type(version) is not int or version != VERSION:
             raise ValueError(
@@ -77,8 +87,8 @@ class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 "weights must be 'resident', 'streamed', or the number of bytes that resident "
                 f"dense weights may take, got {weights!r}"
             )
-        if masks is not None and not isinstance(masks, Masks):
-            raise ValueError("masks of a quantization_config cannot come from a file")
+        if not (isinstance(masks, Masks | None) and (prepare is None or callable(prepare))):
+            raise ValueError("masks and prepare of a quantization_config cannot come from a file")
 
     def to_dict(self) -> dict[str, Any]:
         """Return what config.json holds: how to load is for the loader to say."""
@@ -86,7 +96,8 @@ class SamoConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """Return what ``from_pretrained(quantization_config=...)`` may change."""
-        return {"weights": self.weights}
+        names = ("weights", "grad_dtype", "value_dtype")
+        return {name: getattr(self, name) for name in names}
 
 
 class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
@@ -130,29 +141,29 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
                 # initializes those that lack it.
                 param._is_hf_initialized = True
             masks = read_masks(model, specs) if config.masks is None else config.masks
-            compress_(model, masks, weights=config.weights)
+            if config.prepare is not None:
+                config.prepare(model)
+            dtypes = {"grad_dtype": config.grad_dtype, "value_dtype": config.value_dtype}
+            compress_(model, masks, weights="streamed", **dtypes)
             if config.masks is None:
                 check_specs(model, specs)
-        # transformers sets each parameter anew, and a weight that gets a new one streams it.
-        self._plans = [
-            (
-                weight,
-                weight.is_resident,
-                weight.dtype,
-                weight.layout.grad_dtype,
-                weight.values.dtype,
-            )
+        # transformers sets each parameter anew, and a new one decides the dtypes of its weight.
+        self._dtypes = [
+            (weight, weight.dtype, weight.layout.grad_dtype, weight.values.dtype)
             for _, weight in named_weights(model)
         ]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        for weight, is_resident, dtype, grad_dtype, value_dtype in self._plans:
+        for weight, dtype, grad_dtype, value_dtype in self._dtypes:
             # Some versions of transformers leave what they read in the dtype of the file.
             weight.values.data = weight.values.data.to(value_dtype)
-            weight.is_resident, weight.dtype = is_resident, dtype
+            weight.is_resident, weight.dtype = False, dtype
             weight.layout = weight.layout._replace(grad_dtype=grad_dtype)
             weight.bind(weight.values)
-        del self._plans
+        del self._dtypes
+        if self.quantization_config.prepare is not None:  # new parameters are trainable
+            self.quantization_config.prepare(model)
+        keep_resident(model, self.quantization_config.weights)
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):

@@ -1,8 +1,7 @@
 """The model and the data of ``samo finetune``: a language model of Hugging Face, and examples.
 
-A dense model is opened on the CPU, in the dtype of its files, and compressed there; the device gets
-the compressed one. So the host holds both at its peak: 2 bytes per parameter in bfloat16, and what
-`samo.ledger` counts as values, bitmaps and dense weights.
+The device gets a compressed model. One that is stored so, as in every checkpoint, is read without a
+dense one on the way. Others are opened on the CPU, in the dtype of their files, and compressed.
 """
 
 import shutil
@@ -25,6 +24,7 @@ from samo.integrations.model_folders import (
     HUGGING_FACE,
     find,
     open_compressed,
+    open_empty,
     open_masks,
     open_model,
 )
@@ -36,7 +36,7 @@ from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.finetune_config import ResolvedFinetune
 from samo.train.finetune_resolve import with_steps
-from samo.train.learner import Learner
+from samo.train.learner import Learner, compression
 from samo.train.planning import choose_layout
 from samo.train.rank_group import RankGroup
 from samo.train.resolve import in_flags
@@ -119,12 +119,7 @@ class CausalLMSubject(Subject):
         torch.manual_seed(config.run.seed)  # of dropout
         source = checkpoint or config.model.model
         assert source is not None
-        model = open_model(source)
-        causal_lm.check_weights(model, getattr(torch, config.run.dtype))
-        causal_lm.check_model(model, has_positions=_has_positions(self._text))
-        masks = load_masks(checkpoint) if checkpoint is not None else self._masks(model)
-        if config.model.freeze_embeddings:
-            causal_lm.freeze_embeddings_(model)
+        model, masks = self._open(source, is_own=checkpoint is not None)
         teacher = self._open_teacher(model)
         found = choose_layout(config, model, masks, teacher, ranks.num_replicas)
         weights, state, self.reason = ranks.all_gather("weights and state", found)[0]
@@ -133,6 +128,13 @@ class CausalLMSubject(Subject):
             run=replace(config.run, weights=weights),
             optim=replace(config.optim, state=state),
         )
+        freeze = causal_lm.freeze_embeddings_ if config.model.freeze_embeddings else None
+        if next(model.parameters()).is_meta:
+            dtypes = compression(self.config, ranks)
+            model = open_compressed(source, weights="streamed", prepare=freeze, **dtypes)
+            self._check(model)
+        elif freeze is not None:
+            freeze(model)
         if config.model.checkpointing:
             # The other kind gives no gradients to blocks after frozen embeddings.
             how = {"use_reentrant": False}
@@ -148,18 +150,32 @@ class CausalLMSubject(Subject):
             blocks=lambda model: find_blocks(model)[1],
         )
 
-    def _masks(self, model: nn.Module) -> Masks:
-        """Return the masks of a model as it comes, or after it is pruned."""
-        settings, source = self.config.prune, self.config.model.model
-        assert source is not None
+    def _open(self, source: Path, *, is_own: bool) -> tuple[nn.Module, Masks]:
+        """Return a model and its masks; one that is stored compressed has no memory yet."""
+        settings = self.config.prune
+        prunes = settings.sparsity != "auto" or settings.pattern is not None
+        if is_own or not (prunes or settings.masks):
+            empty = open_empty(source)
+            if empty is not None and (masks := open_masks(source, empty)) is not None:
+                return empty, masks
+        model = open_model(source)
+        self._check(model)
         if settings.masks is not None:
             masks = load_masks(settings.masks)
             masks.parameters_of(model)  # which refuses masks that do not fit
-            return masks
-        if settings.sparsity != "auto" or settings.pattern is not None:
-            return self._prune(model)
-        if (exact := open_masks(source, model)) is not None:
-            return exact
+        elif prunes:
+            masks = self._prune(model)
+        else:
+            masks = open_masks(source, model) or self._zeros(model)
+        return model, masks
+
+    def _check(self, model: nn.Module) -> None:
+        causal_lm.check_weights(model, getattr(torch, self.config.run.dtype))
+        is_packed = bool(getattr(self._text.train, "is_packed", False))
+        causal_lm.check_model(model, has_positions=is_packed)
+
+    def _zeros(self, model: nn.Module) -> Masks:
+        source = self.config.model.model
         try:
             return Masks.from_zeros(model)
         except MaskError as error:
@@ -270,7 +286,3 @@ class _Loss:
             **inputs, labels=targets_BT, shift_labels=targets_BT, num_items_in_batch=1, **more
         ).loss
         return loss
-
-
-def _has_positions(text: Text) -> bool:
-    return bool(getattr(text.train, "is_packed", False))

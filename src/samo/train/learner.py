@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.core.adamw import AdamW
-from samo.core.compress import compress_
-from samo.core.modules import named_weights
+from samo.core.compress import compress_, keep_resident
+from samo.core.modules import CompressedModule, named_weights
 from samo.core.param_groups import param_groups
 from samo.core.rank_checks import compare_masks
-from samo.core.weight import sharded_like
+from samo.core.weight import sharded_like, weight_of
 from samo.data.batches import IGNORE, Batch
 from samo.errors import MaskError
 from samo.kernels.operators import COMPILE_OPTIONS
@@ -57,6 +57,19 @@ def gpt_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for path, module in model.named_modules() if _BLOCK.fullmatch(path)]
 
 
+def compression(config: Resolved, ranks: RankGroup) -> dict[str, Any]:
+    """Return the dtypes of a compressed model, as options of `samo.compress_`."""
+    dtype: torch.dtype = getattr(torch, config.run.dtype)
+    is_bf16 = dtype == torch.bfloat16
+    # Between ranks torch needs gradients of the dtype of the values.
+    has_bf16_gradients = is_bf16 and not config.run.fp32_gradients and ranks.size == 1
+    return {
+        "dtype": dtype,
+        "grad_dtype": torch.bfloat16 if has_bf16_gradients else None,
+        "value_dtype": torch.bfloat16 if is_bf16 and config.optim.state == "lean" else None,
+    }
+
+
 class Learner:
     """A model and its optimizer; files and schedules are the trainer's.
 
@@ -64,9 +77,9 @@ class Learner:
     `Pipeline`, of which ``model`` is then this rank's, replicas with DDP, shards of a pruned model
     with FSDP2.
 
-    ``masks`` are those of a model that starts pruned; it may be on the CPU, dense, and in any
-    dtype. ``loss_sum`` and ``blocks`` say how to read a batch with it, and what to compile and to
-    shard one by one.
+    ``masks`` are those of a model that starts pruned. It may be on the CPU: dense, in any dtype, or
+    compressed as `compression` says, and streamed. ``loss_sum`` and ``blocks`` say how to read a
+    batch with it, and what to compile and to shard one by one.
     """
 
     will_compile: bool  # in the next step
@@ -91,7 +104,8 @@ class Learner:
         self.masks: Masks | None = None
         self._loss_sum_of = loss_sum
         self._blocks = blocks
-        own_params = sum(param.numel() for param in model.parameters())
+        shapes = [(weight_of(param) or param).shape for param in model.parameters()]
+        own_params = sum(shape.numel() for shape in shapes)
         self.num_params = own_params if stages is None else stages.num_params
         self.dtype: torch.dtype = getattr(torch, config.run.dtype)
         self.weights = config.run.weights
@@ -99,9 +113,8 @@ class Learner:
         self._optim = config.optim
         self._entry_steps = config.prune.method in MOVING  # counts updates of each regrown weight
         self._is_sharded = config.mesh.shard == "weights" and self.ranks.data is not None
+        self._compression = compression(config, self.ranks)
         is_bf16 = self.dtype == torch.bfloat16 and not config.run.fp32_gradients
-        # Between ranks torch needs gradients of the dtype of the values.
-        self._grad_dtype = torch.bfloat16 if is_bf16 and self.ranks.size == 1 else None
         self._reduces_bf16 = is_bf16 and stages is None
         self._reduced_bytes = 0
         self._is_compiled = config.run.compile
@@ -111,8 +124,9 @@ class Learner:
                 block.compile(backend=BACKEND, options=options)
         self.opt: torch.optim.Optimizer
         if masks is not None:
-            self._compress(masks)
+            self._compress(masks, "streamed")
             model.to(config.run.device)
+            keep_resident(model, self.weights)  # there, and not on the host
         self.device = next(model.parameters()).device
         if masks is not None:
             opt = self._new_adamw()
@@ -272,26 +286,19 @@ class Learner:
         dense = self.opt
         dense.zero_grad()
         self._ddp = None
-        self._compress(masks)
+        self._compress(masks, self.weights)
         opt = self._new_adamw()
         opt.carry_over(dense)
         self.opt = self._shard(opt) if self._is_sharded else opt
         self._prepare()
 
-    def _compress(self, masks: Masks) -> None:
+    def _compress(self, masks: Masks, weights: Any) -> None:
         if self.ranks.data is not None:
             compare_masks(masks, self.ranks.data)
         self.masks = masks
         self.phase = "samo"
-        is_lean = self._optim.state == "lean" and self.dtype == torch.bfloat16
-        compress_(
-            self.model,
-            masks,
-            dtype=self.dtype,
-            weights=self.weights,
-            grad_dtype=self._grad_dtype,
-            value_dtype=torch.bfloat16 if is_lean else None,
-        )
+        if not isinstance(self.model, CompressedModule):
+            compress_(self.model, masks, weights=weights, **self._compression)
 
     def remapped(self, masks: Masks) -> None:
         """Update parameter groups and replicas after the masks have changed, on all ranks."""
