@@ -33,7 +33,7 @@ from samo.train.config_io import read_toml
 from samo.train.trainer import resume, train
 from samo.utils import safetensors_io
 
-__all__ = ["CASES", "Case", "build", "model_and_optimizer", "open_cache", "seal", "state_of"]
+__all__ = ["CASES", "Case", "build", "open_cache", "seal"]
 
 TEXT: Final = "the model keeps one weight of ten, and sends it to the others\n" * 60
 

@@ -141,52 +141,42 @@ def work(
     place = home / str(worker)
     expected: dict[str, str] = {}
     for kind in names:
-        with fresh(home, place, CASES[kind]) as path:
-            expected[kind] = CASES[kind].open(path)
+        expected[kind] = CASES[kind].open(fresh(home, place, CASES[kind]))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + 2**30
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for number in numbers:
         row = describe(names, seed, number)
         case = CASES[row["kind"]]
-        with fresh(home, place, case) as path:
-            draw = random.Random(f"{seed} {number} damage")
-            row["damage"] = damage(path, case, draw, is_sealed=row["sealed"])
-            try:
-                found = case.open(path)
-                is_wrong = case.is_guarded and not row["sealed"]
-                row["outcome"] = "wrong" if is_wrong else "other"
-                row["outcome"] = "same" if found == expected[row["kind"]] else row["outcome"]
-            except SamoError as error:
-                row |= {"outcome": "refused", "text": str(error)[:200]}
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # the panics of Rust are no Exception
-                row |= {"outcome": "unnamed", "text": f"{type(error).__name__}: {error}"[:300]}
-            if (place / "outside" / "victim").read_text() != "victim" or len(
-                os.listdir(place / "outside")
-            ) != 1:
-                row["outcome"] = "outside"
+        path = fresh(home, place, case)
+        draw = random.Random(f"{seed} {number} damage")
+        row["damage"] = damage(path, case, draw, is_sealed=row["sealed"])
+        try:
+            found = case.open(path)
+            is_wrong = case.is_guarded and not row["sealed"]
+            row["outcome"] = "wrong" if is_wrong else "other"
+            row["outcome"] = "same" if found == expected[row["kind"]] else row["outcome"]
+        except SamoError as error:
+            row |= {"outcome": "refused", "text": str(error)[:200]}
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the panics of Rust are no Exception
+            row |= {"outcome": "unnamed", "text": f"{type(error).__name__}: {error}"[:300]}
+        outside = place / "outside"
+        if os.listdir(outside) != ["victim"] or (outside / "victim").read_text() != "victim":
+            row["outcome"] = "outside"
         end.send(row)
 
 
-class fresh:  # noqa: N801
-    """A copy of the good files of a case, with a place outside of it that nobody may write to."""
-
-    def __init__(self, home: Path, place: Path, case: Case) -> None:
-        self.source, self.place, self.case = home / "good" / case.folder, place, case
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.place, ignore_errors=True)
-        (self.place / "outside").mkdir(parents=True)
-        (self.place / "outside" / "victim").write_text("victim")
-        path = shutil.copytree(self.source, self.place / "case")
-        if self.case.damaged.startswith("cache"):
-            open_cache(path)
-        return path
-
-    def __exit__(self, *_: object) -> None:
-        pass
+def fresh(home: Path, place: Path, case: Case) -> Path:
+    """Copy the good files of a case, beside a place that nobody may write to."""
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "outside").mkdir(parents=True)
+    (place / "outside" / "victim").write_text("victim")
+    path = shutil.copytree(home / "good" / case.folder, place / "case")
+    if case.damaged.startswith("cache"):
+        open_cache(path)
+    return path
 
 
 if __name__ == "__main__":

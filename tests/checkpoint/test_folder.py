@@ -1,5 +1,6 @@
 """A checkpoint's folder: whole after any kill, refused after any damage, never trusted."""
 
+import builtins
 import errno
 import functools
 import hashlib
@@ -12,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,24 @@ def compressed_checkpoint(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]
 # Killed at any moment
 
 
-CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir")
+CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "scandir",
+    "link",
+    "lstat",
+)
+ACTIONS: dict[str, Callable[[Path, Path], object]] = {
+    "save": lambda path, other: save_value(path, 2.0),
+    "async_save": lambda path, other: samo.async_save(path, model_of(2.0), extra={"value": 2.0}),
+    "copy": lambda path, other: checkpoint.copy(other, path),
+    "remove": lambda path, other: checkpoint.remove(path),
+}
 
 
 class Killed(BaseException):
@@ -81,10 +100,9 @@ class System:
 
     def __init__(self, patch: pytest.MonkeyPatch, break_at: int, error: BaseException) -> None:
         self.calls = 0
-        for name in CALLS:
-            patch.setattr(
-                os, name, functools.partial(self.call, getattr(os, name), break_at, error)
-            )
+        for owner, name in [*((os, name) for name in CALLS), (builtins, "open")]:
+            real = getattr(owner, name)
+            patch.setattr(owner, name, functools.partial(self.call, real, break_at, error))
 
     def call(self, real: Any, break_at: int, error: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
@@ -94,42 +112,48 @@ class System:
         return real(*args, **kwargs)
 
 
-@pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "No space left on device")])
-@pytest.mark.parametrize("is_first", [True, False], ids=["new folder", "old checkpoint"])
-def test_a_save_that_breaks_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
-    error: BaseException, is_first: bool, tmp_path: Path
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "error", [Killed(), KeyboardInterrupt(), FULL], ids=lambda e: type(e).__name__
+)
+@pytest.mark.parametrize(("action", "has_old"), [("save", False), *((a, True) for a in ACTIONS)])
+def test_what_breaks_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
+    action: str, has_old: bool, error: BaseException, tmp_path: Path
 ) -> None:
-    path = tmp_path / "checkpoint"
-    if not is_first:
-        save_value(path, 0.0)
-    with pytest.MonkeyPatch.context() as patch:
-        system = System(patch, -1, OSError())
-        save_value(path, 0.0)
-    assert system.calls > 15
-    outcomes = set()
-    for number in range(1, system.calls + 1):
-        shutil.rmtree(path)
-        if not is_first:
+    path, other = tmp_path / "checkpoint", tmp_path / "other"
+    save_value(other, 2.0)
+    outcomes: set[object] = set()
+    for number in itertools.count(1):
+        if path.exists():
+            shutil.rmtree(path)
+        if has_old:
             save_value(path, 1.0)
+        open_files = os.listdir("/proc/self/fd")
         with pytest.MonkeyPatch.context() as patch:
-            System(patch, number, error)
+            system = System(patch, number, error)
             try:
-                save_value(path, 2.0)
-            except (Killed, CheckpointError) as caught:
+                done = ACTIONS[action](path, other)
+                if isinstance(done, Future):
+                    done.result()
+            except (Killed, KeyboardInterrupt, CheckpointError) as caught:
                 outcomes.add(type(caught))
-        if is_first and not (path / "manifest.json").exists():
-            outcomes.add("none")
-        else:
-            outcomes.add(value_in(path))
-        if isinstance(error, OSError):
+        if system.calls < number:
+            break
+        outcomes.add(value_in(path) if (path / "manifest.json").exists() else None)
+        if not isinstance(error, Killed):
             assert len(list(path.glob("data-*"))) <= 2
             assert not list(path.glob(".*"))
+            assert len(os.listdir("/proc/self/fd")) == len(open_files)
         save_value(path, 3.0)
-        assert value_in(path) == 3.0
+        assert (value_in(path), value_in(other)) == (3.0, 2.0)
         assert len(os.listdir(path)) == 2, "leftovers"
         assert len(list(path.glob("data-*/*"))) == 2
-    caught_type = Killed if isinstance(error, Killed) else CheckpointError
-    assert outcomes == {caught_type, "none" if is_first else 1.0, 2.0}
+    assert number > 5
+    caught_type = CheckpointError if error is FULL else type(error)
+    new = None if action == "remove" else 2.0
+    assert outcomes == {caught_type, 1.0 if has_old else None, new}
 
 
 def test_all_tensors_are_on_the_disk_before_the_manifest_names_them(
