@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from samo.bench import kernels
-from samo.bench.kernels import Problem, floor_bytes, random_mask, with_linearity
+from samo.bench.kernels import Problem, floor_bytes, random_mask, tabulate
 from samo.bench.rows import Row
 from samo.bench.settings import KernelsConfig
 
@@ -46,10 +46,11 @@ def test_what_does_not_fit_into_memory_is_a_row(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_linearity_compares_with_the_largest_size_of_the_same_density() -> None:
-    def row(numel: int, density: float, ms: float | None) -> Row:
-        return Row(name="copy", parameters={"numel": numel, "density": density}, median=ms)
+    def row(numel: int, density: float, ns: float) -> Row:
+        figures = {"floor_ms": 1.0, "times_floor": 1.0, "ns_per_weight": ns}
+        sizes = {"numel": numel, "density": density}
+        return Row(name="copy", parameters=sizes, median=1.0, p20=1.0, p80=1.0, figures=figures)
 
-    found = with_linearity(
-        [row(10, 0.1, 3.0), row(10, 0.2, 1.0), row(20, 0.1, 4.0), row(20, 0.2, None)]
-    )
-    assert [entry.figures.get("linear") for entry in found] == [1.5, 1.0, 1.0, None]
+    failed = Row(name="copy", parameters={"numel": 32, "density": 0.2}, failure="too large")
+    table = tabulate([row(16, 0.1, 0.3), row(16, 0.2, 0.1), row(32, 0.1, 0.2), failed])
+    assert [line[-1] for line in table.lines] == ["1.50", "1.00", "1.00"]

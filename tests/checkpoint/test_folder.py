@@ -72,16 +72,7 @@ def compressed_checkpoint(path: Path) -> tuple[nn.Module, torch.optim.Optimizer]
 
 
 CALLS = (
-    "open",
-    "write",
-    "fsync",
-    "replace",
-    "mkdir",
-    "unlink",
-    "rmdir",
-    "scandir",
-    "link",
-    "lstat",
+    *("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir", "scandir", "link", "lstat"),
 )
 ACTIONS: dict[str, Callable[[Path, Path], object]] = {
     "save": lambda path, other: save_value(path, 2.0),

@@ -116,7 +116,7 @@ def test_figures_refer_to_ids_and_colours_of_the_page(source: str) -> None:
     wanted |= set(re.findall(r"url\(#([^)]*)\)", source))
     assert wanted
     assert wanted <= set(ids)
-    assert len(page.values("aria-label")) == len(re.findall("<svg", source)) == 6
+    assert len(page.values("aria-label")) == len(re.findall("<svg", source)) == 5
     used = set(re.findall(r"var\(--(\w+)\)", source)) - {"font", "mono", "colour"}
     assert used <= set(LIGHT)
     assert source.count("--page: ") == 2  # light and dark

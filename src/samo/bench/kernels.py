@@ -5,7 +5,6 @@ floor is the fewest bytes it can move, each input read once and each output writ
 bandwidth of a copy that is measured in turns with it.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -57,7 +56,6 @@ def measure(config: KernelsConfig, device: torch.device, save: Save, say: Say) -
         for density in config.densities:
             say(f"2^{power} weights, {percent(density)} kept")
             rows += _measure_one(2**power, density, device, repeats)
-            rows = with_linearity(rows)
             save(rows)
             free(device)
     return rows
@@ -163,26 +161,11 @@ def _random(numel: int, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=torch.bfloat16, device=device).normal_(std=0.02)
 
 
-def with_linearity(rows: Sequence[Row]) -> list[Row]:
-    """Add to rows their time per weight over that of the same operation at the largest size."""
-    per_weight = {
-        (row.name, row.parameters["density"]): row.median / row.parameters["numel"]
-        for row in rows
-        if row.median is not None  # the largest size comes last
-    }
-    found = []
-    for row in rows:
-        if row.median is not None:
-            base = per_weight[row.name, row.parameters["density"]]
-            linear = round(row.median / row.parameters["numel"] / base, 4)
-            row = dataclasses.replace(row, figures={**row.figures, "linear": linear})
-        found.append(row)
-    return found
-
-
 def tabulate(rows: Sequence[Row]) -> Table:
     """Return the table of rows."""
     head = ("operation", "weights", "kept", "ms", "p20-p80", "floor, ms", "over floor", "linear")
+    measured = [row for row in rows if row.median is not None]
+    largest = {(row.name, row.parameters["density"]): _per_weight(row) for row in measured}
     lines = [
         (
             row.name,
@@ -190,9 +173,13 @@ def tabulate(rows: Sequence[Row]) -> Table:
             percent(row.parameters["density"]),
             three_digits(row.median),
             between(row),
-            *(three_digits(row.figures[key]) for key in ("floor_ms", "times_floor", "linear")),
+            *(three_digits(row.figures[key]) for key in ("floor_ms", "times_floor")),
+            three_digits(_per_weight(row) / largest[row.name, row.parameters["density"]]),
         )
-        for row in rows
-        if row.median is not None
+        for row in measured
     ]
     return Table(head, lines)
+
+
+def _per_weight(row: Row) -> float:
+    return float(row.figures["ns_per_weight"])

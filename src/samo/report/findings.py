@@ -12,6 +12,7 @@ from typing import Final
 
 from samo.memory.predict import KINDS
 from samo.report.runs import Run, finite_evals
+from samo.train.events import Stepped
 from samo.utils.formatting import NOTHING, count, duration, loss, percent, size, three_digits
 
 __all__ = []
@@ -28,18 +29,21 @@ PARTS: Final = (*KINDS, "whole")
 
 
 def tokens_per_s(run: Run) -> float:
-    """Return the median throughput of the last phase without its first line, which warms up."""
-    return _median([step.tokens_per_s for step in run.phases[-1]] if run.steps else [])
+    """Return the median throughput of the last phase."""
+    return _median_of_last_phase(run, lambda step: step.tokens_per_s)
 
 
 def step_ms(run: Run) -> float:
-    """Return the median step time of the last phase without its first line."""
-    return _median([step.step_ms for step in run.phases[-1]] if run.steps else [])
+    """Return the median step time of the last phase."""
+    return _median_of_last_phase(run, lambda step: step.step_ms)
 
 
-def _median(values: Sequence[float]) -> float:
-    values = [value for value in values if math.isfinite(value)]
-    return statistics.median(values[1:] if len(values) > 2 else values) if values else math.nan
+def _median_of_last_phase(run: Run, value: Callable[[Stepped], float]) -> float:
+    steps = run.phases[-1] if run.phases else []
+    found = [value(step) for step in steps if math.isfinite(value(step))]
+    if len(found) > 2:
+        del found[0]  # warms up
+    return statistics.median(found) if found else math.nan
 
 
 def last_loss(run: Run) -> float:
@@ -47,11 +51,6 @@ def last_loss(run: Run) -> float:
     steps = run.steps[-max(1, len(run.steps) // 50) :]
     values = [step.loss for step in steps if math.isfinite(step.loss)]
     return statistics.fmean(values) if values else math.nan
-
-
-def training_loss(run: Run, value: float) -> str:
-    """Return a training loss, and of what it is if not of the text alone."""
-    return f"{loss(value)} (text and teacher)" if run.has_teacher else loss(value)
 
 
 def saved(run: Run) -> float | None:
@@ -71,7 +70,7 @@ NUMBERS: Final[dict[str, Callable[[Run], str]]] = {
     "sparsity": lambda run: percent(run.masks.sparsity if run.masks else None),
     "steps": lambda run: count(run.last_step),
     "tokens": lambda run: count(run.steps[-1].tokens if run.steps else None),
-    "training loss": lambda run: training_loss(run, last_loss(run)),
+    "training loss": lambda run: loss(last_loss(run)) + " (text and teacher)" * run.has_teacher,
     "validation loss": lambda run: loss(run.last_eval.valid_loss if run.last_eval else None),
     "model state": lambda run: size(run.state.measured_bytes if run.state else None),
     "state, B/param": lambda run: three_digits(bytes_per_param(run)),
@@ -292,24 +291,6 @@ def memory_finding(runs: Sequence[Run]) -> str:
     verb = "holds" if len(names) == 1 else "hold"
     dense = run.state.dense_bytes if run.state else None
     return f"{listed(names)} {verb} {size(least)}{_where(run)}, dense training {size(dense)}"
-
-
-def tradeoff(runs: Sequence[Run]) -> list[tuple[float, float, Run]]:
-    """Return bytes and validation loss of runs to compare; empty if fewer than two are."""
-    found = [
-        (r.state.measured_bytes, r.last_eval.valid_loss, r) for r in runs if r.state and r.last_eval
-    ]
-    is_comparable = len({size(held) for held, _, _ in found}) > 1 and not differ(runs, DATA)
-    return sorted(found, key=lambda point: point[0]) if is_comparable else []
-
-
-def tradeoff_finding(runs: Sequence[Run]) -> str:
-    """Say what the run with the least state saves, and what it costs."""
-    (small, low, least), *_, (large, high, most) = tradeoff(runs)
-    less = f"{least.label} holds {percent(1 - small / large)} less than {most.label}"
-    if abs(low - high) <= _SAME_LOSS * abs(high):
-        return f"{less}; their losses are within {loss(abs(low - high))}"
-    return f"{less}, and its loss is {loss(abs(low - high))} {'higher' if low > high else 'lower'}"
 
 
 def throughput_finding(runs: Sequence[Run]) -> str:

@@ -35,14 +35,12 @@ class Run:
         self.name = str(about.get("name") or path.resolve().name)
         self.label = self.name  # unique on a page
         self.place = 0  # on a page; determines its colour
-        settings = self.section("config").get("run")
-        settings = settings if isinstance(settings, dict) else {}
+        settings = _section(self.section("config"), "run")
         self.mode = str(settings.get("mode", ""))
         self.dtype = str(settings.get("dtype", ""))
         self.planned_steps = settings.get("steps")
-        about_model = self.section("config").get("model")
-        about_model = about_model if isinstance(about_model, dict) else {}
-        self.has_teacher = about_model.get("teacher") is not None
+        model = _section(self.section("config"), "model")
+        self.has_teacher = model.get("teacher") is not None
         count = self.section("model").get("num_params")
         self.num_params = count if type(count) is int else None
         self.num_stages = _axis(self.section("ranks"), "pipe")
@@ -66,19 +64,22 @@ class Run:
             list(steps) for _, steps in itertools.groupby(self.steps, lambda step: step.phase)
         ]
         self.is_pruned_in_steps = any(change.dropped > change.grown for change in self.changes)
-        ends = [event for event in log if isinstance(event, events.Ended | events.Started)]
-        last = _last(ends)
+        last = _last([e for e in log if isinstance(e, events.Ended | events.Started)])
         self.end = last.reason if isinstance(last, events.Ended) else None  # None: running, killed
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of run.json; empty if it has none."""
-        value = self.about.get(name)
-        return value if isinstance(value, dict) else {}
+        return _section(self.about, name)
 
 
 def finite_evals(log: Iterable[Event]) -> list[events.Evaluated]:
     """Return the validations with a finite loss."""
     return [e for e in log if isinstance(e, events.Evaluated) and math.isfinite(e.valid_loss)]
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _axis(sizes: Mapping[str, Any], name: str) -> int:
