@@ -612,10 +612,10 @@ def test_a_teacher_of_another_vocabulary_is_refused(place: Path, tmp_path: Path)
 
 
 def test_models_that_read_batches_otherwise_are_refused() -> None:
-    from samo.integrations.causal_lm import check_model
+    from samo.integrations.causal_lm import check_model, check_packing
 
     with pytest.raises(ConfigError, match="Linear computes no loss from labels"):
-        check_model(nn.Linear(2, 2), has_positions=False)
+        check_model(nn.Linear(2, 2))
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 16}
     same = {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -625,18 +625,18 @@ def test_models_that_read_batches_otherwise_are_refused() -> None:
         transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, **same, **opt)),
         transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, **same, alibi=True)),
     ):
-        check_model(model, has_positions=False)
+        check_model(model)
         with pytest.raises(ConfigError, match=r"packed examples would see .* add --no-pack"):
-            check_model(model, has_positions=True)
+            check_packing(model)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gemma2", "mixtral"])
 def test_packed_examples_stay_apart(family: str) -> None:
-    from samo.integrations.causal_lm import check_model
+    from samo.integrations.causal_lm import check_packing
 
     changes = {} if family == "gpt2" else {"sliding_window": 2}
     model = tiny_lm(family, **changes).bfloat16()
-    check_model(model, has_positions=True)
+    check_packing(model)
     assert all(param.grad is None for param in model.parameters())
 
 

@@ -15,17 +15,22 @@ from samo.integrations.folder_files import GENERATION, QUANTIZATION
 __all__ = []
 
 
-def check_model(model: nn.Module, *, has_positions: bool) -> None:
-    """Refuse a model whose forward() has no room for what a batch needs."""
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that computes no loss."""
     found = inspect.signature(model.forward).parameters
-    name, head = type(model).__name__, getattr(model, "get_output_embeddings", lambda: None)()
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     takes_any = any(each.kind == each.VAR_KEYWORD for each in found.values())
     if head is None or "labels" not in found or not takes_any:
         raise ConfigError(
-            f"{name} computes no loss from labels as causal language models of transformers do; "
-            "train it in Python, as docs/hugging-face.md shows"
+            f"{type(model).__name__} computes no loss from labels as causal language models of "
+            "transformers do; train it in Python, as docs/hugging-face.md shows"
         )
-    if has_positions and ("position_ids" not in found or not _keeps_apart(model)):
+
+
+def check_packing(model: nn.Module) -> None:
+    """Refuse a model in which packed examples would see each other, by a pass over a few tokens."""
+    if "position_ids" not in inspect.signature(model.forward).parameters or not _keeps_apart(model):
+        name = type(model).__name__
         raise ConfigError(f"packed examples would see each other in a {name}; add --no-pack")
 
 
@@ -47,8 +52,11 @@ def _keeps_apart(model: nn.Module) -> bool:
     handle = embedding.register_forward_hook(watch)
     try:
         with torch.enable_grad():
-            logits = own(input_ids=tokens_1T, position_ids=tokens_1T % 4, use_cache=False).logits
-            (grad,) = torch.autograd.grad(logits[:, 4:].sum(), made)
+            inputs = {"input_ids": tokens_1T, "position_ids": tokens_1T % 4, "use_cache": False}
+            second = own.base_model(**inputs).last_hidden_state[:, 4:]
+            # Not their sum, which a norm may hold constant.
+            steps = torch.linspace(0, 1, second.shape[-1]).to(second)
+            (grad,) = torch.autograd.grad((second * steps).sum(), made)
     finally:
         handle.remove()
     return not (grad[:, :4].isfinite() & (grad[:, :4] != 0)).any()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samo.checkpoint.load import load_masks
+from samo.core.compress import compress_, keep_resident
 from samo.data.batches import Batch, Batches
 from samo.data.calibration import example_batches
 from samo.data.sources import open_data
@@ -128,13 +129,18 @@ class CausalLMSubject(Subject):
             run=replace(config.run, weights=weights),
             optim=replace(config.optim, state=state),
         )
+        dtypes = compression(self.config, ranks)
         freeze = causal_lm.freeze_embeddings_ if config.model.freeze_embeddings else None
         if next(model.parameters()).is_meta:
-            dtypes = compression(self.config, ranks)
             model = open_compressed(source, weights="streamed", prepare=freeze, **dtypes)
             self._check(model)
-        elif freeze is not None:
-            freeze(model)
+        else:
+            if freeze is not None:
+                freeze(model)
+            compress_(model, masks, weights="streamed", **dtypes)
+        keep_resident(model.to(config.run.device), weights)  # there, and not on the host
+        if getattr(self._text.train, "is_packed", False):
+            causal_lm.check_packing(model)
         if config.model.checkpointing:
             # The other kind gives no gradients to blocks after frozen embeddings.
             how = {"use_reentrant": False}
@@ -145,7 +151,6 @@ class CausalLMSubject(Subject):
             model,
             self.config,
             ranks=ranks,
-            masks=masks,
             loss_sum=_Loss(config, teacher),
             blocks=lambda model: find_blocks(model)[1],
         )
@@ -171,8 +176,7 @@ class CausalLMSubject(Subject):
 
     def _check(self, model: nn.Module) -> None:
         causal_lm.check_weights(model, getattr(torch, self.config.run.dtype))
-        is_packed = bool(getattr(self._text.train, "is_packed", False))
-        causal_lm.check_model(model, has_positions=is_packed)
+        causal_lm.check_model(model)
 
     def _zeros(self, model: nn.Module) -> Masks:
         source = self.config.model.model

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from samo.core.adamw import AdamW
-from samo.core.compress import compress_, keep_resident
+from samo.core.compress import compress_, masks as masks_of
 from samo.core.modules import CompressedModule, named_weights
 from samo.core.param_groups import param_groups
 from samo.core.rank_checks import compare_masks
@@ -77,9 +77,8 @@ class Learner:
     `Pipeline`, of which ``model`` is then this rank's, replicas with DDP, shards of a pruned model
     with FSDP2.
 
-    ``masks`` are those of a model that starts pruned. It may be on the CPU: dense, in any dtype, or
-    compressed as `compression` says, and streamed. ``loss_sum`` and ``blocks`` say how to read a
-    batch with it, and what to compile and to shard one by one.
+    A compressed model, with the dtypes of `compression`, starts pruned. ``loss_sum`` and ``blocks``
+    say how to read a batch with it, and what to compile and to shard one by one.
     """
 
     will_compile: bool  # in the next step
@@ -93,7 +92,6 @@ class Learner:
         *,
         ranks: RankGroup | None = None,
         stages: PipelinedGPT | None = None,
-        masks: Masks | None = None,
         loss_sum: Callable[[nn.Module, Batch], Tensor] = gpt_loss_sum,
         blocks: Callable[[nn.Module], list[nn.Module]] = gpt_blocks,
     ) -> None:
@@ -123,12 +121,9 @@ class Learner:
                 options = COMPILE_OPTIONS if BACKEND == "inductor" else None
                 block.compile(backend=BACKEND, options=options)
         self.opt: torch.optim.Optimizer
-        if masks is not None:
-            self._compress(masks, "streamed")
-            model.to(config.run.device)
-            keep_resident(model, self.weights)  # there, and not on the host
         self.device = next(model.parameters()).device
-        if masks is not None:
+        if isinstance(model, CompressedModule):
+            self._start_pruned(masks_of(model))
             opt = self._new_adamw()
             self.opt = self._shard(opt) if self._is_sharded else opt
         else:
@@ -286,19 +281,18 @@ class Learner:
         dense = self.opt
         dense.zero_grad()
         self._ddp = None
-        self._compress(masks, self.weights)
+        self._start_pruned(masks)
+        compress_(self.model, masks, weights=self.weights, **self._compression)
         opt = self._new_adamw()
         opt.carry_over(dense)
         self.opt = self._shard(opt) if self._is_sharded else opt
         self._prepare()
 
-    def _compress(self, masks: Masks, weights: Any) -> None:
+    def _start_pruned(self, masks: Masks) -> None:
         if self.ranks.data is not None:
             compare_masks(masks, self.ranks.data)
         self.masks = masks
         self.phase = "samo"
-        if not isinstance(self.model, CompressedModule):
-            compress_(self.model, masks, weights=weights, **self._compression)
 
     def remapped(self, masks: Masks) -> None:
         """Update parameter groups and replicas after the masks have changed, on all ranks."""
