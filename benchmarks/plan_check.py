@@ -27,7 +27,7 @@ from samo.models.shapes import SHAPES, GPTConfig
 from samo.planner.cost import step_time
 from samo.planner.hardware import HARDWARE, Cluster, Hardware
 from samo.planner.memory import Job, Layout, peak
-from samo.planner.network import gpt, sparsities
+from samo.planner.network import gpt
 
 __all__ = ["main", "predict_row"]
 
@@ -72,8 +72,7 @@ def predict_row(row: dict[str, Any]) -> tuple[Job, Layout]:
         vocab_size=50_304,
     )
     job = Job(
-        network=gpt(config),
-        sparsity=tuple(sparsities(about["sparsity"]).items()),
+        network=gpt(config).pruned(about["sparsity"]),
         batch=about["batch_size"],
         context=about["context"],
     )
@@ -158,8 +157,7 @@ def work(rank: int, num_ranks: int, rounds: int) -> dict[str, list[float]]:
 def predicted(hardware: Hardware, layout: Layout) -> float:
     """Return the seconds of a step."""
     job = Job(
-        network=gpt(CONFIG),
-        sparsity=tuple(sparsities(0.9).items()),
+        network=gpt(CONFIG).pruned(0.9),
         batch=BATCH,
         context=CONFIG.context,
         dtype="float32",

@@ -19,7 +19,7 @@ from torch import nn
 import samo
 from samo.cli.commands import COMMANDS
 from samo.cli.main import parse
-from samo.memory.predict import TensorSpec, dense_bytes, total
+from samo.memory.predict import TensorSpec, total
 from samo.models.gpt import GPT
 from samo.models.shapes import SHAPES, GPTConfig
 from samo.train import events, run_dir
@@ -76,7 +76,7 @@ def state_bytes(model: nn.Module, dtype: str) -> tuple[int, int]:
         )
         for name, param in model.named_parameters()
     ]
-    return sum(map(dense_bytes, specs)), sum(total(specs).values())
+    return sum(total(specs, "dense").values()), sum(total(specs).values())
 
 
 def in_words(count: int) -> str:

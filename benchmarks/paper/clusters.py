@@ -15,7 +15,7 @@ from samo.models.shapes import GPTConfig
 from samo.planner.cost import step_time
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link
 from samo.planner.memory import Job, Layout, peak
-from samo.planner.network import gpt, sparsities
+from samo.planner.network import gpt
 
 __all__ = ["CONTEXT", "SCHEMES", "answers", "fastest", "save"]
 
@@ -61,9 +61,7 @@ def fastest(
 ) -> Row | None:
     """Return the fastest layout that fits, or None."""
     network, cluster = NETWORKS[model], Cluster(hardware=hardware, num_gpus=num_gpus)
-    sparse = tuple(sparsities(sparsity).items())
-    whole = Job(network=network, sparsity=sparse, batch=batch, context=CONTEXT)
-    room = hardware.memory_bytes - hardware.reserved_bytes
+    whole = Job(network=network.pruned(sparsity), batch=batch, context=CONTEXT)
     best: Row | None = None
     for layout in layouts(num_gpus, batch, scheme, len(network.blocks)):
         # FSDP2 reduces the gradients of every micro-batch: as if each were a step without update.
@@ -71,7 +69,7 @@ def fastest(
         if layout.shard:
             times = layout.micro_batches(whole)
             job = replace(whole, batch=batch // times)
-        if peak(job, layout).needed_bytes <= room:
+        if peak(job, layout).needed_bytes <= hardware.usable_bytes:
             parts = {
                 kind: times * time for kind, time in asdict(step_time(job, layout, cluster)).items()
             }

@@ -8,7 +8,7 @@ from torch import nn
 
 import samo
 from samo.memory.ledger import Ledger
-from samo.memory.predict import TensorSpec, dense_bytes, predict
+from samo.memory.predict import TensorSpec, predict
 from samo.models.gpt import GPT, GPTConfig
 from tests.meters import live_storages, small_gpt, tokens
 
@@ -174,5 +174,6 @@ def test_a_rank_holds_its_share_of_all_but_the_bitmap() -> None:
     part = predict(TensorSpec(numel=4096, kept=400, is_resident=False, held=100))
     assert part["bitmap"] == whole["bitmap"] > 0
     assert all(part[kind] == whole[kind] / 4 for kind in part if kind != "bitmap")
-    assert dense_bytes(TensorSpec(numel=4096, kept=400, held=100)) == 20 * 1024
+    dense = predict(TensorSpec(numel=4096, kept=400, held=100), "dense")
+    assert sum(dense.values()) == 20 * 1024
     assert predict(TensorSpec(numel=30, kept=None, held=0))["values"] == 0

@@ -9,18 +9,16 @@ from hypothesis import given, settings
 import samo
 from samo.errors import ConfigError
 from samo.models.gpt import GPT, GPTConfig
-from samo.planner.choose import choose
 from samo.planner.cost import step_time
 from samo.planner.hardware import HARDWARE, Cluster, find_hardware, match_hardware
 from samo.planner.local import this_hardware
 from samo.planner.memory import Job, Layout, peak
-from samo.planner.network import named, sparsities
-from samo.planner.search import layouts, search
+from samo.planner.network import ENDS, named
+from samo.planner.search import choose, layouts, search
 from samo.utils.environment import hardware
 from tests.planner.test_search import jobs, machines
 
-SPARSITY = tuple(sparsities(0.9).items())
-JOB = Job(network=named("gpt3-2.7b"), sparsity=SPARSITY, batch=4, context=2048)
+JOB = Job(network=named("gpt3-2.7b").pruned(0.9), batch=4, context=2048)
 
 
 @pytest.mark.parametrize(
@@ -73,42 +71,36 @@ def test_the_choice_fits_and_nothing_is_much_faster(job, hardware) -> None:
         with pytest.raises(ConfigError, match="no layout that these settings allow fits on 2 x"):
             choose(job, cluster)
         return
-    best = choose(job, cluster).option
+    best, _ = choose(job, cluster)
     assert best.fits
     assert best.time.total <= 1.02 * found[0].time.total
 
 
 def test_the_reason_says_what_a_plainer_layout_would_take() -> None:
-    roomy = choose(JOB, Cluster(hardware=HARDWARE["h200"]))
+    h200 = HARDWARE["h200"]
+    roomy, reason = choose(JOB, Cluster(hardware=h200))
     assert roomy.layout == Layout(micro_batch=4)
-    assert roomy.reason.startswith("resident, exact: ")
-    assert roomy.reason.endswith("layouts that fit")
-    tight = choose(JOB, Cluster(hardware=replace(HARDWARE["rtx4090"], memory_bytes=10e9)))
+    assert reason.startswith("resident, exact: ")
+    assert reason.endswith("layouts that fit")
+    tight, reason = choose(JOB, Cluster(hardware=replace(h200, memory_bytes=10e9)))
     assert tight.layout.checkpointing
-    assert "; resident, exact takes " in tight.reason
-    assert tight.reason.endswith("GB, too much")
-    assert "2 x 2 (stages x replicas), " in (
-        choose(
-            JOB,
-            Cluster(hardware=HARDWARE["h200"], num_gpus=4),
-            among=[Layout(pipe=2, data=2, micro_batch=1)],
-        ).reason
-    )
+    assert "; resident, exact takes " in reason
+    assert reason.endswith("GB, too much")
+    _, reason = choose(JOB, Cluster(hardware=h200, num_gpus=4), [Layout(pipe=2, data=2)])
+    assert "2 x 2 (stages x replicas), resident, exact, micro-batches of 1: " in reason
 
 
 def test_only_the_given_layouts_are_chosen_from() -> None:
     cluster = Cluster(hardware=HARDWARE["h200"])
     lean = (one for one in layouts(JOB, cluster) if one.state == "lean" and one.checkpointing)
-    found = choose(JOB, cluster, among=lean).layout
+    found = choose(JOB, cluster, lean)[0].layout
     assert (found.state, found.checkpointing) == ("lean", True)
     with pytest.raises(ConfigError, match="the smallest takes nothing of"):
-        choose(JOB, cluster, among=[])
-    dense = choose(JOB, cluster, scheme="autocast").layout
-    assert dense.scheme == "autocast"
+        choose(JOB, cluster, [])
 
 
 def test_a_frozen_embedding_has_neither_gradient_nor_state() -> None:
-    frozen = replace(JOB, frozen=frozenset({"embedding", "head"}))
+    frozen = replace(JOB, network=JOB.network.with_frozen(ENDS))
     numel = sum(m.numel for i in (0, -1) for m in JOB.network.layers[i].matrices)
     for state, trained in (("exact", 4 + 2 + 8 + 2), ("lean", 7 + 8 / 256)):
         layout = Layout(state=state, micro_batch=4, checkpointing=True)  # type: ignore[arg-type]
@@ -121,6 +113,16 @@ def test_a_frozen_embedding_has_neither_gradient_nor_state() -> None:
         ]
         assert times[1].compute < times[0].compute
         assert times[1].optimizer < times[0].optimizer
+
+
+def test_a_budget_for_all_weights_is_as_fast_as_resident_ones() -> None:
+    cluster = Cluster(hardware=HARDWARE["h200"])
+    for network in (JOB.network, JOB.network.with_frozen(ENDS)):
+        resident, budget = (
+            step_time(replace(JOB, network=network), Layout(weights=weights), cluster)
+            for weights in ("resident", 10**11)  # type: ignore[arg-type]
+        )
+        assert budget.expand_compress == resident.expand_compress
 
 
 def test_frozen_state_is_what_the_ledger_says() -> None:

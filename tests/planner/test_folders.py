@@ -38,7 +38,7 @@ def test_the_sparsity_is_that_of_the_folder(style: str, pruned: dict[str, Path])
             (pruned[style] / "masks.safetensors").unlink()
             has_masks = False
         found = samo.plan(pruned[style], gpu="rtx4090")
-        of = dict(found.job.sparsity)
+        of = found.job.network.sparsity
         assert of["attention"] == pytest.approx(0.6, abs=1e-3)
         assert of["mlp"] == pytest.approx(0.7, abs=1e-3)
         assert (of["head"], of["embedding"]) == (0, 0)
@@ -53,13 +53,13 @@ def test_what_is_given_wins_and_what_is_assumed_says_so(
     pruned: dict[str, Path], tmp_path: Path
 ) -> None:
     given = samo.plan(pruned["dense"], sparsity=0.8, gpu="rtx4090")
-    assert dict(given.job.sparsity)["mlp"] == 0.8
+    assert given.job.network.sparsity["mlp"] == 0.8
     assert "--sparsity 0.8" in given.command
     assert "assumed; set" not in str(given)
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["llama-3.2-1b"]))
     for target in (tmp_path, tmp_path / "config.json", "gpt3-125m"):
         found = samo.plan(target, gpu="rtx4090")
-        assert dict(found.job.sparsity)["mlp"] == 0.9
+        assert found.job.network.sparsity["mlp"] == 0.9
         assert "mlp 90 % (assumed; set --sparsity)" in " ".join(str(found).split())
         assert "--sparsity 0.9" in found.command
 

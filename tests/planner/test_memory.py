@@ -15,7 +15,7 @@ import samo
 from samo.models.chunked_loss import MAX_LOGITS
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.memory import Job, Layout, peak, stage_state, stages
-from samo.planner.modules import from_module, sparsities_of
+from samo.planner.modules import from_module, pruned_by_masks
 from tests.meters import LiveBytes, live_storages
 from tests.ranks import run_ranks
 
@@ -38,11 +38,8 @@ def model_of(family: str) -> Any:
 
 
 def job_of(model: Any, masks: samo.Masks, **changes: Any) -> Job:
-    network = from_module(model)
-    sparsity = tuple(sparsities_of(masks, network).items())
-    return Job(
-        **{"network": network, "sparsity": sparsity, "batch": BATCH, "context": 96} | changes
-    )
+    network = pruned_by_masks(from_module(model), masks)
+    return Job(**{"network": network, "batch": BATCH, "context": 96} | changes)
 
 
 def compress(model: nn.Module, masks: samo.Masks, layout: Layout, **options: Any) -> Any:
@@ -220,7 +217,7 @@ def test_the_state_of_each_stage_is_that_of_its_ledger(layout) -> None:
     job = job_of(model, samo.prune(model, 0.8), batch=BATCH * layout.data)
     held = run_ranks(2, on_ranks, layout)
     for number, stage in enumerate(stages(job.network, layout.pipe)):
-        predicted = stage_state(job, layout, number, stage)
+        predicted = stage_state(job, layout, stage)
         assert [*predicted.values()] == pytest.approx(held[number * layout.data], rel=0.01, abs=999)
 
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 from samo.models.shapes import GPTConfig
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link
 from samo.planner.memory import Job, Layout
-from samo.planner.network import gpt, named, sparsities
+from samo.planner.network import gpt, named
 from samo.planner.search import evaluate, search
 
 ROUND = 10**8
@@ -20,8 +20,7 @@ jobs = st.builds(
     lambda layers, width, sparsity, batch, context: Job(
         network=gpt(
             GPTConfig(num_layers=layers, width=width, num_heads=1, context=4096, vocab_size=32000)
-        ),
-        sparsity=tuple(sparsities(sparsity).items()),
+        ).pruned(sparsity),
         batch=batch,
         context=context,
     ),
@@ -106,8 +105,7 @@ def test_more_memory_and_faster_links_never_give_a_slower_plan(
 
 
 def test_13b_on_2048_gpus_is_planned_in_seconds() -> None:
-    sparsity = tuple(sparsities(0.9).items())
-    job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=2048, context=2048)
+    job = Job(network=named("gpt3-13b").pruned(0.9), batch=2048, context=2048)
     began = time.perf_counter()
     found = search(job, Cluster(hardware=HARDWARE["v100-16"], num_gpus=2048))
     assert time.perf_counter() - began < 5
@@ -115,8 +113,7 @@ def test_13b_on_2048_gpus_is_planned_in_seconds() -> None:
 
 
 def test_compressed_state_helps_most_where_links_are_slow() -> None:
-    sparsity = tuple(sparsities(0.9).items())
-    job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=1024, context=2048)
+    job = Job(network=named("gpt3-13b").pruned(0.9), batch=1024, context=2048)
     fast = HARDWARE["a100-40"]
 
     def gain(hardware: Hardware) -> float:

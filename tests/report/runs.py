@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from samo.memory.predict import TensorSpec, dense_bytes, paper_bytes, total
+from samo.memory.predict import TensorSpec, total
 from samo.train import events as ev
 from samo.train.events import Event
 
@@ -132,8 +132,8 @@ def accounted(
         num_params=NUM_PARAMS,
         measured_bytes=sum(kinds.values()),
         predicted_bytes=sum(kinds.values()),
-        dense_bytes=sum(map(dense_bytes, specs)),
-        paper_bytes=sum(map(paper_bytes, specs)),
+        dense_bytes=sum(total(specs, "dense").values()),
+        paper_bytes=sum(total(specs, "paper").values()),
         measured=kinds,
         predicted=kinds,
         weights="resident",

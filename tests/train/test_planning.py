@@ -60,6 +60,14 @@ def test_one_rank_keeps_what_fits(machine) -> None:
     assert "resident, exact takes" in tight.mesh.reason
 
 
+def test_a_given_budget_is_predicted_as_one(machine) -> None:
+    machine(1)
+    run = {name: {**BF16, "weights": name} for name in ("streamed", "1GB")}
+    streamed, budget = (planned(run=own).mesh.reason for own in run.values())
+    assert streamed.startswith("planned: streamed, exact: ")
+    assert budget.startswith("planned: budget 1.00 GB, exact: ")
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -131,7 +139,7 @@ def test_dense_steps_have_to_fit_too(machine) -> None:
     machine(1, 60e9)
     alone = planned(run={**BF16, "mode": "dense"})
     assert alone.run.weights == "resident"
-    assert alone.mesh.reason.startswith("planned: dense, autocast")
+    assert alone.mesh.reason.startswith("planned: dense autocast")
 
 
 def test_a_resumed_run_is_planned_again_for_its_ranks(machine) -> None:

@@ -22,7 +22,7 @@ from samo.models.shapes import GPTConfig
 from samo.planner.cost import stage_times
 from samo.planner.hardware import Cluster, Hardware, Link, write_hardware
 from samo.planner.memory import Job, Layout
-from samo.planner.network import gpt, sparsities
+from samo.planner.network import gpt
 from samo.utils.environment import hardware as describe
 from samo.utils.formatting import size, three_digits
 
@@ -104,7 +104,6 @@ class Machine:
 
         job = Job(
             network=gpt(config),
-            sparsity=tuple(sparsities(0.0).items()),
             batch=batch,
             context=config.context,
             dtype=str(self.dtype).removeprefix("torch."),

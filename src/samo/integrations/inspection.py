@@ -13,7 +13,7 @@ from samo.errors import CheckpointError
 from samo.integrations import folder_files, hugging_face, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, MASKS, METHOD, Spec
 from samo.mask.masks import MIN_SPARSITY, Masks
-from samo.memory.predict import TensorSpec, dense_bytes, predict
+from samo.memory.predict import TensorSpec, total
 from samo.utils.safetensors_io import DTYPES
 
 __all__ = ["FolderFacts", "TensorFacts", "inspect_folder"]
@@ -69,19 +69,19 @@ class FolderFacts(NamedTuple):
         found = {"dense": sum(size * tensor.numel for tensor in self.tensors)}
         for weights in ("resident", "streamed") if self.pruned else ():
             specs = self._specs(self.dtype, weights, is_trained=False)
-            found[weights] = sum(sum(predict(spec).values()) for spec in specs)
+            found[weights] = sum(total(specs).values())
         return found
 
     def train_bytes(self) -> dict[str, int]:
         """Return the bytes of model state to train in bfloat16 with samo.AdamW, by how."""
         specs = self._specs("bfloat16", "resident")
-        found = {"dense": sum(map(dense_bytes, specs))}
+        found = {"dense": sum(total(specs, "dense").values())}
         for state in ("exact", "lean") if self.pruned else ():
             values = "bfloat16" if state == "lean" else "float32"
             for weights in ("resident", "streamed"):
                 options = {"value_dtype": values, "is_lean": state == "lean"}
                 specs = self._specs("bfloat16", weights, **options)
-                found[f"{state}_{weights}"] = sum(sum(predict(spec).values()) for spec in specs)
+                found[f"{state}_{weights}"] = sum(total(specs).values())
         return found
 
     def _specs(self, dtype: str, weights: str, **others: Any) -> list[TensorSpec]:

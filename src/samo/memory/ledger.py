@@ -18,7 +18,7 @@ from samo.core.adamw import AdamW
 from samo.core.modules import CompressedModule
 from samo.core.weight import local_of, weight_of
 from samo.errors import CompressionError
-from samo.memory.predict import KINDS, Kind, TensorSpec, dense_bytes, paper_bytes, predict
+from samo.memory.predict import KINDS, Kind, TensorSpec, predict, total
 
 __all__ = ["Ledger", "ledger"]
 
@@ -230,8 +230,9 @@ class _Row:
             is_resident=weight is None or weight.is_resident,
             is_trained=param.requires_grad,
             moments=0,
+            has_buckets=has_buckets,
         )
-        predicted = predict(spec, has_buckets=has_buckets)
+        predicted = predict(spec)
         measured: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         # FSDP2 pads shards to the same length.
         measured["values"] = meter.count_view(param) if is_sharded else meter.count(param)
@@ -292,12 +293,14 @@ def _with_state(spec: TensorSpec, opt: Optimizer, group: dict[str, Any]) -> Tens
 
 
 def _share(rows: list[_Row], *, is_known: bool) -> Share:
+    specs = [row.spec for row in rows]
+    adam16 = [replace(spec, dtype="bfloat16", moments=2) for spec in specs]  # the paper's setting
     return Share(
-        num_params=sum(row.spec.numel for row in rows),
+        num_params=sum(spec.numel for spec in specs),
         measured={kind: sum(row.measured[kind] for row in rows) for kind in KINDS},
         predicted={kind: sum(row.predicted[kind] for row in rows) for kind in KINDS},
-        dense=sum(dense_bytes(row.spec) for row in rows) if is_known else None,
-        paper=sum(paper_bytes(row.spec) for row in rows),
+        dense=sum(total(specs, "dense").values()) if is_known else None,
+        paper=sum(total(adam16, "paper").values()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Predict the bytes of a compressed model by arithmetic alone: imports no torch.
+"""The bytes of a parameter while it is trained, by samo and by others: imports no torch.
 
 Bytes for each dense parameter at density f (fraction kept), `samo.AdamW`, no activations:
 
@@ -15,6 +15,10 @@ Bytes for each dense parameter at density f (fraction kept), `samo.AdamW`, no ac
 An unpruned parameter has f = 1 and no bitmap, and a dense copy only if its values are wider than
 the compute type. Lean state has two fp32 scales for 1,024 entries, 256 of an unpruned parameter.
 Torch's optimizers keep moments in the type of the parameter, and no corrections. GB is 10**9 bytes.
+
+The SAMO paper takes 2 + 24 f bytes. Dense training with 16-bit weights and Adam takes 20, the
+paper's baseline: weights and gradients in 16 and in 32 bits, two fp32 moments. Autocast takes 16:
+weights, gradients and moments are fp32. 8-bit state, as FlashOptim has it, takes 7.
 """
 
 from collections.abc import Iterable
@@ -28,6 +32,7 @@ Kind = Literal[
 ]
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+Scheme = Literal["samo", "paper", "dense", "autocast", "8-bit"]
 
 _SIZES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _GROUP: Final = 1024  # entries that share two scales in lean state
@@ -51,6 +56,7 @@ class TensorSpec:
     optimizer: Literal["samo", "torch"] = "samo"
     is_lean: bool = False  # 8-bit optimizer state
     has_ages: bool = False  # whether the optimizer counts the updates of each kept entry
+    has_buckets: bool = False  # whether DDP has gradients of its own
 
     def __post_init__(self) -> None:
         values = self.value_dtype or ("float64" if self.dtype == "float64" else "float32")
@@ -73,7 +79,7 @@ class TensorSpec:
         return self.is_pruned or (self.is_trained and self.dtype != self.value_dtype)
 
 
-def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]:
+def predict(tensor: TensorSpec, scheme: Scheme = "samo") -> dict[Kind, int]:
     """Return the bytes of one parameter by kind.
 
     Example:
@@ -82,7 +88,12 @@ def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]
         800000
         >>> predict(TensorSpec(numel=1_000_000, kept=100_000, is_lean=True))["moments"]
         207816
+        >>> sum(predict(TensorSpec(numel=1_000_000, kept=100_000), "dense").values())
+        20000000
     """
+    if scheme != "samo":
+        own = _paper(tensor) if scheme == "paper" else _dense(tensor, scheme)
+        return {**dict.fromkeys(KINDS, 0), **own}
     kept = tensor.share_of(tensor.numel if tensor.kept is None else tensor.kept)
     trained = kept if tensor.is_trained else 0
     size = _SIZES[tensor.dtype]
@@ -108,34 +119,50 @@ def predict(tensor: TensorSpec, *, has_buckets: bool = False) -> dict[Kind, int]
         "moments": tensor.moments * moment,
         "corrections": corrections,
         "ages": 2 * trained if tensor.has_ages and tensor.is_pruned else 0,
-        "buckets": value_size * trained if has_buckets else 0,
+        "buckets": value_size * trained if tensor.has_buckets else 0,
     }
 
 
-def total(tensors: Iterable[TensorSpec]) -> dict[Kind, int]:
+def _dense(tensor: TensorSpec, scheme: Scheme) -> dict[Kind, int]:
+    size, numel = _SIZES[tensor.dtype], tensor.share_of(tensor.numel)
+    if scheme == "autocast":
+        size = max(size, 4)
+    if not tensor.is_trained:
+        return {"values": size * numel}
+    if size > 2:  # gradients and moments are of the weight's own type
+        return {
+            "values": size * numel,
+            "gradients": size * numel,
+            "moments": tensor.moments * size * numel,
+        }
+    if scheme == "8-bit":
+        return {"values": 3 * numel, "gradients": 2 * numel, "moments": tensor.moments * numel}
+    return {
+        "dense": 2 * numel,
+        "values": 4 * numel,
+        "gradients": 6 * numel,
+        "moments": 4 * tensor.moments * numel,
+    }
+
+
+def _paper(tensor: TensorSpec) -> dict[Kind, int]:
+    if tensor.kept is None or not tensor.is_trained:
+        return _dense(tensor, "dense")
+    numel, kept = tensor.share_of(tensor.numel), tensor.share_of(tensor.kept)
+    # Indices of 4 bytes instead of a bitmap; 2 f of the gradients exist in the update alone.
+    return {
+        "dense": 2 * numel,
+        "bitmap": 4 * kept,
+        "values": 6 * kept,
+        "gradients": 6 * kept,
+        "moments": 8 * kept,
+    }
+
+
+def total(tensors: Iterable[TensorSpec], scheme: Scheme = "samo") -> dict[Kind, int]:
     """Return the bytes of many parameters by kind, as `predict` does for one."""
     sums: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for tensor in tensors:
-        for kind, size in predict(tensor).items():
+        for kind, size in predict(tensor, scheme).items():
             sums[kind] += size
     return sums
-
-
-def dense_bytes(tensor: TensorSpec) -> int:
-    """Return the bytes of dense training of a parameter, with the same number of moments.
-
-    16-bit weights with Adam take 20 bytes, the SAMO paper's baseline: weights and gradients in 16
-    and in 32 bits, two fp32 moments. Wider weights have gradients and moments of their own type.
-    """
-    size, numel = _SIZES[tensor.dtype], tensor.share_of(tensor.numel)
-    if not tensor.is_trained:
-        return size * numel
-    return (12 + 4 * tensor.moments if size == 2 else (2 + tensor.moments) * size) * numel
-
-
-def paper_bytes(tensor: TensorSpec) -> int:
-    """Return the bytes by the SAMO paper's formula, which is for 16-bit weights: 2 + 24 f each."""
-    numel = tensor.share_of(tensor.numel)
-    if tensor.kept is None or not tensor.is_trained:
-        return (20 if tensor.is_trained else 2) * numel
-    return 2 * numel + 24 * tensor.share_of(tensor.kept)

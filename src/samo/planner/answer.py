@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from samo.errors import ConfigError, nearest
+from samo.memory.predict import Scheme
 from samo.models.shapes import SHAPES
-from samo.planner.choose import ranked
 from samo.planner.command import command
 from samo.planner.configs import from_config, read_config
-from samo.planner.folders import read_sparsities
+from samo.planner.folders import pruned_as_read
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
-from samo.planner.memory import Job, Scheme, peak
-from samo.planner.network import Kind, Network, named, sparsities
+from samo.planner.memory import Job, peak
+from samo.planner.network import ENDS, Network, named
 from samo.planner.public import PUBLIC, no_hub
-from samo.planner.search import Option, layouts, room, search
+from samo.planner.search import Option, layouts, ranked, search
 from samo.utils.formatting import size
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "plan"]
 
-ASSUMED: Final = "assumed"
-_ENDS: Final[frozenset[Kind]] = frozenset({"embedding", "head"})
 RIVALS: Final[tuple[Scheme, ...]] = ("paper", "8-bit", "dense", "autocast")
+_ASSUMED: Final = "assumed"
 _MOST_GPUS: Final = 4096
 _SEQUENCES: Final = 8  # of a step, for each GPU
 _SPARSITY: Final = 0.9  # unless one is given or read
@@ -59,32 +58,46 @@ class Plan:
         return self.options[0] if self.options[0].fits else None
 
     @property
+    def is_pruned(self) -> bool:
+        """Whether the folder has its masks, so that nothing is left to prune."""
+        return self.pruned_by not in ("", _ASSUMED)
+
+    @property
     def command(self) -> str:
         """What to type or write to train with the best layout; empty if nothing fits."""
-        if self.best is None:
-            return ""
-        is_pruned = self.pruned_by not in ("", ASSUMED)
-        lines = command(self.job, self.best.layout, self.cluster, self.source, is_pruned=is_pruned)
-        return "\n".join(lines)
+        return "" if self.best is None else command(self, self.best.layout)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan for JSON: bytes and seconds."""
-        best = self.best
         return {
             "network": {"name": self.job.network.name, "parameters": self.job.network.num_params},
-            "sparsity": dict(self.job.sparsity),
+            "sparsity": self.job.network.sparsity,
             "sparsity_from": self.pruned_by or "given",
             "batch": self.job.batch,
             "context": self.job.context,
-            "frozen": sorted(self.job.frozen),
+            "frozen": self.job.network.frozen,
             "hardware": asdict(self.cluster.hardware),
             "num_gpus": self.cluster.num_gpus,
-            "fits": best is not None,
-            "options": [_record(option) for option in self.options],
-            "rivals": {scheme: _record(option) for scheme, option in self.rivals.items()},
+            "fits": self.best is not None,
+            "options": [self._record(option) for option in self.options],
+            "rivals": {scheme: self._record(option) for scheme, option in self.rivals.items()},
             "fewest_gpus": self.fewest,
             "advice": self.advice,
             "command": self.command,
+        }
+
+    def _record(self, option: Option) -> dict[str, Any]:
+        return {
+            "layout": asdict(option.layout),
+            "fits": option.fits,
+            "state_bytes": option.memory.state_bytes,
+            "peak_bytes": option.memory.peak_bytes,
+            "needed_bytes": option.memory.needed_bytes,
+            "state": option.memory.state,
+            "at_peak": option.memory.at_peak,
+            "step_s": option.time.total,
+            "tokens_per_s": self.job.tokens / option.time.total,
+            "time": asdict(option.time),
         }
 
     def __str__(self) -> str:
@@ -146,28 +159,23 @@ def plan(
     for name, value in (("gpus", gpus), ("batch", batch), ("context", context)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")
-    try:
-        chosen = sparsities(_SPARSITY if sparsity is None else sparsity, rules)
-    except ValueError as error:
-        raise ConfigError(f"{error}; 0.9 prunes 90 %") from None
-    network = _network(target)
-    pruned_by = "" if sparsity is not None else ASSUMED
+    network, source, folder = _find(target)
+    read = None
     if masks is not None:
-        from samo.planner.modules import sparsities_of  # loads torch, as the masks did
+        from samo.planner.modules import pruned_by_masks  # loads torch, as the masks did
 
-        chosen, pruned_by = sparsities_of(masks, network), ""
-    elif sparsity is None and not rules and isinstance(target, str | Path):
-        is_path = target not in SHAPES and Path(target).exists()
-        if is_path and (read := read_sparsities(Path(target), network)) is not None:
-            chosen, pruned_by = read
+        network, pruned_by = pruned_by_masks(network, masks), ""
+    elif sparsity is None and not rules and folder and (read := pruned_as_read(folder, network)):
+        network, pruned_by = read
+    else:
+        network = network.pruned(_SPARSITY if sparsity is None else sparsity, rules)
+        pruned_by = "" if sparsity is not None else _ASSUMED
     cluster = Cluster(hardware=hardware, num_gpus=gpus)
     job = Job(
-        network=network,
-        sparsity=tuple(chosen.items()),
+        network=network.with_frozen(ENDS) if freeze_embeddings else network,
         batch=batch or _SEQUENCES * gpus,
         context=context or min(network.context, 2048),
         dtype=hardware.dtype,
-        frozen=_ENDS if freeze_embeddings else frozenset(),
     )
     if job.context > network.context and network.command:
         raise ConfigError(
@@ -179,47 +187,36 @@ def plan(
             f"a batch of {job.batch} sequences is too small for {gpus} GPUs: each replica needs "
             f"one, and {len(network.layers)} layers allow as many stages; raise --batch"
         )
-    options = _best_of_each(found, room(cluster), by_mesh=gpus > 1)
+    options = _best_of_each(found, by_mesh=gpus > 1)
     return Plan(
         job=job,
         cluster=cluster,
         options=options,
         rivals={scheme: search(job, cluster, scheme)[0] for scheme in RIVALS},
-        fewest={scheme: _fewest(job, hardware, scheme) for scheme in ("samo", *RIVALS)},
+        fewest={scheme: _fewest(job, cluster, scheme) for scheme in ("samo", *RIVALS)},
         advice=[] if options[0].fits else list(_advice(job, cluster)),
-        source=_source(target, network),
+        source=source,
         pruned_by=pruned_by,
     )
 
 
-def _source(target: "str | Path | Network | nn.Module", network: Network) -> str | None:
+def _find(
+    target: "str | Path | Network | nn.Module",
+) -> tuple[Network, str | None, Path | None]:
+    """Return the network, what the command calls it, and the path of its config if it has one."""
     if isinstance(target, Network):
-        return network.name
-    if not isinstance(target, str | Path):
-        return None
-    path = Path(target)
-    if not path.exists():  # a public model, which is to be downloaded
-        return "MODEL_DIR"
-    return str(path.parent if path.suffix == ".json" else path)
-
-
-def _network(target: "str | Path | Network | nn.Module") -> Network:
-    if isinstance(target, Network):
-        return target
+        return target, target.name, None
     if not isinstance(target, str | Path):
         from samo.planner.modules import from_module
 
-        return from_module(target)
-    if target in SHAPES:
-        return named(target)
-    path = Path(target)
-    if path.exists() or path.suffix == ".json":
-        return read_config(path)
-    name = str(target).lower()
+        return from_module(target), None, None
+    path, name = Path(target), str(target).lower()
+    if target not in SHAPES and (path.exists() or path.suffix == ".json"):
+        return read_config(path), str(path.parent if path.suffix == ".json" else path), path
     if name in SHAPES:
-        return named(name)
+        return named(name), name, None
     if name in PUBLIC:
-        return from_config(PUBLIC[name], name)
+        return from_config(PUBLIC[name], name), "MODEL_DIR", None  # which is to be downloaded
     if "/" in str(target):
         raise no_hub(str(target))
     names = (*SHAPES, *PUBLIC)
@@ -229,18 +226,18 @@ def _network(target: "str | Path | Network | nn.Module") -> Network:
     )
 
 
-def _best_of_each(found: list[Option], space: float, *, by_mesh: bool) -> list[Option]:
+def _best_of_each(found: list[Option], *, by_mesh: bool) -> list[Option]:
     """Return the best option of each mesh, or of each way to keep weights and state."""
     groups: dict[Any, list[Option]] = {}
     for option in found:
         own = option.layout
         kind = "budget" if isinstance(own.weights, int) else own.weights
         key: Any = (kind, own.state, own.checkpointing)
-        groups.setdefault((own.pipe, own.data, own.shard) if by_mesh else key, []).append(option)
-    return ranked([ranked(group, space)[0] for group in groups.values()], space)
+        groups.setdefault((own.mesh, own.shard) if by_mesh else key, []).append(option)
+    return ranked([ranked(group)[0] for group in groups.values()])
 
 
-def _smallest(job: Job, cluster: Cluster, scheme: Scheme) -> float:
+def _least(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> float:
     """Return the least memory that any layout of a scheme needs."""
     least = float("inf")
     for layout in layouts(job, cluster, scheme):
@@ -251,21 +248,16 @@ def _smallest(job: Job, cluster: Cluster, scheme: Scheme) -> float:
     return least
 
 
-def frozen_bytes(job: Job, cluster: Cluster) -> float | None:
-    """Return the memory with frozen embeddings and head, if that makes it fit."""
-    if job.frozen or any(value for kind, value in job.sparsity if kind in _ENDS):
-        return None
-    least = _smallest(replace(job, frozen=_ENDS), cluster, "samo")
-    return least if least <= room(cluster) else None
+def _fits(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> bool:
+    return _least(job, cluster, scheme) <= cluster.hardware.usable_bytes
 
 
-def _fewest(job: Job, hardware: Hardware, scheme: Scheme) -> int | None:
+def _fewest(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> int | None:
     """Return the smallest power of two of GPUs on which a scheme fits."""
     count = 1
     while count <= _MOST_GPUS:
-        cluster = Cluster(hardware=hardware, num_gpus=count)
         large = replace(job, batch=max(job.batch, count))
-        if _smallest(large, cluster, scheme) <= room(cluster):
+        if _fits(large, replace(cluster, num_gpus=count), scheme):
             return count
         count *= 2
     return None
@@ -273,42 +265,28 @@ def _fewest(job: Job, hardware: Hardware, scheme: Scheme) -> int | None:
 
 def _advice(job: Job, cluster: Cluster) -> Iterator[str]:
     """Yield what would fit."""
-    hardware, count = cluster.hardware, cluster.num_gpus
-    if (frozen := frozen_bytes(job, cluster)) is not None:
-        yield f"{size(frozen)} with frozen embeddings: --freeze-embeddings"
+    hardware, gpus, network = cluster.hardware, cluster.num_gpus, job.network
+    if not network.frozen and not any(network.sparsity.get(kind) for kind in ENDS):
+        least = _least(replace(job, network=network.with_frozen(ENDS)), cluster)
+        if least <= hardware.usable_bytes:
+            yield f"{size(least)} with frozen embeddings: --freeze-embeddings"
     is_cpu = job.dtype == "float32"  # whose ranks share one memory
-    if not is_cpu and (enough := _fewest(job, hardware, "samo")) is not None:
+    if not is_cpu and (enough := _fewest(job, cluster)) is not None:
         yield f"{enough} x {hardware.name}: --gpus {enough}"
-    for name, other in sorted(HARDWARE.items(), key=lambda item: item[1].memory_bytes):
-        larger = Cluster(hardware=other, num_gpus=count)
-        is_larger = other.memory_bytes > hardware.memory_bytes
-        if is_larger and _smallest(job, larger, "samo") <= room(larger):
-            yield f"{count} x {name}: --gpu {name}"
+    larger = (one for one in HARDWARE.values() if one.memory_bytes > hardware.memory_bytes)
+    for other in sorted(larger, key=lambda one: one.memory_bytes):
+        if _fits(job, replace(cluster, hardware=other)):
+            yield f"{gpus} x {other.name}: --gpu {other.name}"
             break
     for sparsity in (0.8, 0.9, 0.95, 0.98):
-        if any(0 < value < sparsity for _, value in job.sparsity):
-            pruned = tuple((kind, sparsity if value else 0.0) for kind, value in job.sparsity)
-            if _smallest(replace(job, sparsity=pruned), cluster, "samo") <= room(cluster):
-                yield f"pruning more: --sparsity {sparsity}"
-                break
+        rules = {kind: sparsity for kind, value in network.sparsity.items() if value}
+        is_more = any(network.sparsity[kind] < sparsity for kind in rules)
+        if is_more and _fits(replace(job, network=network.pruned(0.0, rules)), cluster):
+            yield f"pruning more: --sparsity {sparsity}"
+            break
     context = job.context // 2
     while context >= 256:
-        if _smallest(replace(job, context=context), cluster, "samo") <= room(cluster):
+        if _fits(replace(job, context=context), cluster):
             yield f"shorter sequences: --context {context}"
             break
         context //= 2
-
-
-def _record(option: Option) -> dict[str, Any]:
-    return {
-        "layout": asdict(option.layout),
-        "fits": option.fits,
-        "state_bytes": option.memory.state_bytes,
-        "peak_bytes": option.memory.peak_bytes,
-        "needed_bytes": option.memory.needed_bytes,
-        "state": option.memory.state,
-        "at_peak": option.memory.at_peak,
-        "step_s": option.time.total,
-        "tokens_per_s": option.tokens / option.time.total,
-        "time": asdict(option.time),
-    }

@@ -2,15 +2,19 @@
 
 import shlex
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 from samo.planner.network import PRUNED, Kind
 from samo.planner.search import dense_phase
 
+if TYPE_CHECKING:
+    from samo.planner.answer import Plan
+
 __all__ = ["command"]
 
-_PATTERNS: dict[Kind, str] = {
+_PATTERNS: Final[dict[Kind, str]] = {
     "attention": "*att*",
     "mlp": "*mlp*",
     "experts": "*experts*",
@@ -21,69 +25,29 @@ _PATTERNS: dict[Kind, str] = {
 """Names of the matrices of a kind, in samo's GPT and in models of Hugging Face."""
 
 
-def command(
-    job: Job, own: Layout, cluster: Cluster, source: str | None, *, is_pruned: bool = False
-) -> Iterator[str]:
-    """Yield the lines for a layout; ``source`` is None for a module in hand.
-
-    Args:
-        job: What to train.
-        own: How.
-        cluster: Where.
-        source: A folder; None for a module in hand.
-        is_pruned: Whether the folder has its masks, so that nothing is left to prune.
-    """
-    if job.network.command and source is not None:
-        yield _train(job, own, cluster)
-    elif source is not None and own.pipe == 1:
-        yield _finetune(job, own, cluster, source, is_pruned=is_pruned)
-    else:
-        yield from _python(job, own, source, is_pruned=is_pruned)
-
-
-def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
-    """Return the sparsity of most matrices, and by pattern that of the others."""
-    kinds = {matrix.kind for layer in job.network.layers for matrix in layer.matrices}
-    of = {kind: value for kind, value in job.sparsity if kind in kinds}
-    base = next(of[kind] for kind in ("experts", "mlp", "attention") if kind in of)
-    usual = {kind: base if kind in PRUNED else 0.0 for kind in of}
-    return base, {_PATTERNS[kind]: of[kind] for kind in of if of[kind] != usual[kind]}
-
-
-def _train(job: Job, own: Layout, cluster: Cluster) -> str:
-    passes = _passes(job, own)
-    if own.pipe > 1:  # which cuts a pass into micro-batches
-        count = own.micro_batches(job)
-        passes = [f"--batch-size {job.batch}", f"--pipe {own.pipe}", f"--micro-batches {count}"]
-    flags = [
-        job.network.command,
-        f"--vocab-size {job.network.vocab_size}",
+def command(plan: "Plan", own: Layout) -> str:
+    """Return the command for a layout, or lines of Python where there is none."""
+    job, cluster = plan.job, plan.cluster
+    is_gpt = bool(job.network.command)
+    if plan.source is None or (own.pipe > 1 and not is_gpt):
+        return "\n".join(_python(plan, own))
+    what = f"finetune {shlex.quote(plan.source)} --data FILE"
+    if is_gpt:
+        what = f"train TEXT {job.network.command} --vocab-size {job.network.vocab_size}"
+    words = [
+        _start(own, cluster),
+        what,
         f"--context {job.context}",
-        *_pruning(job),
-        *passes,
-        f"--weights {own.weights}" if own.weights != "resident" else "",
-        f"--state {own.state}" if own.state != "exact" else "",
-        "--checkpointing" if own.checkpointing else "",
-        "--shard weights" if own.shard else "",
-        "" if dense_phase(job, own, cluster).fits else "--dense-steps 0",
-    ]
-    return f"{_start(own, cluster)} train TEXT {' '.join(filter(None, flags))}"
-
-
-def _finetune(job: Job, own: Layout, cluster: Cluster, source: str, *, is_pruned: bool) -> str:
-    flags = [
-        shlex.quote(source),
-        "--data FILE",
-        f"--context {job.context}",
-        *([] if is_pruned else _pruning(job)),
-        *_passes(job, own),
+        "" if plan.is_pruned else _pruning(job),
+        _passes(job, own),
         f"--weights {own.weights}",
         f"--state {own.state}",
         "--checkpointing" if own.checkpointing else "--no-checkpointing",
-        "--freeze-embeddings" if job.frozen else "",
+        "--freeze-embeddings" if job.network.frozen else "",
         "--shard weights" if own.shard else "",
+        "--dense-steps 0" if is_gpt and not dense_phase(job, own, cluster).fits else "",
     ]
-    return f"{_start(own, cluster)} finetune {' '.join(filter(None, flags))}"
+    return " ".join(filter(None, words))
 
 
 def _start(own: Layout, cluster: Cluster) -> str:
@@ -100,25 +64,32 @@ def _start(own: Layout, cluster: Cluster) -> str:
     )
 
 
-def _passes(job: Job, own: Layout) -> list[str]:
-    """Return the flags of a step without a pipeline, which accumulates its micro-batches."""
-    size = own.data * own.micro_batch
-    return [f"--batch-size {size}", f"--accumulate {own.micro_batches(job)}"]
+def _passes(job: Job, own: Layout) -> str:
+    """Return the flags of a step: a pipeline cuts its batch, and others accumulate."""
+    count = own.micro_batches(job)
+    if own.pipe > 1:
+        return f"--batch-size {job.batch} --pipe {own.pipe} --micro-batches {count}"
+    return f"--batch-size {own.data * own.micro_batch} --accumulate {count}"
 
 
-def _pruning(job: Job) -> list[str]:
+def _pruning(job: Job) -> str:
     sparsity, rules = _sparsities(job)
-    pairs = " ".join(f"'{pattern}' {value:g}" for pattern, value in rules.items())
-    return [f"--sparsity {sparsity:g}", f"--rules {pairs}" if rules else ""]
+    pairs = "".join(f" '{pattern}' {value:g}" for pattern, value in rules.items())
+    return f"--sparsity {sparsity:g}" + (f" --rules{pairs}" if rules else "")
 
 
-def _python(job: Job, own: Layout, source: str | None, *, is_pruned: bool) -> Iterator[str]:
+def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
+    """Return the sparsity of most matrices, and by pattern that of the others."""
+    of = job.network.sparsity
+    base = next(of[kind] for kind in ("experts", "mlp", "attention") if kind in of)
+    usual = {kind: base if kind in PRUNED else 0.0 for kind in of}
+    return base, {_PATTERNS[kind]: of[kind] for kind in of if of[kind] != usual[kind]}
+
+
+def _python(plan: "Plan", own: Layout) -> Iterator[str]:
     """Yield lines for a module, or a pipeline, in the order that DDP, FSDP2 and pipelines need."""
-    sparsity, rules = _sparsities(job)
-    lean = ", value_dtype=torch.bfloat16" if own.state == "lean" else ""
-    is_cpu = job.dtype == "float32"
-    narrow = ", grad_dtype=torch.bfloat16" if own.num_ranks == 1 and not lean else ""
-    narrow = "" if is_cpu else narrow
+    job, source = plan.job, plan.source
+    is_cpu, is_lean = job.dtype == "float32", own.state == "lean"
     if source is not None:
         dtype = "float32" if is_cpu else "bfloat16"
         yield f"model = AutoModelForCausalLM.from_pretrained({source!r}, dtype=torch.{dtype})"
@@ -126,22 +97,25 @@ def _python(job: Job, own: Layout, source: str | None, *, is_pruned: bool) -> It
         yield "model.gradient_checkpointing_enable()"
     if own.pipe == 1:
         yield "samo.chunk_loss_(model)"
-    for end in ("input", "output") if job.frozen else ():
+    for end in ("input", "output") if job.network.frozen else ():
         yield f"model.get_{end}_embeddings().requires_grad_(False)"
     part = "model"
     if own.pipe > 1:
         mesh = f"samo.mesh(pipe={own.pipe}, data={own.data})"
-        yield (
-            f"pipeline = samo.Pipeline(model, loss_fn, {mesh}, "
-            f"micro_batches={own.micro_batches(job)})"
-        )
+        count = own.micro_batches(job)
+        yield f"pipeline = samo.Pipeline(model, loss_fn, {mesh}, micro_batches={count})"
         part = "pipeline.module"
+    sparsity, rules = _sparsities(job)
     by_rule = f", rules={rules}" if rules else ""
-    pruning = "samo.Masks.from_zeros" if is_pruned else "samo.prune"
-    pruning += f"({part})" if is_pruned else f"({part}, {sparsity:g}{by_rule})"
-    yield f"masks = {pruning}"
+    if plan.is_pruned:
+        yield f"masks = samo.Masks.from_zeros({part})"
+    else:
+        yield f"masks = samo.prune({part}, {sparsity:g}{by_rule})"
+    types = ", value_dtype=torch.bfloat16" if is_lean else ""
+    if own.num_ranks == 1 and not is_lean and not is_cpu:
+        types = ", grad_dtype=torch.bfloat16"
     move = "" if own.pipe > 1 or is_cpu else ".cuda()"
-    yield f"samo.compress_({part}, masks, weights={own.weights!r}{narrow}{lean}){move}"
+    yield f"samo.compress_({part}, masks, weights={own.weights!r}{types}){move}"
     if own.shard:
         yield "for layer in layers: fully_shard(layer)  # its blocks; see docs/distributed.md"
         yield "fully_shard(model)"

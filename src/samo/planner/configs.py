@@ -159,7 +159,7 @@ def _llama(config: Mapping[str, Any], name: str, family: str) -> Network:
         experts, top = config.get("num_local_experts"), config["num_experts_per_tok"]
         experts = experts or config["num_experts"]
         inner = config.get("moe_intermediate_size", f)
-        share = {"count": experts, "stack": experts, "share": top / experts}
+        share = {"stack": experts, "share": top / experts}
         mlp: tuple[Matrix, ...] = (
             Matrix(kind="experts", inputs=d, outputs=2 * inner, **share),
             Matrix(kind="experts", inputs=inner, outputs=d, **share),

@@ -23,8 +23,8 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from samo.planner.hardware import Cluster, Hardware
-from samo.planner.memory import Job, Layout, Scheme, layer_values, stage_state, stages
-from samo.planner.network import Kind, Layer
+from samo.planner.memory import Job, Layout, Stage, num_values, stage_state, stages, streamed_share
+from samo.planner.network import Layer
 
 __all__ = ["StepTime", "all_gather_s", "all_reduce_s", "pipeline_s", "stage_times", "step_time"]
 
@@ -103,16 +103,14 @@ def all_reduce_s(num_bytes: float, cluster: Cluster, members: int, groups: float
     return 2 * all_gather_s(num_bytes, cluster, members, groups)
 
 
-def link_s(num_bytes: float, cluster: Cluster, pipe: int, data: int) -> float:
+def link_s(num_bytes: float, layout: Layout, cluster: Cluster) -> float:
     """Return the time of a message between stages, on the slowest of their links.
 
     The replicas of a stage are neighbours in rank, so stages lie ``data`` ranks apart.
     """
-    if pipe == 1:
-        return 0.0
-    if pipe * data <= cluster.gpus_per_node:
+    if layout.num_ranks <= cluster.gpus_per_node:
         return cluster.intra.seconds(num_bytes)
-    return cluster.inter.seconds(num_bytes, flows=min(data, cluster.gpus_per_node))
+    return cluster.inter.seconds(num_bytes, flows=min(layout.data, cluster.gpus_per_node))
 
 
 # Layers and stages
@@ -120,20 +118,12 @@ def link_s(num_bytes: float, cluster: Cluster, pipe: int, data: int) -> float:
 
 @lru_cache(maxsize=65536)
 def _layer_pass(
-    layer: Layer,
-    hardware: Hardware,
-    context: int,
-    vocab: int,
-    tokens: int,
-    item: int,
-    frozen: frozenset[Kind],
+    layer: Layer, hardware: Hardware, context: int, tokens: int, item: int
 ) -> tuple[float, float]:
     """Return the seconds of a forward pass, and of a backward pass without recomputation."""
-    rate = hardware.flops * hardware.flops_fraction
-    speed = hardware.bandwidth * hardware.bandwidth_fraction
-    flop = num_bytes = back_flop = back_bytes = 0.0
+    flop = num_bytes = back_flop = back_bytes = loss = 0.0
     for matrix in layer.matrices:
-        products = 1 if matrix.kind in frozen else 2  # of backward
+        products = 2 if matrix.is_trained else 1  # of backward
         if matrix.is_lookup:
             copied = 2 * item * tokens * matrix.inputs
             num_bytes += copied
@@ -143,14 +133,16 @@ def _layer_pass(
         flop += 2 * own * matrix.numel
         back_flop += products * 2 * own * matrix.numel
         size = own * (matrix.inputs + matrix.outputs) + matrix.inputs * matrix.outputs
-        num_bytes += item * matrix.count * size
-        back_bytes += products * item * matrix.count * size
+        size *= item * matrix.count * matrix.stack
+        num_bytes += size
+        back_bytes += products * size
+        if matrix.kind == "head":
+            loss = tokens * matrix.outputs
     window = min(layer.window or context, context)
     attended = window * (1 - window / (2 * context))  # mean over a causal sequence
     attention = 4 * tokens * attended * layer.attention_width * ATTENTION
     other = layer.traffic * tokens * item / 2
-    is_head = any(matrix.kind == "head" for matrix in layer.matrices)
-    loss = tokens * vocab if is_head else 0
+    rate, speed = hardware.achieved_flops, hardware.achieved_bandwidth
     forward = (flop + attention) / rate + (num_bytes + other + _LOSS_FORWARD * loss) / speed
     backward = (back_flop + 2.5 * attention) / rate
     backward += (back_bytes + _BACKWARD_TRAFFIC * other + _LOSS_BACKWARD * loss) / speed
@@ -159,71 +151,49 @@ def _layer_pass(
 
 
 @lru_cache(maxsize=65536)
-def _kernel_pass(
-    layer: Layer, sparsity: tuple[tuple[str, float], ...], hardware: Hardware, item: int, fp32: bool
-) -> tuple[float, float]:
+def _kernel_pass(layer: Layer, hardware: Hardware, item: int, fp32: bool) -> tuple[float, float]:
     """Return the seconds to expand and to compress all pruned matrices of a layer once."""
-    speed = hardware.bandwidth * hardware.bandwidth_fraction
-    of = dict(sparsity)
     expand = compress = 0.0
     for matrix in layer.matrices:
-        if pruned := of[matrix.kind]:
-            kept = (1 - pruned) * matrix.numel
+        if matrix.sparsity:
+            kept = (1 - matrix.sparsity) * matrix.numel
             whole = (item + 0.129) * matrix.numel
-            expand += hardware.expand * (whole + 4 * kept) / speed
-            compress += hardware.compress * (whole + (4 if fp32 else 2) * kept) / speed
+            expand += hardware.expand * (whole + 4 * kept) / hardware.achieved_bandwidth
+            compress += (
+                hardware.compress
+                * (whole + (4 if fp32 else 2) * kept)
+                / hardware.achieved_bandwidth
+            )
     return expand, compress
 
 
 def stage_times(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
     """Return the seconds of one micro-batch in each stage."""
-    hardware, network = cluster.hardware, job.network
-    tokens, item = layout.micro_batch * job.context, job.itemsize
-    frozen = job.frozen | ({"head"} if network.is_tied and "embedding" in job.frozen else set())
+    cut = stages(job.network, layout.pipe)
+    found = {stage: _stage_pass(job, layout, cluster.hardware, stage) for stage in {*cut}}
+    return [found[stage] for stage in cut]
+
+
+def _stage_pass(job: Job, layout: Layout, hardware: Hardware, stage: Stage) -> Pass:
+    network, tokens, item = job.network, layout.micro_batch * job.context, job.itemsize
     is_fp32 = layout.num_ranks > 1 and layout.state == "exact"
     is_chunked = network.logits(tokens, layout.pipe) < tokens * network.vocab_size
-    found: dict[frozenset[tuple[Layer, int]], Pass] = {}
-    times = []
-    for number, stage in enumerate(stages(network, layout.pipe)):
-        counts = Counter(stage)
-        key = frozenset(counts.items())
-        if key not in found:
-            streamed = _streamed_share(job, layout, number, stage)
-            forward = backward = expand = compress = 0.0
-            for layer, count in counts.items():
-                own = (layer, hardware, job.context, network.vocab_size, tokens, item, frozen)
-                ahead, back = _layer_pass(*own)
-                is_block = bool(layer.attention_width)
-                is_again = layout.checkpointing if is_block else layer.saved > 0 and is_chunked
-                forward += count * ahead
-                backward += count * (back + ahead * is_again)
-                if layout.scheme == "autocast" and item == 2:  # weights to 16 bits, gradients back
-                    cast = count * 6.0 * layer.num_params
-                    cast /= hardware.bandwidth * hardware.bandwidth_fraction
-                    forward, backward = forward + cast, backward + cast * (1 + is_again)
-                if layout.scheme in ("samo", "paper"):
-                    first, second = _kernel_pass(layer, job.sparsity, hardware, item, is_fp32)
-                    uses = 3 if is_again else 2
-                    expand += count * first * streamed * uses
-                    compress += count * second
-            found[key] = Pass(forward, backward, expand, compress)
-        times.append(found[key])
-    return times
-
-
-def _streamed_share(job: Job, layout: Layout, number: int, stage: Sequence[Layer]) -> float:
-    """Return the fraction of the pruned dense weights that is not resident."""
-    if layout.scheme != "samo" or layout.weights == "resident":
-        return 0.0
-    if layout.weights == "streamed":
-        return 1.0
-    of = dict(job.sparsity)
-    pruned = [m for layer in stage for m in layer.matrices if of[m.kind]]
-    whole = job.itemsize * sum(matrix.numel for matrix in pruned)
-    unpruned = job.itemsize * sum(layer.num_params for layer in stage) - whole
-    held = stage_state(job, layout, number, stage)["dense"]
-    copies = unpruned if layout.state == "exact" and job.itemsize == 2 else 0.0
-    return min(max(1 - (held - copies) / max(whole, 1), 0.0), 1.0)
+    streamed = streamed_share(job, layout, stage)
+    forward = backward = expand = compress = 0.0
+    for layer, count in Counter(stage).items():
+        ahead, back = _layer_pass(layer, hardware, job.context, tokens, item)
+        is_block = bool(layer.attention_width)
+        is_again = layout.checkpointing if is_block else layer.saved > 0 and is_chunked
+        forward += count * ahead
+        backward += count * (back + ahead * is_again)
+        if layout.scheme == "autocast" and item == 2:  # weights to 16 bits, gradients back
+            cast = count * 6.0 * layer.num_params / hardware.achieved_bandwidth
+            forward, backward = forward + cast, backward + cast * (1 + is_again)
+        if layout.is_compressed:
+            once, back = _kernel_pass(layer, hardware, item, is_fp32)
+            expand += count * once * streamed * (3 if is_again else 2)
+            compress += count * back
+    return Pass(forward, backward, expand, compress)
 
 
 def pipeline_s(times: Sequence[float], link: float, count: int) -> float:
@@ -252,9 +222,8 @@ def step_time(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
         >>> from samo.planner.cost import step_time
         >>> from samo.planner.hardware import HARDWARE, Cluster
         >>> from samo.planner.memory import Job, Layout
-        >>> from samo.planner.network import named, sparsities
-        >>> sparsity = tuple(sparsities(0.9).items())
-        >>> job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=8, context=1024)
+        >>> from samo.planner.network import named
+        >>> job = Job(network=named("gpt3-13b").pruned(0.9), batch=8, context=1024)
         >>> layout = Layout(checkpointing=True, micro_batch=8)
         >>> 1.1 < step_time(job, layout, Cluster(hardware=HARDWARE["h200"])).total < 1.3
         True
@@ -264,11 +233,10 @@ def step_time(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     slowest = max(passes, key=lambda one: one.total)
     own = slowest.forward + slowest.backward
     compute, kernels = count * own, count * (slowest.expand + slowest.compress)
-    message = job.itemsize * job.network.width * layout.micro_batch * job.context
-    link = link_s(message, cluster, layout.pipe, layout.data)
     bubble = exposed = 0.0
     if layout.pipe > 1:
         totals = [one.total for one in passes]
+        link = link_s(message_bytes(job, layout), layout, cluster)
         whole = pipeline_s(totals, link, count)
         without = pipeline_s(totals, 0.0, count)
         bubble, exposed = without - compute - kernels, whole - without
@@ -282,45 +250,37 @@ def step_time(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     )
 
 
-def gradient_bytes(job: Job, layout: Layout) -> float:
-    """Return the bytes of a gradient between replicas.
-
-    DDP and FSDP2 reduce in 16 bits; the replicas of a pipeline in the type of the values.
-    """
-    if layout.pipe == 1 or layout.state == "lean" or layout.scheme != "samo":
-        return job.itemsize
-    return 4
+def message_bytes(job: Job, layout: Layout) -> int:
+    """Return the bytes of a message between stages."""
+    return job.itemsize * job.network.width * layout.micro_batch * job.context
 
 
 def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float:
     """Return the seconds that a step waits for gradients, and for FSDP2's gathers."""
     if layout.data == 1:
         return 0.0
-    size = gradient_bytes(job, layout)
+    # DDP and FSDP2 reduce in 16 bits; the replicas of a pipeline in the type of the values.
+    has_wide = layout.pipe > 1 and layout.state == "exact" and layout.scheme == "samo"
+    size = 4 if has_wide else job.itemsize
     cut = stages(job.network, layout.pipe)
-    kind = (job.sparsity, layout.scheme)
-    values, held = (
-        [sum(layer_values(one, *kind, frozen) for one in part) for part in cut]
-        for frozen in (job.frozen, frozenset[Kind]())
-    )
+    trained = [[_trained(layer, layout) for layer in stage] for stage in cut]
     # Stages on the same node reduce at the same time.
     groups = max(cluster.gpus_per_node // min(layout.data, cluster.gpus_per_node), 1)
     groups = min(groups, layout.pipe)
-    whole = all_reduce_s(size * max(values), cluster, layout.data, groups)
+    whole = all_reduce_s(size * max(map(sum, trained)), cluster, layout.data, groups)
     latency = all_gather_s(1, cluster, layout.data)
     if layout.pipe > 1:
-        bundles = max(_bundles(part, job, layout.scheme, size) for part in cut)
+        bundles = max(_bundles(stage, layout, size) for stage in cut)
         return whole + 2 * (bundles - 1) * latency
-    first = layer_values(job.network.layers[0], *kind)
     hidden = cluster.hardware.overlap
     if not layout.shard:
-        trained = (layer_values(one, *kind, job.frozen) for one in job.network.layers)
-        last = all_reduce_s(size * next(filter(None, trained)), cluster, layout.data)
+        last = all_reduce_s(size * next(filter(None, trained[0])), cluster, layout.data)
         return max(whole - hidden * slowest.backward, last)
     # One collective for each layer.
-    more = (len(job.network.layers) - 1) * latency
-    gather = all_gather_s(job.itemsize * held[0], cluster, layout.data) + more
-    ends = all_gather_s(job.itemsize * first, cluster, layout.data)
+    held = [num_values(layer, is_compressed=layout.is_compressed) for layer in cut[0]]
+    more = (len(held) - 1) * latency
+    gather = all_gather_s(job.itemsize * sum(held), cluster, layout.data) + more
+    ends = all_gather_s(job.itemsize * held[0], cluster, layout.data)
     ahead = max(gather - hidden * slowest.forward, ends)
     without = max(gather - hidden * slowest.backward, 0.0)
     # A micro-batch that reduces does so while it gathers for its backward pass.
@@ -330,16 +290,19 @@ def reduce_s(job: Job, layout: Layout, cluster: Cluster, slowest: Pass) -> float
     return count * ahead + (count - reductions) * without + reductions * reducing
 
 
-def _bundles(part: Sequence[Layer], job: Job, scheme: Scheme, size: float) -> int:
+def _trained(layer: Layer, layout: Layout) -> float:
+    return num_values(layer, is_compressed=layout.is_compressed, only_trained=True)
+
+
+def _bundles(stage: Stage, layout: Layout, size: float) -> int:
     """Return the all-reduces of a stage: parameters in their order, up to 1 MiB at a time."""
-    of, is_dense = dict(job.sparsity), scheme not in ("samo", "paper")
     count, filled = 0, _BUNDLE_BYTES
-    for layer in part:
-        trained = [m for m in layer.matrices if not m.is_tied and m.kind not in job.frozen]
+    for layer in stage:
         tensors = [
-            m.inputs * m.outputs * m.stack * (1 if is_dense else 1 - of[m.kind])
-            for m in trained
-            for _ in range(m.count // m.stack)
+            matrix.tensor_numel * (1 - matrix.sparsity if layout.is_compressed else 1)
+            for matrix in layer.matrices
+            if matrix.is_trained and not matrix.is_tied
+            for _ in range(matrix.count)
         ]
         for numel in (*tensors, *layer.vectors):
             if filled + size * numel > _BUNDLE_BYTES:
@@ -351,25 +314,22 @@ def _bundles(part: Sequence[Layer], job: Job, scheme: Scheme, size: float) -> in
 def optimizer_s(job: Job, layout: Layout, cluster: Cluster) -> float:
     """Return the seconds of the update on the stage with most to update."""
     hardware = cluster.hardware
-    speed = hardware.bandwidth * hardware.bandwidth_fraction
+    # Bytes for each value: reads and writes values and moments, reads gradients.
+    factor, each = {
+        "samo": (hardware.update, 26),
+        "paper": (hardware.update, 40),  # widens gradients and narrows values
+        "8-bit": (hardware.update_lean, 14),
+        "autocast": (hardware.update_dense, 28),
+        "dense": (hardware.update_dense, 40),
+    }[layout.scheme]
+    if layout.state == "lean":
+        factor, each = hardware.update_lean, 12
     shards = layout.data if layout.shard else 1
-    worst = 0.0
-    for number, stage in enumerate(stages(job.network, layout.pipe)):
-        own_values = (layer_values(one, job.sparsity, layout.scheme, job.frozen) for one in stage)
-        values = sum(own_values) / shards
-        state = stage_state(job, layout, number, stage)
-        if layout.scheme == "samo":
-            # Reads and writes values and moments, reads gradients, writes dense weights.
-            factor, own = hardware.update, 26
-            if layout.state == "lean":
-                factor, own = hardware.update_lean, 12
-            size = factor * (own * values + state["dense"] + state["bitmap"])
-        elif layout.scheme == "paper":  # widens gradients, updates, narrows, and expands
-            size = hardware.update * (40 * values + state["dense"] + state["bitmap"])
-        else:
-            own = {"8-bit": 14, "autocast": 28}.get(layout.scheme, 40)
-            is_narrow = layout.scheme == "8-bit"
-            factor = hardware.update_lean if is_narrow else hardware.update_dense
-            size = factor * own * values
-        worst = max(worst, size / speed)
-    return worst
+    most = 0.0
+    for stage in {*stages(job.network, layout.pipe)}:
+        moved = each * sum(_trained(layer, layout) for layer in stage) / shards
+        if layout.is_compressed:  # writes dense weights
+            state = stage_state(job, layout, stage)
+            moved += state["dense"] + state["bitmap"]
+        most = max(most, moved)
+    return factor * most / hardware.achieved_bandwidth

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, Final
 
 from samo.errors import ConfigError
 from samo.planner.configs import read_json
-from samo.planner.network import Kind, Network, sparsities
+from samo.planner.network import Kind, Network
 from samo.utils import untrusted
 
-__all__ = ["kind_sparsities", "read_sparsities"]
+__all__ = ["pruned_as_counted", "pruned_as_read"]
 
 # Written by packages that load torch, so the names are repeated here; tests write real folders.
 _MASKS: Final = "masks.safetensors"
@@ -25,8 +25,8 @@ _MAX_HEADER: Final = 10**8  # as in safetensors
 _CHUNK: Final = 2**20
 
 
-def read_sparsities(path: Path, network: Network) -> tuple[dict[Kind, float], str] | None:
-    """Return the sparsity of each kind of matrix and where it is from; None if nothing says it.
+def pruned_as_read(path: Path, network: Network) -> tuple[Network, str] | None:
+    """Return the network with the sparsity of a folder, and where it is from; None if nowhere.
 
     Raises:
         ConfigError: A file is damaged, or it is not of this network.
@@ -49,25 +49,23 @@ def read_sparsities(path: Path, network: Network) -> tuple[dict[Kind, float], st
     if not pruned:
         return None
     try:
-        found = kind_sparsities(pruned, network)
-    except ValueError as error:
+        found = pruned_as_counted(network, pruned)
+    except ConfigError as error:
         raise ConfigError(
             f"the masks of '{folder}' are not of its model: {error}; set --sparsity"
         ) from None
     return found, _MASKS if files == [masks] else "the bitmaps of the folder"
 
 
-def kind_sparsities(pruned: Mapping[tuple[str, int], int], network: Network) -> dict[Kind, float]:
-    """Return what is pruned of each kind; ``pruned`` counts weights by name and dimensions."""
+def pruned_as_counted(network: Network, pruned: Mapping[tuple[str, int], int]) -> Network:
+    """Return the network with sparsities; ``pruned`` counts weights by name and dimensions."""
     count: Counter[Kind] = Counter()
     for (name, dims), number in pruned.items():
         count[_kind(name.lower(), dims)] += number
     whole: Counter[Kind] = Counter()
-    for layer in network.layers:
-        for matrix in layer.matrices:
-            whole[matrix.kind] += matrix.numel
-    found: dict[str, float] = {kind: count[kind] / whole[kind] for kind in whole if count[kind]}
-    return sparsities(0.0, found)
+    for matrix in network.matrices:
+        whole[matrix.kind] += matrix.numel
+    return network.pruned(0.0, {kind: count[kind] / whole[kind] for kind in whole})
 
 
 def _kind(name: str, dims: int) -> Kind:

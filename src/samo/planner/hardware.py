@@ -64,6 +64,21 @@ class Hardware:
             if not isinstance(value, int | float) or not value > 0:
                 raise ConfigError(f"hardware '{self.name}': {name} must be over 0, got {value!r}")
 
+    @property
+    def achieved_flops(self) -> float:
+        """FLOP/s of a product in a training step."""
+        return self.flops * self.flops_fraction
+
+    @property
+    def achieved_bandwidth(self) -> float:
+        """Bytes per second of all else."""
+        return self.bandwidth * self.bandwidth_fraction
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that a step may take."""
+        return self.memory_bytes - self.reserved_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:

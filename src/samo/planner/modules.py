@@ -6,10 +6,10 @@ from samo.errors import ConfigError
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.planner.configs import from_config
-from samo.planner.folders import kind_sparsities
-from samo.planner.network import Kind, Network, gpt
+from samo.planner.folders import pruned_as_counted
+from samo.planner.network import Network, gpt
 
-__all__ = ["from_module", "sparsities_of"]
+__all__ = ["from_module", "pruned_by_masks"]
 
 
 def from_module(model: Any) -> Network:
@@ -25,8 +25,7 @@ def from_module(model: Any) -> Network:
     )
 
 
-def sparsities_of(masks: Masks, network: Network) -> dict[Kind, float]:
-    """Return the sparsity of each kind of matrix: what the masks prune, of all of that kind."""
-    return kind_sparsities(
-        {(name, len(mask.shape)): mask.numel - mask.kept for name, mask in masks.items()}, network
-    )
+def pruned_by_masks(network: Network, masks: Masks) -> Network:
+    """Return the network with what masks prune of each kind of matrix."""
+    pruned = {(name, len(mask.shape)): mask.numel - mask.kept for name, mask in masks.items()}
+    return pruned_as_counted(network, pruned)

@@ -1,20 +1,21 @@
 """The tensors of a network as the planner sees them: matrices of layers, from embedding to head."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, get_args
 
+from samo.errors import ConfigError
 from samo.models.shapes import SHAPES, GPTConfig, ShapeName
 
 __all__ = ["Layer", "Matrix", "Network", "gpt", "named"]
 
 Kind = Literal["attention", "mlp", "experts", "router", "embedding", "head"]
-
-MAX_LOGITS: Final = 2**27
-"""That exist at once in a loss, as `samo.models.chunked_loss` has it."""
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+ENDS: Final[tuple[Kind, ...]] = ("embedding", "head")
 PRUNED: Final[frozenset[Kind]] = frozenset({"attention", "mlp", "experts"})
 """What `samo.prune` prunes by default."""
+MAX_LOGITS: Final = 2**27
+"""That exist at once in a loss, as `samo.models.chunked_loss` has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,16 +25,23 @@ class Matrix:
     kind: Kind
     inputs: int
     outputs: int
-    count: int = 1
-    share: float = 1.0  # of the tokens, that each of them multiplies
+    count: int = 1  # tensors
+    stack: int = 1  # matrices in each tensor: experts
+    share: float = 1.0  # of the tokens, that each matrix multiplies
     is_lookup: bool = False  # an embedding is not multiplied
     is_tied: bool = False  # is the embedding's weight: a parameter only on another stage
-    stack: int = 1  # matrices in one tensor, of experts
+    sparsity: float = 0.0
+    is_trained: bool = True
+
+    @property
+    def tensor_numel(self) -> int:
+        """Parameters of one tensor."""
+        return self.inputs * self.outputs * self.stack
 
     @property
     def numel(self) -> int:
         """Parameters of all of them."""
-        return self.inputs * self.outputs * self.count
+        return self.tensor_numel * self.count
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # equal blocks are one object, hashed by identity
@@ -89,9 +97,69 @@ class Network:
         return self.layers[1:-1]
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the head shares the embedding's weight."""
-        return any(matrix.is_tied for matrix in self.layers[-1].matrices)
+    def matrices(self) -> list[Matrix]:
+        """The matrices of all layers."""
+        return [matrix for layer in self.layers for matrix in layer.matrices]
+
+    @property
+    def sparsity(self) -> dict[Kind, float]:
+        """How much is pruned of each kind of matrix."""
+        of = {matrix.kind: matrix.sparsity for matrix in self.matrices}
+        return {kind: of[kind] for kind in KINDS if kind in of}
+
+    @property
+    def frozen(self) -> list[Kind]:
+        """The kinds of matrices that are not trained."""
+        return sorted({matrix.kind for matrix in self.matrices if not matrix.is_trained})
+
+    def pruned(self, sparsity: float, rules: Mapping[Any, float] | None = None) -> "Network":
+        """Return the network with this sparsity where `samo.prune` prunes, or by kind of matrix.
+
+        Example:
+            >>> from samo.planner.network import named
+            >>> named("tiny").pruned(0.9, {"attention": 0.5}).sparsity
+            {'attention': 0.5, 'mlp': 0.9, 'embedding': 0.0, 'head': 0.0}
+
+        Raises:
+            ConfigError: A sparsity is out of range, or a kind is not known.
+        """
+        of: dict[str, float] = {kind: sparsity if kind in PRUNED else 0.0 for kind in KINDS}
+        for kind, value in {**of, **(rules or {})}.items():
+            if kind not in of:
+                raise ConfigError(
+                    f"unknown kind of matrix '{kind}'; choose among {', '.join(KINDS)}"
+                )
+            if not 0 <= value < 1:
+                raise ConfigError(
+                    f"sparsity of {kind} must be 0 or more and less than 1 (0.9 prunes 90 %), "
+                    f"got {value}"
+                )
+            of[kind] = value
+        return self._changed(lambda matrix: replace(matrix, sparsity=of[matrix.kind]))
+
+    def with_frozen(self, kinds: Collection[Kind]) -> "Network":
+        """Return the network with kinds of matrices that are not trained.
+
+        Raises:
+            ConfigError: One of them is pruned.
+        """
+        if both := [kind for kind in sorted(kinds) if self.sparsity.get(kind)]:
+            raise ConfigError(
+                f"{', '.join(both)} cannot be frozen and pruned; leave one of them out"
+            )
+
+        def freeze(matrix: Matrix) -> Matrix:
+            owner = "embedding" if matrix.is_tied else matrix.kind
+            return replace(matrix, is_trained=owner not in kinds)
+
+        return self._changed(freeze)
+
+    def _changed(self, change: Callable[[Matrix], Matrix]) -> "Network":
+        new = {
+            layer: replace(layer, matrices=tuple(map(change, layer.matrices)))
+            for layer in {*self.layers}
+        }
+        return replace(self, layers=tuple(new[layer] for layer in self.layers))
 
     def logits(self, tokens: int, pipe: int = 1) -> int:
         """Return how many logits exist at once."""
@@ -161,22 +229,3 @@ def named(name: ShapeName, vocab_size: int = 0) -> Network:
         vocab_size=vocab_size or (50_304 if name.startswith("gpt3") else 256),
     )
     return gpt(config, name, f"--shape {name}")
-
-
-def sparsities(sparsity: float, rules: Mapping[str, float] | None = None) -> dict[Kind, float]:
-    """Return the sparsity of each kind of matrix: one number for those that are pruned by default.
-
-    Example:
-        >>> from samo.planner.network import sparsities
-        >>> sparsities(0.9, {"attention": 0.5})["mlp"]
-        0.9
-    """
-    found: dict[Kind, float] = {kind: sparsity if kind in PRUNED else 0.0 for kind in KINDS}
-    for kind, value in (rules or {}).items():
-        if kind not in found:
-            raise ValueError(f"unknown kind of matrix '{kind}'; choose among {', '.join(KINDS)}")
-        found[kind] = value
-    for kind, value in found.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"sparsity of {kind} must be 0 or more and less than 1, got {value}")
-    return found

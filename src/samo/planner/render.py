@@ -1,38 +1,19 @@
 """A plan as text: the answer, what was asked, tables, what the saving buys, and the command."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
-from samo.planner.search import COMFORTABLE, Option, dense_phase, room
+from samo.planner.memory import SCHEMES
+from samo.planner.search import Option
 from samo.utils.formatting import count, percent, size, three_digits
 
 if TYPE_CHECKING:
     from samo.planner.answer import Plan
 
-__all__ = ["describe", "text"]
+__all__ = ["text"]
 
-NAMES: Final = {
-    "samo": "samo",
-    "paper": "SAMO paper, 2 + 24 f bytes",
-    "8-bit": "dense, 8-bit state",
-    "dense": "dense, mixed precision",
-    "autocast": "dense, autocast (samo's dense phase)",
-}
-_SHORT: Final = {
-    "paper": "SAMO paper",
-    "8-bit": "dense 8-bit",
-    "dense": "dense mixed",
-    "autocast": "dense autocast",
-}
-_PARTS: Final = {
-    "compute": "compute",
-    "bubble": "bubble",
-    "point_to_point": "p2p",
-    "reduce": "reduce",
-    "expand_compress": "expand",
-    "optimizer": "update",
-}
 _BYTES: Final = {
     "values": ("values", "bitmap"),
     "grads": ("gradients",),
@@ -41,8 +22,22 @@ _BYTES: Final = {
     "activ.": ("activations",),
     "work": ("logits", "workspace"),
 }
+_SECONDS: Final = {
+    "compute": "compute",
+    "bubble": "bubble",
+    "point_to_point": "p2p",
+    "reduce": "reduce",
+    "expand_compress": "expand",
+    "optimizer": "update",
+}
+_ONLY_MANY: Final = ("bubble", "point_to_point", "reduce")
 _WIDTH: Final = 100
 _SHOWN: Final = 6  # options; with the other schemes ten rows
+_LEGEND: Final = (
+    "All predicted; docs/plan.md has the errors. * does not fit. needs: peak, and 5 % that the "
+    "allocator loses. values: with bitmaps. work: logits and workspace. ckpt: checkpointed "
+    "activations. mesh: stages x replicas. size: sequences of a micro-batch."
+)
 
 
 def text(plan: "Plan") -> str:
@@ -55,170 +50,136 @@ def text(plan: "Plan") -> str:
 
 
 def _lines(plan: "Plan") -> Iterator[str]:
-    job, cluster, best = plan.job, plan.cluster, plan.best
-    kinds = {matrix.kind for layer in job.network.layers for matrix in layer.matrices}
-    pruned = ", ".join(f"{k} {percent(value)}" for k, value in job.sparsity if value and k in kinds)
-    if plan.pruned_by:
-        by = (
-            "assumed; set --sparsity"
-            if plan.pruned_by == "assumed"
-            else f"read from {plan.pruned_by}"
-        )
-        pruned = f"{pruned or 'nothing'} ({by})"
+    job, hardware, best = plan.job, plan.cluster.hardware, plan.best
     yield _answer(plan)
     yield ""
-    frozen = f", frozen: {', '.join(sorted(job.frozen))}" if job.frozen else ""
+    kinds = [f"{kind} {percent(value)}" for kind, value in job.network.sparsity.items() if value]
+    pruned = ", ".join(kinds) or "nothing"
+    if plan.pruned_by:
+        pruned += (
+            f" (read from {plan.pruned_by})" if plan.is_pruned else " (assumed; set --sparsity)"
+        )
+    frozen = f", frozen: {', '.join(job.network.frozen)}" if job.network.frozen else ""
     yield (
         f"{job.network.name}: {count(job.network.num_params)} parameters, pruned: "
-        f"{pruned or 'nothing'}{frozen}; {job.batch} x {job.context:,} tokens a step"
+        f"{pruned}{frozen}; {job.batch} x {job.context:,} tokens a step"
     )
-    hardware = cluster.hardware
     yield (
-        f"{cluster.num_gpus} x {hardware.name}, {size(room(cluster))} usable of "
+        f"{plan.cluster.num_gpus} x {hardware.name}, {size(hardware.usable_bytes)} usable of "
         f"{size(hardware.memory_bytes)} each"
     )
     if hardware.source:
         yield f"({hardware.source})"
     yield ""
-    is_many = cluster.num_gpus > 1
-    options = plan.options[:_SHOWN]
-    shown = [*options, *plan.rivals.values()]
-    yield from _memory_table(shown, is_many=is_many)
+    shown = [*plan.options[:_SHOWN], *plan.rivals.values()]
+    yield from _memory_table(plan, shown)
     yield ""
-    yield from _time_table(shown, is_many=is_many)
+    yield from _time_table(plan, shown)
     yield ""
-    yield (
-        "All predicted; docs/plan.md has the errors. * does not fit. needs: peak, and 5 % that the "
-        "allocator loses. values: with bitmaps. work: logits and workspace. ckpt: checkpointed "
-        "activations. mesh: stages x replicas. size: sequences of a micro-batch."
-    )
-    if len(plan.options) > len(options):
-        yield f"{len(plan.options) - len(options)} more layouts are in --json."
+    yield _LEGEND
+    if (more := len(plan.options) - _SHOWN) > 0:
+        yield f"{more} more layouts are in --json."
     keeper = "the process" if job.dtype == "float32" else "CUDA's context and libraries"
     yield (
         f"usable: {size(hardware.memory_bytes)}, which is {hardware.memory_bytes / 2**30:.1f} GiB "
         f"(a GB is 10^9 bytes, a GiB 2^30), less {size(hardware.reserved_bytes)} for {keeper}."
     )
-    fewest = [f"{NAMES[scheme].split(' (')[0]} {n or 'none'}" for scheme, n in plan.fewest.items()]
-    yield f"fewest {hardware.name} it fits on, as a power of two: {'; '.join(fewest)}"
-    for scheme, other in plan.rivals.items():
-        if best is not None and other.fits:
-            ratio = best.time.total / other.time.total
-            memory = best.memory.needed_bytes / other.memory.needed_bytes
-            yield f"against {NAMES[scheme]}: {ratio:.2f} of its time, {memory:.2f} of its memory"
-    if best is not None and (better := _better(plan, best)):
-        yield f"{better} is at least as good here, if you do not need a pruned model"
+    fewest = "; ".join(f"{SCHEMES[scheme]} {n or 'none'}" for scheme, n in plan.fewest.items())
+    yield f"fewest {hardware.name} it fits on, as a power of two: {fewest}"
     if best is None:
         yield "This would fit:"
         yield from (f"  {line}" for line in plan.advice or ["nothing that samo plan knows"])
         return
+    for other in plan.rivals.values():
+        if other.fits:
+            ratio = best.time.total / other.time.total
+            memory = best.memory.needed_bytes / other.memory.needed_bytes
+            name = SCHEMES[other.layout.scheme]
+            yield f"against {name}: {ratio:.2f} of its time, {memory:.2f} of its memory"
+    if better := _better(plan, best):
+        yield f"{better} is at least as good here, if you do not need a pruned model"
     yield ""
-    yield f"{describe(best)}, micro-batches of {best.layout.micro_batch}:"
+    yield f"{best.layout}, micro-batches of {best.layout.micro_batch}:"
     yield from (f"  {line}" for line in plan.command.splitlines())
-    if not job.network.command:
-        return
-    if not dense_phase(job, best.layout, cluster).fits:
+    if "--dense-steps 0" in plan.command:
         yield "dense steps do not fit on this mesh: start from --masks, or from --init to prune"
 
 
 def _answer(plan: "Plan") -> str:
     """Return the first line: whether it fits, with what, how fast."""
-    space, first = room(plan.cluster), plan.options[0]
-    needed = first.memory.needed_bytes
-    own = first.layout
-    mesh = f" on {own.pipe} x {own.data} (stages x replicas)" if own.num_ranks > 1 else ""
-    each = " on each" if own.num_ranks > 1 else ""
-    what = f"{describe(first)}{mesh} needs {size(needed)} of {size(space)}{each}"
+    first = plan.options[0]
+    own, is_many = first.layout, plan.cluster.num_gpus > 1
+    mesh = f" on {own.mesh} (stages x replicas)" if is_many else ""
+    needed, usable = size(first.memory.needed_bytes), size(first.usable_bytes)
+    what = f"{own}{mesh} needs {needed} of {usable}{' on each' if is_many else ''}"
     if not first.fits:
-        more = f"; instead {plan.advice[0]}" if plan.advice else ""
-        return f"No: even {what}{more}"
-    seconds, rate = first.time.total, first.tokens / first.time.total
+        return f"No: even {what}" + (f"; instead {plan.advice[0]}" if plan.advice else "")
+    seconds = first.time.total
     took = f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(1e3 * seconds)} ms"
-    word = "Barely" if needed > COMFORTABLE * space else "Yes"
-    return f"{word}: {what}, {took} a step ({count(rate)} tokens/s)"
+    word = "Barely" if first.is_tight else "Yes"
+    return f"{word}: {what}, {took} a step ({count(plan.job.tokens / seconds)} tokens/s)"
 
 
 def _better(plan: "Plan", best: Option) -> str:
     """Return a dense scheme that is no slower and needs no more memory, or nothing."""
-    for scheme in ("8-bit", "dense"):
-        other = plan.rivals[scheme]
+    for other in (plan.rivals["8-bit"], plan.rivals["dense"]):
         is_fast = other.time.total <= best.time.total
         if other.fits and is_fast and other.memory.needed_bytes <= best.memory.needed_bytes:
-            return NAMES[scheme]
+            return SCHEMES[other.layout.scheme]
     return ""
 
 
-def describe(option: Option) -> str:
-    """Return a layout in words, without its mesh."""
-    own = option.layout
-    weights = f"budget {size(own.weights)}" if isinstance(own.weights, int) else own.weights
-    parts = [weights, own.state] if own.scheme == "samo" else [NAMES[own.scheme]]
-    parts += ["FSDP2"] if own.shard else []
-    parts += ["checkpointed"] if own.checkpointing else []
-    return ", ".join(parts)
+def _memory_table(plan: "Plan", options: Sequence[Option]) -> Iterator[str]:
+    rows = []
+    for memory in (option.memory for option in options):
+        parts = {name: sum(memory.at_peak[k] for k in kinds) for name, kinds in _BYTES.items()}
+        rows.append({"needs": memory.needed_bytes, "peak": memory.peak_bytes, **parts})
+    unit, scale = ("GB", 1e9) if max(row["needs"] for row in rows) >= 1e9 else ("MB", 1e6)
+    return _table({**_names(unit, plan, options), **_columns(rows, scale, 1)})
+
+
+def _time_table(plan: "Plan", options: Sequence[Option]) -> Iterator[str]:
+    is_many = plan.cluster.num_gpus > 1
+    parts = {key: name for key, name in _SECONDS.items() if is_many or key not in _ONLY_MANY}
+    rows = []
+    for time in (option.time for option in options):
+        rows.append(
+            {"step": time.total, **{parts[k]: v for k, v in asdict(time).items() if k in parts}}
+        )
+    longest = max(row["step"] for row in rows)
+    unit, scale = ("s", 1.0) if longest >= 1 else ("ms", 1e-3)
+    sizes = {"size": [str(option.layout.micro_batch) for option in options]}
+    if not is_many:  # many GPUs have more parts of a step, and no room for the rate
+        sizes["tokens/s"] = [count(plan.job.tokens / row["step"]) for row in rows]
+    digits = 1 if unit == "ms" or longest >= 100 else 2
+    return _table({**_names(unit, plan, options), **sizes, **_columns(rows, scale, digits)})
+
+
+def _names(unit: str, plan: "Plan", options: Sequence[Option]) -> dict[str, list[str]]:
+    found = {unit: [_label(option) for option in options]}
+    if plan.cluster.num_gpus > 1:
+        found["mesh"] = [option.layout.mesh for option in options]
+    return found
 
 
 def _label(option: Option) -> str:
-    """Return a layout in few words, for a table."""
-    own = option.layout
-    weights = f"budget {size(own.weights)}" if isinstance(own.weights, int) else own.weights
-    words = [weights, own.state] if own.scheme == "samo" else [_SHORT[own.scheme]]
-    words += ["FSDP2"] if own.shard else []
-    words += ["ckpt"] if own.checkpointing else []
-    return " ".join([*words, *([] if option.fits else ["*"])])
+    words = str(option.layout).replace(", ", " ").replace("checkpointed", "ckpt")
+    return words if option.fits else f"{words} *"
 
 
-def _memory_table(options: Sequence[Option], *, is_many: bool) -> Iterator[str]:
-    largest = max(option.memory.needed_bytes for option in options)
-    name, unit = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
-    rows = []
-    for option in options:
-        memory = option.memory
-        parts = [sum(memory.at_peak[kind] for kind in kinds) for kinds in _BYTES.values()]
-        rows.append([memory.needed_bytes, memory.peak_bytes, *parts])
-    cells = [
-        [f"{value / unit:,.1f}" if value >= unit / 20 else "-" for value in row] for row in rows
-    ]
-    yield from _table(name, ["needs", "peak", *_BYTES], options, cells, is_many=is_many)
+def _columns(
+    rows: Sequence[Mapping[str, float]], scale: float, digits: int
+) -> dict[str, list[str]]:
+    zero = f"{0:.{digits}f}"
+    shown = {name: [f"{row[name] / scale:,.{digits}f}" for row in rows] for name in rows[0]}
+    return {
+        name: ["-" if cell == zero else cell for cell in cells] for name, cells in shown.items()
+    }
 
 
-def _time_table(options: Sequence[Option], *, is_many: bool) -> Iterator[str]:
-    parts = dict(_PARTS)
-    if not is_many:
-        parts = {key: parts[key] for key in ("compute", "expand_compress", "optimizer")}
-    name, unit, digits = "s", 1.0, 2
-    longest = max(option.time.total for option in options)
-    if longest < 1:
-        name, unit, digits = "ms", 1e-3, 1
-    elif longest >= 100:
-        digits = 1
-    cells = []
-    for option in options:
-        times = [option.time.total, *(getattr(option.time, part) for part in parts)]
-        shown = (f"{value / unit:,.{digits}f}" for value in times)
-        zero = f"{0:.{digits}f}"
-        # Many GPUs have more parts of a step, and no room for the rate.
-        rate = [] if is_many else [count(option.tokens / option.time.total)]
-        times_shown = ("-" if s == zero else s for s in shown)
-        cells.append([str(option.layout.micro_batch), *rate, *times_shown])
-    header = ["size", *([] if is_many else ["tokens/s"]), "step", *parts.values()]
-    yield from _table(name, header, options, cells, is_many=is_many)
-
-
-def _table(
-    unit: str,
-    header: Sequence[str],
-    options: Sequence[Option],
-    cells: Sequence[Sequence[str]],
-    *,
-    is_many: bool,
-) -> Iterator[str]:
-    lines = [[unit, *(["mesh"] if is_many else []), *header]]
-    for option, row in zip(options, cells):
-        own = option.layout
-        mesh = [f"{own.pipe} x {own.data}"] if is_many else []
-        lines.append([_label(option), *mesh, *row])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    for line in lines:
-        first = line[0].ljust(widths[0])
-        yield "  ".join([first, *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:]))]).rstrip()
+def _table(columns: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    whole = [(name, *cells) for name, cells in columns.items()]
+    widths = [max(map(len, column)) for column in whole]
+    for first, *others in zip(*whole):
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:]))
+        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()

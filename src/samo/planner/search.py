@@ -1,4 +1,4 @@
-"""Try all layouts of a mesh, and return the fastest that fit.
+"""Try all layouts of a mesh, and choose the fastest that fits.
 
 Everything is enumerated: stages that divide the GPUs, micro-batches that are powers of two,
 replicas with DDP or shards with FSDP2, resident or streamed weights, exact or lean state, with and
@@ -8,18 +8,23 @@ is left of the memory.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+from samo.errors import ConfigError
+from samo.memory.predict import Scheme
 from samo.planner.cost import StepTime, step_time
 from samo.planner.hardware import Cluster
-from samo.planner.memory import Job, Layout, Memory, Scheme, peak
+from samo.planner.memory import Job, Layout, Memory, peak
+from samo.utils.formatting import size
 
-__all__ = ["Option", "dense_phase", "evaluate", "layouts", "search"]
+__all__ = ["Option", "choose", "dense_phase", "evaluate", "layouts", "ranked", "search"]
 
 _ROUND: Final = 10**8
 """A budget is a multiple of this many bytes."""
-COMFORTABLE: Final = 0.9
+_COMFORTABLE: Final = 0.9
 """Fraction of the memory that a plan may take before a smaller one is as good."""
+_TOLERANCE: Final = 0.02
+"""Times that differ by less are equal: the model is not more exact than that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +34,17 @@ class Option:
     layout: Layout
     memory: Memory
     time: StepTime
-    fits: bool
-    tokens: int  # of a step, over all ranks
+    usable_bytes: float  # of a GPU
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU has enough memory."""
+        return self.memory.needed_bytes <= self.usable_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether little of the memory would be left."""
+        return self.memory.needed_bytes > _COMFORTABLE * self.usable_bytes
 
     @property
     def key(self) -> tuple[bool, float, float]:
@@ -39,21 +53,13 @@ class Option:
         return (False, self.time.total, needed) if self.fits else (True, needed, self.time.total)
 
 
-def room(cluster: Cluster) -> float:
-    """Return the bytes that a step may take on a GPU."""
-    return cluster.hardware.memory_bytes - cluster.hardware.reserved_bytes
-
-
 def evaluate(job: Job, layout: Layout, cluster: Cluster) -> Option:
     """Return what a layout takes."""
-    memory = peak(job, layout)
-    fits = memory.needed_bytes <= room(cluster)
     return Option(
         layout=layout,
-        memory=memory,
+        memory=peak(job, layout),
         time=step_time(job, layout, cluster),
-        fits=fits,
-        tokens=job.batch * job.context,
+        usable_bytes=cluster.hardware.usable_bytes,
     )
 
 
@@ -99,10 +105,9 @@ def search(
     Example:
         >>> from samo.planner.hardware import HARDWARE, Cluster
         >>> from samo.planner.memory import Job
-        >>> from samo.planner.network import named, sparsities
+        >>> from samo.planner.network import named
         >>> from samo.planner.search import search
-        >>> sparsity = tuple(sparsities(0.9).items())
-        >>> job = Job(network=named("gpt3-2.7b"), sparsity=sparsity, batch=8, context=1024)
+        >>> job = Job(network=named("gpt3-2.7b").pruned(0.9), batch=8, context=1024)
         >>> best = search(job, Cluster(hardware=HARDWARE["rtx3090"]))[0]
         >>> best.fits, best.layout.weights, best.layout.checkpointing
         (True, 'resident', False)
@@ -117,16 +122,76 @@ def search(
     return sorted(found, key=lambda option: option.key)
 
 
+def ranked(options: list[Option]) -> list[Option]:
+    """Return options best first: of those about as fast as the fastest, roomy and exact ones."""
+    fastest = min((option.time.total for option in options if option.fits), default=0.0)
+
+    def key(option: Option) -> tuple[Any, ...]:
+        if option.fits and option.time.total <= (1 + _TOLERANCE) * fastest:
+            tight = (
+                option.memory.needed_bytes if option.is_tight else 0.0
+            )  # the smaller, the better
+            return (0, tight > 0, option.layout.state == "lean", tight, option.time.total)
+        return (1, *option.key)
+
+    return sorted(options, key=key)
+
+
+def choose(
+    job: Job, cluster: Cluster, among: Iterable[Layout] | None = None, *, budgets: bool = True
+) -> tuple[Option, str]:
+    """Return the fastest option that fits, and why; of those within 2 %, with room to spare, exact.
+
+    Example:
+        >>> from samo.planner.hardware import HARDWARE, Cluster
+        >>> from samo.planner.memory import Job
+        >>> from samo.planner.network import named
+        >>> from samo.planner.search import choose
+        >>> job = Job(network=named("gpt3-13b").pruned(0.9), batch=1, context=1024)
+        >>> best, reason = choose(job, Cluster(hardware=HARDWARE["rtx4090"]))
+        >>> best.layout.state
+        'lean'
+
+    Args:
+        job: What to train.
+        cluster: Where; `samo.planner.local.this_cluster` describes this machine.
+        among: The layouts to choose from; by default all of the cluster.
+        budgets: Whether streamed weights stand for a budget of resident ones, too.
+
+    Raises:
+        ConfigError: None of them fits.
+    """
+    found = search(job, cluster, among=among, budgets=budgets)
+    fitting = [option for option in found if option.fits]
+    usable = f"{size(cluster.hardware.usable_bytes)} on each rank"
+    if not fitting:
+        least = f"{size(found[0].memory.needed_bytes)} ({_named(found[0])})" if found else "nothing"
+        raise ConfigError(
+            f"no layout that these settings allow fits on {cluster.num_gpus} x "
+            f"{cluster.hardware.name}: the smallest takes {least} of {usable}; "
+            "lower --batch-size or --context, or use more ranks"
+        )
+    best = ranked(found)[0]
+    plain = min(found, key=_complexity)
+    why = f"the fastest of {len(fitting)} layouts that fit"
+    if _complexity(best) > _complexity(plain):
+        other = f"{size(plain.memory.needed_bytes)}, too much"
+        if plain.fits:
+            other = f"{plain.time.total / best.time.total:.2f} of its time"
+        why += f"; {_named(plain)} takes {other}"
+    return best, f"{_named(best)}: {size(best.memory.needed_bytes)} of {usable}, {why}"
+
+
 def _budget(job: Job, layout: Layout, cluster: Cluster) -> int:
     """Return the most bytes of dense weights that fit, 0 if all or none do."""
+    usable = cluster.hardware.usable_bytes
 
     def fits(weights: Literal["resident"] | int) -> bool:
-        needed = peak(job, replace(layout, weights=weights)).needed_bytes
-        return needed <= room(cluster)
+        return peak(job, replace(layout, weights=weights)).needed_bytes <= usable
 
     if fits("resident"):
         return 0
-    low, high = 0, int(room(cluster)) // _ROUND + 1  # of which the first fits and the last does not
+    low, high = 0, int(usable) // _ROUND + 1  # of which the first fits and the last does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * _ROUND) else (low, middle)
@@ -140,3 +205,17 @@ def _powers(limit: int) -> Iterator[int]:
         yield size
         size *= 2
     yield limit
+
+
+def _complexity(option: Option) -> tuple[Any, ...]:
+    """Return what the plainest layout has least of: it is what one would have tried first."""
+    own = option.layout
+    kinds = own.pipe, own.shard, own.state == "lean", own.weights != "resident", own.checkpointing
+    return (*kinds, -own.micro_batch)
+
+
+def _named(option: Option) -> str:
+    own = option.layout
+    mesh = f"{own.mesh} (stages x replicas), " if own.num_ranks > 1 else ""
+    cut = f", micro-batches of {own.micro_batch}" if own.pipe > 1 else ""
+    return f"{mesh}{own}{cut}"

@@ -2,12 +2,10 @@
 
 It shows what a schedule does before anything is computed, and proves in tests that engines never
 wait for each other and never hold more than they promised. `simulate_step` takes its times from the
-cost model. Replicas of a stage do the same, so one pipeline is simulated for all of them; with
-jitter, several, and the slowest ends the step.
+cost model.
 """
 
 import heapq
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +13,11 @@ from typing import Literal
 
 from samo.pipeline.engine import Action, Engine, MessageKind, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Pass, Timeline
-from samo.planner.cost import link_s, optimizer_s, reduce_s, stage_times
+from samo.planner.cost import link_s, message_bytes, stage_times
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 
-__all__ = ["FixedOrder", "Schedule", "Simulated", "simulate", "simulate_step"]
+__all__ = ["FixedOrder", "Schedule", "simulate", "simulate_step"]
 
 Schedule = Literal["message-driven", "backward-first", "1f1b", "gpipe"]
 Duration = Callable[[int, Pass, int], float]
@@ -200,86 +198,36 @@ class _Run:
             self.watch(engine)
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """A simulated step: the passes of its slowest replica, and the seconds after them."""
-
-    timeline: Timeline
-    reduce_s: float
-    optimizer_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of the step."""
-        return self.timeline.span + self.reduce_s + self.optimizer_s
-
-
 def simulate_step(
-    job: Job,
-    layout: Layout,
-    cluster: Cluster,
-    *,
-    schedule: Schedule = "message-driven",
-    jitter: float = 0.0,
-    seed: int = 0,
-    replicas: int = 8,
-) -> Simulated:
-    """Simulate a step with the times of the cost model.
+    job: Job, layout: Layout, cluster: Cluster, *, schedule: Schedule = "message-driven"
+) -> Timeline:
+    """Simulate the passes of a step with the times of the cost model; all replicas do the same.
 
     Example:
-        >>> from samo.planner.cost import step_time
         >>> from samo.planner.hardware import HARDWARE, Cluster
         >>> from samo.planner.memory import Job, Layout
-        >>> from samo.planner.network import named, sparsities
+        >>> from samo.planner.network import named
         >>> from samo.planner.simulator import simulate_step
-        >>> sparsity = tuple(sparsities(0.9).items())
-        >>> job = Job(network=named("gpt3-13b"), sparsity=sparsity, batch=2048, context=2048)
+        >>> job = Job(network=named("gpt3-13b").pruned(0.9), batch=2048, context=2048)
         >>> cluster = Cluster(hardware=HARDWARE["v100-16"], num_gpus=2048)
         >>> layout = Layout(pipe=16, data=128, checkpointing=True)
-        >>> simulated = simulate_step(job, layout, cluster).total_s
-        >>> abs(simulated / step_time(job, layout, cluster).total - 1) < 0.05
-        True
-
-    Args:
-        job: What to train.
-        layout: How.
-        cluster: Where.
-        schedule: samo's own, or another one beside it.
-        jitter: Standard deviation of the logarithm of a pass's time.
-        seed: Of the jitter.
-        replicas: How many pipelines to simulate if there is jitter; all have other times.
+        >>> round(simulate_step(job, layout, cluster).span, 1)
+        6.1
     """
     passes = stage_times(job, layout, cluster)
-    message = job.itemsize * job.network.width * layout.micro_batch * job.context
-    link = link_s(message, cluster, layout.pipe, layout.data)
-    latency = link_s(0, cluster, layout.pipe, layout.data)
+    latency = link_s(0, layout, cluster)
+    occupied = link_s(message_bytes(job, layout), layout, cluster) - latency
     # Streamed weights are expanded in both passes, in backward twice with checkpointing.
     again = 3 if layout.checkpointing else 2
     forward = [one.forward + one.expand / again for one in passes]
     backward = [one.total - ahead for one, ahead in zip(passes, forward)]
-    timelines = []
-    for replica in range(min(replicas, layout.data) if jitter else 1):
-        draw = random.Random(f"{seed} {replica}")
-
-        def duration(stage: int, what: Pass, micro_batch: int, draw: random.Random = draw) -> float:
-            factor = draw.lognormvariate(-(jitter**2) / 2, jitter) if jitter else 1.0
-            return (forward if what == "forward" else backward)[stage] * factor
-
-        timelines.append(
-            simulate(
-                layout.pipe,
-                layout.micro_batches(job),
-                schedule=schedule,
-                duration=duration,
-                delay=lambda source, target: latency,
-                occupied=lambda source, target: link - latency,
-            )
-        )
-    slowest = max(passes, key=lambda one: one.total)
-    return Simulated(
-        max(timelines, key=lambda one: one.span),
-        reduce_s(job, layout, cluster, slowest),
-        optimizer_s(job, layout, cluster),
+    return simulate(
+        layout.pipe,
+        layout.micro_batches(job),
+        schedule=schedule,
+        duration=lambda stage, what, _: (forward if what == "forward" else backward)[stage],
+        delay=lambda source, target: latency,
+        occupied=lambda source, target: occupied,
     )
 
 

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from samo.pipeline.timeline import Timeline
 from samo.planner.answer import Plan
-from samo.planner.render import describe
-from samo.planner.search import Option, room
+from samo.planner.search import Option
 from samo.planner.simulator import simulate_step
 from samo.report.theme import LIGHT, drawing, new_figure
 
@@ -60,7 +59,7 @@ def draw(plan: Plan, kind: str = "svg") -> bytes:
     with drawing():
         figure, first = new_figure(height, left=300, right=20, top=60, bottom=height - 60 - part)
         _bars(first, options, [o.memory.at_peak for o in options], _BYTES, 1e-9)
-        first.axvline(room(plan.cluster) / 1e9, color=LIGHT["ink"], linewidth=1)
+        first.axvline(plan.cluster.hardware.usable_bytes / 1e9, color=LIGHT["ink"], linewidth=1)
         first.set_title(
             f"{plan.job.network.name} on {plan.cluster.num_gpus} x {plan.cluster.hardware.name}, "
             "predicted: GB of a GPU at the peak; line: what it has",
@@ -71,7 +70,7 @@ def draw(plan: Plan, kind: str = "svg") -> bytes:
         _bars(second, options, times, _SECONDS, 1.0)
         second.set_title("seconds of a step", loc="left", x=-0.65, fontsize=12, pad=36)
         if has_line and best is not None:
-            line = simulate_step(plan.job, best.layout, plan.cluster).timeline
+            line = simulate_step(plan.job, best.layout, plan.cluster)
             _timeline(_add(figure, height, 2 * part + 240, 14 * stages), line)
         buffer = io.BytesIO()
         figure.savefig(buffer, format=kind, facecolor=LIGHT["page"])
@@ -99,8 +98,8 @@ def _bars(
             axes.barh(rows, widths, 0.7, left=left, color=_COLOURS[kind], label=label)
         left = [a + b for a, b in zip(left, widths)]
     names = [
-        (f"{o.layout.pipe} x {o.layout.data}: " if o.layout.num_ranks > 1 else "")
-        + describe(o)
+        (f"{o.layout.mesh}: " if o.layout.num_ranks > 1 else "")
+        + str(o.layout)
         + ("" if o.fits else " *")
         for o in options
     ]

@@ -11,14 +11,14 @@ from torch import nn
 from samo.data.tokenizers import open_tokenizer
 from samo.errors import ConfigError
 from samo.mask.masks import Masks
+from samo.memory.predict import Scheme
 from samo.models.chunked_loss import MAX_LOGITS
-from samo.planner.choose import choose
 from samo.planner.hardware import Cluster
 from samo.planner.local import this_cluster
-from samo.planner.memory import Job, Layout, Scheme, peak
-from samo.planner.modules import from_module, sparsities_of
-from samo.planner.network import Kind, gpt, sparsities
-from samo.planner.search import dense_phase, layouts
+from samo.planner.memory import Job, Layout, peak
+from samo.planner.modules import from_module, pruned_by_masks
+from samo.planner.network import ENDS, gpt
+from samo.planner.search import choose, dense_phase, layouts
 from samo.train.config import ResolvedConfig, TrainConfig
 from samo.train.finetune_config import ResolvedFinetune
 from samo.train.launch_env import num_ranks
@@ -49,17 +49,17 @@ def planned(
     """
     count = dist.get_world_size() if dist.is_initialized() else num_ranks()
     cluster, job = this_cluster(resolved.run.device, count), _job(resolved)
-    among = [
-        one for one in _allowed(config, job, cluster) if works(_applied(config, resolved, one))
-    ]
+    weights = "auto" if config.run.weights == "auto" else resolved.run.weights
+    allowed = _allowed(config, weights, job, cluster)
+    among = [one for one in allowed if works(_applied(config, resolved, one))]
     if has_dense := _has_dense_phase(resolved):
         among = _with_dense_phase(among, job, cluster)
-    choice = choose(job, cluster, among=among, budgets=config.run.weights == "auto")
-    reason = f"planned: {choice.reason}"
+    best, why = choose(job, cluster, among, budgets=weights == "auto")
+    reason = f"planned: {why}"
     if has_dense:
-        dense = dense_phase(job, choice.layout, cluster)
+        dense = dense_phase(job, best.layout, cluster)
         reason += f"; dense steps take {size(dense.memory.needed_bytes)}"
-    return _applied(config, resolved, choice.layout, reason)
+    return _applied(config, resolved, best.layout, reason)
 
 
 def check_memory(config: ResolvedConfig, num_replicas: int) -> None:
@@ -93,9 +93,9 @@ def check_memory(config: ResolvedConfig, num_replicas: int) -> None:
 
 def _job(config: ResolvedConfig) -> Job:
     run = config.run
+    network = gpt(gpt_config(config.model, _vocab_size(config)))
     return Job(
-        network=gpt(gpt_config(config.model, _vocab_size(config))),
-        sparsity=tuple(sparsities(0.0 if run.mode == "dense" else config.prune.sparsity).items()),
+        network=network.pruned(0.0 if run.mode == "dense" else config.prune.sparsity),
         batch=run.batch_size * run.accumulate,
         context=config.model.context,
         dtype=run.dtype,
@@ -115,14 +115,16 @@ def _vocab_size(config: ResolvedConfig) -> int:
     return open_tokenizer(str(config.data.tokenizer)).vocab_size
 
 
-def _allowed(config: TrainConfig, job: Job, cluster: Cluster) -> Iterator[Layout]:
+def _allowed(
+    config: TrainConfig, weights: str | int, job: Job, cluster: Cluster
+) -> Iterator[Layout]:
     """Yield the layouts that have all settings that were given."""
     run, mesh = config.run, config.mesh
     scheme: Scheme = "autocast" if run.mode == "dense" else "samo"
     given: dict[str, Any] = {
         "state": config.optim.state,
         "checkpointing": config.model.checkpointing,
-        "weights": run.weights,
+        "weights": weights,
     }
     given = {name: value for name, value in given.items() if value not in ("auto", None)}
     seen = set()
@@ -207,15 +209,14 @@ def choose_layout(
     except ConfigError:  # a family that samo plan does not know
         why = f"samo plan does not know {type(model).__name__}, so nothing is predicted"
         return weights[0], states[0], f"{weights[0]}, {states[0]}: {why}"
-    sparsity = sparsities_of(masks, network)
-    ends: tuple[Kind, ...] = ("embedding", "head") if config.model.freeze_embeddings else ()
+    network = pruned_by_masks(network, masks)
+    if config.model.freeze_embeddings:
+        network = network.with_frozen([kind for kind in ENDS if not network.sparsity[kind]])
     job = Job(
         network=network,
-        sparsity=tuple(sparsity.items()),
         batch=run.batch_size * run.accumulate,
         context=config.model.context,
         dtype=run.dtype,
-        frozen=frozenset(kind for kind in ends if not sparsity[kind]),
     )
     cluster = this_cluster(run.device, ranks)
     if teacher is not None:
@@ -233,5 +234,5 @@ def choose_layout(
         )
         for kept, state in itertools.product(weights, states)
     ]
-    choice = choose(job, cluster, among=among, budgets=asked[0] == "auto")
-    return choice.layout.weights, choice.layout.state, choice.reason
+    best, reason = choose(job, cluster, among, budgets=asked[0] == "auto")
+    return best.layout.weights, best.layout.state, reason
