@@ -291,7 +291,7 @@ def test_a_full_disk_is_told(
 def test_samples_do_not_overlap_and_begin_as_a_text_does(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("samo.data.calibration._PART", 100)  # several parts of the longer text
+    monkeypatch.setattr("samo.data.calibration._PIECE", 100)  # several of the longer text
     tokenizer = ByteTokenizer()
     start = torch.tensor([300])
 

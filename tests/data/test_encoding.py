@@ -50,19 +50,16 @@ def test_pieces_join_to_the_text(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "pieces.txt"
     path.write_bytes(text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_PIECE", size)
-        found = list(pieces(path))
+    found = list(pieces(path, size))
     assert "".join(found) == text
     assert all(len(piece) < 3 * size for piece in found)
 
 
-def test_pieces_end_with_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_PIECE", 6)
+def test_pieces_end_with_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "ab\ncd\n  ef\ngh\n\n\nij")
-    assert list(pieces(path)) == ["ab\ncd\n  ef\n", "gh\n\n\nij"]
+    assert list(pieces(path, 6)) == ["ab\ncd\n  ef\n", "gh\n\n\nij"]
     write(path, "ab\n cd\n ef\n gh\n ij\n")
-    assert list(pieces(path)) == ["ab\n cd\n ef\n gh\n", " ij\n"], "before a space if need be"
+    assert list(pieces(path, 6)) == ["ab\n cd\n ef\n gh\n", " ij\n"], "before a space if need be"
 
 
 def test_tokens_of_pieces_are_those_of_the_whole_text(
@@ -72,7 +69,7 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(
     path = write(tmp_path / "a.txt", TEXT * 50)
     for size in (150, 333, 1000):
         monkeypatch.setattr(files, "_PIECE", size)
-        assert len(list(pieces(path))) > 3
+        assert len(list(pieces(path, size))) > 3
         tokens = encoded(path, tokenizer, tmp_path / f"cache-{size}")
         assert np.array_equal(tokens, tokenizer.encode(TEXT * 50))
 
@@ -91,7 +88,7 @@ def test_text_that_is_not_utf8_is_refused_with_the_offset(
     place = 2 * before + 1 + offset
     message = rf"data file '.*a.txt' is not UTF-8: byte {place:,} is 0x{byte}; convert it \(iconv"
     with pytest.raises(DataError, match=message):
-        list(pieces(path))
+        list(pieces(path, 2**20))
 
 
 def test_a_text_is_encoded_once_and_again_when_it_changes(tmp_path: Path) -> None:

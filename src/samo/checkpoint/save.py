@@ -27,7 +27,6 @@ from samo.core.weight import local_of
 from samo.distributed.ranks import LookAfter
 from samo.errors import CheckpointError
 from samo.mask import mask_files
-from samo.mask.masks import Masks
 from samo.utils import atomic_io
 
 if TYPE_CHECKING:
@@ -185,7 +184,7 @@ class _Part:
             tensors["weights"] = own = model.tensors
             masks = {name: mask for name, mask in sorted(model.masks.items()) if name in own}
             tensors["masks"] = {name: mask.words for name, mask in masks.items()}
-            self.metadata["masks"] = mask_files.metadata(masks, Masks(masks).fingerprint())
+            self.metadata["masks"] = mask_files.metadata(masks)
             optimizer = None
             if opt is not None:
                 optimizer = OptimizerState(opt, model).describe(tensors["optimizer"])

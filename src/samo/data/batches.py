@@ -17,8 +17,8 @@ the index in its permutation. A permutation is drawn from (seed, epoch) and take
 Shapes: B sequences in a batch, T tokens in a sequence.
 """
 
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -38,17 +38,12 @@ IGNORE: Final = -100
 class Batch(NamedTuple):
     """Sequences of tokens, and for each token the one that follows."""
 
-    inputs_BT: Tensor
-    """Tokens to read, int64; short windows are padded with 0."""
-    targets_BT: Tensor
-    """Tokens to predict, int64; `IGNORE` where there is none, as in the padding."""
-    num_tokens: int
-    """Targets in the batch of all ranks, without `IGNORE`; this may be the part of one rank."""
-    num_read: int
-    """Inputs in the batch of all ranks, without padding: what a model has to work on."""
+    inputs_BT: Tensor  # int64; short windows are padded with 0
+    targets_BT: Tensor  # int64; `IGNORE` where there is nothing to predict, as in the padding
+    num_tokens: int  # targets in the batch of all ranks; this may be the part of one rank
+    num_read: int  # inputs in the batch of all ranks, without padding
     positions_BT: Tensor | None = None
-    """Positions of packed examples, int64: each starts at 0, and so does the padding. None if every
-    row is one sequence."""
+    """Of packed examples, int64: each starts at 0, and so does the padding."""
 
 
 class Batches(Iterator[Batch]):
@@ -76,7 +71,7 @@ class Batches(Iterator[Batch]):
     @property
     def num_windows(self) -> int:
         """Windows in an epoch."""
-        return self._windows.count
+        return self._windows.num_windows
 
     @property
     def epoch(self) -> float:
@@ -84,16 +79,16 @@ class Batches(Iterator[Batch]):
         return self.position / self.num_windows
 
     def __next__(self) -> Batch:
-        spans: list[Any] = []
+        rows: list[NDArray[np.int64]] = []
         position, end = self.position, self.position + self._batch_size
         while position < end:  # a batch may continue into the next epoch
             epoch, first = divmod(position, self.num_windows)
             last = min(self.num_windows, first + end - position)
             order, shifts = self._draw(epoch)
-            spans += self._windows.spans(order[first:last], shifts)
+            rows += self._windows.rows(order[first:last], shifts)
             position += last - first
         self.position = end
-        return self._windows.read(spans, self._part)
+        return _read(self._windows, rows, self._part)
 
     def _draw(self, epoch: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the window order and the segment shifts of an epoch; caches the last one."""
@@ -129,114 +124,90 @@ def validation_batches(
     """
     windows = _windows(data, context, seed=0)
     no_shifts = np.zeros_like(windows.max_shifts)
-    total = min(windows.count, max_batches * batch_size)
-    chosen = np.arange(total) * windows.count // total
+    total = min(windows.num_windows, max_batches * batch_size)
+    chosen = np.arange(total) * windows.num_windows // total
     return (
-        windows.read(windows.spans(chosen[start : start + batch_size], no_shifts), part)
+        _read(windows, windows.rows(chosen[start : start + batch_size], no_shifts), part)
         for start in range(0, total, batch_size)
     )
 
 
-class _Source(Protocol):
-    """What batches are drawn from: numbered windows."""
+class _Windows(NamedTuple):
+    """Numbered windows of some data."""
 
-    @property
-    def count(self) -> int: ...
-    @property
-    def max_shifts(self) -> NDArray[Any]: ...
-    def spans(self, numbers: NDArray[Any], shifts: NDArray[Any], /) -> list[Any]: ...
-    def read(self, spans: list[Any], part: tuple[int, int], /) -> Batch: ...
-
-
-def _windows(data: Tokens | Examples, context: int, seed: int) -> _Source:
-    return _Windows(data, context) if isinstance(data, Tokens) else _Rows(data, context, seed)
+    segments: Sequence[NDArray[Any]]
+    context: int
+    num_windows: int
+    max_shifts: NDArray[np.int64]  # of each segment
+    rows: Callable[[NDArray[Any], NDArray[Any]], list[NDArray[np.int64]]]
+    """Returns the spans of each of some windows, as `Examples` has them, given the shifts."""
+    has_positions: bool = False
 
 
-_Span = tuple[NDArray[Any], int, int]
-"""A window: a segment, and the first and the last of its tokens."""
+def _windows(data: Tokens | Examples, context: int, seed: int) -> _Windows:
+    if isinstance(data, Tokens):
+        return _text_windows(data, context)
+    return _example_windows(data, context, seed)
 
 
-class _Windows:
-    """The windows of a token stream, numbered across its segments."""
-
-    def __init__(self, tokens: Tokens, context: int) -> None:
-        self._segments: Final = [segment for segment in tokens.segments if len(segment) >= 2]
-        self._context: Final = context
-        sizes = np.array([len(segment) for segment in self._segments], dtype=np.int64)
-        if sizes.sum() <= context:
-            raise DataError(
-                f"{sizes.sum():,} tokens are too few for a sequence of {context:,} and the one "
-                "after it; use more text or a smaller --context"
-            )
-        counts = -(-(sizes - 1) // context)
-        # All windows of a segment may shift left by the room that its last one has to spare.
-        self.max_shifts: Final = counts * context - (sizes - 1)
-        self._ends: Final = np.cumsum(counts)
-        self._starts: Final = self._ends - counts
-        self.count: Final = int(self._ends[-1])
-
-    def spans(self, numbers: NDArray[Any], shifts: NDArray[Any]) -> list[_Span]:
-        """Return where windows lie when each segment is shifted to the left by its shift."""
-        owners = np.searchsorted(self._ends, numbers, side="right")
-        starts = (numbers - self._starts[owners]) * self._context - shifts[owners]
-        return [
-            (segment, max(start, 0), min(start + self._context, len(segment) - 1))
-            for owner, start in zip(owners.tolist(), starts.tolist())
-            for segment in [self._segments[owner]]
-        ]
-
-    def read(self, spans: list[_Span], part: tuple[int, int]) -> Batch:
-        """Read a part of the windows into a batch. Only this touches tokens."""
-        num_tokens = sum(stop - start for _, start, stop in spans)
-        spans = spans[part_of(len(spans), part)]
-        inputs = np.zeros((len(spans), self._context), dtype=np.int64)
-        targets = np.full_like(inputs, IGNORE)
-        for row, (segment, start, stop) in enumerate(spans):
-            inputs[row, : stop - start] = segment[start:stop]
-            targets[row, : stop - start] = segment[start + 1 : stop + 1]
-        return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), num_tokens, num_tokens)
-
-
-class _Rows:
-    """The rows of examples, numbered, read like windows."""
-
-    def __init__(self, examples: Examples, context: int, seed: int) -> None:
-        self._examples: Final = examples
-        self._context: Final = context
-        self._order, self._starts = examples.rows(context, seed)
-        self.max_shifts: Final = np.zeros(0, dtype=np.int64)  # nothing shifts
-        self.count: Final = len(self._starts) - 1
-
-    def spans(self, numbers: NDArray[Any], _: NDArray[Any]) -> list[NDArray[np.int64]]:
-        """Return the spans of the examples of each row."""
-        return [
-            self._examples.spans_N4[self._order[self._starts[number] : self._starts[number + 1]]]
-            for number in numbers.tolist()
-        ]
-
-    def read(self, rows: list[NDArray[np.int64]], part: tuple[int, int]) -> Batch:
-        """Read a part of the rows into a batch. Only this touches tokens."""
-        num_tokens = sum(int(spans[:, 3].sum()) for spans in rows)
-        num_read = sum(int((spans[:, 2] - spans[:, 1] - 1).sum()) for spans in rows)
-        rows = rows[part_of(len(rows), part)]
-        inputs = np.zeros((len(rows), self._context), dtype=np.int64)
-        targets = np.full_like(inputs, IGNORE)
-        positions = np.zeros_like(inputs)
-        for row, spans in enumerate(rows):
-            first = 0
-            for owner, start, stop, _ in spans.tolist():
-                tokens = self._examples.segments[owner][start:stop]
-                last = first + len(tokens) - 1
-                # The complement of a token is only read.
-                inputs[row, first:last] = np.maximum(tokens, ~tokens)[:-1]
-                targets[row, first:last] = np.where(tokens < 0, IGNORE, tokens)[1:]
-                positions[row, first:last] = np.arange(last - first)
-                first = last
-            positions[row, first:] = np.arange(self._context - first)
-        return Batch(
-            torch.from_numpy(inputs),
-            torch.from_numpy(targets),
-            num_tokens,
-            num_read,
-            torch.from_numpy(positions) if self._examples.is_packed else None,
+def _text_windows(tokens: Tokens, context: int) -> _Windows:
+    """Return the windows of a token stream, numbered across its segments."""
+    segments = [segment for segment in tokens.segments if len(segment) >= 2]
+    sizes = np.array([len(segment) for segment in segments], dtype=np.int64)
+    if sizes.sum() <= context:
+        raise DataError(
+            f"{sizes.sum():,} tokens are too few for a sequence of {context:,} and the one "
+            "after it; use more text or a smaller --context"
         )
+    counts = -(-(sizes - 1) // context)
+    ends = np.cumsum(counts)
+
+    def rows(numbers: NDArray[Any], shifts: NDArray[Any]) -> list[NDArray[np.int64]]:
+        owners = np.searchsorted(ends, numbers, side="right")
+        starts = (numbers - (ends - counts)[owners]) * context - shifts[owners]
+        lasts = np.minimum(starts + context, sizes[owners] - 1)
+        starts = np.maximum(starts, 0)
+        return list(np.stack([owners, starts, lasts + 1, lasts - starts], axis=1)[:, None])
+
+    # All windows of a segment may shift left by the room that its last one has to spare.
+    max_shifts = counts * context - (sizes - 1)
+    return _Windows(segments, context, int(ends[-1]), max_shifts, rows)
+
+
+def _example_windows(examples: Examples, context: int, seed: int) -> _Windows:
+    """Return the rows of examples, numbered; nothing shifts."""
+    order, starts = examples.rows(context, seed)
+
+    def rows(numbers: NDArray[Any], _: NDArray[Any]) -> list[NDArray[np.int64]]:
+        return [examples.spans_N4[order[starts[n] : starts[n + 1]]] for n in numbers.tolist()]
+
+    no_shifts = np.zeros(0, dtype=np.int64)
+    count = len(starts) - 1
+    return _Windows(examples.segments, context, count, no_shifts, rows, examples.is_packed)
+
+
+def _read(windows: _Windows, rows: list[NDArray[np.int64]], part: tuple[int, int]) -> Batch:
+    """Read a part of some rows into a batch. Only this touches tokens."""
+    _, starts, stops, targets = np.concatenate(rows).T
+    rows = rows[part_of(len(rows), part)]
+    inputs_BT = np.zeros((len(rows), windows.context), dtype=np.int64)
+    targets_BT = np.full_like(inputs_BT, IGNORE)
+    positions_BT = np.zeros_like(inputs_BT)
+    for row, spans in enumerate(rows):
+        first = 0
+        for owner, start, stop, _ in spans.tolist():
+            tokens = windows.segments[owner][start:stop].astype(np.int64)
+            last = first + len(tokens) - 1
+            # The complement of a token is only read.
+            inputs_BT[row, first:last] = np.maximum(tokens, ~tokens)[:-1]
+            targets_BT[row, first:last] = np.where(tokens < 0, IGNORE, tokens)[1:]
+            positions_BT[row, first:last] = np.arange(last - first)
+            first = last
+        positions_BT[row, first:] = np.arange(windows.context - first)
+    return Batch(
+        torch.from_numpy(inputs_BT),
+        torch.from_numpy(targets_BT),
+        int(targets.sum()),
+        int((stops - starts - 1).sum()),
+        torch.from_numpy(positions_BT) if windows.has_positions else None,
+    )

@@ -1,7 +1,7 @@
 """Samples of a text for calibration: windows of equal length, without overlap."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +16,7 @@ from samo.errors import DataError
 __all__ = []
 
 _TOKENS_PER_BATCH: Final = 2048
-_PART: Final = 2**16
+_PIECE: Final = 2**16
 """Characters that are encoded at once. A tokenizer takes some 100 bytes of memory for each."""
 _POOL: Final = 4  # times as many windows are encoded as drawn, if the text has them
 
@@ -37,7 +37,7 @@ def calibration_batches(
         raise DataError(f"a context of {context} tokens has no room for text; use a longer one")
     found: list[Tensor] = []
     num_tokens = 0
-    for text in (part for piece in pieces(path) for part in _parts(piece)):
+    for text in pieces(path, _PIECE):
         tokens = encode(text)
         if len(before) and torch.equal(tokens[: len(before)], before):
             tokens = tokens[len(before) :]
@@ -61,12 +61,3 @@ def example_batches(data: Data, *, samples: int, context: int, seed: int = 0) ->
     batches = Batches(data, context=context, batch_size=1, seed=seed)
     rows = (next(batches) for _ in range(min(samples, batches.num_windows)))
     return [row.inputs_BT[:, : row.num_read] for row in rows]
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Cut a text after the ends of lines."""
-    start = 0
-    while start < len(text):
-        stop = text.find("\n", start + _PART) + 1 or len(text)
-        yield text[start:stop]
-        start = stop

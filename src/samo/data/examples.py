@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from samo.data import files
 from samo.data.packing import pack
-from samo.data.rows import Example, check_readable, read_examples
+from samo.data.rows import Example, check_readable, num_chars, read_examples
 from samo.data.tokenizers import Tokenizer
 from samo.data.tokens import Tokens
 from samo.errors import DataError
@@ -61,14 +61,11 @@ class Examples:
         (2, 7, 4)
     """
 
-    segments: Sequence[NDArray[np.int32]]
-    """The encoded files."""
+    segments: Sequence[NDArray[np.int32]]  # the encoded files
     spans_N4: NDArray[np.int64]
     """Of each example: its segment, its first token, the one after its last, and its targets."""
-    vocab_size: int
-    """All tokens are less than this."""
-    is_packed: bool = True
-    """Whether a row of a batch may have several examples."""
+    vocab_size: int  # all tokens are less than this
+    is_packed: bool = True  # whether a row of a batch may have several examples
     _rows: dict[tuple[int, int], Rows] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -146,13 +143,8 @@ def open_examples(
     A document longer than a row of ``context`` tokens to read becomes several examples, without a
     loss. Any other is cut, and one without anything to learn left out; a warning counts both.
 
-    Args:
-        paths: Files of JSON lines, parquet files, folders written by ``Dataset.save_to_disk``.
-        tokenizer: The tokenizer of the model.
-        context: Tokens that the model reads at once.
-        cache: A folder for the encoded files.
-        vocab_size: Tokens that the model knows, by default the tokenizer's.
-        is_packed: Whether a row of a batch may have several examples.
+    Paths are files of JSON lines, parquet files, and folders written by ``Dataset.save_to_disk``.
+    The vocabulary is that of the model, by default the tokenizer's.
     """
     given = [Path(path) for path in paths]
     for path in given:
@@ -206,7 +198,7 @@ def _some(examples: Iterable[tuple[str, Example]]) -> Iterator[list[tuple[str, E
     size = 0
     for place, example in examples:
         some.append((place, example))
-        size += example.num_chars
+        size += num_chars(example)
         if len(some) == _EXAMPLES_AT_ONCE or size >= _CHARS_AT_ONCE:
             yield some
             some, size = [], 0

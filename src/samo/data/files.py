@@ -33,7 +33,7 @@ MAX_VOCAB_SIZE: Final = 2**31
 TOKEN_SUFFIXES: Final = (".npy", ".bin")
 
 _HEAD_BYTES: Final = 2**24
-_PIECE: Final = 2**20
+_PIECE: Final = 2**20  # characters that are encoded at once
 _log: Final = logging.getLogger(__name__)
 
 
@@ -98,7 +98,7 @@ def encoded(path: Path, tokenizer: Tokenizer, cache: Path) -> NDArray[Any]:
     """Map the tokens of a text file, and encode it first if the cache does not have them."""
     map_text(path)  # refuses binary files
     dtype = "<u2" if tokenizer.vocab_size <= 2**16 else "<u4"
-    arrays = (tokenizer.encode(text) for text in pieces(path))
+    arrays = (tokenizer.encode(text) for text in pieces(path, _PIECE))
     return cached(path, tokenizer, dtype, arrays, cache)
 
 
@@ -149,16 +149,16 @@ def cached(
     return np.asarray(np.memmap(target, dtype=dtype, mode="r"))
 
 
-def pieces(path: Path) -> Iterator[str]:
-    """Yield a text in pieces of 1 to 2 million characters, each up to the end of a line."""
+def pieces(path: Path, least: int) -> Iterator[str]:
+    """Yield a text in pieces of 1 to 2 times ``least`` characters, up to the end of a line."""
     lines: list[str] = []
     size = 0
     with path.open("rb") as raw, io.TextIOWrapper(raw, "utf-8", newline="\n") as file:
         try:
-            while line := file.readline(_PIECE):
+            while line := file.readline(least):
                 # Tokenizers merge whitespace with the text after it: a cut before a line that
                 # starts with text changes no token.
-                if size >= 2 * _PIECE or (size >= _PIECE and not line[0].isspace()):
+                if size >= 2 * least or (size >= least and not line[0].isspace()):
                     yield "".join(lines)
                     lines, size = [], 0
                 lines.append(line)

@@ -20,15 +20,12 @@ __all__ = ["pack"]
 def pack(sizes: NDArray[Any], room: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of examples row by row, and where each row starts and the last ends.
 
+    ``sizes`` are the tokens of each example, at least 1 and at most ``room``.
+
     Example:
         >>> order, starts = pack(np.array([2, 5, 4, 6, 1, 4]), room=8, seed=0)
         >>> [row.tolist() for row in np.split(order, starts[1:-1])]
         [[3, 0], [1, 4], [2, 5]]
-
-    Args:
-        sizes: Tokens of each example, at least 1.
-        room: Tokens of a row, at least the largest size.
-        seed: Of the choice among examples of the same size.
     """
     order = np.random.default_rng(seed).permutation(len(sizes))
     order = order[np.argsort(-sizes[order], kind="stable")]

@@ -29,22 +29,12 @@ class Text(NamedTuple):
 
     text: str
 
-    @property
-    def num_chars(self) -> int:
-        """Length of its text."""
-        return len(self.text)
-
 
 class Completion(NamedTuple):
     """A prompt and what follows it: what follows is learned."""
 
     prompt: str
     completion: str
-
-    @property
-    def num_chars(self) -> int:
-        """Length of its text."""
-        return len(self.prompt) + len(self.completion)
 
 
 class Chat(NamedTuple):
@@ -54,13 +44,15 @@ class Chat(NamedTuple):
     tools: list[Any] | None = None
     """Descriptions of tools, for the chat template."""
 
-    @property
-    def num_chars(self) -> int:
-        """Length of its text."""
-        return sum(len(message.get("content", "")) for message in self.messages)
-
 
 Example = Text | Completion | Chat
+
+
+def num_chars(example: Example) -> int:
+    """Return the length of the text of an example."""
+    if isinstance(example, Chat):
+        return sum(len(message.get("content", "")) for message in example.messages)
+    return sum(map(len, example))
 
 
 def is_example_file(path: Path) -> bool:

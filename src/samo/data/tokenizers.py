@@ -19,12 +19,9 @@ _FILE: Final = "tokenizer.json"
 class Tokenizer(Protocol):
     """What samo needs of a tokenizer."""
 
-    name: str
-    """The argument of `open_tokenizer`."""
-    vocab_size: int
-    """All tokens are less than this."""
-    fingerprint: str
-    """Equal for tokenizers with the same contents, wherever they were read from."""
+    name: str  # the argument of `open_tokenizer`
+    vocab_size: int  # all tokens are less than this
+    fingerprint: str  # equal for equal contents, wherever they were read from
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return the tokens of a text as a 1-D array of integers."""

@@ -32,10 +32,8 @@ class Tokens:
         (900, 100)
     """
 
-    segments: Sequence[NDArray[Any]]
-    """1-D arrays of integers."""
-    vocab_size: int
-    """All tokens are less than this."""
+    segments: Sequence[NDArray[Any]]  # 1-D arrays of integers
+    vocab_size: int  # all tokens are less than this
 
     @property
     def num_tokens(self) -> int:

@@ -4,14 +4,14 @@ tensors    parameter name -> words of its bitmap, int32; sorted: equal masks are
 metadata   format "samo-masks", version, shapes (JSON), fingerprint of names, shapes and bits
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from safetensors import safe_open
-from torch import Tensor
 
 from samo.errors import MaskError
 from samo.mask.mask import Mask
@@ -23,29 +23,36 @@ _FORMAT: Final = "samo-masks"
 _VERSION: Final = "1"
 
 
-def metadata(masks: Mapping[str, Mask], fingerprint: str) -> dict[str, str]:
+def fingerprint(masks: Mapping[str, Mask]) -> str:
+    """Return the SHA-256 of all names, shapes and bits, independent of their order."""
+    digest = hashlib.sha256()
+    for name in sorted(masks):
+        digest.update(f"{name}\0{masks[name].fingerprint()}\0".encode())
+    return digest.hexdigest()
+
+
+def metadata(masks: Mapping[str, Mask]) -> dict[str, str]:
     """Return the metadata of a file."""
     shapes = {name: mask.shape for name, mask in masks.items()}
     return {
         "format": _FORMAT,
         "version": _VERSION,
         "shapes": json.dumps(shapes, sort_keys=True),
-        "fingerprint": fingerprint,
+        "fingerprint": fingerprint(masks),
     }
 
 
-def write(path: str | os.PathLike[str], masks: Mapping[str, Mask], fingerprint: str) -> None:
+def write(path: str | os.PathLike[str], masks: Mapping[str, Mask]) -> None:
     """Write masks to a file, atomically."""
     target = Path(os.path.realpath(path))  # through a link, which stays
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot write '{target}': there is no folder '{target.parent}'")
     words = {name: masks[name].words for name in sorted(masks)}
-    pieces = safetensors_io.encode(words, metadata(masks, fingerprint))
-    atomic_io.write_bytes(target, b"".join(pieces))
+    atomic_io.write_bytes(target, b"".join(safetensors_io.encode(words, metadata(masks))))
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """Return the words, shapes and fingerprint of a file, not yet compared with each other."""
+def read(path: str | os.PathLike[str]) -> dict[str, Mask]:
+    """Return the masks of a file; raise a `MaskError` if one bit is damaged."""
     path = Path(path)
     if path.is_dir():
         raise MaskError(f"'{path}' is a folder; samo.load_masks reads the masks of a checkpoint")
@@ -72,8 +79,12 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         )
     try:
         shapes = untrusted.parse_json(found["shapes"].encode())
-    except (KeyError, ValueError):
-        shapes = None
-    if not isinstance(shapes, dict):
-        raise MaskError(f"mask file '{path}' is damaged: its shapes cannot be read")
-    return words, shapes, found.get("fingerprint", "")
+        masks = {name: Mask(shapes[name], words[name]) for name in words}
+        if shapes.keys() == masks.keys() and fingerprint(masks) == found["fingerprint"]:
+            return masks
+    except (AttributeError, KeyError, TypeError, ValueError):  # of shapes that are none
+        pass
+    raise MaskError(
+        f"mask file '{path}' is damaged: its contents do not match its fingerprint; use another "
+        "copy"
+    )

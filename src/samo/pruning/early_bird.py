@@ -130,7 +130,7 @@ class EarlyBird:
         check_choice("distance", distance, get_args(Distance))
         if not 0 <= finite_number("threshold", threshold) < 1:
             raise ValueError(f"threshold must be at least 0 and less than 1, got {threshold}")
-        queue = whole_number("queue", queue, 2)
+        self._settling: Final = Settling(whole_number("queue", queue, 2), threshold, distance)
         self._pruning: Final[dict[str, Any]] = {
             "sparsity": sparsity,
             "scope": scope,
@@ -141,14 +141,7 @@ class EarlyBird:
         if not decide(model, dense_parameters(model), **self._pruning):
             raise ValueError("sparsity 0 prunes nothing; choose one such as 0.9")
         self._pruning["seed"] = whole_number("seed", seed)
-        self._settings: Final[dict[str, Any]] = {
-            **self._pruning,
-            "queue": queue,
-            "threshold": threshold,
-            "distance": distance,
-        }
         self.model: Final = model
-        self._settling: Final = Settling(queue, threshold, distance)
         self.masks: Masks | None = None  # the ticket, once it is drawn
 
     def observe(self) -> Masks | None:
@@ -179,7 +172,7 @@ class EarlyBird:
         if self.masks is not None:
             held["drawn"] = self.masks
         values = {
-            "settings": dict(self._settings),
+            "settings": self._settings(),
             "distances": self.distances,
             "masks": {key: list(masks) for key, masks in held.items()},
         }
@@ -195,19 +188,25 @@ class EarlyBird:
         if _KEY not in state:
             raise ValueError(f"the state has no '{_KEY}'; save all of EarlyBird.state_dict()")
         values = state[_KEY]
-        check_settings("EarlyBird", values["settings"], self._settings)
+        check_settings("EarlyBird", values["settings"], self._settings())
         parameters = dense_parameters(self.model)
-        held: dict[str, Masks] = {}
-        for key, names in values["masks"].items():
-            masks: dict[str, Mask] = {}
-            for name in names:
-                words = state[f"{_KEY}/{key}/{name}"].to(parameters[name].device)
-                masks[name] = Mask(parameters[name].shape, words)
-            held[key] = Masks(masks)
-        rows = [list(row) for row in values["distances"]]
+
+        def mask_of(key: str, name: str) -> Mask:
+            parameter, words = parameters[name], state[f"{_KEY}/{key}/{name}"]
+            return Mask(parameter.shape, words.to(parameter.device))
+
+        held = {
+            key: Masks({name: mask_of(key, name) for name in names})
+            for key, names in values["masks"].items()
+        }
         self.masks = held.pop("drawn", None)
         self._settling.masks = [held[str(place)] for place in range(len(held))]
-        self._settling.rows = rows
+        self._settling.rows = [list(row) for row in values["distances"]]
+
+    def _settings(self) -> dict[str, Any]:
+        rule = self._settling
+        settings = {"queue": rule.queue, "threshold": rule.threshold, "distance": rule.distance}
+        return {**self._pruning, **settings}
 
     def _take(self) -> Masks:
         _check_dense(self.model)

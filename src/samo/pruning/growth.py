@@ -25,7 +25,7 @@ from samo.core.weight import Weight
 from samo.errors import CompressionError
 from samo.kernels.rounding import master_dtype
 from samo.mask.mask import Mask
-from samo.pruning.topk import equal_values, largest
+from samo.pruning.topk import largest
 
 __all__ = []
 
@@ -33,11 +33,6 @@ __all__ = []
 def prune_to(name: str, mask: Mask, values: Tensor, kept: int, seed: int) -> Mask:
     """Return a mask that keeps the ``kept`` largest values of what ``mask`` keeps."""
     return narrow(mask, largest(name, values, kept, seed))
-
-
-def grow_random(name: str, taken: Mask, count: int, seed: int) -> Mask:
-    """Return a mask of ``count`` random entries among those that ``taken`` does not keep."""
-    return grow_largest(name, equal_values(taken.words, taken.shape), taken, count, seed)
 
 
 def grow_largest(name: str, scores: Tensor, taken: Mask, count: int, seed: int) -> Mask:
@@ -84,9 +79,9 @@ class Growth:
         weakref.finalize(self, weight.watch(watch)).atexit = False
 
     @property
-    def is_finite(self) -> bool | None:
-        """Whether no score is NaN or infinite; None before the first gradient."""
-        return None if self._found is None else bool(self._found.scores.isfinite().all())
+    def scores(self) -> Tensor | None:
+        """The summed gradients of the candidates; None before the first one."""
+        return None if self._found is None else self._found.scores
 
     @torch.no_grad()
     def add(self, grad: Tensor) -> None:

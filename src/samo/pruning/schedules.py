@@ -18,8 +18,9 @@ from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 from samo.mask.masks import Masks
 from samo.mask.prunable import matrices
-from samo.pruning.growth import Growth, grow_random, prune_to
+from samo.pruning.growth import Growth, grow_largest, prune_to
 from samo.pruning.scope import check_choice
+from samo.pruning.topk import equal_values
 from samo.utils.validation import check_model, finite_number, optimizers_of, whole_number
 
 __all__ = ["DynamicSparse", "GradualPruning"]
@@ -65,6 +66,22 @@ class MaskSchedule:
                 "is in the optimizer; pass the optimizers that train them"
             )
 
+    @torch.no_grad()
+    def step(self) -> Masks | None:
+        """Count a step, after the optimizer's, and return the new masks if they have changed."""
+        new, changed = None, self._changed(self._steps + 1)
+        if changed:
+            own = masks(self._model)
+            new = Masks({name: changed.get(name, mask) for name, mask in own.items()})
+            remap_(self._model, new, self._optimizers)
+        self._steps += 1
+        self._watch()
+        return new
+
+    def _changed(self, step: int) -> dict[str, Mask]:
+        """Return the masks that change at a step."""
+        raise NotImplementedError
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs besides model and optimizer. Call it after `step`."""
         return {"steps": self._steps, "seed": self._seed, "settings": dict(self._settings)}
@@ -92,12 +109,6 @@ class MaskSchedule:
             if weight.mask is not None and id(weight.values) in trained
         }
 
-    def _remap(self, changed: Mapping[str, Mask]) -> Masks:
-        """Give the model masks of which some have changed, and return all of them."""
-        new = Masks({name: changed.get(name, mask) for name, mask in masks(self._model).items()})
-        remap_(self._model, new, self._optimizers)
-        return new
-
 
 class GradualPruning(MaskSchedule):
     """Prune a compressed model gradually, by magnitude, on a cubic schedule (Zhu and Gupta, 2017).
@@ -111,8 +122,8 @@ class GradualPruning(MaskSchedule):
     Only matrices that ``opt`` trains are pruned. Start from `samo.Masks.ones` to prune a dense
     model. Steps count from 1, so with ``start=0`` the first pruning is at step ``every``.
 
-    Replicas with equal weights prune alike. Rebuild DistributedDataParallel after each pruning:
-    ``DistributedDataParallel(ddp.module)``. Its next forward pass raises otherwise.
+    Rebuild DistributedDataParallel after each pruning, as ``DistributedDataParallel(ddp.module)``;
+    its next forward pass raises otherwise.
 
     Example:
         >>> import torch, samo
@@ -172,21 +183,16 @@ class GradualPruning(MaskSchedule):
                 "pruned; raise it, or start from samo.Masks.ones(model)"
             )
 
-    @torch.no_grad()
-    def step(self) -> Masks | None:
-        """Count a step, after the optimizer's, and return the new masks if they have changed."""
-        step, at = self._steps + 1, self._settings
+    def _changed(self, step: int) -> dict[str, Mask]:
+        at, found = self._settings, {}
         start, stop = at["start"], at["stop"]
-        changed = {}
         if step >= stop or (step >= start and (step - start) % at["every"] == 0):
             sparsity = cubic_sparsity(step, start, stop, at["initial"], at["sparsity"])
             for name, weight in self._weights().items():
                 kept = _num_kept(weight, sparsity)
                 if weight.mask is not None and kept < weight.kept:
                     values = _finite_values(name, weight)
-                    changed[name] = prune_to(name, weight.mask, values, kept, self._seed)
-        found = self._remap(changed) if changed else None
-        self._steps = step
+                    found[name] = prune_to(name, weight.mask, values, kept, self._seed)
         return found
 
 
@@ -199,17 +205,13 @@ class DynamicSparse(MaskSchedule):
 
     The fraction of each tensor's kept entries that is replaced decays from ``drop``:
     ``drop / 2 * (1 + cos(pi * step / stop))``. An entry that was just dropped may be chosen again
-    and keeps its value. Grown entries start at 0. Patterns such as 2:4 are not preserved. Only
-    matrices that ``opt`` trains change.
+    and keeps its value. Grown entries start at 0; let ``samo.AdamW(..., entry_steps=True)`` count
+    their steps from then on. Patterns such as 2:4 are not preserved.
 
     Under DistributedDataParallel, gradients are summed over replicas in the backward passes before
     an update, in which each rank must use every pruned weight, and all ranks get the masks of the
     first. Steps that a `torch.amp.GradScaler` skips count too; masks do not move by gradients that
     are not finite.
-
-    Adam's bias correction counts the steps of a whole tensor, which makes the first updates of a
-    grown entry up to 3 times too large. ``samo.AdamW(..., entry_steps=True)`` counts the steps of
-    each entry.
 
     Example:
         >>> import torch, samo
@@ -268,18 +270,11 @@ class DynamicSparse(MaskSchedule):
             )
         self._watch()
 
-    @torch.no_grad()
-    def step(self) -> Masks | None:
-        """Count a step, after the optimizer's, and return the new masks if they have changed."""
-        step, found = self._steps + 1, None
-        if self._moves_at(step):
-            by_gradient = self._settings["grow"] == "gradient"
-            changed = self._by_gradient() if by_gradient else self._at_random(step)
-            if changed is not None:
-                found = self._remap(self._of_first_rank(changed))
-        self._steps = step
-        self._watch()
-        return found
+    def _changed(self, step: int) -> dict[str, Mask]:
+        if not self._moves_at(step):
+            return {}
+        by_gradient = self._settings["grow"] == "gradient"
+        return self._of_first_rank(self._by_gradient() if by_gradient else self._at_random(step))
 
     def _moves_at(self, step: int) -> bool:
         return 0 < step < self._settings["stop"] and step % self._settings["every"] == 0
@@ -297,23 +292,23 @@ class DynamicSparse(MaskSchedule):
             how = *self._fraction_and_seed(step), self._settings["candidates"], self._group
             self._growths = {name: Growth(w, *how) for name, w in self._weights().items()}
 
-    def _by_gradient(self) -> dict[str, Mask] | None:
-        """Return the new masks, or None if gradients are not finite."""
+    def _by_gradient(self) -> dict[str, Mask]:
+        """Return the new masks; none if gradients are not finite."""
         weights, growths = self._weights(), self._growths
-        if all(growth.is_finite is None for growth in growths.values()):
+        scores = [growth.scores for growth in growths.values() if growth.scores is not None]
+        if not scores:
             raise CompressionError(
                 f"step {self._steps + 1} grows entries by gradient, but there was no backward pass "
                 "since the last step; call step() after each optimizer step, and do not compile "
                 "the backward pass"
             )
-        if any(growth.is_finite is False for growth in growths.values()):
-            return None
+        if not all(bool(each.isfinite().all()) for each in scores):
+            return {}
         found: dict[str, Mask] = {}
         for name, growth in growths.items():
             if name in weights:  # not frozen since
                 _finite_values(name, weights[name])
-                mask = growth.decide()
-                if mask is not None:
+                if (mask := growth.decide()) is not None:
                     found[name] = mask
         return found
 
@@ -325,7 +320,8 @@ class DynamicSparse(MaskSchedule):
             count = round(fraction * weight.kept)
             values = _finite_values(name, weight)
             survivors = prune_to(name, weight.mask, values, weight.kept - count, seed)
-            found[name] = survivors | grow_random(name, survivors, count, seed)
+            scores = equal_values(values, weight.shape)
+            found[name] = survivors | grow_largest(name, scores, survivors, count, seed)
         return found
 
     def _of_first_rank(self, changed: dict[str, Mask]) -> dict[str, Mask]:
@@ -334,12 +330,10 @@ class DynamicSparse(MaskSchedule):
         group = self._group or next((group_of(weight.values) for weight in weights), None)
         if group is None or dist.get_world_size(group) == 1:
             return changed
-        found: dict[str, Mask] = {}
-        for name, mask in changed.items():
-            words = mask.words.clone()
-            dist.broadcast(words, dist.get_global_rank(group, 0), group=group)
-            found[name] = Mask(mask.shape, words)
-        return found
+        words = {name: mask.words.clone() for name, mask in changed.items()}
+        for each in words.values():
+            dist.broadcast(each, dist.get_global_rank(group, 0), group=group)
+        return {name: Mask(mask.shape, words[name]) for name, mask in changed.items()}
 
 
 def check_settings(kind: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
