@@ -13,12 +13,14 @@ from samo import __version__
 
 __all__ = ["hardware", "versions"]
 
-_PACKAGES: Final = ("torch", "numpy", "numba", "safetensors", "triton", "transformers")
+_PACKAGES: Final = ("numpy", "numba", "safetensors", "triton", "transformers")
 
 
 def versions() -> dict[str, str]:
     """Return the versions of samo, Python and samo's dependencies, if installed."""
     found = {"samo": __version__, "python": platform.python_version()}
+    # torch's own version names its build, such as +cu130, where its package may not.
+    found["torch"] = str(torch.__version__)
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
