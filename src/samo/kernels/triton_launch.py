@@ -372,7 +372,7 @@ def _launch(
         by_age = _corrections(beta1, beta2, where.device)
         if where.is_captured:
             tables.hold(*by_age)
-    numbers = (1 - beta1, beta2, 1 - beta2, eps)
+    numbers = (1.0 - beta1, float(beta2), 1.0 - beta2, float(eps))  # 0 would be another type
     with device_of(table):
         for launch in plan.launches:
             changing = {"IS_SMALL": 1 - beta1 < 0.5}
