@@ -304,6 +304,21 @@ def test_dense_gradients_die_as_they_are_compressed(is_tied: bool, style: str) -
 # Checkpoints and compiled code ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_another_stream_gets_nodes_of_its_own(weights: Any) -> None:
+    """A node of the default stream, held since an earlier pass, would break a CUDA graph."""
+    model, stream = compressed(weights=weights), 0
+    dict(named_weights(model))["0.weight"]._stream_now = lambda: stream
+
+    def accumulator() -> Any:
+        return model[0].weight.grad_fn.next_functions[0][0]
+
+    accumulator().metadata["is_old"] = True
+    assert accumulator().metadata
+    stream = 1
+    assert not accumulator().metadata
+
+
 @ignores_dynamo
 @pytest.mark.parametrize(("scope", "weights"), [("tensor", "resident"), ("global", "streamed")])
 def test_equal_blocks_with_unequal_masks_are_compiled_once(scope: Any, weights: Any) -> None:

@@ -36,10 +36,12 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def compressed_gpt(dtype: torch.dtype, **changes: Any) -> tuple[nn.Module, samo.Masks]:
+def compressed_gpt(
+    dtype: torch.dtype, weights: Any = "resident", **changes: Any
+) -> tuple[nn.Module, samo.Masks]:
     model = small_gpt(**changes).cuda()
     masks = samo.prune(model, 0.9)
-    samo.compress_(model, masks, dtype=dtype)
+    samo.compress_(model, masks, dtype=dtype, weights=weights)
     return model, masks
 
 
@@ -234,15 +236,19 @@ def test_a_step_that_is_not_finite_is_skipped_without_waiting_for_the_device(bad
     assert opt.skipped_steps == 1
 
 
-def test_forward_and_backward_in_a_cuda_graph_train_as_without() -> None:
-    eager, _ = compressed_gpt(torch.bfloat16)
+@pytest.mark.parametrize("is_aside", [True, False], ids=["side stream", "default stream"])
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_forward_and_backward_in_a_cuda_graph_train_as_without(
+    weights: Any, is_aside: bool
+) -> None:
+    eager, _ = compressed_gpt(torch.bfloat16, weights=weights)
     graphed = copy.deepcopy(eager)
     opts = [samo.AdamW(model.parameters(), lr=1e-3) for model in (eager, graphed)]
     ids = batch()
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream() if is_aside else torch.cuda.current_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # as torch asks for: lazy initialisation must not be captured
+        for _ in range(3):  # lazy initialisation must not be captured
             graphed(ids, ids).backward()
             graphed.zero_grad()
     torch.cuda.current_stream().wait_stream(side)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -98,6 +99,18 @@ def run_first(weight: Tensor) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():
         weight.grad_fn._set_sequence_nr(2**63 - 1)  # type: ignore[union-attr]
+
+
+def stream_on(device: torch.device) -> Callable[[], int]:
+    """Return a function that returns the stream of nodes made now, on which backward runs them.
+
+    A node that is kept also keeps the parameter's AccumulateGrad, with its stream. A capture of a
+    CUDA graph must not reach a node of the default stream.
+    """
+    if device.type != "cuda":
+        return int
+    # Not a function of Python: every forward pass calls it for every weight.
+    return partial(torch._C._cuda_getCurrentRawStream, device.index)
 
 
 class Traced(NamedTuple):

@@ -35,6 +35,7 @@ from samo.core.dense import (
     as_dense_weight,
     expand_by_index,
     run_first,
+    stream_on,
 )
 from samo.core.streamed import (
     LOCK as _LOCK,
@@ -94,6 +95,8 @@ class Weight:
     _plain: DenseWeight | None  # the resident copy, as returned without gradients
     _tracked: DenseWeight | None  # and with gradients
     _streamed: StreamedWeight | None  # what `read` returns for a streamed weight
+    _stream: int  # of the nodes of `_tracked` and `_streamed`
+    _stream_now: Callable[[], int]
     _version: int
     _dense_version: int
     _address: int
@@ -177,17 +180,20 @@ class Weight:
             self.sync()
         if not values.requires_grad or not torch.is_grad_enabled():
             return self._plain
-        if self._tracked is None:
+        tracked = self._tracked
+        if tracked is None or self._stream != self._stream_now():
             if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, jacrev, ...
                 return expand_by_index(values, self.layout, self.dtype)
+            self._tracked = tracked = None  # the old node goes first: see `stream_on`
+            self._stream = self._stream_now()
             args = (values, self.dense, self.layout, self.dtype)
-            tracked = Expand.apply(*args)  # type: ignore[no-untyped-call]
-            run_first(tracked)
+            made = Expand.apply(*args)  # type: ignore[no-untyped-call]
+            run_first(made)
             if self.hooks:
-                tracked._backward_hooks = self.hooks
-                tracked.grad_fn._register_hook_dict(tracked)
-            self._tracked = as_dense_weight(tracked, self)
-        return self._tracked
+                made._backward_hooks = self.hooks
+                made.grad_fn._register_hook_dict(made)
+            self._tracked = tracked = as_dense_weight(made, self)
+        return tracked
 
     def _read_streamed(self) -> Tensor:
         """Return a tensor without storage; sharded values as they are, for wrappers like FSDP2."""
@@ -200,7 +206,10 @@ class Weight:
             streamed is None
             or streamed._param is not values
             or streamed._is_tracked != values.requires_grad
+            or self._stream != self._stream_now()
         ):
+            self._streamed = streamed = None  # the old node goes first: see `stream_on`
+            self._stream = self._stream_now()
             with torch.inference_mode(False), torch.enable_grad():
                 own = weakref.ref(self)
                 self._streamed = streamed = streamed_weight(values, self.layout, self.dtype, own)
@@ -344,6 +353,7 @@ class Weight:
             if values.grad_dtype != self.layout.grad_dtype:
                 values.grad_dtype = self.layout.grad_dtype
             self._streamed = None  # sharded values keep it until the full values return
+            self._stream_now = stream_on(values.device)
         self.values = values
         self.dense = self._plain = self._tracked = self._synced = None
         self.expansions = []
