@@ -22,7 +22,6 @@ from samo.planner.answer import Plan
 from samo.planner.hardware import HARDWARE, Hardware, find_hardware, write_hardware
 from samo.planner.local import this_hardware
 from samo.planner.public import PUBLIC
-from samo.train.finetune_resolve import resolve_finetune
 from samo.train.resolve import resolve
 
 LONG = pytest.mark.long
@@ -260,7 +259,7 @@ def test_the_command_fine_tunes_with_the_layout_of_the_plan(typed: dict[str, Any
     assert own.pipe == 1
     config = parse(words[words.index("finetune") :])
     assert isinstance(config, Finetune)
-    resolved = resolve_finetune(config)
+    resolved = resolve(config)
     assert (resolved.mesh.shard == "weights") == own.shard
     assert resolved.model.checkpointing == own.checkpointing
     assert resolved.model.freeze_embeddings == bool(found.job.network.frozen)

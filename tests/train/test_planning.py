@@ -15,8 +15,7 @@ from samo.errors import ConfigError
 from samo.planner import local
 from samo.planner.hardware import HARDWARE, Hardware
 from samo.train import planning
-from samo.train.kinds import again, resolve_resumed
-from samo.train.resolve import resolve
+from samo.train.resolve import again, resolve, resolve_resumed
 from tests.train.helpers import small, text
 from tests.train.test_config import config
 

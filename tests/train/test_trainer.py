@@ -157,7 +157,7 @@ def test_a_run_starts_from_the_weights_and_masks_of_another(tmp_path: Path, run:
         ({"prune": PruneConfig(masks=Path("no-masks"))}, "mask file '.*no-masks' does not exist"),
         (
             {"run": {"batch_size": 2**30}},
-            r"TB for dense steps, with 1,073,741,824 x 32 tokens, and this cpu has",
+            r"TB for its dense phase, with 1,073,741,824 x 32 tokens, and this cpu has",
         ),
         ({"run": {"device": "cuda"}}, "--device cuda needs a GPU that torch can use"),
         ({"data": {"train": "short.txt"}}, "1 tokens are too few to hold back 33"),

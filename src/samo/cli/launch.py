@@ -24,10 +24,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from samo.cli.commands import Finetune, Launch, Train
 from samo.cli.main import parse
 from samo.errors import ConfigError
-from samo.train.kinds import resolve
 from samo.train.launch_env import RESTARTS, RUN_ID_PREFIX
 from samo.train.rank_group import rank_name
-from samo.train.resolve import check_ranges
+from samo.train.resolve import check_ranges, resolve
 
 __all__ = []
 
@@ -87,7 +86,7 @@ def _launch(command: Launch, train: Train | Finetune, logs: str) -> int:
         if code == 2 or code > 128:  # wrong usage, or a signal to a rank: rank 0 has reported it
             return code
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        name = rank_name(train.mesh, command.num_ranks, rank)
+        name = rank_name(train.mesh.num_stages, command.num_ranks, rank)
         sys.stderr.write(f"samo: {name} {how}, the first rank to exit\n")
         if attempt < command.max_restarts:
             which = f"restart {attempt + 1} of {command.max_restarts}"

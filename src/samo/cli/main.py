@@ -209,7 +209,7 @@ def _run_defaults(kind: type[Train] | type[Finetune], arguments: Sequence[str]) 
         for name in ("config", "out"):
             if getattr(given, name) is not None:
                 raise ConfigError(f"leave out --{name}: --resume uses the settings of the run")
-        from samo.train.kinds import again
+        from samo.train.resolve import again
         from samo.train.run_dir import RunDir
 
         recorded = RunDir.find(Path(given.resume)).config()

@@ -13,10 +13,9 @@ from samo.report.findings import held, ranks as mesh_of, warnings
 from samo.report.runs import read_run
 from samo.train import launch_env
 from samo.train.events import Listener
-from samo.train.kinds import again, resolve, resolve_resumed
 from samo.train.launch_env import is_first_rank, is_restarted
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import doubts
+from samo.train.resolve import again, doubts, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, free_dir
 from samo.train.trainer import Result, resume, train
 from samo.utils.formatting import loss

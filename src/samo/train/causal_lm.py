@@ -36,11 +36,10 @@ from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
 from samo.train.finetune_config import ResolvedFinetune
-from samo.train.finetune_resolve import with_steps
 from samo.train.learner import Learner, compression
 from samo.train.planning import choose_layout
 from samo.train.rank_group import RankGroup
-from samo.train.resolve import in_flags
+from samo.train.resolve import in_flags, with_steps
 from samo.train.run_dir import RunDir
 from samo.train.subject import Subject, Text
 from samo.utils.formatting import percent

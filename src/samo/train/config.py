@@ -52,6 +52,7 @@ Steps = Annotated[int, Range(0, 2**31)]
 Amount = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Share = Annotated[float, Range(1e-9, 1)]
+Power = Annotated[float, Range(-3, 3)]
 Sparsity = Annotated[float, Range(0, 1, "0.9 prunes 90 %")]
 Seed = Annotated[int, Range(0, 2**63)]
 Auto = Literal["auto"]
@@ -163,7 +164,7 @@ class OptimConfig:
     """Linear warmup. auto: a twentieth of all steps, at most 1,000."""
     final_lr: Amount = 0.1
     """Final learning rate, as a fraction of the peak."""
-    density_power: Annotated[float, Range(-3, 3)] | Auto = "auto"
+    density_power: Power | Auto = "auto"
     """Scale the learning rate of a pruned tensor by density to this power: -1 trains it 10 times as
     fast at 90 % sparsity. auto: -1, or 0 with --init."""
     weight_decay: Amount = 0.1
@@ -179,11 +180,9 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """The run itself."""
+class CommonRun:
+    """The run itself: what ``samo train`` and ``samo finetune`` have in common."""
 
-    mode: Mode = "samo"
-    """samo: prune, and train with compressed state. dense: do not prune, for comparison."""
     steps: Count = 1000
     """Optimizer steps."""
     batch_size: Count = 16
@@ -202,9 +201,6 @@ class RunConfig:
     """Keep the dense weights of a pruned model in memory, or expand each one when it is used; an
     amount such as 4GB keeps that much on each rank. Streaming takes less memory and more time.
     auto: resident."""
-    compile: Annotated[DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")] = None
-    """Compile the model's blocks with torch.compile: the first steps take longer, and results round
-    differently."""
     eval_every: Count = 100
     """Steps between validations."""
     eval_batches: Count = 20
@@ -222,6 +218,17 @@ class RunConfig:
     """Length of the sample that the model generates at the end. 0: no sample."""
     wandb: Annotated[DisallowNone[str | None], arg(metavar="PROJECT", help_behavior_hint="")] = None
     """Send metrics to this project of Weights & Biases too, with its package wandb."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(CommonRun):
+    """The run itself."""
+
+    mode: Mode = "samo"
+    """samo: prune, and train with compressed state. dense: do not prune, for comparison."""
+    compile: Annotated[DisallowNone[bool | None], arg(help_behavior_hint="(default: False)")] = None
+    """Compile the model's blocks with torch.compile: the first steps take longer, and results round
+    differently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

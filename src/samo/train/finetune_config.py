@@ -1,36 +1,35 @@
 """The settings of ``samo finetune``: those of ``samo train`` where they mean the same.
 
-Imports no torch. `samo.train.finetune_resolve` makes a `ResolvedFinetune` of a `FinetuneConfig`.
+Imports no torch.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from tyro.conf import DisallowNone, Fixed, Positional, arg
+from tyro.conf import DisallowNone, Positional, arg
 
 from samo.train.config import (
     Amount,
     Auto,
+    CommonRun,
     Count,
-    DType,
     Files,
+    Fraction,
     MaskConfig,
-    MeshConfig,
-    Mode,
     OptimConfig,
     OptionalPath,
+    Power,
     Range,
     ResolvedConfig,
     ResolvedMesh,
-    RunConfig,
+    ResolvedOptim,
+    ResolvedRun,
+    Seed,
     Share,
-    Weights,
+    Steps,
 )
 
 __all__ = ["FinetuneConfig", "ResolvedFinetune"]
-
-MethodName = Literal["magnitude", "random", "wanda", "sparsegpt"]
-StateName = Literal["exact", "lean"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,7 @@ class FinetunePrune(MaskConfig):
 
     sparsity: Annotated[float, Range(0, 1, "0.7 prunes 70 %")] | Auto = "auto"
     """Prune the model first, to this sparsity. auto: it is pruned, or --pattern says how."""
-    method: MethodName = "magnitude"
+    method: Literal["magnitude", "random", "wanda", "sparsegpt"] = "magnitude"
     """How to prune. wanda and sparsegpt calibrate on some of the training data."""
     masks: OptionalPath = None
     """Take the masks from this file or checkpoint."""
@@ -88,55 +87,48 @@ class FinetuneOptim(OptimConfig):
     lr: Amount = 2e-5
     """Peak learning rate: usual for all weights of a pretrained model. Heavily pruned models, and
     small ones, recover faster with up to 10 times as much."""
-    warmup_steps: Annotated[int, Range(0, 2**31)] | Auto = "auto"
+    warmup_steps: Steps | Auto = "auto"
     """Linear warmup. auto: 3 % of all steps."""
     final_lr: Amount = 0.0
-    """Final learning rate, as a fraction of the peak."""
-    density_power: Annotated[float, Range(-3, 3)] = 0.0
+    density_power: Power = 0.0
     """Scale the learning rate of a pruned tensor by density to this power."""
     weight_decay: Amount = 0.01
-    """Decoupled weight decay of matrices and embeddings."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """Decay rates of the two moments."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     state: Literal["auto", "exact", "lean"] = "auto"
     """Optimizer state: fp32, or 8 bits. auto: exact, if it fits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneRun(RunConfig):
+class FinetuneRun(CommonRun):
     """The run itself."""
 
-    mode: Fixed[Mode] = "samo"
     steps: Count | Auto = "auto"  # type: ignore[assignment]
     """Optimizer steps. auto: what --epochs take."""
     epochs: Annotated[float, Range(1e-9)] = 1.0
     """Passes over the data, if --steps does not say."""
     batch_size: Count = 8
-    """Sequences per forward and backward pass."""
-    seed: Annotated[int, Range(0, 2**63)] = 0
+    seed: Seed = 0
     """Seed of the data order, and of ties between weights to prune."""
     weights: Annotated[str | int, arg(metavar="{auto,resident,streamed}|BYTES")] = "auto"
     """Keep the dense weights in memory, or expand each one when it is used; an amount such as 4GB
     keeps that much. auto: by what fits, and is fastest."""
-    compile: Fixed[bool | None] = None
     eval_every: Count = 50
     """Steps between validations. One precedes the first step."""
-    sample_tokens: Annotated[int, Range(0, 2**31)] = 100
-    """Length of the sample that the model generates at the end. 0: no sample."""
+    sample_tokens: Steps = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FinetuneMesh(MeshConfig):
+class FinetuneMesh:
     """Replicas, for runs under torchrun or samo launch."""
 
-    plan: Fixed[bool] = False
     data: Annotated[Count | Auto, arg(name="replicas")] = "auto"
     """Replicas, which share every batch. auto: one for each rank."""
-    micro_batches: Fixed[Count | Auto] = "auto"
-    stages_per_rank: Fixed[Count] = 1
     shard: Literal["auto", "none", "weights"] = "auto"
     """weights: shard the model and its state over the ranks with FSDP2, and stream the weights.
     auto: none."""
+    timeout_s: Annotated[float, Range(0.1)] = 600.0
+    """Seconds that a rank waits for another one before the run fails."""
+    num_stages: ClassVar[int] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,34 +170,33 @@ class ResolvedFinetuneModel(FinetuneModel):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedFinetuneOptim(FinetuneOptim):
-    """`FinetuneOptim`; until the model is in hand, ``state`` may be "auto"."""
+class ResolvedFinetuneRun(ResolvedRun):
+    """`FinetuneRun` without "auto"."""
 
-    lr: float
-    warmup_steps: int
-    density_power: float
-    state: StateName
+    epochs: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedFinetuneRun(FinetuneRun):
-    """`FinetuneRun`; until data and model are in hand, ``steps`` and ``weights`` may be "auto"."""
+class ResolvedFinetune:
+    """The settings as a run uses and records them.
 
-    device: Literal["cpu", "cuda"]
-    dtype: DType
-    steps: int
-    weights: Weights
-    compile: bool
+    Until data and model are in hand, steps, warmup, weights and state may be "auto".
+    """
 
+    kind = FinetuneConfig.kind
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedFinetune(FinetuneConfig):
-    """The settings as a run uses and records them."""
+    @property
+    def name(self) -> str:
+        """What a run is called by default."""
+        assert self.model.model is not None
+        return self.model.model.name
 
     model: ResolvedFinetuneModel
-    optim: ResolvedFinetuneOptim
+    data: FinetuneData
+    prune: FinetunePrune
+    optim: ResolvedOptim
     run: ResolvedFinetuneRun
-    mesh: ResolvedMesh  # type: ignore[assignment]
+    mesh: ResolvedMesh
 
 
 Resolved = ResolvedConfig | ResolvedFinetune

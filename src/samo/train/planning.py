@@ -78,7 +78,7 @@ def check_memory(config: ResolvedConfig, num_replicas: int) -> None:
     when, needed = "at the start", 4.0 * job.network.num_params / pipe  # fp32, until compressed
     if run.mode == "dense" or _has_dense_phase(config):
         dense = replace(layout, scheme="autocast", weights="resident", state="exact", shard=False)
-        when, needed = "for dense steps", peak(job, dense).peak_bytes
+        when, needed = "for its dense phase", peak(job, dense).peak_bytes
     elif config.prune.masks is None:  # or the sparsity is not known
         needed = max(needed, peak(job, layout).peak_bytes)
     available = this_cluster(run.device, pipe * num_replicas).hardware.memory_bytes

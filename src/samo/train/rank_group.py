@@ -115,7 +115,7 @@ class RankGroup:
                 watchdog.close()
             if isinstance(error, SamoError):
                 raise
-            names = ", ".join(rank_name(settings, size, rank) for rank in missing)
+            names = ", ".join(rank_name(settings.num_stages, size, rank) for rank in missing)
             who = f"{names} did not join; see its log" if missing else "start them all"
             raise PeerError(
                 f"the {size} ranks did not meet within {timeout_s:g} s: {who}. The backend said: "
@@ -300,11 +300,10 @@ class Interrupt:
             signal.raise_signal(number)
 
 
-def rank_name(mesh: MeshConfig, size: int, rank: int) -> str:
+def rank_name(num_stages: int, size: int, rank: int) -> str:
     """Return a rank with its stage, as "rank 3 (stage 1 of 2)", if there are several."""
-    count = mesh.num_stages
-    stage = rank // max(size // count, 1)
-    return f"rank {rank}" + (f" (stage {stage} of {count})" if count > 1 else "")
+    stage = rank // max(size // num_stages, 1)
+    return f"rank {rank}" + (f" (stage {stage} of {num_stages})" if num_stages > 1 else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -315,7 +314,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _end_process(settings: MeshConfig, size: int, lost: tuple[int, ...], silent_s: float) -> None:
-    names = ", ".join(rank_name(settings, size, rank) for rank in lost)
+    names = ", ".join(rank_name(settings.num_stages, size, rank) for rank in lost)
     sys.stderr.write(
         f"samo: rank {os.environ['RANK']}: no heartbeat from {names or 'the launcher'} for "
         f"{silent_s:.1f} s (--timeout-s {settings.timeout_s:g}); this rank exits. Resume with "

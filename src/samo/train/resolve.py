@@ -1,4 +1,4 @@
-"""From `TrainConfig` to `ResolvedConfig`: fill in "auto", and refuse what cannot work.
+"""From settings to resolved ones: fill in "auto", and refuse what cannot work.
 
 magnitude, random   masks are drawn once, after the dense phase
 early-bird          the same, as soon as the masks are stable; the dense phase is the limit
@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
 
@@ -32,10 +32,21 @@ from samo.train.config import (
     TrainConfig,
     Weights,
 )
-from samo.train.finetune_config import Resolved, ResolvedFinetuneOptim
+from samo.train.finetune_config import (
+    FinetuneConfig,
+    FinetuneData,
+    FinetuneModel,
+    FinetunePrune,
+    Resolved,
+    ResolvedFinetune,
+    ResolvedFinetuneModel,
+    ResolvedFinetuneRun,
+)
+from samo.train.metrics import WandB
 
 __all__ = ["learning_rate", "resolve"]
 
+_KINDS: Final[dict[str, Any]] = {each.kind: each for each in (TrainConfig, FinetuneConfig)}
 DEFAULT_SPARSITY: Final = 0.9
 
 MOVING: Final = ("set", "rigl")
@@ -65,8 +76,10 @@ CHANGEABLE: Final = frozenset(
 """Settings that a resumed run may change. ``train`` and ``valid`` are where the text is."""
 
 
-def resolve(config: TrainConfig) -> ResolvedConfig:
+def resolve(config: TrainConfig | FinetuneConfig) -> Resolved:
     """Return the settings with every "auto" replaced, and with absolute paths.
+
+    What the data, a model of Hugging Face, or the number of ranks decides stays "auto".
 
     Example:
         >>> from pathlib import Path
@@ -78,10 +91,18 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     Raises:
         ConfigError: A setting is out of range, conflicts with another, or needs a GPU.
     """
+    if config.run.wandb is not None and not WandB.is_installed():
+        raise ConfigError("--wandb needs a package that is missing: pip install wandb")
+    for section in fields(_KINDS[config.kind]):
+        check_ranges(getattr(config, section.name))
+    if isinstance(config, FinetuneConfig):
+        return _resolve_finetune(config)
+    return _resolve_train(config)
+
+
+def _resolve_train(config: TrainConfig) -> ResolvedConfig:
     if not config.data.train:
         raise ConfigError("no text to train on; name a file: samo train notes.txt")
-    for section in fields(TrainConfig):
-        check_ranges(getattr(config, section.name))
     prune, steps = config.prune, config.run.steps
     shape, is_dense = SHAPES[config.model.shape], config.run.mode == "dense"
     is_trained = config.model.init is not None
@@ -121,7 +142,7 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
         ),
         mesh=ResolvedMesh(**filled(config.mesh, pipe=1, shard="none")),
     )
-    _check(resolved)
+    _check(_problems(resolved))
     if config.mesh.plan and not isinstance(config.mesh, ResolvedMesh):
         from samo.train.planning import planned  # loads torch
 
@@ -129,15 +150,75 @@ def resolve(config: TrainConfig) -> ResolvedConfig:
     return resolved
 
 
-def resumed(recorded: Resolved, wanted: Any) -> dict[str, Any]:
-    """Return the sections of a resumed run: "auto" means as recorded, but for the mesh."""
+def _resolve_finetune(config: FinetuneConfig) -> ResolvedFinetune:
+    example = "samo finetune my-llama --data notes.jsonl"
+    if config.model.model is None:
+        raise ConfigError(f"no model to fine-tune; name its folder: {example}")
+    if not config.data.data:
+        raise ConfigError(f"no data to train on; name a file: {example}")
+    machine = device_and_dtype(config.run.device)
+    run, optim = filled(config.run, **machine), filled(config.optim)
+    is_sharded = config.mesh.shard == "weights"
+    if is_sharded or run["weights"] != "auto":
+        run["weights"] = weights_of(run["weights"], is_sharded)
+    if is_sharded and optim["state"] == "auto":
+        optim["state"] = "exact"  # shards may split values at any place
+    resolved = ResolvedFinetune(
+        data=FinetuneData(**filled(config.data)),
+        model=ResolvedFinetuneModel(**filled(config.model, checkpointing=run["device"] == "cuda")),
+        prune=FinetunePrune(**filled(config.prune)),
+        optim=ResolvedOptim(**optim),
+        run=ResolvedFinetuneRun(**run | {"mode": "samo", "compile": False}),
+        mesh=ResolvedMesh(**filled(config.mesh, shard="none") | {"pipe": 1}),
+    )
+    _check(_finetune_problems(resolved))
+    return resolved
+
+
+def with_steps(config: ResolvedFinetune, sequences: int) -> ResolvedFinetune:
+    """Return settings whose steps and warmup follow from the sequences of an epoch."""
+    run, optim, steps = config.run, config.optim, config.run.steps
+    if isinstance(steps, str):
+        taken = run.batch_size * run.accumulate
+        steps = max(1, math.ceil(run.epochs * sequences / taken))
+    warmup = optim.warmup_steps
+    if isinstance(warmup, str):
+        warmup = math.ceil(0.03 * steps)
+    return replace(config, run=replace(run, steps=steps), optim=replace(optim, warmup_steps=warmup))
+
+
+# Runs that resume
+
+
+def again(recorded: Resolved, mesh: Any = None) -> TrainConfig | FinetuneConfig:
+    """Return the settings that a resume begins with: as recorded, on any number of ranks.
+
+    What was planned for the ranks is "auto" again; optimizer state and checkpointing stay.
+    """
+    kind = _KINDS[recorded.kind]
+    free = {"data", *recorded.mesh.planned} - {"state", "checkpointing"}
+    sections = {}
+    for name, section in get_type_hints(kind).items():
+        before = getattr(recorded, name)
+        values = {entry.name: getattr(before, entry.name) for entry in fields(section)}
+        if name in ("run", "mesh"):
+            values |= dict.fromkeys(free & values.keys(), "auto")
+        sections[name] = section(**values)
+    return kind(**sections | ({} if mesh is None else {"mesh": mesh}))
+
+
+def resolve_resumed(
+    recorded: Resolved, wanted: TrainConfig | FinetuneConfig | Resolved
+) -> Resolved:
+    """Return the settings of a resumed run: "auto" means as recorded, but for the mesh."""
+    is_planned = isinstance(wanted, TrainConfig) and wanted.mesh.plan
     sections = {}
     for section in fields(recorded):
         before, after = getattr(recorded, section.name), getattr(wanted, section.name)
         known = {} if section.name == "mesh" else filled(before)
-        if wanted.mesh.plan:
+        if is_planned:
             known.pop("weights", None)  # may differ on other ranks
-        values = filled(after, **known)
+        values = filled(after, **{name: known[name] for name in known if hasattr(after, name)})
         for name, value in values.items():
             if value != getattr(before, name) and name not in CHANGEABLE:
                 flags = ", ".join(map(flag, sorted(CHANGEABLE - {"train"})))
@@ -147,7 +228,10 @@ def resumed(recorded: Resolved, wanted: Any) -> dict[str, Any]:
                     f"These may change: {flags}, and the path of the text"
                 )
         sections[section.name] = type(after)(**values)
-    return sections
+    return resolve(_KINDS[recorded.kind](**sections))
+
+
+# Single settings
 
 
 def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
@@ -163,23 +247,13 @@ def resolve_sparsity(sparsity: float | Auto, pattern: str | None) -> float:
 
 def doubts(config: Resolved) -> Iterator[str]:
     """Yield a line for each setting that works but can hardly be meant."""
-    optim, run = config.optim, config.run
-    if optim.lr == 0:
-        yield "--lr 0 trains nothing"
-    if not isinstance(optim.warmup_steps, int) or not isinstance(run.steps, int):
-        return  # what follows depends on the data
-    if optim.warmup_steps >= run.steps:
-        peak = learning_rate(run.steps, run.steps, optim)
+    warmup, steps = config.optim.warmup_steps, config.run.steps
+    if isinstance(warmup, int) and isinstance(steps, int) and warmup >= steps:  # or "auto" yet
+        peak = learning_rate(steps, steps, config.optim)
         yield (
-            f"--warmup-steps {optim.warmup_steps:,} takes all of the {run.steps:,} steps, so the "
-            f"learning rate only rises, to {peak:.3g}"
+            f"--warmup-steps {warmup:,} takes all of the {steps:,} steps, so the learning rate "
+            f"only rises, to {peak:.3g}"
         )
-    if optim.final_lr > 1:
-        yield f"--final-lr {optim.final_lr:g} raises the rate; it is a fraction of --lr"
-    if not config.data.valid and config.data.valid_fraction > 0.5:
-        yield f"--valid-fraction {config.data.valid_fraction:g} leaves less text to train on"
-    if run.log_every > run.steps:
-        yield f"--log-every {run.log_every:,} logs the last of the {run.steps:,} steps only"
 
 
 def gpt_config(model: ResolvedModel, vocab_size: int) -> GPTConfig:
@@ -271,57 +345,125 @@ def _ranges(hint: Any) -> Iterator[Range]:
         yield from _ranges(inner)
 
 
-def _check(config: ResolvedConfig) -> None:
-    """Refuse settings that do not work together, whatever the number of ranks."""
-    for message in _problems(config):
+def _check(problems: Iterable[str]) -> None:
+    for message in problems:
         raise ConfigError(message)
 
 
 def _problems(config: ResolvedConfig) -> Iterator[str]:
-    """Yield why settings do not work together."""
-    for one, other, why in _conflicts(config):
-        if one:
-            how = f"does not work with {other}: {why}" if why else f"has no effect with {other}"
-            yield f"{one} {how}; leave one of them out"
-    for is_wrong, message in _other_rules(config):
-        if is_wrong:
-            yield message
+    """Yield why settings of samo train do not work together, whatever the number of ranks."""
+    for conflict in (*_common_conflicts(config), *_conflicts(config)):
+        yield from _message(*conflict)
+    model, mesh, prune = config.model, config.mesh, config.prune
+    if model.width % model.num_heads:
+        heads = f"{model.num_heads} heads and width {model.width}"
+        yield f"--num-heads must divide --width, got {heads}"
+    if model.init is not None and (model.init / "config.json").is_file():
+        yield (
+            f"--init takes a checkpoint of samo train, and '{model.init}' is a Hugging Face model; "
+            "train that with samo finetune"
+        )
+    num_layers, num_stages = model.num_layers + 2, mesh.pipe * mesh.stages_per_rank
+    if num_stages > num_layers:
+        yield (
+            f"a model of {model.num_layers} blocks has {num_layers} layers with embeddings and "
+            f"head, too few for {num_stages} stages; lower --pipe"
+        )
+    if config.run.mode == "dense":
+        return
+    if prune.sparsity == 0 and not prune.rules and prune.masks is None:
+        yield "--sparsity 0 prunes nothing; use one such as 0.9, or train with --mode dense"
+    warmup, steps = config.optim.warmup_steps, config.run.steps
+    method, every, dense, stop = prune.method, prune.mask_every, prune.dense_steps, prune.mask_stop
+    if dense >= steps:
+        yield (
+            f"--dense-steps {dense:,} leaves none of the {steps:,} steps to train pruned; lower "
+            "it, or use --mode dense"
+        )
+    full = first_observation(every, warmup) + (prune.queue - 1) * every
+    if method == "early-bird" and full > dense:
+        yield (
+            f"{prune.queue} masks {every:,} steps apart, after a warmup of {warmup:,}, cannot be "
+            f"stable before step {full:,}, and the dense phase ends at step {dense:,}; raise "
+            "--dense-steps or --steps, or lower --mask-every, --queue or --warmup-steps"
+        )
+    first = dense + (every if method in MOVING else 0)
+    if method in CHANGING and stop <= first:
+        yield (
+            f"--mask-stop {stop:,} leaves --method {method} no step to change masks at, which "
+            f"begins after step {first:,}; lower --mask-every, or train for more steps"
+        )
+    if method == "gradual" and stop > steps:
+        yield (
+            f"--method gradual reaches its sparsity at --mask-stop {stop:,}, and the run ends at "
+            f"step {steps:,}; lower it, or train for more steps"
+        )
+
+
+def _finetune_problems(config: ResolvedFinetune) -> Iterator[str]:
+    """Yield why settings of samo finetune do not work together."""
+    model, prune = config.model, config.prune
+    for conflict in _common_conflicts(config):
+        yield from _message(*conflict)
+    how = _changed(prune, FinetunePrune(), ["method", "scope", "skip", "rules"])
+    what = _changed(prune, FinetunePrune(), ["sparsity", "pattern"])
+    if what and prune.masks is not None:
+        yield from _message(what, f"--masks {prune.masks}", "")
+    if how and not what:
+        yield f"{how} has no effect without --sparsity; add one, such as --sparsity 0.5"
+    if prune.sparsity == 0 and not prune.rules:
+        yield "--sparsity 0 prunes nothing; use one such as 0.5, or leave it out for a pruned model"
+    given = _changed(model, FinetuneModel(), ["distill", "temperature"])
+    if given and model.teacher is None:
+        yield f"{given} has no effect without --teacher; name the folder of the dense model"
+
+
+def _message(one: str, other: str, why: str) -> Iterator[str]:
+    """Yield a line about a setting that is given and another one; without a why: no effect."""
+    if one:
+        how = f"does not work with {other}: {why}" if why else f"has no effect with {other}"
+        yield f"{one} {how}; leave one of them out"
+
+
+def _common_conflicts(config: Resolved) -> Iterator[tuple[str, str, str]]:
+    """Yield a setting ("" if it is not given), what it conflicts with, why ("": no effect)."""
+    run, lean = config.run, "--state lean" if config.optim.state == "lean" else ""
+    wide = "--fp32-gradients" if run.fp32_gradients else ""
+    yield wide if run.dtype != "bfloat16" else "", f"--dtype {run.dtype}", ""
+    yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
+    if config.mesh.shard == "weights" and run.mode != "dense":
+        yield lean, "--shard weights", "shards may split values at any place"
+        held = "" if run.weights == "streamed" else f"--weights {run.weights}"
+        yield held, "--shard weights", ""
 
 
 def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield a setting ("" if it is not given), what it conflicts with, why ("": no effect)."""
+    """Yield the same of samo train alone."""
     prune, optim, run, mesh = config.prune, config.optim, config.run, config.mesh
     method = f"--method {prune.method}"
     shard = "--shard weights" if mesh.shard == "weights" else ""
     lean = "--state lean" if optim.state == "lean" else ""
-    weights = "" if run.weights == "resident" else f"--weights {run.weights}"
-    wide = "--fp32-gradients" if run.fp32_gradients else ""
-    yield wide if run.dtype != "bfloat16" else "", f"--dtype {run.dtype}", ""
-    yield wide and lean, "--fp32-gradients", "its gradients have 16 bits"
     if run.mode == "dense":
         power = f"--density-power {optim.density_power}" if optim.density_power else ""
-        ignored = _changed(
-            prune, [entry.name for entry in fields(PruneConfig) if entry.name != "sparsity"]
-        )
+        weights = "" if run.weights == "resident" else f"--weights {run.weights}"
+        names = [entry.name for entry in fields(PruneConfig) if entry.name != "sparsity"]
+        ignored = _changed(prune, _UNUSED, names)
         yield ignored or power or shard or weights or lean, "--mode dense", ""
         return
     if prune.masks is not None:
         names = ["sparsity", "scope", "pattern", "skip", "rules"]
         names += [] if prune.method in MOVING else ["method"]  # those start from given masks
-        yield _changed(prune, names), f"--masks {prune.masks}", ""
+        yield _changed(prune, _UNUSED, names), f"--masks {prune.masks}", ""
     others = [name for name, methods in _METHODS.items() if prune.method not in methods]
-    yield _changed(prune, others), method, ""
+    yield _changed(prune, _UNUSED, others), method, ""
     if prune.method in CHANGING:
         pattern = f"--pattern {prune.pattern}" if prune.pattern else ""
         yield pattern, method, "it moves masks away from the pattern"
         yield shard, method, "it changes masks; use magnitude, random or early-bird"
     if prune.method == "gradual":
-        yield _changed(prune, ["scope", "rules"]), method, ""
+        yield _changed(prune, _UNUSED, ["scope", "rules"]), method, ""
     if prune.method in MOVING:
         yield lean, method, "it counts the updates of each weight"
-    if shard:
-        yield lean, shard, "shards may split values at any place"
-        yield weights if run.weights != "streamed" else "", shard, ""
     if mesh.pipe > 1:
         pipe = f"--pipe {mesh.pipe}"
         yield shard, pipe, "each stage holds a part of the model already"
@@ -331,59 +473,10 @@ def _conflicts(config: ResolvedConfig) -> Iterator[tuple[str, str, str]]:
             yield f"--scope {prune.scope}", pipe, "it compares the weights of all stages"
 
 
-def _changed(prune: PruneConfig, names: Iterable[str]) -> str:
+def _changed(section: Any, unused: Any, names: Iterable[str]) -> str:
     """Return the flags of settings that the user has given."""
-    return ", ".join(flag(n) for n in names if getattr(prune, n) != getattr(_UNUSED, n))
-
-
-def _other_rules(config: ResolvedConfig) -> Iterator[tuple[bool, str]]:
-    """Yield whether something is wrong, and the message."""
-    model, mesh, prune = config.model, config.mesh, config.prune
-    yield (
-        model.width % model.num_heads != 0,
-        f"--num-heads must divide --width, got {model.num_heads} heads and width {model.width}",
-    )
-    yield (
-        model.init is not None and (model.init / "config.json").is_file(),
-        f"--init takes a checkpoint of samo train, and '{model.init}' is a Hugging Face model; "
-        "train that with samo finetune",
-    )
-    num_layers, num_stages = model.num_layers + 2, mesh.pipe * mesh.stages_per_rank
-    yield (
-        num_stages > num_layers,
-        f"a model of {model.num_layers} blocks has {num_layers} layers with embeddings and head, "
-        f"too few for {num_stages} stages; lower --pipe",
-    )
-    if config.run.mode == "dense":
-        return
-    warmup, steps = config.optim.warmup_steps, config.run.steps
-    method, every, dense, stop = prune.method, prune.mask_every, prune.dense_steps, prune.mask_stop
-    is_nothing = prune.sparsity == 0 and not prune.rules and prune.masks is None
-    yield is_nothing, "--sparsity 0 prunes nothing; use one such as 0.9, or train with --mode dense"
-    yield (
-        dense >= steps,
-        f"--dense-steps {dense:,} leaves none of the {steps:,} steps to train pruned; lower it, or "
-        "use --mode dense",
-    )
-    if method == "early-bird":
-        full = first_observation(every, warmup) + (prune.queue - 1) * every
-        yield (
-            full > dense,
-            f"{prune.queue} masks {every:,} steps apart, after a warmup of {warmup:,}, cannot be "
-            f"stable before step {full:,}, and the dense phase ends at step {dense:,}; raise "
-            "--dense-steps or --steps, or lower --mask-every, --queue or --warmup-steps",
-        )
-    if method in CHANGING:
-        first = dense + (every if method in MOVING else 0)
-        yield (
-            stop <= first,
-            f"--mask-stop {stop:,} leaves --method {method} no step to change masks at, which "
-            f"begins after step {first:,}; lower --mask-every, or train for more steps",
-        )
-    yield (
-        method == "gradual" and stop > steps,
-        f"--method gradual reaches its sparsity at --mask-stop {stop:,}, and the run ends at step "
-        f"{steps:,}; lower it, or train for more steps",
+    return ", ".join(
+        flag(name) for name in names if getattr(section, name) != getattr(unused, name)
     )
 
 
@@ -419,7 +512,7 @@ def first_observation(every: int, warmup_steps: int) -> int:
     return max(1, -(-warmup_steps // every)) * every
 
 
-def learning_rate(step: int, steps: int, optim: ResolvedOptim | ResolvedFinetuneOptim) -> float:
+def learning_rate(step: int, steps: int, optim: ResolvedOptim) -> float:
     """Return the learning rate of a step, counted from 1 to ``steps``."""
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps

@@ -34,13 +34,13 @@ from samo.train.checkpointing import Progress, Saver, load_run, read_progress
 from samo.train.config import TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
-from samo.train.finetune_config import FinetuneConfig, Resolved
-from samo.train.kinds import again, resolve, resolve_resumed, subject_of
+from samo.train.finetune_config import FinetuneConfig, Resolved, ResolvedFinetune
+from samo.train.gpt_subject import GPTSubject
 from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard, WandB
 from samo.train.rank_group import Interrupt, RankGroup
-from samo.train.resolve import check_batch, learning_rate
+from samo.train.resolve import again, check_batch, learning_rate, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, check_free
 from samo.train.subject import Subject, Text
 from samo.utils.environment import memory_in_use
@@ -65,7 +65,7 @@ class Result(NamedTuple):
 
 
 def train(
-    config: TrainConfig | FinetuneConfig,
+    config: TrainConfig | FinetuneConfig | Resolved,
     out: Path,
     *,
     listeners: Iterable[Listener] = (),
@@ -107,7 +107,7 @@ def train(
 def resume(
     path: Path,
     *,
-    config: TrainConfig | FinetuneConfig | None = None,
+    config: TrainConfig | FinetuneConfig | Resolved | None = None,
     listeners: Iterable[Listener] = (),
     ranks: RankGroup | None = None,
 ) -> Result:
@@ -163,6 +163,15 @@ def resume(
         ranks.run_on_rank0("the run folder", write_changes)
         parts = (subject, folder, text, learner, masking, batches, progress)
         return Trainer(*parts, list(listeners)).run()
+
+
+def subject_of(config: Resolved, run: RunDir | None = None) -> Subject:
+    """Return the model and data of a run; ``run`` is its folder if it resumes."""
+    if isinstance(config, ResolvedFinetune):
+        from samo.train.causal_lm import CausalLMSubject  # what samo train does not need
+
+        return CausalLMSubject(config, run)
+    return GPTSubject(config)
 
 
 def _remove_draft(out: Path) -> None:
