@@ -35,7 +35,7 @@ def pruned_bytes(path: Path) -> tuple[int, int]:
     masks, manifest = samo.load_masks(path), read_manifest(path)
     found = sum(mask.words.nbytes for mask in masks.values())
     for kind in ("weights", "optimizer"):
-        for name, spec in SavedTensors(path, manifest, kind).specs.items():
+        for name, spec in SavedTensors(manifest, kind).specs.items():
             if name.split("/")[0] in masks:
                 found += torch.Size(spec.shape).numel() * spec.dtype.itemsize
     return found, DENSE_BYTES * sum(mask.numel for mask in masks.values())

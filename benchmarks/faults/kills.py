@@ -221,7 +221,7 @@ def leftovers(run: Path) -> set[str]:
     for folder in run.glob("checkpoints/*/"):
         data = None
         with suppress(CheckpointError):
-            data = read_manifest(folder).data
+            data = read_manifest(folder).data.name
         found |= {path for path in folder.glob("data-*") if path.name != data}
     return {str(path.relative_to(run)) for path in found}
 

@@ -60,41 +60,29 @@ if TYPE_CHECKING:
 
 __version__: Final = "0.2.0"
 
-_MODULES: Final = {
-    "PeerError": "samo.errors",
-    "Pipeline": "samo.pipeline.pipeline",
-    "mesh": "samo.distributed.mesh",
-    "RunError": "samo.errors",
-    "DataError": "samo.errors",
-    "ConfigError": "samo.errors",
-    "CheckpointError": "samo.errors",
-    "AdamW": "samo.core.adamw",
-    "CompressionError": "samo.errors",
-    "EarlyBird": "samo.pruning.early_bird",
-    "DynamicSparse": "samo.pruning.schedules",
-    "GradualPruning": "samo.pruning.schedules",
-    "Ledger": "samo.memory.ledger",
-    "Mask": "samo.mask.mask",
-    "MaskError": "samo.errors",
-    "Masks": "samo.mask.masks",
-    "SamoError": "samo.errors",
-    "async_save": "samo.checkpoint.save",
-    "chunk_loss_": "samo.integrations.chunk_loss",
-    "compress_": "samo.core.compress",
-    "decompress_": "samo.core.compress",
-    "dense_state_dict": "samo.core.compress",
-    "masks": "samo.core.compress",
-    "export": "samo.integrations.export",
-    "ledger": "samo.memory.ledger",
-    "load": "samo.checkpoint.load",
-    "load_masks": "samo.checkpoint.load",
-    "param_groups": "samo.core.param_groups",
-    "plan": "samo.planner.answer",
-    "prunable": "samo.mask.prunable",
-    "prune": "samo.pruning.prune",
-    "remap_": "samo.core.remap",
-    "save": "samo.checkpoint.save",
+_NAMES: Final = {
+    "samo.checkpoint.load": "load load_masks",
+    "samo.checkpoint.save": "async_save save",
+    "samo.core.adamw": "AdamW",
+    "samo.core.compress": "compress_ decompress_ dense_state_dict masks",
+    "samo.core.param_groups": "param_groups",
+    "samo.core.remap": "remap_",
+    "samo.distributed.mesh": "mesh",
+    "samo.integrations.chunk_loss": "chunk_loss_",
+    "samo.integrations.export": "export",
+    "samo.mask.mask": "Mask",
+    "samo.mask.masks": "Masks",
+    "samo.mask.prunable": "prunable",
+    "samo.memory.ledger": "Ledger ledger",
+    "samo.pipeline.pipeline": "Pipeline",
+    "samo.planner.answer": "plan",
+    "samo.pruning.early_bird": "EarlyBird",
+    "samo.pruning.prune": "prune",
+    "samo.pruning.schedules": "DynamicSparse GradualPruning",
+    "samo.errors": "CheckpointError CompressionError ConfigError DataError MaskError "
+    "PeerError RunError SamoError",
 }
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_MODULES)
 

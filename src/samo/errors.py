@@ -1,14 +1,5 @@
 """The exceptions of samo.
 
-    SamoError
-     +- MaskError (ValueError)            masks that do not fit the model, or a damaged mask file
-     +- CompressionError (RuntimeError)   a use of a compressed model that would corrupt it
-     +- ConfigError (ValueError)          a setting, a flag or a config file
-     +- DataError (ValueError)            a data file or a tokenizer
-     +- CheckpointError (RuntimeError)    a checkpoint that is damaged or does not fit
-     +- RunError (RuntimeError)           a run folder that cannot be used
-     +- PeerError (RuntimeError)          another rank died, hung or sent nonsense
-
 Arguments out of range raise plain ``ValueError`` or ``TypeError``. A message says what is wrong,
 the value, the rule and the next step.
 """

@@ -127,7 +127,7 @@ def contents(path: Path) -> dict[str, Any]:
         settings = {name: group["settings"] for group in entry["groups"] for name in group["names"]}
         found["optimizer"] = (entry["class"], settings, entry["state"], entry["more"])
     for kind in ("weights", "optimizer", "extra"):
-        saved = SavedTensors(path, manifest, kind)
+        saved = SavedTensors(manifest, kind)
         for name, spec in saved.specs.items():
             found[f"{kind} {name}"] = (spec[:2], saved.read(name).flatten().tolist())
     found["masks"] = samo.load_masks(path).fingerprint() if manifest.is_compressed else None

@@ -343,14 +343,14 @@ def forge(path: Path, *keys: str | int, value: Any) -> None:
 
 def forge_file(path: Path, name: str, data: bytes) -> None:
     found = checkpoint.read_manifest(path)
-    (path / found.data / name).write_bytes(data)
+    (found.data / name).write_bytes(data)
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     forge(path, "files", name, value=entry)
 
 
 def forge_tensors(path: Path, kind: str, change: dict[str, Tensor | None]) -> None:
     """Replace tensors of a checkpoint, add some, or remove those that are None."""
-    saved = SavedTensors(path, checkpoint.read_manifest(path), kind)
+    saved = SavedTensors(checkpoint.read_manifest(path), kind)
     changed = {name: saved.read(name).clone() for name in saved.specs} | change
     kept = {name: value for name, value in changed.items() if value is not None}
     forge_file(path, f"{kind}.safetensors", save_tensors(kept))
@@ -692,7 +692,7 @@ def test_what_is_not_a_file_is_neither_read_nor_written_through(kind: str, tmp_p
     path = tmp_path / "last"
     samo.save(path, samo.compress_(model := model_of(1.0), samo.prune(model, 0.5)))
     good = shutil.copytree(path, tmp_path / "good")
-    data = checkpoint.read_manifest(path).data
+    data = checkpoint.read_manifest(path).data.name
     for name in ("manifest.json", f"{data}/weights.safetensors", f"{data}/masks.safetensors"):
         (path / name).unlink()
         ODD_FILES[kind](path / name)

@@ -313,7 +313,7 @@ def test_rows_of_ranks_resume_what_one_process_began_and_the_other_way_round(
                 torch.testing.assert_close(other.state[b][key], value, rtol=0, atol=1e-12)
         del manifest.files["weights-rank00001.safetensors"]
         with pytest.raises(CheckpointError, match=r"rows of '.*' are missing, or there twice"):
-            tensors.SavedTensors(path, manifest, "weights")
+            tensors.SavedTensors(manifest, "weights")
 
 
 # A failure on one rank is raised on all

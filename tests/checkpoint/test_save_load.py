@@ -162,7 +162,7 @@ def test_training_resumes_bit_for_bit(
     if scaler is not None and again_scaler is not None:
         assert scaler.get_scale() == again_scaler.get_scale() != 64.0
     if types is LEAN and kind == "lean":  # or a lost correction would not be noticed
-        saved = SavedTensors(tmp_path / "a", checkpoint.read_manifest(tmp_path / "a"), "optimizer")
+        saved = SavedTensors(checkpoint.read_manifest(tmp_path / "a"), "optimizer")
         assert int(saved.read("body.weight/correction").count_nonzero()) > 0
 
 
@@ -273,7 +273,7 @@ def test_groups_are_matched_by_name_and_may_be_cut_otherwise(tmp_path: Path) -> 
 def test_a_checkpoint_holds_kept_values_and_each_tensor_once(tmp_path: Path) -> None:
     samo.save(tmp_path, compressed())
     found = checkpoint.read_manifest(tmp_path)
-    specs = {n: s.shape for n, s in SavedTensors(tmp_path, found, "weights").specs.items()}
+    specs = {n: s.shape for n, s in SavedTensors(found, "weights").specs.items()}
     expected = {name: tuple(value.shape) for name, value in net().state_dict().items()}
     del expected["head.weight"]
     assert specs == expected | {"body.weight": (36,), "still.weight": (72,)}
@@ -281,7 +281,7 @@ def test_a_checkpoint_holds_kept_values_and_each_tensor_once(tmp_path: Path) -> 
     rest = 84 + 12 + 24 + 1
     assert (found.num_params, found.kept) == (rest + 144 + 144, rest + 36 + 72)
     assert (found.is_compressed, found.dtype) == (True, "float32")
-    assert found.num_bytes == sum(f.stat().st_size for f in (tmp_path / found.data).iterdir())
+    assert found.num_bytes == sum(f.stat().st_size for f in found.data.iterdir())
 
 
 def test_weights_that_are_not_contiguous_come_back(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_masks_and_values_of_a_checkpoint_fit_each_other(tmp_path: Path) -> None
     samo.save(checkpoint, model)
     manifest = read_manifest(checkpoint)
     name = "weights.safetensors"
-    file = checkpoint / manifest.data / name
+    file = manifest.data / name
     state = load_file(file)
     state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(7)
     save_file(state, file)

@@ -144,7 +144,7 @@ def tensors(run: Path, checkpoint: str = "last") -> dict[str, torch.Tensor]:
     """Return every tensor of a checkpoint."""
     path, found = run / "checkpoints" / checkpoint, {}
     for kind in ("weights", "masks", "optimizer", "extra"):
-        saved = SavedTensors(path, read_manifest(path), kind)
+        saved = SavedTensors(read_manifest(path), kind)
         found.update({f"{kind}:{name}": saved.read(name).clone() for name in saved.specs})
     return found
 

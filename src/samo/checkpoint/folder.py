@@ -40,7 +40,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     """Compare every byte of a checkpoint with its checksums, and return its manifest."""
     manifest = read_manifest(path)
     for name, entry in manifest.files.items():
-        check_file(Path(path) / manifest.data / name, entry)
+        check_file(manifest.data / name, entry)
     return manifest
 
 
@@ -56,7 +56,7 @@ def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
     manifest = read_manifest(source)
     with draft(target) as data:
         for name, entry in manifest.files.items():
-            file = source / manifest.data / name
+            file = manifest.data / name
             check_file(file, entry, size_only=True)
             try:
                 os.link(file, data / name)
@@ -131,7 +131,7 @@ def save_errors(path: Path) -> Iterator[None]:
 def _current_data(path: Path) -> str | None:
     """Return the name of the current data folder; None if the manifest is missing or damaged."""
     try:
-        return read_manifest(path).data
+        return read_manifest(path).data.name
     except CheckpointError:
         try:
             found = untrusted.read_file(path / NAME, MAX_BYTES)

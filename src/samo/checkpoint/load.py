@@ -117,19 +117,18 @@ def load_masks(path: str | os.PathLike[str]) -> Masks:
             f"'{folder}' has no masks: it was saved from a dense model; load it with samo.load and "
             "prune it with samo.prune(model, sparsity)"
         )
-    for name in manifest.files_of("masks"):
-        check_file(folder / manifest.data / name, manifest.files[name])
-    return Masks(read_masks(folder, manifest))
+    for file in manifest.files_of("masks"):
+        check_file(file, manifest.files[file.name])
+    return Masks(read_masks(manifest))
 
 
 def check_shape(path: str | os.PathLike[str], config: GPTConfig) -> None:
     """Refuse a checkpoint of another GPT, by the headers of its files, before one takes memory."""
-    folder = Path(path)
-    manifest = read_manifest(folder)
+    manifest = read_manifest(path)
     for name, entry in manifest.files.items():
-        check_file(folder / manifest.data / name, entry, size_only=True)
-    specs = SavedTensors(folder, manifest, "weights").specs
-    masks = read_masks(folder, manifest)
+        check_file(manifest.data / name, entry, size_only=True)
+    specs = SavedTensors(manifest, "weights").specs
+    masks = read_masks(manifest)
     found = {name: masks[name].shape if name in masks else specs[name].shape for name in specs}
     own: dict[str, tuple[int, ...]] = {}
     with suppress(OverflowError, RuntimeError, TypeError), torch.device("meta"):  # sizes over 2**63
@@ -138,7 +137,7 @@ def check_shape(path: str | os.PathLike[str], config: GPTConfig) -> None:
     for name in sorted(found.keys() | own.keys() - manifest.tied.keys()):
         if found.get(name) != own.get(name):
             raise CheckpointError(
-                f"'{folder}' does not fit: '{name}' has shape {found.get(name)} in the checkpoint, "
+                f"'{path}' does not fit: '{name}' has shape {found.get(name)} in the checkpoint, "
                 f"{own.get(name)} in a {config}"
             )
 

@@ -45,7 +45,7 @@ class Manifest:
     content: dict[str, Any] = field(repr=False)  # the JSON
     samo_version: str  # of the samo that wrote it
     time: datetime  # when it was written, in UTC
-    data: str  # name of the data folder
+    data: Path  # the folder with the tensors
     files: dict[str, dict[str, Any]]  # the files in that folder, with "bytes" and "sha256"
     is_compressed: bool
     dtype: str  # compute dtype of most parameters, such as "bfloat16"
@@ -61,9 +61,10 @@ class Manifest:
         """Bytes of all data files."""
         return sum(file["bytes"] for file in self.files.values())
 
-    def files_of(self, kind: str) -> list[str]:
-        """Return the names of the files of one kind."""
-        return [name for name in sorted(self.files) if re.split("[-.]", name)[0] == kind]
+    def files_of(self, kind: str) -> list[Path]:
+        """Return the paths of the files of one kind."""
+        names = [name for name in sorted(self.files) if re.split("[-.]", name)[0] == kind]
+        return [self.data / name for name in names]
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -91,7 +92,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         content = untrusted.parse_json(data)
         _check(content, {"format": re.compile(FORMAT), "version": int})
         if content["version"] == VERSION:
-            return _parse(content)
+            return _parse(path, content)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:100]
         raise damaged(file, f"its contents are not valid ({reason})") from None
@@ -203,13 +204,14 @@ _SCHEMA: Final = {
 }
 
 
-def _parse(content: dict[str, Any]) -> Manifest:
+def _parse(path: Path, content: dict[str, Any]) -> Manifest:
     _check(content, _SCHEMA)
     return Manifest(
         content=content,
         samo_version=content["samo"],
         time=datetime.fromisoformat(content["time"]).astimezone(UTC),
+        data=path / content["data"],
         extra=json_values.decode(content["extra"]),
-        **{key: content[key] for key in ("data", "files", "optimizer", "scaler")},
+        **{key: content[key] for key in ("files", "optimizer", "scaler")},
         **{key: content["model"][key] for key in _MODEL},
     )

@@ -24,12 +24,12 @@ class Checkpoint:
         for i, (name, entry) in enumerate(self.manifest.files.items()):
             # One rank compares the bytes of a file, so that no file is read by all of them.
             is_mine = i % len(ranks.ranks) == ranks.place
-            file = path / self.manifest.data / name
+            file = self.manifest.data / name
             check_file(file, entry, size_only=not is_mine, on_chunk=ranks.note_progress)
-        self.masks: Final = read_masks(path, self.manifest)
-        self.weights: Final = SavedTensors(path, self.manifest, "weights")
-        self.optimizer: Final = SavedTensors(path, self.manifest, "optimizer")
-        self._extra: Final = SavedTensors(path, self.manifest, "extra")
+        self.masks: Final = read_masks(self.manifest)
+        self.weights: Final = SavedTensors(self.manifest, "weights")
+        self.optimizer: Final = SavedTensors(self.manifest, "optimizer")
+        self._extra: Final = SavedTensors(self.manifest, "extra")
         self.check_names(self._extra, self.manifest.content["extra"], "extra")
 
     def check_names(self, tensors: SavedTensors, json: Any, what: str) -> None:
@@ -49,11 +49,10 @@ class Checkpoint:
         return CheckpointError(f"'{self.path}' does not fit: {what}")
 
 
-def read_masks(path: Path, manifest: Manifest) -> dict[str, Mask]:
+def read_masks(manifest: Manifest) -> dict[str, Mask]:
     """Return the masks of a checkpoint."""
     masks: dict[str, Mask] = {}
-    for name in manifest.files_of("masks"):
-        file = path / manifest.data / name
+    for file in manifest.files_of("masks"):
         try:
             masks.update(Masks.load(file))
         except MaskError as error:

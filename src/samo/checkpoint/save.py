@@ -162,8 +162,8 @@ class _Part:
         self.draft: Final = ExitStack()
         self.tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
         self.metadata: Final[dict[str, dict[str, str]]] = {kind: {} for kind in KINDS}
-        self.content: Final[dict[str, Any]] = {}
-        self.share: dict[str, Any] | None = None
+        self.content: Final[dict[str, Any]] = {}  # of the manifest, on the first rank
+        self.share: dict[str, Any] | None = None  # of this rank's stage in it
         self.error: Exception | None = None
 
     def describe(

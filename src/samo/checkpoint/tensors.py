@@ -145,11 +145,10 @@ class Spec(NamedTuple):
 class SavedTensors:
     """The tensors of one kind in a checkpoint, put together from all its files."""
 
-    def __init__(self, path: Path, manifest: Manifest, kind: str) -> None:
+    def __init__(self, manifest: Manifest, kind: str) -> None:
         self.specs: Final[dict[str, Spec]] = {}
         self._open: Final[Any] = cache(partial(safe_open, framework="pt"))
-        for file_name in manifest.files_of(kind):
-            file = path / manifest.data / file_name
+        for file in manifest.files_of(kind):
             with _reading(file):
                 tensors = self._open(file)
                 metadata = tensors.metadata() or {}

@@ -118,7 +118,7 @@ def open_empty(path: str | os.PathLike[str]) -> nn.Module | None:
         return None
     if checkpoint is not None:
         manifest = read_manifest(checkpoint)
-        size = len(SavedTensors(checkpoint, manifest, "weights").specs)
+        size = len(SavedTensors(manifest, "weights").specs)
         return hugging_face.empty_model(folder, size) if manifest.is_compressed else None
     if hugging_face.method_of(folder) != METHOD:
         return None
@@ -246,7 +246,7 @@ def _read_checkpoint(path: Path) -> tuple[SavedTensors, Masks]:
     """Return the tensors and masks of a checkpoint, whose every byte is checked."""
     manifest = verify(path)
     masks = load_masks(path) if manifest.is_compressed else Masks({})
-    saved = SavedTensors(path, manifest, "weights")
+    saved = SavedTensors(manifest, "weights")
     for name, mask in masks.items():
         spec = saved.specs.get(name)
         if spec is None or spec.shape != (mask.kept,):
