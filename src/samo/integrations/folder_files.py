@@ -119,6 +119,11 @@ def weight_files(folder: Path) -> list[Path]:
             "that it names from elsewhere; merge it with peft's merge_and_unload, and save the "
             "whole model"
         )
+    if parts := sorted(folder.glob("shard-*.safetensors")):
+        raise CheckpointError(
+            f"'{folder}' has parts of tensors ({parts[0].name}), which transformers would read and "
+            f"samo does not; save the whole model to {WEIGHTS}"
+        )
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if not (folder / INDEX).exists():
