@@ -1,5 +1,6 @@
 """What training needs to know of a causal language model of Hugging Face, besides its forward()."""
 
+import copy
 import inspect
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from samo.errors import ConfigError
 from samo.integrations import folder_files
 from samo.integrations.folder_files import GENERATION, QUANTIZATION
+from samo.models.generate import Sampling, check_logits
 
 __all__ = []
 
@@ -105,30 +107,40 @@ def write_description(model: nn.Module, source: Path, out: Path) -> None:
     folder_files.copy_tokenizer(source, out)
 
 
-def padding_of(settings: Any) -> int | None:
-    """Return the token to pad with. There is no padding, but transformers warns without one."""
-    ends = settings.eos_token_id
-    first = ends[0] if isinstance(ends, list) else ends
-    return first if settings.pad_token_id is None else settings.pad_token_id
-
-
 @torch.no_grad()
-def sample(model: nn.Module, prompt_T: Tensor, num_tokens: int, *, seed: int) -> Tensor:
-    """Return a prompt, and tokens that the model generates until it ends the text."""
+def sample(model: nn.Module, prompt_T: Tensor, how: Sampling, **options: Any) -> Tensor:
+    """Return a prompt, and tokens that the model generates until it ends the text.
+
+    Settings that ``how`` does not have are those of the folder's generation_config.json.
+    """
     own: Any = model
+    settings = copy.deepcopy(own.generation_config)
+    settings.num_beams = settings.num_return_sequences = 1
+    settings.max_length, settings.max_new_tokens = None, how.max_tokens
+    settings.do_sample = how.temperature > 0
+    settings.temperature, settings.top_p = how.temperature, how.top_p
+    if not settings.do_sample:
+        settings.temperature = settings.top_p = settings.top_k = None
+    if settings.pad_token_id is None:  # nothing is padded, but transformers warns without one
+        ends = settings.eos_token_id
+        settings.pad_token_id = ends[0] if isinstance(ends, list) else ends
     device = next(model.parameters()).device
     prompt_1T = prompt_T[None].to(device)
     was_training = model.training
     model.eval()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        torch.manual_seed(how.seed)
         tokens_1T: Tensor = own.generate(
             prompt_1T,
             attention_mask=torch.ones_like(prompt_1T),
-            max_new_tokens=num_tokens,
-            do_sample=True,
-            temperature=0.8,
-            pad_token_id=padding_of(own.generation_config),
+            generation_config=settings,
+            logits_processor=[_checked_logits],
+            **options,
         )
     model.train(was_training)
     return tokens_1T[0].cpu()
+
+
+def _checked_logits(_: Tensor, logits: Tensor) -> Tensor:
+    check_logits(logits)
+    return logits

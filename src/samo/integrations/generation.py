@@ -1,17 +1,16 @@
 """Text from causal language models of transformers: completion and chat, streamed."""
 
-import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from samo.errors import CheckpointError, DataError, first_words
-from samo.integrations.causal_lm import context_of, padding_of
+from samo.integrations.causal_lm import context_of, sample
 from samo.integrations.tokenizers import open_tokenizer
-from samo.models.generate import Pieces, Sampling, check_logits
+from samo.models.generate import Pieces, Sampling
 
 __all__ = []
 
@@ -21,7 +20,6 @@ class HuggingFaceText:
 
     def __init__(self, model: Any, folder: Path) -> None:
         self._model: Final = model
-        self._model.eval()
         self._tokenizer: Final = open_tokenizer(folder)
         self._folder: Final = folder
         self.context: Final = context_of(self._model.config)
@@ -72,29 +70,13 @@ class HuggingFaceText:
         on_token: Callable[[], None],
         write: Callable[[str], None],
     ) -> None:
-        """Continue tokens until the model ends; pass the text on as it is made.
-
-        Settings that ``how`` does not have are those of the folder's generation_config.json.
-        """
-        settings = copy.deepcopy(self._model.generation_config)
-        settings.num_beams = settings.num_return_sequences = 1
-        left = how.max_tokens if self.context is None else self.context - len(tokens)
-        settings.max_length, settings.max_new_tokens = None, min(how.max_tokens, left)
-        settings.do_sample = how.temperature > 0
-        settings.temperature, settings.top_p = how.temperature, how.top_p
-        if not settings.do_sample:
-            settings.temperature = settings.top_p = settings.top_k = None
-        settings.pad_token_id = padding_of(settings)
-        torch.manual_seed(how.seed)
-        inputs = tokens[None].to(self._model.device)
+        """Continue tokens until the model ends; pass the text on as it is made."""
+        if self.context is not None:
+            how = how._replace(max_tokens=min(how.max_tokens, self.context - len(tokens)))
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        streamer = _Streamer(Pieces(decode, write), on_token)
         try:
-            self._model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
-                generation_config=settings,
-                logits_processor=[_checked_logits],
-                streamer=_streamer(self._tokenizer, on_token, write),
-            )
+            sample(self._model, tokens, how, streamer=streamer)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # by its settings
             if isinstance(error, RuntimeError) and "overflow" not in str(error):
                 raise  # memory may have run out
@@ -104,28 +86,19 @@ class HuggingFaceText:
             ) from error
 
 
-def _checked_logits(_: Tensor, logits: Tensor) -> Tensor:
-    check_logits(logits)
-    return logits
+class _Streamer:
+    """Passes on characters as they are complete; that of transformers waits for whole words."""
 
+    def __init__(self, pieces: Pieces, on_token: Callable[[], None]) -> None:
+        self._pieces: Final = pieces
+        self._on_token: Final = on_token
 
-def _streamer(tokenizer: Any, on_token: Callable[[], None], write: Callable[[str], None]) -> Any:
-    from transformers.generation.streamers import BaseStreamer
+    def put(self, tokens: Tensor) -> None:
+        """Take a token, but not the prompt, which has two dimensions."""
+        if tokens.dim() == 1:
+            self._on_token()
+            self._pieces.add(int(tokens))
 
-    pieces = Pieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=True), write)
-
-    class Streamer(BaseStreamer):  # type: ignore[misc]
-        """Passes on characters as they are complete; transformers' own waits for whole words."""
-
-        is_prompt = True
-
-        def put(self, value: Any) -> None:
-            if not self.is_prompt:
-                on_token()
-                pieces.add(int(value))
-            self.is_prompt = False
-
-        def end(self) -> None:
-            pieces.end()
-
-    return Streamer()
+    def end(self) -> None:
+        """Write what was held back."""
+        self._pieces.end()

@@ -73,29 +73,14 @@ def _renamed(name: str) -> tuple[str, bool]:
 
 def write_byte_tokenizer(folder: Path, context: int) -> None:
     """Write a tokenizer.json whose tokens are the bytes of UTF-8, as `samo train` reads them."""
-    letters = _letters_of_bytes()
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    tokenizer: dict[str, Any] = {
+    vocab = {letter: byte for byte, letter in enumerate(_letters_of_bytes())}
+    tokenizer = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [],
-        "normalizer": None,
         "pre_tokenizer": {**level, "use_regex": False},
-        "post_processor": None,
         "decoder": {**level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {letter: byte for byte, letter in enumerate(letters)},
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     for name, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", settings)):

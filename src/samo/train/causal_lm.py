@@ -32,6 +32,7 @@ from samo.integrations.model_folders import (
 from samo.integrations.tokenizers import ModelTokenizer
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, prunable
+from samo.models.generate import Sampling
 from samo.pruning.blocks import find_blocks
 from samo.pruning.prune import prune
 from samo.pruning.zeros import check_nonzero, count_nonzero
@@ -246,7 +247,7 @@ class CausalLMSubject(Subject):
         run, own = self.config.run, self._model.config
         longest = causal_lm.context_of(own) or len(prompt_T) + run.sample_tokens
         num_tokens = max(1, min(run.sample_tokens, longest - len(prompt_T)))
-        return causal_lm.sample(learner.model, prompt_T, num_tokens, seed=run.seed)
+        return causal_lm.sample(learner.model, prompt_T, Sampling(num_tokens, seed=run.seed))
 
     def write_files(self, folder: RunDir) -> None:
         """Write config and tokenizer: with a checkpoint, they are the model."""
