@@ -72,6 +72,19 @@ def test_masks_and_values_of_a_checkpoint_fit_each_other(tmp_path: Path) -> None
             act(checkpoint)
 
 
+def test_the_dtype_of_a_checkpoint_is_one(tmp_path: Path) -> None:
+    model, masks = pruned("Llama")
+    model.config.save_pretrained(tmp_path / "hugging-face")
+    samo.compress_(model, masks)
+    checkpoint = tmp_path / "checkpoints" / "last"
+    samo.save(checkpoint, model)
+    content = read_manifest(checkpoint).content
+    content["model"]["dtype"] = "load"
+    (checkpoint / "manifest.json").write_bytes(encode_manifest(content))
+    with pytest.raises(CheckpointError, match=r"manifest.json' is damaged: its dtype is 'load'"):
+        open_compressed(checkpoint)
+
+
 def test_a_pruned_embedding_of_a_run_stays_tied(tmp_path: Path) -> None:
     model, masks = pruned("Llama", tie_word_embeddings=True)
     embedding = model.get_input_embeddings().weight
@@ -109,6 +122,13 @@ def test_an_index_names_files_of_the_folder_only(folder: Path, listed: object) -
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": listed}}))
     with pytest.raises(CheckpointError, match=r"index.json' is damaged: its weight_map names "):
+        open_model(folder)
+
+
+def test_a_file_that_transformers_would_read_instead_is_refused(folder: Path) -> None:
+    first = sorted(folder.glob("model-*.safetensors"))[0]
+    (folder / f"shard-00001-{first.name}").write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match=r"parts of tensors \(shard-00001-model-00001-of"):
         open_model(folder)
 
 

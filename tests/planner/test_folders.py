@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -11,6 +12,7 @@ import transformers
 import samo
 from samo.errors import ConfigError
 from samo.planner.public import PUBLIC
+from tests.integrations.cases import to_bitmask
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,10 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         masks = samo.prune(model, 0.6, rules={"*mlp*": 0.7})
         masks.apply_(model)
         folders[style] = tmp_path_factory.mktemp("folders") / style
-        samo.export(model, folders[style], format=style, masks=masks)  # type: ignore[arg-type]
+        format: Any = "dense" if style == "bitmask" else style
+        samo.export(model, folders[style], format=format, masks=masks)
+        if style == "bitmask":
+            to_bitmask(folders[style])
     return folders
 
 

@@ -12,16 +12,8 @@ from samo.core.compress import masks as masks_of
 from samo.core.modules import CompressedModule
 from samo.data.tokenizers import ByteTokenizer
 from samo.errors import CheckpointError, ConfigError, MaskError
-from samo.integrations import hugging_face
+from samo.integrations import model_folders
 from samo.integrations.export import check_free, export
-from samo.integrations.folder_files import METHOD
-from samo.integrations.model_folders import (
-    find,
-    open_compressed,
-    open_masks,
-    open_model,
-    tokenizer_folder,
-)
 from samo.mask.masks import Masks
 from samo.train.resolve import DTYPES
 from samo.utils.formatting import percent, size
@@ -52,12 +44,6 @@ def run(command: Export) -> int:
     console = PatientConsole()
     console.print(facts(rows))
     say(console, f"written to {out}")
-    if command.format == "bitmask":
-        say(
-            console,
-            "transformers that require compressed-tensors 0.15 or newer cannot load it; convert it "
-            f"back with: samo export {out} --format dense",
-        )
     return 0
 
 
@@ -75,26 +61,20 @@ def _open(source: Path) -> tuple[nn.Module, Masks | None, torch.dtype | None]:
 
     What is compressed stays so, and becomes dense only to be written dense.
     """
-    checkpoint, folder = find(source)
-    if checkpoint is not None:
-        manifest = read_manifest(checkpoint)
-        dtype = getattr(torch, manifest.dtype, None)
-        if manifest.is_compressed:
-            return open_compressed(source, dtype=dtype, weights="streamed"), None, dtype
-        return open_model(source), None, dtype
-    assert folder is not None
-    if hugging_face.method_of(folder) == METHOD:
-        return open_compressed(source, weights="streamed"), None, None
-    model = open_model(source)
-    return model, open_masks(source, model), None
+    place = model_folders.find(source)
+    dtype = model_folders.dtype_of(place.weights) if place.is_checkpoint else None
+    if model_folders.is_compressed(place):
+        return model_folders.open_compressed(source, weights="streamed"), None, dtype
+    model = model_folders.open_model(source)
+    return model, model_folders.open_masks(source, model), dtype
 
 
 def _tokenizer(source: Path) -> Path | None:
     """Return the folder of a model's tokenizer; None for bytes, and if there is none to copy."""
     try:
-        return tokenizer_folder(source)
+        return model_folders.tokenizer_folder(source)
     except CheckpointError:
-        checkpoint = find(source).checkpoint
-    name = None if checkpoint is None else read_manifest(checkpoint).extra.get("tokenizer")
-    is_folder = isinstance(name, str) and name != ByteTokenizer.name
-    return Path(str(name)) if is_folder and Path(str(name)).is_dir() else None
+        place = model_folders.find(source)
+    name = read_manifest(place.weights).extra.get("tokenizer") if place.is_checkpoint else None
+    is_folder = isinstance(name, str) and name != ByteTokenizer.name and Path(name).is_dir()
+    return Path(str(name)) if is_folder else None

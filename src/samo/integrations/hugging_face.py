@@ -16,7 +16,6 @@ from samo.core.compress import decompress_
 from samo.errors import CheckpointError, SamoError, first_words
 from samo.integrations import folder_files, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, GENERATION, METHOD, QUANTIZATION
-from samo.integrations.progress_bars import hidden_bars
 from samo.mask.masks import Masks
 
 __all__ = []
@@ -24,71 +23,46 @@ __all__ = []
 _SAFE: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
-def method_of(folder: Path) -> str | None:
-    """Return the ``quant_method`` of a folder whose weights are not stored densely, else None."""
+def quantization_of(folder: Path) -> dict[str, Any]:
+    """Return how a folder stores its weights, with a ``quant_method``; {} if densely."""
     found = folder_files.read_json(folder / CONFIG).get(QUANTIZATION)
     if found is None:
-        return None
+        return {}
     if not isinstance(found, dict) or not isinstance(found.get("quant_method"), str):
         raise CheckpointError(
             f"'{folder / CONFIG}' is damaged: its {QUANTIZATION} does not name a quant_method"
         )
-    return str(found["quant_method"])
+    return found
+
+
+def is_compressed(folder: Path) -> bool:
+    """Return whether samo compressed a folder."""
+    return quantization_of(folder).get("quant_method") == METHOD
 
 
 def open_dense(folder: Path, dtype: torch.dtype | None) -> nn.Module:
     """Load the model of a folder, dense."""
-    method = method_of(folder)
+    settings = quantization_of(folder)
+    method = settings.get("quant_method")
     if method == METHOD:
         return decompress_(open_compressed(folder, dtype, weights="streamed"), dtype=dtype)
     specs = folder_files.read_specs(folder_files.weight_files(folder))
     if method == sparse_bitmask.METHOD:
-        sparse_bitmask.check_config(folder, folder_files.read_json(folder / CONFIG))
+        sparse_bitmask.check_settings(folder, settings)
         return from_state(folder, sparse_bitmask.read(specs), dtype)
     if method is not None:
         raise CheckpointError(
             f"'{folder}' is quantized ({method!r}), and samo prunes and trains weights that are "
             "not; use the original model"
         )
-    with _reading(folder):
-        transformers = _transformers(folder)
-        config = _config(folder)
-        _check_size(folder, config, sum(_numel(spec.shape) for spec in specs.values()), len(specs))
-        options = {} if dtype is None else {"dtype": dtype}
-        return _loaded(
-            folder,
-            transformers.AutoModelForCausalLM.from_pretrained(
-                folder, **_SAFE, use_safetensors=True, output_loading_info=True, **options
-            ),
-        )
+    numel = sum(torch.Size(spec.shape).numel() for spec in specs.values())
+    return _load(folder, dtype, len(specs), numel)
 
 
 def open_compressed(folder: Path, dtype: torch.dtype | None, **options: Any) -> nn.Module:
     """Load a folder that samo compressed, as a compressed model; ``options`` as in SamoConfig."""
     specs = folder_files.read_specs(folder_files.weight_files(folder))
-    with _reading(folder):
-        transformers = _transformers(folder)
-        config = _config(folder)
-        if not isinstance(config.quantization_config, dict):
-            config.quantization_config = config.quantization_config.to_dict()
-        config.quantization_config |= options
-        _check_size(folder, config, None, len(specs))
-        dtypes = {} if dtype is None else {"dtype": dtype}
-        return _loaded(
-            folder,
-            transformers.AutoModelForCausalLM.from_pretrained(
-                folder, config=config, **_SAFE, use_safetensors=True, output_loading_info=True,
-                **dtypes,
-            ),
-        )  # fmt: skip
-
-
-def read_masks(folder: Path, model: nn.Module) -> Masks:
-    """Return the masks of a folder that samo compressed, for a model of its shapes."""
-    _transformers(folder)
-    from samo.integrations.quantizer import read_masks
-
-    return read_masks(model, folder_files.read_specs(folder_files.weight_files(folder)))
+    return _load(folder, dtype, len(specs), quantization=quantization_of(folder) | options)
 
 
 def from_state(
@@ -102,88 +76,92 @@ def from_state(
 
     ``options`` are those of SamoConfig.
     """
-    with _reading(folder):
-        transformers = _transformers(folder)
-        config = _config(folder)
-        vars(config).pop(QUANTIZATION, None)
-        sizes = {name: masks[name].numel for name in masks} if masks else {}
-        numel = sum(sizes.get(name, value.numel()) for name, value in state.items())
-        model_class = _check_size(folder, config, numel, len(state))
-        if masks is not None:
-            config.quantization_config = {"quant_method": METHOD, "masks": masks, **options}
-        if dtype is None:
-            floats = [value.dtype for value in state.values() if value.is_floating_point()]
-            dtype = max(floats, key=lambda found: found.itemsize)
-        model = _loaded(
-            folder,
-            model_class.from_pretrained(
-                None, config=config, state_dict=dict(state), dtype=dtype, output_loading_info=True
-            ),
-        )
-        if (folder / GENERATION).is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        return model
+    sizes = {name: mask.numel for name, mask in (masks or {}).items()}
+    numel = sum(sizes.get(name, value.numel()) for name, value in state.items())
+    if dtype is None:
+        floats = [value.dtype for value in state.values() if value.is_floating_point()]
+        dtype = max(floats, key=lambda found: found.itemsize)
+    settings = {"quant_method": METHOD, "masks": masks, **options}
+    quantization = None if masks is None else settings
+    return _load(folder, dtype, len(state), numel, quantization=quantization, state=dict(state))
 
 
 def empty_model(folder: Path, num_tensors: int) -> Any:
     """Return the model of a folder's config.json, of so many tensors, on the meta device."""
-    with _reading(folder):
-        config = _config(folder)
-        vars(config).pop(QUANTIZATION, None)
-        return _without_memory(folder, config, num_tensors)
+    with _loading(folder) as transformers:
+        return _without_memory(transformers, folder, _config(transformers, folder), num_tensors)
 
 
 def text_config(folder: Path) -> Any:
     """Return the config of a folder's language model, by transformers' own names."""
-    with _reading(folder):
-        return _config(folder).get_text_config()
+    with _loading(folder) as transformers:
+        return _config(transformers, folder).get_text_config()
 
 
-def _check_size(folder: Path, config: Any, numel: int | None, num_tensors: int) -> Any:
-    """Refuse a config of a larger model than the files hold; return the model's class."""
-    model = _without_memory(folder, config, num_tensors)
-    needed = sum(param.numel() for param in model.parameters())
-    if numel is not None and needed > numel:
-        raise CheckpointError(
-            f"'{folder}' is not complete: its config.json is of a model of {needed:,} parameters, "
-            f"and its files have {numel:,}"
+def _load(
+    folder: Path,
+    dtype: torch.dtype | None,
+    num_tensors: int,
+    numel: int | None = None,
+    *,
+    quantization: dict[str, Any] | None = None,
+    state: dict[str, Tensor] | None = None,
+) -> nn.Module:
+    """Let transformers build the model of a folder, from its files or from a state dict.
+
+    Refuses a config of a larger model than the ``numel`` weights, and weights that do not fill it.
+    """
+    with _loading(folder) as transformers:
+        config = _config(transformers, folder)
+        if quantization is not None:
+            config.quantization_config = quantization
+        empty = _without_memory(transformers, folder, config, num_tensors)
+        needed = sum(param.numel() for param in empty.parameters())
+        if numel is not None and needed > numel:
+            raise CheckpointError(
+                f"'{folder}' is not complete: its config.json is of a model of {needed:,} "
+                f"parameters, and its files have {numel:,}"
+            )
+        source = {"state_dict": state} if state is not None else {**_SAFE, "use_safetensors": True}
+        model, info = type(empty).from_pretrained(
+            folder if state is None else None,
+            config=config,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            **source,
         )
-    return type(model)
+        if missing := info["missing_keys"]:  # of tensors too many, transformers warns
+            raise CheckpointError(
+                f"'{folder}' does not fit its config.json: it lacks {len(missing)} tensors, such "
+                f"as '{min(missing)}'"
+            )
+        if state is not None and (folder / GENERATION).is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        loaded: nn.Module = model
+        return loaded
 
 
-def _without_memory(folder: Path, config: Any, num_tensors: int) -> Any:
+def _config(transformers: Any, folder: Path) -> Any:
+    """Return the config of a folder, without how it stores its weights."""
+    config = transformers.AutoConfig.from_pretrained(folder, **_SAFE)
+    vars(config).pop(QUANTIZATION, None)
+    return config
+
+
+def _without_memory(transformers: Any, folder: Path, config: Any, num_tensors: int) -> Any:
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if layers > num_tensors:
         raise CheckpointError(
             f"'{folder}' is not complete: its config.json has {layers:,} layers, and its files "
             f"have {num_tensors:,} tensors"
         )
-    transformers = _transformers(folder)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def _loaded(folder: Path, found: tuple[Any, dict[str, Any]]) -> Any:
-    """Return a model, if no weight of it is missing. Of tensors too many, transformers warns."""
-    model, info = found
-    missing = info["missing_keys"]
-    if missing:
-        raise CheckpointError(
-            f"'{folder}' does not fit its config.json: it lacks {len(missing)} tensors, such as "
-            f"'{min(missing)}'"
-        )
-    return model
-
-
-def _config(folder: Path) -> Any:
-    return _transformers(folder).AutoConfig.from_pretrained(folder, **_SAFE)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _transformers(folder: Path) -> Any:
+@contextmanager
+def _loading(folder: Path) -> Iterator[Any]:
+    """Yield transformers; turn any error of it into one that names the folder."""
     try:
         import transformers
     except ImportError:
@@ -191,18 +169,26 @@ def _transformers(folder: Path) -> Any:
             f"'{folder}' is a Hugging Face model, which needs a package that is not installed: pip "
             "install transformers"
         ) from None
-    return transformers
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Turn any error of transformers into one that names the folder."""
     try:
         with hidden_bars():
-            yield
+            yield transformers
     except SamoError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, RuntimeError, ...
         raise CheckpointError(
             f"'{folder}' cannot be read as a Hugging Face model: {first_words(error)}"
         ) from error
+
+
+@contextmanager
+def hidden_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers, which would show between the lines of samo."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -124,11 +123,11 @@ def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
     config = folder_files.read_json(folder / CONFIG)
     files = folder_files.weight_files(folder)
     specs = folder_files.read_specs(files)
-    method = hugging_face.method_of(folder)
+    method = hugging_face.quantization_of(folder).get("quant_method")
     if method == METHOD:
         kind, masks, tensors = "compressed", "bitmaps", _compressed(folder, specs)
     elif any(name.endswith(".bitmask") for name in specs):
-        kind, masks, tensors = sparse_bitmask.FORMAT, "bitmaps", list(_bitmask(specs))
+        kind, masks, tensors = sparse_bitmask.FORMAT, "bitmaps", _bitmask(specs)
     else:
         kind = "dense" if method is None else f"quantized ({method})"
         masks, tensors = _dense(folder, specs)
@@ -136,7 +135,8 @@ def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
         files = [*files, folder / MASKS]
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if dtype not in _FLOATS:
-        dtype = _main_dtype(tensors)
+        sizes = {name: sum(t.numel for t in tensors if t.dtype == name) for name in _FLOATS}
+        dtype = max(sizes, key=lambda name: sizes[name])
     return FolderFacts(
         kind=kind,
         model_type=str(config.get("model_type", "")),
@@ -149,19 +149,18 @@ def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
 
 def _dense(folder: Path, specs: dict[str, Spec]) -> tuple[str, list[TensorFacts]]:
     """Take the masks of masks.safetensors, or count zeros where the file names other tensors."""
-    exact = Masks.load(folder / MASKS) if (folder / MASKS).is_file() else None
-    if exact is not None and all(
-        name in specs and specs[name].shape == mask.shape for name, mask in exact.items()
-    ):
-        kept: dict[str, int | None] = {name: mask.kept for name, mask in exact.items()}
+    exact = Masks.load(folder / MASKS) if (folder / MASKS).is_file() else Masks({})
+    if exact and all(n in specs and specs[n].shape == mask.shape for n, mask in exact.items()):
+        kept = {name: mask.kept for name, mask in exact.items()}
         return MASKS, [_facts(name, spec, kept.get(name)) for name, spec in specs.items()]
     found = []
     for name, spec in specs.items():
-        is_matrix = len(spec.shape) >= 2 and _type(spec) in _FLOATS and not _EMBEDDING.search(name)
-        nonzero = int(folder_files.read_tensor(spec, name).count_nonzero()) if is_matrix else None
-        facts = _facts(name, spec, nonzero)
-        is_pruned = nonzero != 0 and facts.sparsity >= MIN_SPARSITY
-        found.append(facts if is_pruned else facts._replace(kept=None))
+        facts = _facts(name, spec, None)
+        if len(spec.shape) >= 2 and facts.dtype in _FLOATS and not _EMBEDDING.search(name):
+            nonzero = int(folder_files.read_tensor(spec, name).count_nonzero())
+            if nonzero and 1 - nonzero / facts.numel >= MIN_SPARSITY:
+                facts = facts._replace(kept=nonzero)
+        found.append(facts)
     return "zeros", found
 
 
@@ -171,49 +170,33 @@ def _compressed(folder: Path, specs: dict[str, Spec]) -> list[TensorFacts]:
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     found = []
     for name, spec in specs.items():
-        bitmap = specs.get(name + BITMAP)
         if name.endswith(BITMAP) and name.removesuffix(BITMAP) in specs:
             continue
-        if bitmap is None:
-            found.append(_facts(name, spec, None))
-            continue
-        if name not in shapes:
-            raise CheckpointError(f"'{folder}' is damaged: its model has no weight '{name}'")
-        own = _facts(name, spec, spec.shape[0] if spec.shape else 0)
-        size = own.num_bytes + torch.Size(bitmap.shape).numel()
-        found.append(own._replace(shape=shapes[name], num_bytes=size))
+        facts = _facts(name, spec, None)
+        if (bitmap := specs.get(name + BITMAP)) is not None:
+            if name not in shapes:
+                raise CheckpointError(f"'{folder}' is damaged: its model has no weight '{name}'")
+            kept, num_bytes = facts.numel, facts.num_bytes + torch.Size(bitmap.shape).numel()
+            facts = facts._replace(shape=shapes[name], kept=kept, num_bytes=num_bytes)
+        found.append(facts)
     return found
 
 
-def _bitmask(specs: dict[str, Spec]) -> Iterator[TensorFacts]:
-    """Yield the tensors of the layout of compressed-tensors, in which a weight has four parts."""
-    modules = {name.removesuffix(".bitmask") for name in specs if name.endswith(".bitmask")}
-    parts = {f"{module}.{part}" for module in modules for part in sparse_bitmask.PARTS}
-    for name, spec in specs.items():
-        if name not in parts:
-            yield _facts(name, spec, None)
-        elif name.endswith(".bitmask"):
-            module = name.removesuffix(".bitmask")
-            weight = sparse_bitmask.read_weight(module, specs)
-            own = (f"{module}.{part}" for part in sparse_bitmask.PARTS)
-            size = sum(_size(specs[part]) for part in own if part in specs)
-            kept, dtype = int(weight.count_nonzero()), str(weight.dtype).removeprefix("torch.")
-            yield TensorFacts(f"{module}.weight", tuple(weight.shape), dtype, kept, size)
+def _bitmask(specs: dict[str, Spec]) -> list[TensorFacts]:
+    """Count the bits of the layout of compressed-tensors, in which a weight has four parts."""
+    modules = sparse_bitmask.parts_of(specs)
+    parts = {part for own in modules.values() for part in own}
+    found = [_facts(name, spec, None) for name, spec in specs.items() if name not in parts]
+    for module, own in modules.items():
+        weight = sparse_bitmask.read_weight(module, specs)
+        kept, dtype = int(weight.count_nonzero()), str(weight.dtype).removeprefix("torch.")
+        num_bytes = sum(_facts(part, specs[part], None).num_bytes for part in own)
+        found.append(TensorFacts(f"{module}.weight", (*weight.shape,), dtype, kept, num_bytes))
+    return found
 
 
 def _facts(name: str, spec: Spec, kept: int | None) -> TensorFacts:
-    return TensorFacts(name, spec.shape, _type(spec), kept, _size(spec))
-
-
-def _type(spec: Spec) -> str:
-    return str(DTYPES.get(spec.dtype, spec.dtype)).removeprefix("torch.")
-
-
-def _size(spec: Spec) -> int:
     dtype = DTYPES.get(spec.dtype)
-    return torch.Size(spec.shape).numel() * (1 if dtype is None else dtype.itemsize)
-
-
-def _main_dtype(tensors: list[TensorFacts]) -> str:
-    sizes = {dtype: sum(t.numel for t in tensors if t.dtype == dtype) for dtype in _FLOATS}
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    size = torch.Size(spec.shape).numel() * (1 if dtype is None else dtype.itemsize)
+    shown = str(dtype or spec.dtype).removeprefix("torch.")
+    return TensorFacts(name, spec.shape, shown, kept, size)

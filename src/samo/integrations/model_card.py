@@ -1,6 +1,7 @@
 """The README.md of an exported model: what is pruned, how much, and by what."""
 
-from typing import Any, Final
+import re
+from typing import Final
 
 from torch import nn
 
@@ -12,15 +13,12 @@ from samo.utils.formatting import count, percent, plain
 
 __all__ = []
 
-
+_LAYER: Final = re.compile(r"^.*?\.\d+\.")
 _FORMATS: Final = {
     "dense": "The weights are dense. `masks.safetensors`, if there, has the masks: a kept weight "
     "may be exactly 0.",
     "compressed": "The weights are compressed: values and bitmaps. `import samo` before "
     "`from_pretrained`; the model can be trained on as it is.",
-    "bitmask": "The weights are in the layout `sparse-bitmask` of compressed-tensors, which its "
-    "versions up to 0.14.0.1 and samo read; `samo export DIR --format dense` converts it. It loses "
-    "kept weights that are exactly 0; `masks.safetensors` has the masks.",
 }
 
 
@@ -38,35 +36,12 @@ def model_card(model: nn.Module, masks: Masks | None, name: str, layout: str) ->
         f"Written by samo {__version__}. {_FORMATS[layout]}",
     ]
     if masks:
-        lines += ["", "## Sparsity", "", *_table("kind", _by(masks, _kind_of)), ""]
-        lines += _table("layer", _by(masks, _layer_of))
+        lines += ["", "| weights | kept | of | sparsity |", "| --- | --- | --- | --- |"]
+        kinds: dict[str, list[Mask]] = {}  # self_attn.q_proj.weight of all layers
+        for key, mask in masks.items():
+            kinds.setdefault(_LAYER.sub("", key, count=1), []).append(mask)
+        for kind, group in kinds.items():
+            kept, numel = sum(mask.kept for mask in group), sum(mask.numel for mask in group)
+            sparsity = percent(1 - kept / numel)
+            lines.append(f"| {plain(kind)} | {count(kept)} | {count(numel)} | {sparsity} |")
     return "\n".join(lines) + "\n"
-
-
-def _by(masks: Masks, key: Any) -> dict[str, list[Mask]]:
-    found: dict[str, list[Mask]] = {}
-    for name, mask in masks.items():
-        found.setdefault(key(name), []).append(mask)
-    return found
-
-
-def _kind_of(name: str) -> str:
-    """Return the name of a weight without its layer's number: ``self_attn.q_proj.weight``."""
-    parts = name.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[numbers[0] + 1 :] if numbers else parts)
-
-
-def _layer_of(name: str) -> str:
-    numbers = [part for part in name.split(".") if part.isdecimal()]
-    return numbers[0] if numbers else "others"
-
-
-def _table(title: str, rows: dict[str, list[Mask]]) -> list[str]:
-    lines = [f"| {title} | kept | of | sparsity |", "| --- | --- | --- | --- |"]
-    for name, masks in rows.items():
-        kept, numel = sum(mask.kept for mask in masks), sum(mask.numel for mask in masks)
-        lines.append(
-            f"| {plain(name)} | {count(kept)} | {count(numel)} | {percent(1 - kept / numel)} |"
-        )
-    return lines

@@ -5,8 +5,6 @@ Every function takes any of these:
     a run folder           of samo train or samo finetune, for its last checkpoint
     a checkpoint           of such a run
     a Hugging Face folder  dense, compressed by samo, or in the layout sparse-bitmask
-
-A run of samo finetune has its model's config.json and tokenizer in RUN/hugging-face.
 """
 
 import os
@@ -25,8 +23,8 @@ from samo.checkpoint.tensors import SavedTensors
 from samo.core.compress import compress_
 from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError
-from samo.integrations import folder_files, hugging_face
-from samo.integrations.folder_files import CONFIG, MASKS, METHOD
+from samo.integrations import compressed_files, folder_files, hugging_face
+from samo.integrations.folder_files import CONFIG, MASKS
 from samo.mask.masks import Masks
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
@@ -34,14 +32,21 @@ from samo.models.shapes import GPTConfig
 __all__ = ["open_compressed", "open_masks", "open_model", "tokenizer_folder"]
 
 HUGGING_FACE: Final = "hugging-face"
-"""Folder of a run of samo finetune that has all of its model but the weights."""
+"""Folder of a run of samo finetune with its model's configs and tokenizer."""
 
 
 class Place(NamedTuple):
-    """Where the parts of a model are: in one folder, or in a checkpoint and the run's folder."""
+    """Where the parts of a model are."""
 
-    checkpoint: Path | None
+    weights: Path
+    """A checkpoint, or a Hugging Face folder."""
     hugging_face: Path | None
+    """The folder with config.json: the same, or that of a run; None for a GPT of samo train."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether the weights are in a checkpoint."""
+        return self.weights != self.hugging_face
 
 
 def find(path: str | os.PathLike[str]) -> Place:
@@ -49,24 +54,28 @@ def find(path: str | os.PathLike[str]) -> Place:
     path = Path(path)
     if (path / "run.json").is_file():
         path = path / "checkpoints" / "last"
+    place = Place(path, path)
     if (path / NAME).is_file():
         beside = path.parent.parent / HUGGING_FACE
         is_own = path.parent.name == "checkpoints" and (beside / CONFIG).is_file()
-        if is_own:
-            folder_files.check_entries(beside)
-        return Place(path, beside if is_own else None)
-    if (path / CONFIG).is_file():
-        folder_files.check_entries(path)
-        return Place(None, path)
+        place = Place(path, beside if is_own else None)
+    elif not (path / CONFIG).is_file():
+        raise _not_found(path)
+    if place.hugging_face is not None:
+        folder_files.check_entries(place.hugging_face)
+    return place
+
+
+def _not_found(path: Path) -> CheckpointError:
     if name := _hub_name(path):
-        raise CheckpointError(
+        return CheckpointError(
             f"'{path}' does not exist, and samo reads local folders only; download the model with: "
             f"hf download {name} --local-dir {path.name}"
         )
     found = f"holds none of {NAME}, run.json, {CONFIG}"
     if not path.is_dir():
         found = "is a file, and a model is a folder" if path.exists() else "does not exist"
-    raise CheckpointError(
+    return CheckpointError(
         f"'{path}' {found}; name a checkpoint, a run folder, or a Hugging Face model folder"
     )
 
@@ -91,39 +100,34 @@ def open_model(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None
         folder, or ...
 
     Args:
-        path: A checkpoint of a run, a run folder (for its last checkpoint), or a folder with a
-            Hugging Face ``config.json`` and safetensors weights.
+        path: A run folder, a checkpoint of a run, or a Hugging Face folder.
         dtype: Dtype of the weights; by default that in which they were saved.
 
     Raises:
         CheckpointError: There is no model in the folder, or it cannot be read.
     """
-    checkpoint, folder = find(path)
-    if checkpoint is None:
-        assert folder is not None
-        return hugging_face.open_dense(folder, dtype)
-    if folder is not None:
-        saved, masks = _read_checkpoint(checkpoint)
-        dense = {name: _dense(saved, name, masks) for name in saved.specs}
-        return hugging_face.from_state(folder, dense, dtype)
-    model = GPT(_gpt_config(checkpoint))
-    load(checkpoint, model)
-    return model if dtype is None else model.to(dtype)
+    place = find(path)
+    if place.hugging_face is None:
+        gpt = GPT(_gpt_config(place.weights))
+        load(place.weights, gpt)
+        return gpt if dtype is None else gpt.to(dtype)
+    if not place.is_checkpoint:
+        return hugging_face.open_dense(place.hugging_face, dtype)
+    saved, masks = _read_checkpoint(place.weights)
+    dense = {name: _dense(saved, name, masks) for name in saved.specs}
+    return hugging_face.from_state(place.hugging_face, dense, dtype)
 
 
 def open_empty(path: str | os.PathLike[str]) -> nn.Module | None:
     """Return the Hugging Face model of a folder on the meta device, if it is stored compressed."""
-    checkpoint, folder = find(path)
-    if folder is None:
+    place = find(path)
+    if place.hugging_face is None or not is_compressed(place):
         return None
-    if checkpoint is not None:
-        manifest = read_manifest(checkpoint)
-        size = len(SavedTensors(manifest, "weights").specs)
-        return hugging_face.empty_model(folder, size) if manifest.is_compressed else None
-    if hugging_face.method_of(folder) != METHOD:
-        return None
-    size = len(folder_files.read_specs(folder_files.weight_files(folder)))
-    return hugging_face.empty_model(folder, size)
+    if place.is_checkpoint:
+        size = len(SavedTensors(read_manifest(place.weights), "weights").specs)
+    else:
+        size = len(folder_files.read_specs(folder_files.weight_files(place.weights)))
+    return hugging_face.empty_model(place.hugging_face, size)
 
 
 def open_compressed(
@@ -151,37 +155,17 @@ def open_compressed(
         CheckpointError: There is no model in the folder, or it cannot be read.
         MaskError: The model is not pruned.
     """
-    checkpoint, folder = find(path)
+    place = find(path)
     options: Any = {"weights": weights, "grad_dtype": grad_dtype, "value_dtype": value_dtype}
-    if checkpoint is None:
-        assert folder is not None
-        if hugging_face.method_of(folder) == METHOD:
-            return hugging_face.open_compressed(folder, dtype, **options, prepare=prepare)
-        model = hugging_face.open_dense(folder, dtype)
-        masks = open_masks(path, model)
-        if prepare is not None:
-            prepare(model)
-        return compress_(model, Masks.from_zeros(model) if masks is None else masks, **options)
-    load_masks(checkpoint)  # raises an error for a dense model
-    saved, masks = _read_checkpoint(checkpoint)
-    manifest = read_manifest(checkpoint)
-    dtype = dtype or getattr(torch, manifest.dtype)
-    if folder is not None:
-        state = {name: saved.read(name).clone() for name in saved.specs}
-        state |= {name + BITMAP: to_bytes(mask) for name, mask in masks.items()}
-        tied = {alias: name for alias, name in manifest.tied.items() if name in masks}
-        state |= {alias + BITMAP: state[name + BITMAP] for alias, name in tied.items()}
-        return hugging_face.from_state(folder, state, dtype, masks, **options, prepare=prepare)
-    with torch.device("meta"):
-        gpt = GPT(_gpt_config(checkpoint))
-    if value_dtype is None and torch.bfloat16 in {saved.specs[name].dtype for name in masks}:
-        options["value_dtype"] = torch.bfloat16
+    if place.is_checkpoint:
+        return _open_compressed_checkpoint(place, dtype, options, prepare)
+    if hugging_face.is_compressed(place.weights):
+        return hugging_face.open_compressed(place.weights, dtype, **options, prepare=prepare)
+    model = hugging_face.open_dense(place.weights, dtype)
+    masks = open_masks(path, model)
     if prepare is not None:
-        prepare(gpt)
-    compress_(gpt, masks, dtype=dtype, **options)
-    gpt.to_empty(device="cpu")
-    load(checkpoint, gpt)
-    return gpt
+        prepare(model)
+    return compress_(model, Masks.from_zeros(model) if masks is None else masks, **options)
 
 
 def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
@@ -191,21 +175,26 @@ def open_masks(path: str | os.PathLike[str], model: nn.Module) -> Masks | None:
         CheckpointError: The folder cannot be read.
         MaskError: Its masks are damaged or do not fit the model.
     """
-    checkpoint, folder = find(path)
-    if checkpoint is not None:
-        if not read_manifest(checkpoint).is_compressed:
+    place = find(path)
+    folder = place.weights
+    if not is_compressed(place):
+        if place.is_checkpoint or not (folder / MASKS).is_file():
             return None
-        masks = load_masks(checkpoint)
+        masks = Masks.load(folder / MASKS)
+    elif place.is_checkpoint:
+        masks = load_masks(folder)
     else:
-        assert folder is not None
-        if hugging_face.method_of(folder) == METHOD:
-            masks = hugging_face.read_masks(folder, model)
-        elif (folder / MASKS).is_file():
-            masks = Masks.load(folder / MASKS)
-        else:
-            return None
+        specs = folder_files.read_specs(folder_files.weight_files(folder))
+        masks = compressed_files.read_masks(model, specs)
     masks.parameters_of(model)
     return masks
+
+
+def is_compressed(place: Place) -> bool:
+    """Return whether the weights of a model are stored compressed."""
+    if place.is_checkpoint:
+        return read_manifest(place.weights).is_compressed
+    return hugging_face.is_compressed(place.weights)
 
 
 def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
@@ -214,16 +203,55 @@ def tokenizer_folder(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: The folder has none, as that of a model that reads bytes.
     """
-    checkpoint, folder = find(path)
-    names = folder_files.TOKENIZER_FILES
+    place = find(path)
+    names, folder = folder_files.TOKENIZER_FILES, place.hugging_face
     if folder is not None and any((folder / name).is_file() for name in names):
         return folder
-    raise CheckpointError(
-        f"'{folder or checkpoint}' has no tokenizer: none of {', '.join(names[:2])}, ... is there"
-    )
+    missing = f"none of {', '.join(names[:2])}, ... is there"
+    raise CheckpointError(f"'{folder or place.weights}' has no tokenizer: {missing}")
 
 
 # Checkpoints ------------------------------------------------------------------------------------
+
+
+def _open_compressed_checkpoint(
+    place: Place,
+    dtype: torch.dtype | None,
+    options: dict[str, Any],
+    prepare: Callable[[nn.Module], None] | None,
+) -> nn.Module:
+    path, folder = place.weights, place.hugging_face
+    load_masks(path)  # raises an error for a dense model
+    saved, masks = _read_checkpoint(path)
+    manifest = read_manifest(path)
+    dtype = dtype or dtype_of(path)
+    if folder is not None:
+        state = {name: saved.read(name).clone() for name in saved.specs}
+        state |= {name + BITMAP: to_bytes(mask) for name, mask in masks.items()}
+        tied = {alias: name for alias, name in manifest.tied.items() if name in masks}
+        state |= {alias + BITMAP: state[name + BITMAP] for alias, name in tied.items()}
+        return hugging_face.from_state(folder, state, dtype, masks, **options, prepare=prepare)
+    with torch.device("meta"):
+        gpt = GPT(_gpt_config(path))
+    if torch.bfloat16 in {saved.specs[name].dtype for name in masks}:
+        options = {**options, "value_dtype": options["value_dtype"] or torch.bfloat16}
+    if prepare is not None:
+        prepare(gpt)
+    compress_(gpt, masks, dtype=dtype, **options)
+    gpt.to_empty(device="cpu")
+    load(path, gpt)
+    return gpt
+
+
+def dtype_of(path: Path) -> torch.dtype:
+    """Return the dtype in which the model of a checkpoint computes."""
+    name = read_manifest(path).dtype
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(
+            f"'{path / NAME}' is damaged: its dtype is {name!r}; use another copy"
+        )
+    return found
 
 
 def _gpt_config(path: Path) -> GPTConfig:
@@ -248,11 +276,11 @@ def _read_checkpoint(path: Path) -> tuple[SavedTensors, Masks]:
     masks = load_masks(path) if manifest.is_compressed else Masks({})
     saved = SavedTensors(manifest, "weights")
     for name, mask in masks.items():
-        spec = saved.specs.get(name)
-        if spec is None or spec.shape != (mask.kept,):
+        shape = saved.specs[name].shape if name in saved.specs else None
+        if shape != (mask.kept,):
             raise CheckpointError(
                 f"'{path}' does not fit: its mask of '{name}' keeps {mask.kept:,} values, and it "
-                f"has {None if spec is None else spec.shape}"
+                f"has {shape}"
             )
     return saved, masks
 

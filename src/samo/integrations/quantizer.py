@@ -1,13 +1,9 @@
 """Compressed folders in transformers: `from_pretrained` reads them, `save_pretrained` writes them.
 
-    config.json          "quantization_config": {"quant_method": "samo", "version": 1}
-    model.safetensors    the state dict of a compressed model: of each pruned weight the values,
-                         1-D, under its own name, and its bitmap under NAME_bitmap
-
-transformers calls whatever stores weights in its own way a quantizer. This one makes the weights of
-a model without memory compressed ones, by the bitmaps of the files, before transformers fills them.
-So no dense model is ever there, unless the weights are to be resident. A loaded model is like one
-that `samo.compress_` made, and nothing of the quantizer is left on it.
+transformers calls whatever stores weights in its own way a quantizer. This one compresses a model
+without memory, by the bitmaps of the files, before transformers fills it: no dense model is ever
+there, unless weights are resident. A loaded model is like one that `samo.compress_` made, and
+nothing of the quantizer is left on it.
 
 Importing this module registers it; samo.integrations.import_hook does so after transformers.
 """
@@ -25,13 +21,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from samo.core.compress import compress_, keep_resident
-from samo.core.modules import BITMAP, MIXINS, from_bytes, named_weights
-from samo.errors import CheckpointError, nearest
+from samo.core.modules import BITMAP, MIXINS, named_weights
+from samo.errors import CheckpointError
 from samo.integrations import folder_files
-from samo.integrations.folder_files import FLOATS, METHOD, VERSION, Spec
-from samo.mask.mask import Mask
+from samo.integrations.compressed_files import check_specs, read_masks
+from samo.integrations.folder_files import METHOD, VERSION, Spec
 from samo.mask.masks import Masks
-from samo.mask.prunable import dense_parameters
 
 __all__ = ["SamoConfig"]
 
@@ -125,7 +120,7 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        config, specs = self.quantization_config, dict[str, Spec]()
+        config = self.quantization_config
         saved, name = model.config.architectures, type(model).__name__
         if model.base_model is model and saved and name not in saved:
             raise CheckpointError(
@@ -133,9 +128,9 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
                 "with AutoModelForCausalLM, and use its base_model"
             )
         with torch.device("cpu"):  # here the default is meta
-            if config.masks is None:
-                specs = folder_files.read_specs([Path(file) for file in checkpoint_files or ()])
-            tie(model, specs)
+            # Masks come with a state dict, and without files.
+            specs = folder_files.read_specs([Path(file) for file in checkpoint_files or ()])
+            _tie(model, specs)
             for param in model.parameters():
                 # All are in the files. transformers looks for this mark on module.weight, and
                 # initializes those that lack it.
@@ -145,7 +140,7 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
                 config.prepare(model)
             dtypes = {"grad_dtype": config.grad_dtype, "value_dtype": config.value_dtype}
             compress_(model, masks, weights="streamed", **dtypes)
-            if config.masks is None:
+            if specs:
                 check_specs(model, specs)
         # transformers sets each parameter anew, and a new one decides the dtypes of its weight.
         self._dtypes = [
@@ -171,70 +166,12 @@ class SamoQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
-def tie(model: Any, specs: dict[str, Spec]) -> None:
+def _tie(model: Any, specs: dict[str, Spec]) -> None:
     """Make tied parameters one, as transformers does after loading, unless the files have both."""
     for target, source in model.all_tied_weights_keys.items():
         if not (target in specs and source in specs):
             path, _, name = target.rpartition(".")
             setattr(model.get_submodule(path), name, model.get_parameter(source))
-
-
-def read_masks(model: nn.Module, specs: dict[str, Spec]) -> Masks:
-    """Return the masks in the files of a compressed folder."""
-    own = dense_parameters(model)
-    shapes = {name: tuple(param.shape) for name, param in own.items()}
-    found: dict[str, Mask] = {}
-    first: dict[int, str] = {}  # of a tied weight, whose bitmap a file has under each of its names
-    for name, param in own.items():
-        first.setdefault(id(param), name)
-    for name, spec in specs.items():
-        weight = name.removesuffix(BITMAP)
-        if weight == name:
-            continue
-        if weight not in shapes:
-            raise _misfit(spec.file, f"'{name}' is of no weight{nearest(weight, shapes)}")
-        if spec.dtype != "U8" or len(spec.shape) != 1:
-            raise _misfit(spec.file, f"'{name}' is {spec.dtype} {spec.shape}, not a list of bytes")
-        mask = from_bytes(weight, folder_files.read_tensor(spec, name), shapes[weight])
-        other = first[id(own[weight])]
-        if found.setdefault(other, mask) != mask:
-            raise _misfit(spec.file, f"'{name}' is not that of '{other}', which is the same weight")
-    if not found:
-        raise CheckpointError(
-            f"'{_folder(specs)}' has no bitmaps, so it is not compressed; remove "
-            "quantization_config from its config.json"
-        )
-    return Masks(found)
-
-
-def check_specs(model: nn.Module, specs: dict[str, Spec]) -> None:
-    """Refuse files that do not hold what a compressed model needs, before they take memory."""
-    own: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    for name, spec in specs.items():
-        if name not in own:
-            raise _misfit(spec.file, f"the model has no '{name}'{nearest(name, own)}")
-        if spec.shape != tuple(own[name].shape):
-            raise _misfit(
-                spec.file,
-                f"'{name}' has shape {spec.shape} in the file, {tuple(own[name].shape)} in the "
-                "model",
-            )
-        if own[name].is_floating_point() != (spec.dtype in FLOATS):
-            raise _misfit(
-                spec.file, f"'{name}' is {spec.dtype} in the file, {own[name].dtype} in the model"
-            )
-    there = {id(own[name]) for name in specs}
-    for name, value in own.items():
-        if id(value) not in there and not name.endswith(BITMAP):
-            raise CheckpointError(f"'{_folder(specs)}' is not complete: '{name}' is missing")
-
-
-def _folder(specs: dict[str, Spec]) -> Path | str:
-    return next((spec.file.parent for spec in specs.values()), "")
-
-
-def _misfit(file: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"'{file}' does not fit its config.json: {what}; download it again")
 
 
 class CompressedPreTrainedModel:

@@ -1,4 +1,4 @@
-"""The layout sparse-bitmask of compressed-tensors, up to its version 0.14.0.1, in files.
+"""Read the layout sparse-bitmask of compressed-tensors, which its versions before 0.15 wrote.
 
 Instead of ``X.weight`` a file has
 
@@ -7,113 +7,61 @@ Instead of ``X.weight`` a file has
     X.row_offsets   where each row starts in X.compressed, int64
     X.shape         rows and columns, int64
 
-and config.json has ``quantization_config.sparsity_config.format``. Entries that are exactly 0 are
-lost, also kept ones: a folder of samo has its masks in masks.safetensors too.
+and config.json has ``quantization_config.sparsity_config.format``. Kept entries that are exactly 0
+are lost.
 """
 
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from samo.errors import CheckpointError
 from samo.integrations import folder_files
-from samo.integrations.folder_files import INDEX, WEIGHTS, Spec
-from samo.utils import atomic_io, safetensors_io
+from samo.integrations.folder_files import Spec
 
 __all__ = []
 
 METHOD: Final = "compressed-tensors"
 FORMAT: Final = "sparse-bitmask"
-_WEIGHT: Final = ".weight"
-PARTS: Final = ("compressed", "bitmask", "row_offsets", "shape")
+_BITMASK: Final = ".bitmask"
+_PARTS: Final = ("compressed", "bitmask", "row_offsets", "shape")
 
 
-def write(folder: Path) -> None:
-    """Turn a dense folder of samo's own, not yet published, into this layout, file by file."""
-    weight_map: dict[str, str] = {}
-    targets: list[str] = []
-    kept = numel = size = 0
-    files = folder_files.weight_files(folder)
-    for file in files:
-        tensors: dict[str, Tensor] = {}
-        with safe_open(file, framework="pt") as dense:
-            for name in dense.keys():  # noqa: SIM118
-                value = dense.get_tensor(name)
-                parts = _compress(value) if name.endswith(_WEIGHT) and value.dim() == 2 else None
-                numel += value.numel()
-                kept += value.numel() if parts is None else parts["compressed"].numel()
-                if parts is None:
-                    tensors[name] = value.clone()
-                else:
-                    module = name.removesuffix(_WEIGHT)
-                    targets.append(module)
-                    tensors |= {f"{module}.{part}": parts[part] for part in PARTS}
-        file.unlink()
-        atomic_io.write_new(file, safetensors_io.encode(tensors, {"format": "pt"}))
-        weight_map |= dict.fromkeys(tensors, file.name)
-        size += sum(tensor.nbytes for tensor in tensors.values())
-    if files != [folder / WEIGHTS]:
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        folder_files.write_json(folder / INDEX, index)
-    sparsity = {
-        "format": FORMAT,
-        "global_sparsity": 1 - kept / numel,
-        "sparsity_structure": "unstructured",
-        "targets": targets,
-        "ignore": [],
-    }
-    how = {"quant_method": METHOD, "sparsity_config": sparsity}
-    folder_files.edit_config(folder, **{folder_files.QUANTIZATION: how})
-
-
-def _compress(dense: Tensor) -> dict[str, Tensor] | None:
-    """Return the parts of a matrix, unless they would take more bytes than the matrix."""
-    keep = dense != 0
-    counts = keep.sum(dim=-1)
-    pad = torch.nn.functional.pad(keep, (0, -keep.shape[-1] % 8))
-    bits = pad.view(*pad.shape[:-1], -1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
-    parts = {
-        "compressed": dense[keep],
-        "bitmask": bits.sum(-1, dtype=torch.uint8),
-        "row_offsets": counts.cumsum(0) - counts,
-        "shape": torch.tensor(dense.shape),
-    }
-    return parts if sum(part.nbytes for part in parts.values()) < dense.nbytes else None
-
-
-def check_config(folder: Path, config: dict[str, Any]) -> None:
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Refuse a folder of compressed-tensors that is in another layout than this."""
-    quantization = config[folder_files.QUANTIZATION]
-    sparsity = quantization.get("sparsity_config")
+    sparsity = settings.get("sparsity_config")
     found = sparsity.get("format") if isinstance(sparsity, dict) else None
-    if found != FORMAT or quantization.get("config_groups"):
+    if found != FORMAT or settings.get("config_groups"):
         raise CheckpointError(
             f"'{folder}' is quantized by compressed-tensors (sparsity format {found!r}); samo "
             f"reads its format '{FORMAT}' without quantization, and dense models"
         )
 
 
+def parts_of(specs: dict[str, Spec]) -> dict[str, list[str]]:
+    """Return the tensors of a folder's files that make up each compressed weight."""
+    modules = [name.removesuffix(_BITMASK) for name in specs if name.endswith(_BITMASK)]
+    return {
+        module: [name for part in _PARTS if (name := f"{module}.{part}") in specs]
+        for module in modules
+    }
+
+
 def read(specs: dict[str, Spec]) -> dict[str, Tensor]:
     """Return the dense state dict of a folder's files, whose every part is checked."""
-    state: dict[str, Tensor] = {}
-    modules = {name.removesuffix(".bitmask") for name in specs if name.endswith(".bitmask")}
-    parts = {f"{module}.{part}" for module in modules for part in PARTS}
-    for name, spec in specs.items():
-        if name not in parts:
-            state[name] = folder_files.read_tensor(spec, name)
-    for module in sorted(modules):
-        state[module + _WEIGHT] = read_weight(module, specs)
-    return state
+    modules = parts_of(specs)
+    parts = {part for own in modules.values() for part in own}
+    state = {n: folder_files.read_tensor(spec, n) for n, spec in specs.items() if n not in parts}
+    return state | {f"{module}.weight": read_weight(module, specs) for module in modules}
 
 
 def read_weight(module: str, specs: dict[str, Spec]) -> Tensor:
     """Return the dense weight of a module, whose every part is checked."""
 
     def damaged(what: str) -> CheckpointError:
-        file = specs[f"{module}.bitmask"].file
+        file = specs[f"{module}{_BITMASK}"].file
         return CheckpointError(f"'{file}' is damaged: '{module}' {what}; download the model again")
 
     def spec_of(part: str) -> Spec:
