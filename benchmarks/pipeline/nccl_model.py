@@ -25,13 +25,12 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport import nccl
-from samo.pipeline.transport.base import Transport
-from samo.pipeline.transport.streams import Channel, StreamTransport
-from samo.pipeline.transport.wire import HEADER_BYTES, Decoder, Encoder, Packet, pack
+from samo.pipeline.transport.wire import HEADER_BYTES, Packet, decode, encode, pack
 
-__all__ = ["Agent", "Case", "Device", "Event", "NcclOnTheModel", "agent", "try_timing"]
+__all__ = ["Case", "NcclOnTheModel", "try_timing"]
 
 POOL: Final = 32
 """Streams that torch creates on a device before it gives out the first one again."""
@@ -333,17 +332,16 @@ class Wire:
     def __init__(self, world: World, target: Device) -> None:
         self.world, self.target = world, target
         self.arrived: deque[Any] = deque()
-        self._encoder, self._decoder = Encoder(), Decoder()
         self._last = 0.0
 
     def send(self, packet: Packet) -> None:
         agent().pause(0.05)
-        raw = self._encoder.encode(packet)
+        raw = encode(packet)
         when = max(self.world.now + self.world.some(0.5), self._last)
         self._last = when
 
         def arrive() -> None:
-            self.arrived.append(self._decoder.decode(raw[:HEADER_BYTES], raw[HEADER_BYTES:]))
+            self.arrived.append(decode(raw[:HEADER_BYTES], raw[HEADER_BYTES:]))
             self.target.wake()
 
         self.world.at(when - self.world.now, arrive)
@@ -361,40 +359,32 @@ class ModelLink:
         self.out.send(packet)
 
 
-def on_the_model(kind: type[StreamTransport]) -> type[Any]:
-    """Return a transport whose headers travel, and whose host waits, in the model."""
+class NcclOnTheModel(nccl.NcclTransport):
+    """The transport, whose headers travel, and whose host waits, in the model."""
 
-    class OnTheModel(kind):  # type: ignore[misc, valid-type]
-        def __init__(
-            self, place: int, num_ranks: int, links: Any, comms: dict[int, Any], device: Device
-        ) -> None:
-            super().__init__(place, range(num_ranks), {}, torch.device("cpu"), cuda=device)
-            self._links.update(links)
-            for other, both in comms.items():
-                self._channels[other] = Channel(device.Stream(), device.Stream(), both)
+    def __init__(
+        self, place: int, num_ranks: int, links: Any, comms: dict[int, Any], device: Device
+    ) -> None:
+        super().__init__(place, range(num_ranks), {}, torch.device("cpu"), comms, cuda=device)
+        self.links.update(links)
 
-        def _wait(self, timeout_s: float, is_busy: bool) -> None:
-            agent().pause(0.02)
-            while True:
-                is_new = False
-                for place, link in self._links.items():
-                    while link.back.arrived:
-                        self._take(place, *link.back.arrived.popleft(), None)
-                        is_new = True
-                done = [
-                    t.is_complete
-                    for c in self._channels.values()
-                    for t in (c.sending, c.receiving)
-                    if t is not None and t.is_complete()
-                ]
-                if is_new or done or self.inbox or timeout_s == 0:
-                    return
-                agent().sleep()
+    def _wait(self, timeout_s: float, is_busy: bool) -> None:
+        agent().pause(0.02)
+        links: Any = self.links
+        while True:
+            is_new = False
+            for place, link in links.items():
+                while link.back.arrived:
+                    self._take(place, *link.back.arrived.popleft(), body=None)
+                    is_new = True
+            under_way = [t for c in self._channels.values() for t in (c.sending, c.receiving) if t]
+            is_done = any([transfer.work.is_completed() for transfer in under_way])
+            if is_new or is_done or self.inbox or timeout_s == 0:
+                return
+            agent().sleep()
 
-        def _hand_over(self, body: Tensor) -> None:
-            pass
-
-    return OnTheModel
+    def _hand_over(self, body: Tensor) -> None:
+        pass
 
 
 class Layer(nn.Module):
@@ -468,7 +458,7 @@ class Case:
 
 
 def try_timing(
-    make: Callable[..., Transport], seed: int, case: Case, *, is_eager: bool = True
+    make: Callable[..., NcclOnTheModel], seed: int, case: Case, *, is_eager: bool = True
 ) -> tuple[str, list[Any]]:
     """Train two batches at one random timing.
 
@@ -489,7 +479,7 @@ def try_timing(
         both = {b: (comms[place, b], comms[b, place]) for b in around}
         transport = make(place, num_ranks, links, both, device)
         layer = Layer(device, rates[place], case.is_turned)
-        runner = Runner([layer], transport, in_flight=[num_ranks], timeout_s=1e6)
+        runner = Runner([layer], Peers(transport, timeout_s=1e6), in_flight=[num_ranks])
         batch = Batch(
             case.num_micro_batches,
             inputs if place == 0 else None,
@@ -517,10 +507,6 @@ def model_pack(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) > 1 or not tensors[0].is_contiguous():
         agent().device.kernel(tensors, [body], 0.2)
     return body
-
-
-NcclOnTheModel = on_the_model(nccl.NcclTransport)
-"""The transport of this version."""
 
 
 def _address(tensor: Tensor) -> int:

@@ -82,7 +82,7 @@ def count_connections(num_ranks: int) -> Row:
     links: dict[int, dict[int, socket.socket]] = {}
 
     def work(place: int, meeting: connect.Meeting) -> None:
-        links[place] = meeting.links(is_ring=False)
+        links[place] = meeting.links()
 
     threads = []
     for place in range(num_ranks):

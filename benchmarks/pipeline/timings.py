@@ -1,37 +1,71 @@
 """Deadlocks and races of NCCL transports at random timings, on a model of GPUs and NCCL.
 
 2 to 4 stages, 2 to 6 micro-batches, 1, 2 or 8 hardware queues, outputs that are contiguous or not,
-all drawn by seed. The transport of this version also has to find the losses of one process.
+all drawn by seed. samo's transport also has to find the losses of one process. The others break one
+of its rules each, to show that the model sees it.
 """
 
 import multiprocessing
 from collections import Counter
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from benchmarks.measure import Row, arguments, show, write_rows
-from benchmarks.pipeline.nccl_0_1 import NcclTransport01
 from benchmarks.pipeline.nccl_model import Case, NcclOnTheModel, try_timing
+from samo.pipeline.transport.nccl import Channel, Transfer
+from samo.pipeline.transport.wire import Packet, unpack
 
-__all__ = ["main", "run"]
+__all__ = ["TRANSPORTS", "main", "run"]
 
-TRANSPORTS: Final = {"this version": NcclOnTheModel, "0.1": NcclTransport01}
+
+class HandedOverEarly(NcclOnTheModel):
+    """Hands a packet over when it is announced: the stream that computes waits for its data."""
+
+    def _advance_receives(self, place: int, channel: Channel) -> None:
+        while channel.to_receive:
+            packet, layout = channel.to_receive.popleft()
+            transfer = self.start_receive(channel, packet, layout)
+            transfer.work.wait()
+            tensors = unpack(transfer.body, layout)
+            self.inbox.append((place, packet._replace(tensors=tensors)))
+
+
+class SentEarly(NcclOnTheModel):
+    """Sends before the stream that computes the data is done."""
+
+    def start_send(self, link: Any, channel: Channel, packet: Packet, ready: Any) -> Transfer:
+        return super().start_send(link, channel, packet, self.cuda.Stream().record_event())
+
+
+class CreatedLate(NcclOnTheModel):
+    """Creates communicators at their first use."""
+
+
+TRANSPORTS: Final = {
+    "samo": NcclOnTheModel,
+    "handed over when announced": HandedOverEarly,
+    "sent before it is computed": SentEarly,
+    "communicators created late": CreatedLate,
+}
 QUEUES: Final = (1, 2, 8)
+
+
+def outcome_of(name: str, seed: int, case: Case) -> str:
+    """Return what one timing leads to: "right", "wrong loss", "deadlock" or "race"."""
+    kind = TRANSPORTS[name]
+    outcome, losses = try_timing(kind, seed, case, is_eager=kind is not CreatedLate)
+    if outcome:
+        return outcome
+    wanted = case.loss(seed)
+    is_right = all(torch.equal(loss, wanted) for each in losses for loss in each)
+    return "right" if is_right else "wrong loss"
 
 
 def _count(name: str, seeds: range) -> Counter[tuple[int, str]]:
     torch.set_num_threads(1)
-    found: Counter[tuple[int, str]] = Counter()
-    for seed in seeds:
-        case, is_new = Case.draw(seed), name != "0.1"
-        outcome, losses = try_timing(TRANSPORTS[name], seed, case, is_eager=is_new)
-        if is_new and not outcome:
-            wanted = case.loss(seed)
-            if not all(torch.equal(loss, wanted) for each in losses for loss in each):
-                outcome = "wrong loss"
-        found[case.num_queues, outcome or "right"] += 1
-    return found
+    cases = [(seed, Case.draw(seed)) for seed in seeds]
+    return Counter((case.num_queues, outcome_of(name, seed, case)) for seed, case in cases)
 
 
 def run(name: str, timings: int, processes: int = 2) -> list[Row]:
@@ -51,11 +85,12 @@ def run(name: str, timings: int, processes: int = 2) -> list[Row]:
 def main() -> None:
     """Try the timings and print counts."""
     parser = arguments(__doc__)
-    parser.add_argument("--timings", type=int, default=10_000, help="for this version")
-    parser.add_argument("--timings-0-1", type=int, default=1_000, help="for the transport of 0.1")
+    parser.add_argument("--timings", type=int, default=10_000, help="of samo's transport")
     options = parser.parse_args()
-    numbers = {"this version": options.timings, "0.1": options.timings_0_1}
-    rows = [row for name, n in numbers.items() for row in run(name, 20 if options.toy else n)]
+    rows = []
+    for name in TRANSPORTS:
+        count = options.timings if name == "samo" else 300
+        rows += run(name, 20 if options.toy else count)
     show(rows, ["transport", "queues", "timings", "deadlock", "race", "wrong loss", "right"])
     write_rows(options.out, rows)
 

@@ -1,4 +1,4 @@
-"""Pipelines on one GPU: ranks over TCP and pinned memory, and two streams of one process."""
+"""Pipelines on one GPU: ranks over TCP, and two streams of one process."""
 
 import copy
 from typing import Any

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport.nccl import NcclTransport
 from samo.pipeline.transport.tcp import Link
@@ -97,7 +98,7 @@ def transports(device: torch.device, cuda: Any) -> list[LocalTransport]:
         end.setblocking(False)
         links = {1 - place: Link(end, has_bodies=False)}
         both = {1 - place: comms if place == 0 else comms[::-1]}
-        found.append(LocalTransport(place, (0, 1), links, device, comms=both, cuda=cuda))
+        found.append(LocalTransport(place, (0, 1), links, device, both, cuda))
     return found
 
 
@@ -116,7 +117,7 @@ def train_two_stages(
         stream = cuda.Stream(device)
         stream.wait_event(ready)
         with cuda.stream(stream):
-            runner = Runner([stages[place]], ends[place], in_flight=[2], timeout_s=30)
+            runner = Runner([stages[place]], Peers(ends[place], timeout_s=30), in_flight=[2])
             batch = Batch(count, inputs if place == 0 else None, loss if place == 1 else None)
             found = [runner.run(lambda: batch) for _ in range(batches)]
         stream.synchronize() if device.type == "cuda" else None

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner
-from samo.pipeline.transport.tcp import Link, TcpTransport
+from samo.pipeline.transport.tcp import Link, Transport
 from samo.pipeline.transport.wire import Packet
 
 
 class Counted(nn.Linear):
     """The layer of the last stage; each forward pass lets the next micro-batch come."""
 
-    def __init__(self, first: TcpTransport, num_micro_batches: int) -> None:
+    def __init__(self, first: Transport, num_micro_batches: int) -> None:
         super().__init__(4, 4)
         self.first, self.waiting = first, iter(range(num_micro_batches))
         self.counts: Counter[str] = Counter()
@@ -46,9 +47,9 @@ def calls_of(num_micro_batches: int) -> Counter[str]:
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    both = [TcpTransport(place, (0, 1), {1 - place: Link(ends[place])}) for place in range(2)]
+    both = [Transport(place, (0, 1), {1 - place: Link(ends[place])}) for place in range(2)]
     layer = Counted(both[0], num_micro_batches)
-    own = Runner([layer], both[1], in_flight=[2], timeout_s=20)
+    own = Runner([layer], Peers(both[1], timeout_s=20), in_flight=[2])
     batch = Batch(num_micro_batches, loss=lambda number, output: output.sum())
     before = sys.getprofile()
     layer.send()

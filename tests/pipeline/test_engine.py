@@ -132,15 +132,14 @@ def test_alternating_beats_backward_first_when_passes_jitter() -> None:
 
 def test_a_backward_pass_comes_before_a_forward_pass_but_not_twice_in_a_row() -> None:
     first = Engine([Progress(0, 2, 4, in_flight=3)])
-    done = [first.next() for _ in range(7)]
-    assert [a.kind for a in done[::2]] == ["forward", "forward", "forward", "receive"]
+    kinds = [first.next().kind for _ in range(4)]
+    assert kinds == ["forward", "forward", "forward", "receive"]
     assert first.senders() == {1}
     first.stages[0].receive("gradient", 0)
     first.stages[0].receive("gradient", 1)
-    assert [first.next() for _ in range(4)] == [
+    assert [first.next() for _ in range(3)] == [
         Action("backward", 0, 0),
         Action("forward", 3, 0),
-        Action("activation", 3, 0),
         Action("backward", 1, 0),
     ]
 
@@ -153,7 +152,6 @@ def test_a_backward_pass_comes_before_a_forward_pass_but_not_twice_in_a_row() ->
         (0, [("activation", 0)], "where no activation was due"),
         (1, [("gradient", 0)], "sent gradient 0 .* no gradient was due"),
         (2, [("gradient", 0)], "no gradient was due"),
-        (1, [("loss", 1)], "sent loss 1 .* no loss was due"),
         (1, [("activation", i) for i in range(3)], "sent activation 2 of 2"),
     ],
 )

@@ -384,9 +384,6 @@ def test_a_collective_that_fails_is_the_fault_of_another_rank(
 
 @pytest.mark.parametrize("error", [samo.CompressionError(), torch.OutOfMemoryError()])
 def test_an_error_of_this_stage_stays_what_it_is(error: Exception) -> None:
-    def fail() -> None:
+    with pytest.raises(type(error)) as caught, one_stage()._peers.collective():
         raise error
-
-    with pytest.raises(type(error)) as caught:
-        one_stage()._runner.run_collective(fail)
     assert caught.value is error

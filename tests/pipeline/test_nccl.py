@@ -1,57 +1,41 @@
-"""The transport for NCCL on a model of it, whose deadlocks and races that of 0.1 runs into."""
+"""The transport for NCCL on a model of it, which sees deadlocks and races."""
 
 import copy
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.pipeline.nccl_0_1 import NcclTransport01
-from benchmarks.pipeline.nccl_model import Case, NcclOnTheModel, try_timing
+from benchmarks.pipeline.nccl_model import Case
+from benchmarks.pipeline.timings import outcome_of
 from torch import nn
 
 import samo
+from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.transport import nccl
-from samo.pipeline.transport.base import neighbours_of
-from samo.pipeline.transport.streams import Channel
+from samo.pipeline.transport.connect import neighbours_of
 from samo.pipeline.transport.wire import Packet
-from tests.pipeline.local import Host, train_two_stages, transports
+from tests.pipeline.local import Host, HostEvent, train_two_stages, transports
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_no_timing_makes_a_deadlock_a_race_or_another_loss(first: int) -> None:
     for seed in range(first, first + 50):
         case = Case.draw(seed)
-        outcome, losses = try_timing(NcclOnTheModel, seed, case)
-        assert outcome == "", (seed, case)
-        assert all(torch.equal(loss, case.loss(seed)) for each in losses for loss in each), seed
+        assert outcome_of("samo", seed, case) == "right", (seed, case)
 
 
 @pytest.mark.parametrize(
-    ("is_turned", "is_eager", "found"),
-    [(True, True, "race"), (False, True, "deadlock"), (False, False, "deadlock")],
+    ("name", "found"),
+    [
+        ("handed over when announced", "deadlock"),
+        ("sent before it is computed", "race"),
+        ("communicators created late", "deadlock"),
+    ],
 )
-def test_the_model_finds_what_was_wrong_in_0_1(is_turned: bool, is_eager: bool, found: str) -> None:
-    outcomes: Counter[str] = Counter()
-    for seed in range(100):
-        case = Case(4, 6, num_queues=1, is_turned=is_turned)
-        outcomes[try_timing(NcclTransport01, seed, case, is_eager=is_eager)[0]] += 1
-        if outcomes[found]:
-            return
-    pytest.fail(f"{dict(outcomes)}")
-
-
-class SentTooEarly(NcclOnTheModel):  # type: ignore[misc, valid-type]
-    """Sends before the stream that made the data is done."""
-
-    def start_send(self, link: Any, channel: Channel, packet: Packet, ready: Any) -> Any:
-        return super().start_send(link, channel, packet, self.cuda.Stream().record_event())
-
-
-def test_the_model_finds_a_send_that_does_not_wait_for_its_data() -> None:
-    case = Case(2, 6, num_queues=8, is_turned=False)
-    assert any(try_timing(SentTooEarly, seed, case)[0] == "race" for seed in range(50))
+def test_the_model_sees_a_transport_that_breaks_a_rule(name: str, found: str) -> None:
+    case = Case(4, 6, num_queues=1, is_turned=False)
+    assert found in {outcome_of(name, seed, case) for seed in range(5)}
 
 
 @pytest.mark.parametrize("is_ring", [False, True])
@@ -106,14 +90,32 @@ def test_tensors_and_headers_on_their_own_ways_give_the_gradients_of_one_process
 def test_a_neighbour_whose_data_does_not_follow_its_header_is_named(
     leaves: bool, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("samo.pipeline.transport.streams._GRACE_S", 0.05)
+    monkeypatch.setattr("samo.pipeline.transport.nccl._GRACE_S", 0.05)
     first, second = transports(torch.device("cpu"), Host())
-    first._links[1].send(Packet("activation", 0, 0, 1, (torch.ones(2),), (False,)))
+    first.links[1].send(Packet("activation", 0, 0, 1, (torch.ones(2),), (False,)))
     if leaves:
         first.close()
-    runner = Runner([nn.Identity()], second, in_flight=[1], timeout_s=0.3)
+    runner = Runner([nn.Identity()], Peers(second, timeout_s=0.3), in_flight=[1])
     with pytest.raises(samo.PeerError, match=rf"rank 0 \(stage 0 of 2\) {text}") as caught:
         runner.run(lambda: Batch(1, loss=lambda number, y: y.sum()))
     assert caught.value.rank == 0
     for end in (first, second):
         end.close()
+
+
+def test_what_a_neighbour_sent_before_it_left_is_handed_over_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_complete = [False]
+    monkeypatch.setattr(HostEvent, "query", lambda self: is_complete[0])
+    first, second = transports(torch.device("cpu"), Host())
+    first.send(1, Packet("gradient", tensors=(torch.full((3,), 7),)))
+    first.close()
+    for is_complete[0] in (False, True):
+        second.poll(0.1)
+        second.poll()
+        assert list(second.broken) == ([0] if is_complete[0] else [])
+        assert [packet.tensors[0].tolist() for _, packet in second.inbox] == (
+            [[7] * 3] if is_complete[0] else []
+        )
+    second.close()

@@ -5,7 +5,6 @@ import queue
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import samo
+from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner, as_tuple
-from samo.pipeline.transport.base import Arrival, Transport
+from samo.pipeline.transport.connect import neighbours_of
+from samo.pipeline.transport.tcp import Transport
 from samo.pipeline.transport.wire import Packet
 
 ONE = Packet("activation", 0, 0, 1, (torch.ones(1),), (False,))
@@ -24,29 +25,37 @@ ABORT = Packet("abort", 0, stage=0, reason="OSError: disk")
 class MemoryTransport(Transport):
     """Links between threads: a queue for each direction."""
 
-    def __init__(self, links: dict[Any, Any], stage: int, num_stages: int, is_ring: bool) -> None:
-        super().__init__(stage, range(num_stages), is_ring=is_ring)
-        self.links = links
+    def __init__(self, queues: dict[Any, Any], place: int, num_ranks: int, is_ring: bool) -> None:
+        super().__init__(place, range(num_ranks))
+        self.links.update(dict.fromkeys(neighbours_of(place, num_ranks, is_ring)))
+        self.queues = queues
 
-    def send(self, stage: int, packet: Packet) -> None:
+    def send(self, place: int, packet: Packet) -> None:
         tensors = tuple(tensor.detach().clone() for tensor in packet.tensors)
-        self.links[self.stage, stage].put(packet._replace(tensors=tensors))
+        self.queues[self.place, place].put(packet._replace(tensors=tensors))
 
     def poll(self, timeout_s: float = 0.0) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
-            for stage in self.neighbours:
-                while not self.links[stage, self.stage].empty():
-                    self.inbox.append(Arrival(stage, self.links[stage, self.stage].get()))
+            for place in self.links:
+                while not self.queues[place, self.place].empty():
+                    self.inbox.append((place, self.queues[place, self.place].get()))
             if self.inbox or time.monotonic() >= deadline:
                 return
             time.sleep(1e-4)
 
+    def is_sent(self, place: int) -> bool:
+        return True
 
-def network(num_stages: int, is_ring: bool = False) -> list[MemoryTransport]:
-    places = range(num_stages)
-    links: dict[Any, Any] = {(a, b): queue.SimpleQueue() for a in places for b in places}
-    return [MemoryTransport(links, stage, num_stages, is_ring) for stage in places]
+
+def network(num_ranks: int, is_ring: bool = False) -> list[MemoryTransport]:
+    places = range(num_ranks)
+    queues: dict[Any, Any] = {(a, b): queue.SimpleQueue() for a in places for b in places}
+    return [MemoryTransport(queues, place, num_ranks, is_ring) for place in places]
+
+
+def runner_of(transport: Transport, layer: nn.Module, timeout_s: float = 5.0) -> Runner:
+    return Runner([layer], Peers(transport, timeout_s), in_flight=[1])
 
 
 def run_threads(stages: list[nn.Module], batches: list[Batch], timeout_s: float = 20.0) -> Any:
@@ -56,7 +65,7 @@ def run_threads(stages: list[nn.Module], batches: list[Batch], timeout_s: float 
 
     def work(rank: int) -> Any:
         own = stages[rank :: len(ranks)]
-        runner = Runner(own, transports[rank], in_flight=[2] * len(own), timeout_s=timeout_s)
+        runner = Runner(own, Peers(transports[rank], timeout_s), in_flight=[2] * len(own))
         try:
             return [runner.run(lambda: batches[rank]) for _ in range(2)]
         except Exception as error:
@@ -74,7 +83,7 @@ def total(number: int, output: Tensor) -> Tensor:
 
 def run_last(transport: Transport, timeout_s: float = 5, num_micro_batches: int = 1) -> Any:
     """Run a batch on the last of two stages; packets of the other one come from the test."""
-    runner = Runner([nn.Identity()], transport, in_flight=[1], timeout_s=timeout_s)
+    runner = runner_of(transport, nn.Identity(), timeout_s)
     return runner.run(lambda: Batch(num_micro_batches, loss=total))
 
 
@@ -176,30 +185,31 @@ def test_a_packet_out_of_place_names_its_sender(packet: Packet, text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "rank", "text"),
+    ("packets", "error", "rank", "text"),
     [
-        ([ConnectionError("Closed")], 0, r"is gone \(Closed\)"),
-        ([ValueError("sent an invalid header")], 0, r"of 3\) sent an invalid header"),
+        ([], ConnectionError("Closed"), 0, r"is gone \(Closed\)"),
+        ([], ValueError("sent an invalid header"), 0, r"of 3\) sent an invalid header"),
         # What was sent before a link broke is read before.
-        ([ABORT._replace(stage=2), ConnectionError("Closed")], 2, r"of 3\) OSError: disk"),
-        ([ONE._replace(step=1)], 0, "sent activation of batch 1 in batch 0"),
+        ([ABORT._replace(stage=2)], ConnectionError("Closed"), 2, r"of 3\) OSError: disk"),
+        ([ONE._replace(step=1)], None, 0, "sent activation of batch 1 in batch 0"),
     ],
 )
-def test_a_broken_link_names_the_stage_at_fault(arrivals: list[Any], rank: int, text: str) -> None:
+def test_a_broken_link_names_the_stage_at_fault(
+    packets: list[Packet], error: Exception | None, rank: int, text: str
+) -> None:
     transport = network(3)[1]
-    for found in arrivals:
-        is_error = isinstance(found, Exception)
-        transport.inbox.append(Arrival(0, error=found) if is_error else Arrival(0, found))
-    runner = Runner([nn.Identity()], transport, in_flight=[1], timeout_s=5)
+    transport.inbox.extend((0, packet) for packet in packets)
+    transport.broken.update({} if error is None else {0: error})
     with pytest.raises(samo.PeerError, match=text) as caught:
-        runner.run(lambda: Batch(1))
+        runner_of(transport, nn.Identity()).run(lambda: Batch(1))
     assert (caught.value.rank, caught.value.is_timeout) == (rank, False)
 
 
 def test_a_neighbour_that_has_sent_everything_may_leave_and_is_missed_in_the_next_batch() -> None:
     transport = network(2)[1]
-    transport.inbox.extend([Arrival(0, ONE), Arrival(0, error=ConnectionError("Closed"))])
-    runner = Runner([nn.Identity()], transport, in_flight=[1], timeout_s=5)
+    transport.inbox.append((0, ONE))
+    transport.broken[0] = ConnectionError("Closed")
+    runner = runner_of(transport, nn.Identity())
     assert runner.run(lambda: Batch(1, loss=total)) == 1
     with pytest.raises(samo.PeerError, match=r"rank 0 .* is gone \(Closed\)"):
         runner.run(lambda: Batch(1, loss=total))
@@ -209,8 +219,8 @@ def test_data_of_the_next_batch_waits_for_it() -> None:
     """The first stage may begin a batch before its neighbour has left the last one."""
     transport = network(2)[1]
     later = ONE._replace(step=1, tensors=(torch.zeros(1),))
-    transport.inbox.extend([Arrival(0, ONE), Arrival(0, later)])
-    runner = Runner([nn.Identity()], transport, in_flight=[1], timeout_s=5)
+    transport.inbox.extend([(0, ONE), (0, later)])
+    runner = runner_of(transport, nn.Identity())
     assert [float(runner.run(lambda: Batch(1, loss=total))) for _ in range(2)] == [1, 0]
 
 
@@ -232,41 +242,44 @@ class Late:
             raise RuntimeError("Operation timed out!")
 
 
+def wait_for(peers: Peers, work: Any) -> None:
+    with peers.collective():
+        peers.wait(work)
+
+
 def test_a_collective_that_ends_when_the_time_of_a_wait_is_over_has_ended() -> None:
-    runner = Runner([nn.Identity()], network(2)[1], in_flight=[1], timeout_s=5)
+    peers = Peers(network(2)[1], timeout_s=5)
     for waits in range(4):
-        runner.run_collective(partial(runner.wait, Late(waits)))
+        wait_for(peers, Late(waits))
     with pytest.raises(samo.PeerError, match=r"did not join a collective \(Closed\)"):
-        runner.run_collective(lambda: runner.wait(Late(2, "Closed")))
+        wait_for(peers, Late(2, "Closed"))
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "text"),
+    ("packets", "broken", "text"),
     [
-        ([], r"another rank did not join a collective \(Operation timed out!\)"),
-        ([ABORT], r"rank 0 \(stage 0 of 2\) OSError: disk"),
-        ([ConnectionError("Closed")], r"rank 0 \(stage 0 of 2\) is gone \(Closed\)"),
+        ([], {}, r"another rank did not join a collective \(Operation timed out!\)"),
+        ([ABORT], {}, r"rank 0 \(stage 0 of 2\) OSError: disk"),
+        ([], {0: ConnectionError("Closed")}, r"rank 0 \(stage 0 of 2\) is gone \(Closed\)"),
     ],
 )
-def test_a_rank_that_waits_for_a_collective_hears_of_failures(arrivals: Any, text: str) -> None:
+def test_a_rank_that_waits_for_a_collective_hears_of_failures(
+    packets: list[Packet], broken: dict[int, Exception], text: str
+) -> None:
     transport = network(2)[1]
-    for found in arrivals:
-        is_error = isinstance(found, Exception)
-        transport.inbox.append(Arrival(0, error=found) if is_error else Arrival(0, found))
-    transport.inbox.append(Arrival(0, ONE))  # of the next batch
-    runner = Runner([nn.Identity()], transport, in_flight=[1], timeout_s=0.1)
+    transport.inbox.extend((0, packet) for packet in [*packets, ONE])  # that of the next batch
+    transport.broken.update(broken)
     with pytest.raises(samo.PeerError, match=text):
-        runner.run_collective(lambda: runner.wait(Late(999)))
-    assert [arrival.packet for arrival in transport.inbox] in ([ONE], [])
+        wait_for(Peers(transport, timeout_s=0.1), Late(999))
+    assert bool(packets) or list(transport.inbox) == [(0, ONE)]
 
 
 def test_gradients_that_do_not_fit_name_their_sender() -> None:
     transport, other = network(2)
     layer = nn.Linear(1, 1)
     layer.register_forward_hook(lambda *_: other.send(0, Packet("gradient", 0, 0, 0)))
-    runner = Runner([layer], transport, in_flight=[1], timeout_s=5)
-    with pytest.raises(samo.PeerError, match="sent 0 gradients for 1 outputs of 0"):
-        runner.run(lambda: Batch(1, [(torch.ones(1, 1),)]))
+    with pytest.raises(samo.PeerError, match="sent 0 tensors with gradient 0, where 2 were due"):
+        runner_of(transport, layer).run(lambda: Batch(1, [(torch.ones(1, 1),)]))
 
 
 def test_a_neighbour_that_is_alive_and_sends_no_data_is_given_up_in_the_end() -> None:
@@ -274,8 +287,10 @@ def test_a_neighbour_that_is_alive_and_sends_no_data_is_given_up_in_the_end() ->
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(run_last, transport, timeout_s=0.1)
         while not done.done():
-            if other.receive(0.02) is not None:
-                other.send(1, Packet("alive", 0))
+            other.poll(0.02)
+            if other.inbox:
+                other.inbox.clear()
+                other.send(1, Packet("alive"))
         with pytest.raises(samo.PeerError, match=r"is alive, but has sent no data for 0\.3") as e:
             done.result()
     assert e.value.is_timeout

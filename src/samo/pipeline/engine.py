@@ -1,4 +1,4 @@
-"""What a rank does next: a pure state machine, messages in and actions out.
+"""What a rank does next: a pure state machine, messages in and passes out.
 
 Nothing is planned ahead. A stage computes whatever its messages allow, up to its limit of
 micro-batches in flight. If both passes are possible, the rank takes the backward pass, which frees
@@ -13,13 +13,13 @@ from typing import Final, Literal, NamedTuple
 
 __all__ = ["Action", "Engine", "MessageKind", "Progress", "in_flight_limits"]
 
-MessageKind = Literal["activation", "gradient", "loss"]
+MessageKind = Literal["activation", "gradient"]
 
 
 class Action(NamedTuple):
-    """What to do now: compute a pass, send a message, or wait for one; "step" ends the batch."""
+    """What to do now: compute a pass and send its result on, or wait; "step" ends the batch."""
 
-    kind: Literal["forward", "backward", "activation", "gradient", "loss", "receive", "step"]
+    kind: Literal["forward", "backward", "receive", "step"]
     micro_batch: int = -1
     stage: int = -1
 
@@ -32,16 +32,13 @@ class Progress:
 
     def __init__(self, stage: int, num_stages: int, num_micro_batches: int, in_flight: int) -> None:
         self.stage: Final = stage
-        self.is_first: Final = stage == 0
         self.is_last: Final = stage == num_stages - 1
         self.num_micro_batches: Final = num_micro_batches
         self.in_flight: Final = in_flight
         # Messages received so far. The first stage has all inputs.
-        self.activations: int = num_micro_batches if self.is_first else 0
+        self.activations = num_micro_batches if stage == 0 else 0
         self.gradients = 0
-        self.has_loss: bool = self.is_last
         self.forwards = self.backwards = 0
-        self.sends: Final[list[Action]] = []  # messages to send before the next pass
 
     @property
     def can_go_forward(self) -> bool:
@@ -54,11 +51,6 @@ class Progress:
         """Whether the next backward pass has its input."""
         return self.backwards < (self.forwards if self.is_last else self.gradients)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all passes are done and the loss is known."""
-        return self.has_loss and self.backwards == self.num_micro_batches
-
     def receive(self, kind: MessageKind, micro_batch: int) -> None:
         """Take in a message; raise ValueError if it is not the next one of its link."""
         count = self.num_micro_batches
@@ -67,9 +59,6 @@ class Progress:
             due, self.activations = self.activations, self.activations + 1
         elif kind == "gradient" and not self.is_last and self.gradients < self.forwards:
             due, self.gradients = self.gradients, self.gradients + 1
-        elif kind == "loss" and not self.has_loss and self.gradients == count:
-            due, self.has_loss = count - 1, True
-            self._send_loss()
         if micro_batch != due:
             wanted = f"no {kind}" if due is None else f"{kind} {due}"
             raise ValueError(
@@ -79,22 +68,13 @@ class Progress:
 
     def forward(self) -> Action:
         """Count the next forward pass as done."""
-        micro_batch, self.forwards = self.forwards, self.forwards + 1
-        if not self.is_last:
-            self.sends.append(Action("activation", micro_batch, self.stage))
-        return Action("forward", micro_batch, self.stage)
+        self.forwards += 1
+        return Action("forward", self.forwards - 1, self.stage)
 
     def backward(self) -> Action:
         """Count the next backward pass as done."""
-        micro_batch, self.backwards = self.backwards, self.backwards + 1
-        if not self.is_first:
-            self.sends.append(Action("gradient", micro_batch, self.stage))
-        self._send_loss()
-        return Action("backward", micro_batch, self.stage)
-
-    def _send_loss(self) -> None:
-        if self.is_complete and not self.is_first:
-            self.sends.append(Action("loss", self.num_micro_batches - 1, self.stage))
+        self.backwards += 1
+        return Action("backward", self.backwards - 1, self.stage)
 
 
 class Engine:
@@ -103,8 +83,8 @@ class Engine:
     Example:
         >>> last = Engine([Progress(stage=1, num_stages=2, num_micro_batches=1, in_flight=2)])
         >>> last.stages[1].receive("activation", 0)
-        >>> [last.next().kind for _ in range(5)]
-        ['forward', 'backward', 'gradient', 'loss', 'step']
+        >>> [last.next().kind for _ in range(3)]
+        ['forward', 'backward', 'step']
     """
 
     alternates = True  # a benchmark compares with backward first
@@ -113,23 +93,20 @@ class Engine:
         self.stages: Final = {progress.stage: progress for progress in stages}
         self._was_backward = False
 
-    @property
-    def is_sending(self) -> bool:
-        """Whether the next action is to send what the last pass has computed."""
-        return any([stage.sends for stage in self.stages.values()])
-
     def senders(self) -> set[int]:
         """Return the stages that have more to send to those of this rank."""
         own = self.stages.values()
         before = {one.stage - 1 for one in own if one.activations < one.num_micro_batches}
-        return before | {one.stage + 1 for one in own if not one.has_loss}
+        return before | {
+            one.stage + 1
+            for one in own
+            if one.gradients < one.num_micro_batches and not one.is_last
+        }
 
     def next(self) -> Action:
         """Decide what to do now, and count it as done."""
         forward = backward = None
         for stage in self.stages.values():  # the last one that can
-            if stage.sends:
-                return stage.sends.pop(0)
             forward = stage if stage.can_go_forward else forward
             backward = stage if stage.can_go_backward else backward
         is_turn = forward is not None and self._was_backward and self.alternates
@@ -139,7 +116,7 @@ class Engine:
         if forward is not None:
             self._was_backward = False
             return forward.forward()
-        is_done = all(stage.is_complete for stage in self.stages.values())
+        is_done = all(one.backwards == one.num_micro_batches for one in self.stages.values())
         return Action("step" if is_done else "receive")
 
 

@@ -56,7 +56,7 @@ def sync_found_inf(
     """Put a NaN into every gradient of all stages if any of them has one that is not finite.
 
     Optimizers and gradient scalers then skip the same steps on all stages. The host does not wait
-    for the device.
+    for a GPU.
     """
     grads = [param.grad for param in params if param.grad is not None]
     # Embeddings may have sparse gradients.
@@ -67,7 +67,7 @@ def sync_found_inf(
         largest = nn.utils.get_total_norm(found, math.inf)
         is_bad = (~largest.isfinite()).to(device, torch.float32)
     wait(dist.all_reduce(is_bad, dist.ReduceOp.MAX, group=group, async_op=True))
-    if found:
+    if found and (is_bad.is_cuda or is_bad):
         factor = torch.where(is_bad > 0, math.nan, 1.0)
         torch._foreach_mul_([one.as_strided((1,), (1,)) for one in found], factor)
 

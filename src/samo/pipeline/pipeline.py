@@ -21,14 +21,15 @@ from samo.pipeline.engine import in_flight_limits
 from samo.pipeline.gradients import Wait, average_gradients, partial_norm, sync_found_inf
 from samo.pipeline.mask_check import MaskCheck, digest
 from samo.pipeline.microbatch import Reduction, Tensors, cut, loss_weights, zero_loss
+from samo.pipeline.peers import Peers
 from samo.pipeline.runner import Batch, Runner
 from samo.pipeline.split import check_cuts, take_apart
 from samo.pipeline.stage import Source, build_stage
 from samo.pipeline.tied import check_tied_masks, find_tied
 from samo.pipeline.timeline import Event, Timeline
-from samo.pipeline.transport.base import Transport
 from samo.pipeline.transport.connect import Meeting
 from samo.pipeline.transport.nccl import open_links
+from samo.pipeline.transport.tcp import Transport
 from samo.pipeline.units import LayersLike
 from samo.utils.collectives import all_gather_json, backend_of
 
@@ -141,24 +142,25 @@ class Pipeline:
         transport = Transport()
         if group is not None and mesh is not None:
             ranks = dist.get_process_group_ranks(group)
-            meeting = Meeting(ranks, self.stage, timeout_s, everyone=mesh.mesh.flatten().tolist())
-            transport = open_links(meeting, self.device, backend, is_ring=per_rank > 1)
+            everyone = mesh.mesh.flatten().tolist()
+            is_ring = per_rank > 1
+            meeting = Meeting(ranks, self.stage, timeout_s, is_ring=is_ring, everyone=everyone)
+            transport = open_links(meeting, self.device, backend)
         self._ties: Final = find_tied(split, self.cuts, meeting, backend)
         self._own_ties: Final = [tie for tie in self._ties if self.stage in tie.ranks]
         self._tie_check: Final = MaskCheck(group) if self._ties and group is not None else None
         self._replica_check: Final = MaskCheck(self._replicas) if self._replicas else None
         # A program that ends without close() runs this before torch's own exit handlers.
         self._finalizer: Final = weakref.finalize(self, transport.close)
+        self._peers: Final = Peers(transport, timeout_s, meeting)
         self._runner: Final = Runner(
             [partial(self.module, piece=piece) for piece in range(per_rank)],
-            transport,
+            self._peers,
             in_flight=self.in_flight[own],
-            timeout_s=timeout_s,
             wire_dtype=wire_dtype,
-            meeting=meeting,
         )
         # With NCCL, streams wait for collectives, and not the host.
-        self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._runner.wait
+        self._wait: Final[Wait] = dist.Work.wait if backend == "nccl" else self._peers.wait
         if backend == "nccl":  # create the communicator while no kernel waits for a neighbour
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         if self._replicas is not None:
@@ -210,7 +212,8 @@ class Pipeline:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             loss = self._runner.run(lambda: self._batch(x, target, seed=seed, scaler=scaler))
         if is_last or self._ties:
-            self._runner.run_collective(lambda: self._reduce_gradients(is_last))
+            with self._peers.collective():
+                self._reduce_gradients(is_last)
         return loss
 
     @torch.no_grad()
@@ -246,10 +249,9 @@ class Pipeline:
         total = partial_norm(grads, norm_type, self.device)
         is_max = norm_type == math.inf
         if self._group is not None:
-            group, op = self._group, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-            self._runner.run_collective(
-                lambda: self._wait(dist.all_reduce(total, op, group=group, async_op=True))
-            )
+            op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            with self._peers.collective():
+                self._wait(dist.all_reduce(total, op, group=self._group, async_op=True))
         norm = total if is_max else total.pow(1.0 / norm_type)
         # A factor of 0, as torch has it for an infinite norm, would let other stages step.
         used = torch.where(norm.isfinite(), norm, math.nan)

@@ -1,37 +1,20 @@
-"""Run the stages of one rank: compute what the engine decides, and name a rank that fails.
+"""Run the stages of one rank: compute what the engine decides, and send the results on."""
 
-A rank that has waited for half of the timeout probes the silent neighbour. A neighbour that is
-itself waiting answers at once. One that is dead, stopped or stuck in its own computation does not,
-and is reported when the timeout expires. The report is sent on as an "abort", so every rank raises
-a `PeerError` that names the same rank.
-"""
-
-import datetime
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as record_function
 
-from samo.errors import PeerError, SamoError, first_words
-from samo.pipeline.engine import Action, Engine, MessageKind, Progress
-from samo.pipeline.timeline import Event, Pass
-from samo.pipeline.transport.base import Arrival, Transport
-from samo.pipeline.transport.connect import Meeting
+from samo.pipeline.engine import Engine, MessageKind, Progress
+from samo.pipeline.peers import Peers
+from samo.pipeline.timeline import Event
 from samo.pipeline.transport.wire import Packet
 
 __all__ = ["Batch", "Runner"]
-
-Result = TypeVar("Result")
-
-_ABORT_S: Final = 2.0
-"""Seconds to send an "abort", or to wait for one after a collective has failed."""
-_PATIENCE: Final = 3
-"""Timeouts after which a neighbour that answers probes, and sends nothing else, is given up."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +34,26 @@ class Batch:
 
 @dataclass
 class _Held:
-    """Tensors of a stage's micro-batches in flight."""
+    """A micro-batch on a stage, until its backward pass."""
 
-    inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    gradients: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    loss: tuple[Tensor, ...] = ()  # one, once it is known
-    seeds: dict[int, int | None] = field(default_factory=dict)
+    inputs: tuple[Tensor, ...]
+    seed: int | None
+    outputs: tuple[Tensor, ...] = ()
+    gradients: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class _Run:
+    """A batch that is being computed."""
+
+    batch: Batch
+    engine: Engine
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)  # by stage and micro-batch
+    loss: Tensor | None = None
+
+    def is_end(self, kind: str, micro_batch: int) -> bool:
+        """Whether a message is the last of its link, a gradient that brings the loss along."""
+        return kind == "gradient" and micro_batch == self.batch.num_micro_batches - 1
 
 
 class Runner:
@@ -66,347 +62,184 @@ class Runner:
     def __init__(
         self,
         layers: Sequence[Callable[..., Any]],
-        transport: Transport,
+        peers: Peers,
         *,
         in_flight: Sequence[int],
-        timeout_s: float,
         wire_dtype: torch.dtype | None = None,
-        meeting: Meeting | None = None,
     ) -> None:
-        self.transport: Final = transport
-        self.timeout_s: Final = timeout_s
         self.events: list[Event] = []
         self.steps = 0
         self.sent_bytes = 0
-        self._num_stages: Final = transport.num_stages * len(layers)
-        numbers = range(transport.stage, self._num_stages, transport.num_stages)
+        self._peers: Final = peers
+        self._transport: Final = peers.transport
+        self._num_places: Final = len(peers.transport.ranks)
+        self._num_stages: Final = self._num_places * len(layers)
+        numbers = range(peers.transport.place, self._num_stages, self._num_places)
         self._layers: Final = dict(zip(numbers, layers))
         self._limits: Final = dict(zip(numbers, in_flight))
-        self._failure: str | None = None
         self._wire_dtype: Final = wire_dtype
-        self._meeting: Final = meeting  # where failures are recorded for ranks without a link
-        self._broken: Final[dict[int, Exception]] = {}  # links by neighbour
-        self._early: Final[list[Arrival]] = []  # data of the next batch
+        self._early: list[tuple[int, Packet]] = []  # data of the next batch
 
     def run(self, prepare: Callable[[], Batch]) -> Tensor:
         """Compute a batch and return its loss. If ``prepare`` raises, the other ranks are told."""
         self.events = []
-        loss = self._guarded(lambda: self._compute_batch(prepare()))
+        with self._peers.reporting():
+            loss = self._compute(prepare())
         self.steps += 1
         return loss
 
-    def run_collective(self, do: Callable[[], Result]) -> Result:
-        """Run something that all ranks do together outside of a batch."""
-
-        def attempt() -> Result:
-            try:
-                return do()
-            except (SamoError, torch.OutOfMemoryError):
-                raise
-            except RuntimeError as error:
-                deadline = time.monotonic() + min(_ABORT_S, self.timeout_s)
-                while self.transport.neighbours and time.monotonic() < deadline:
-                    self._hear_reports(0.05)
-                    self._raise_recorded()
-                for stage, broken in self._broken.items():
-                    self._fail(stage, _describe(broken), skip=stage)
-                raise PeerError(
-                    f"another rank did not join a collective ({first_words(error)}); restart all "
-                    "ranks from the last checkpoint"
-                ) from error
-
-        return self._guarded(attempt)
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective on the host, and for reports of neighbours that fail meanwhile."""
-        begin = looked = time.monotonic()
-        while True:
-            try:
-                work.wait(datetime.timedelta(seconds=0.1))
-                return
-            except RuntimeError:
-                if work.is_completed():  # since, or with an error
-                    work.wait()
-                    return
-                waited = time.monotonic() - begin
-                if waited > self.timeout_s:
-                    raise
-            self._hear_reports()  # nothing but those 0.1 s were over
-            if time.monotonic() - looked > 1.0:
-                self._raise_recorded()
-                looked = time.monotonic()
-            if self._broken and waited > _ABORT_S:
-                stage = min(self._broken)
-                self._fail(stage, _describe(self._broken[stage]), skip=stage)
-
-    def _guarded(self, do: Callable[[], Result]) -> Result:
-        """Return the result of ``do``; report a failure to the neighbours."""
-        if self._failure is not None:
-            raise PeerError(f"the pipeline failed earlier ({self._failure}); restart all ranks")
-        neighbours = self.transport.neighbours
-        try:
-            result = do()
-            late = self.transport.flush(self.timeout_s, neighbours)
-            if late is not None:
-                self._hear_reports()
-                what = f"did not take what was sent to it for {self.timeout_s:g} s"
-                self._fail(late, what, skip=late, is_timeout=True)
-        except PeerError as error:
-            self._failure = self._failure or str(error)
-            raise
-        except BaseException as error:
-            if neighbours:  # a pipeline of one rank can run the next batch
-                self._failure = f"{type(error).__name__}: {error}"
-                if self._meeting is not None:
-                    own = self.transport.ranks[self.transport.stage]
-                    self._meeting.record_failure(own, self._failure)
-                self._broadcast_abort(self.transport.stage, self._failure, neighbours)
-            raise
-        return result
-
-    def _compute_batch(self, batch: Batch) -> Tensor:
+    def _compute(self, batch: Batch) -> Tensor:
         count = batch.num_micro_batches
-        engine = Engine(
-            Progress(stage, self._num_stages, count, limit) for stage, limit in self._limits.items()
+        run = _Run(
+            batch,
+            Engine(Progress(s, self._num_stages, count, own) for s, own in self._limits.items()),
         )
-        held = {stage: _Held() for stage in self._layers}
-        if batch.inputs is not None:
-            held[0].inputs = dict(enumerate(batch.inputs))
-            if batch.seed is not None:
-                held[0].seeds = {i: _mixed(batch.seed, i) for i in range(count)}
-        inbox = self.transport.inbox
-        inbox.extendleft(reversed(self._early))
-        self._early.clear()
+        for number, inputs in enumerate(batch.inputs or ()):
+            seed = None if batch.seed is None else _mixed(batch.seed, number)
+            run.held[0, number] = _Held(inputs, seed)
+        arrivals, self._early = [*self._early, *self._peers.poll()], []
         with torch.set_grad_enabled(batch.is_training):
             while True:
-                while inbox:  # decide by everything that has come
-                    self._take(inbox.popleft(), engine, held, batch)
-                action = engine.next()
-                if action.kind == "step":
+                for place, packet in arrivals:  # decide by everything that has come
+                    self._take(run, place, packet)
+                kind, micro_batch, stage = run.engine.next()
+                if kind == "step":
                     break
-                if action.kind == "receive":
-                    self._wait(engine, held, batch)
-                    continue
-                if action.kind == "forward" or action.kind == "backward":
-                    self._compute(action.kind, action, held[action.stage], batch)
+                if kind == "receive":
+                    arrivals = self._peers.receive(self._due(run))
                 else:
-                    self._send(action.kind, action, held[action.stage], batch.is_training)
-                if not engine.is_sending:
-                    self.transport.poll()
-        (loss,) = held[self.transport.stage].loss
-        return loss
+                    self._pass(run, kind, stage, micro_batch)
+                    arrivals = self._peers.poll()
+        assert run.loss is not None, "the last gradient brings the loss along"
+        return run.loss
 
-    # Passes
-
-    def _compute(self, what: Pass, action: Action, held: _Held, batch: Batch) -> None:
+    def _pass(
+        self, run: _Run, kind: Literal["forward", "backward"], stage: int, micro_batch: int
+    ) -> None:
+        """Compute a pass, and send its result to the stage that needs it."""
         start = time.perf_counter()
-        with record_function(f"samo/{what}"):
-            (self._forward if what == "forward" else self._backward)(action, held, batch)
-        end = time.perf_counter()
-        self.events.append(Event(start, end, action.stage, what, action.micro_batch))
+        with record_function(f"samo/{kind}"):
+            compute = self._forward if kind == "forward" else self._backward
+            tensors = compute(run, stage, micro_batch)
+        self.events.append(Event(start, time.perf_counter(), stage, kind, micro_batch))
+        if kind == "forward" and stage < self._num_stages - 1:
+            self._send(run, "activation", stage + 1, micro_batch, tensors)
+        elif kind == "backward" and stage > 0:
+            self._send(run, "gradient", stage - 1, micro_batch, tensors)
 
-    def _forward(self, action: Action, held: _Held, batch: Batch) -> None:
-        micro_batch = action.micro_batch
-        inputs = map(non_leaf, held.inputs[micro_batch])
-        seed = held.seeds.get(micro_batch)
-        output = self._layers[action.stage](*inputs, **({} if seed is None else {"seed": seed}))
-        if action.stage < self._num_stages - 1:
-            held.outputs[micro_batch] = as_tuple(output)
-            return
-        assert batch.loss is not None, "the rank of the last stage has the loss"
-        loss = batch.loss(micro_batch, output)
-        held.outputs[micro_batch] = (loss if batch.scale is None else batch.scale(loss),)
-        held.loss = (held.loss[0] + loss.detach() if held.loss else loss.detach(),)
+    def _forward(self, run: _Run, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+        held, batch = run.held[stage, micro_batch], run.batch
+        settings = {} if held.seed is None else {"seed": held.seed}
+        output = self._layers[stage](*map(non_leaf, held.inputs), **settings)
+        if stage < self._num_stages - 1:
+            held.outputs = as_tuple(output)
+        else:
+            assert batch.loss is not None, "the rank of the last stage has the loss"
+            loss = batch.loss(micro_batch, output)
+            held.outputs = (loss if batch.scale is None else batch.scale(loss),)
+            run.loss = loss.detach() if run.loss is None else run.loss + loss.detach()
+        return held.outputs
 
-    def _backward(self, action: Action, held: _Held, batch: Batch) -> None:
-        micro_batch, is_last = action.micro_batch, action.stage == self._num_stages - 1
-        inputs, outputs = held.inputs.pop(micro_batch), held.outputs.pop(micro_batch)
-        gradients = held.gradients.pop(micro_batch, ())
-        if not batch.is_training:
-            held.gradients[micro_batch] = ()
-            return
-        roots = [output for output in outputs if output.requires_grad]
-        if not is_last and len(roots) != len(gradients):
-            what = f"sent {len(gradients)} gradients for {len(roots)} outputs of {micro_batch}"
-            self._fail(self._place(action.stage + 1), what)
+    def _backward(self, run: _Run, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+        held = run.held.pop((stage, micro_batch))
+        roots = [output for output in held.outputs if output.requires_grad]
         if roots:
-            torch.autograd.backward(roots, None if is_last else gradients)
-        held.gradients[micro_batch] = tuple(
+            torch.autograd.backward(roots, held.gradients or None)
+        return tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor in inputs
+            for tensor in held.inputs
             if tensor.requires_grad
         )
 
-    # Packets
+    def _send(
+        self,
+        run: _Run,
+        kind: MessageKind,
+        target: int,
+        micro_batch: int,
+        tensors: tuple[Tensor, ...],
+    ) -> None:
+        needs_grad: tuple[bool, ...] = ()
+        seed: int | None = None
+        if kind == "activation":
+            needs_grad = tuple(tensor.requires_grad for tensor in tensors)
+            seed = run.held[target - 1, micro_batch].seed
+        values = tuple(tensor.detach() for tensor in tensors)
+        is_narrow: tuple[bool, ...] = ()
+        if self._wire_dtype is not None:
+            is_narrow = tuple(tensor.dtype == torch.float32 for tensor in values)
+            values = tuple(
+                tensor.to(self._wire_dtype) if flag else tensor
+                for tensor, flag in zip(values, is_narrow)
+            )
+        if run.is_end(kind, micro_batch):
+            assert run.loss is not None
+            values, is_narrow = (*values, run.loss), is_narrow and (*is_narrow, False)
+        self.sent_bytes += sum(tensor.nbytes for tensor in values)
+        packet = Packet(
+            kind,
+            self.steps,
+            micro_batch,
+            target,
+            values,
+            needs_grad,
+            is_narrow,
+            is_training=run.batch.is_training,
+            seed=seed,
+        )
+        self._transport.send(self._place(target), packet)
+
+    def _take(self, run: _Run, place: int, packet: Packet) -> None:
+        """Take data that has come, and check that it was due."""
+        kind: MessageKind = "activation" if packet.kind == "activation" else "gradient"
+        if packet.step == self.steps + 1 and place not in self._due(run):
+            self._early.append((place, packet))  # it has ended this batch, as this rank soon does
+            return
+        fail, stage, micro_batch = self._peers.fail, packet.stage, packet.micro_batch
+        if packet.step != self.steps:
+            fail(place, f"sent {kind} of batch {packet.step} in batch {self.steps}")
+        if packet.is_training != run.batch.is_training:
+            ours, theirs = ("step", "eval") if run.batch.is_training else ("eval", "step")
+            fail(place, f"called {theirs}() where this rank called {ours}()")
+        source = stage + (-1 if kind == "activation" else 1)
+        if stage not in self._layers or place != self._place(source):
+            fail(place, f"sent {kind} for stage {stage}, which is not on this rank")
+        try:
+            run.engine.stages[stage].receive(kind, micro_batch)
+        except ValueError as error:
+            fail(place, str(error))
+        tensors = packet.tensors
+        if any(packet.is_narrow):
+            tensors = tuple(
+                tensor.float() if flag else tensor
+                for tensor, flag in zip(tensors, packet.is_narrow)
+            )
+        if kind == "activation":
+            for tensor, flag in zip(tensors, packet.needs_grad, strict=True):
+                tensor.requires_grad_(flag)
+            run.held[stage, micro_batch] = _Held(tensors, packet.seed)
+            return
+        held, is_end = run.held[stage, micro_batch], run.is_end(kind, micro_batch)
+        num_due = sum(output.requires_grad for output in held.outputs) + is_end
+        if len(tensors) != num_due:
+            what = f"sent {len(tensors)} tensors with gradient {micro_batch}, where {num_due} "
+            fail(place, f"{what}were due")
+        held.gradients = tensors[: num_due - is_end]
+        if is_end:
+            run.loss = tensors[-1].clone()  # which the caller may keep, without the gradients
+
+    def _due(self, run: _Run) -> set[int]:
+        """Return the neighbours that have more to send in this batch."""
+        return {self._place(stage) for stage in run.engine.senders()}
 
     def _place(self, stage: int) -> int:
         """Return the place of the rank that has a stage."""
-        return stage % self.transport.num_stages
-
-    def _send(self, kind: MessageKind, action: Action, held: _Held, is_training: bool) -> None:
-        micro_batch, target = action.micro_batch, action.stage - 1
-        if kind == "activation":
-            tensors, target = held.outputs[micro_batch], action.stage + 1
-        else:
-            tensors = held.gradients.pop(micro_batch) if kind == "gradient" else held.loss
-        flags = tuple(tensor.requires_grad for tensor in tensors)
-        values = tuple(tensor.detach() for tensor in tensors)
-        narrow: tuple[bool, ...] = ()
-        if self._wire_dtype is not None and kind != "loss":
-            narrow = tuple(tensor.dtype == torch.float32 for tensor in values)
-            values = tuple(
-                tensor.to(self._wire_dtype) if is_narrow else tensor
-                for tensor, is_narrow in zip(values, narrow)
-            )
-        self.sent_bytes += sum(tensor.nbytes for tensor in values)
-        seed = held.seeds.get(micro_batch)
-        packet = Packet(
-            kind, self.steps, micro_batch, target, values, flags, narrow, "", is_training, seed
-        )
-        self.transport.send(self._place(target), packet)
-
-    def _take(self, arrival: Arrival, engine: Engine, held: dict[int, _Held], batch: Batch) -> bool:
-        """Take an arrival; return whether it was data of this batch."""
-        sender, packet = arrival.stage, self._handle(arrival)
-        if packet is None:
-            return False
-        kind = packet.kind
-        if kind != "activation" and kind != "gradient" and kind != "loss":
-            return False
-        if packet.step == self.steps + 1 and sender not in self._due(engine):
-            self._early.append(arrival)  # it has ended this batch, as this rank is about to
-            return False
-        if packet.step != self.steps:
-            self._fail(sender, f"sent {kind} of batch {packet.step} in batch {self.steps}")
-        if packet.is_training != batch.is_training:
-            ours, theirs = ("step", "eval") if batch.is_training else ("eval", "step")
-            self._fail(sender, f"called {theirs}() where this rank called {ours}()")
-        source = packet.stage + (-1 if kind == "activation" else 1)
-        if packet.stage not in held or sender != self._place(source):
-            self._fail(sender, f"sent {kind} for stage {packet.stage}, which is not on this rank")
-        try:
-            engine.stages[packet.stage].receive(kind, packet.micro_batch)
-        except ValueError as error:
-            self._fail(sender, str(error))
-        own, tensors = held[packet.stage], packet.tensors
-        if any(packet.is_narrow):
-            tensors = tuple(
-                tensor.float() if is_narrow else tensor
-                for tensor, is_narrow in zip(tensors, packet.is_narrow)
-            )
-        if kind == "activation":
-            own.seeds[packet.micro_batch] = packet.seed
-            own.inputs[packet.micro_batch] = tuple(
-                tensor.requires_grad_(flag)
-                for tensor, flag in zip(tensors, packet.needs_grad, strict=True)
-            )
-        elif kind == "gradient":
-            own.gradients[packet.micro_batch] = tensors
-        else:
-            own.loss = tensors
-        return True
-
-    def _wait(self, engine: Engine, held: dict[int, _Held], batch: Batch) -> None:
-        """Wait for data; meanwhile answer probes, and watch the clock."""
-        begin = time.monotonic()
-        heard = dict.fromkeys(self.transport.neighbours, begin)
-        probed: set[int] = set()
-        while True:
-            now = time.monotonic()
-            is_late = now - begin >= self.timeout_s / 2
-            for stage in self._due(engine) if is_late or self._broken else ():
-                silence = now - heard[stage]
-                if stage in self._broken:
-                    self._fail(stage, _describe(self._broken[stage]), skip=stage)
-                if silence >= self.timeout_s:
-                    what = f"has been silent for {silence:.1f} s"
-                    self._fail(stage, what, skip=stage, is_timeout=True)
-                if now - begin > _PATIENCE * self.timeout_s:
-                    what = f"is alive, but has sent no data for {now - begin:.1f} s"
-                    self._fail(stage, what, skip=stage, is_timeout=True)
-                if silence >= self.timeout_s / 2 and stage not in probed:
-                    probed.add(stage)
-                    self.transport.send(stage, Packet("probe", self.steps))
-            arrival = self.transport.receive(max(0.01, self.timeout_s / 8))
-            if arrival is not None:
-                if self._take(arrival, engine, held, batch):
-                    return
-                heard[arrival.stage] = time.monotonic()
-                probed.discard(arrival.stage)
-
-    def _due(self, engine: Engine) -> set[int]:
-        """Return the neighbours that have more to send in this batch."""
-        return {self._place(stage) for stage in engine.senders()}
-
-    def _handle(self, arrival: Arrival) -> Packet | None:
-        """Return a packet after answering a probe; raise an "abort". None if the link broke.
-
-        A neighbour that has ended its batch may exit: a broken link is an error only if more is due
-        from it.
-        """
-        stage, packet, error = arrival
-        if isinstance(error, ValueError):  # the sender is alive, and is told too
-            self._fail(stage, str(error))
-        if packet is None:
-            assert error is not None, "an arrival has a packet or an error"
-            self._broken[stage] = error
-            return None
-        if packet.kind == "abort":
-            self._fail(packet.stage, packet.reason, skip=stage)
-        if packet.kind == "probe" and packet.step == self.steps:
-            self.transport.send(stage, Packet("alive", self.steps))
-        return packet
-
-    # Failures
-
-    def _hear_reports(self, timeout_s: float = 0.0) -> None:
-        """Raise the failure that a neighbour has reported, if any; keep data for the next batch."""
-        inbox = self.transport.inbox
-        self.transport.poll(timeout_s)
-        for _ in range(len(inbox)):
-            arrival = inbox.popleft()
-            packet = self._handle(arrival)
-            if packet is not None and packet.kind not in ("probe", "alive"):
-                inbox.append(arrival)
-
-    def _raise_recorded(self) -> None:
-        """Raise the failure that a rank without a link to this one has recorded, if any."""
-        failure = None if self._meeting is None else self._meeting.failure()
-        if failure is not None:
-            rank, what = failure
-            text = f"rank {rank} {what}. Restart all ranks from the last checkpoint"
-            raise PeerError(text, rank=rank)
-
-    def _fail(
-        self, origin: int, what: str, *, skip: int | None = None, is_timeout: bool = False
-    ) -> NoReturn:
-        """Report that ``origin`` failed to the neighbours other than ``skip``, and raise."""
-        transport = self.transport
-        self._broadcast_abort(origin, what, [s for s in transport.neighbours if s != skip])
-        rank = dict(enumerate(transport.ranks)).get(origin)  # a peer may send any number
-        if self._meeting is not None and rank is not None:
-            self._meeting.record_failure(rank, what)
-        raise PeerError(
-            f"rank {rank} (stage {origin} of {transport.num_stages}) {what}. Stage "
-            f"{transport.stage} lost its batch: restart all ranks from the last checkpoint",
-            rank=rank,
-            stage=origin,
-            is_timeout=is_timeout,
-        )
-
-    def _broadcast_abort(self, origin: int, what: str, stages: Iterable[int]) -> None:
-        for stage in stages:
-            self.transport.send(stage, Packet("abort", self.steps, stage=origin, reason=what))
-        self.transport.flush(min(_ABORT_S, self.timeout_s), stages)
+        return stage % self._num_places
 
 
 def _mixed(seed: int, micro_batch: int) -> int:
     """Return a seed of 47 bits for a micro-batch."""
     return (seed + (micro_batch + 1) * 0x9E3779B97F4A7C15) % 2**47
-
-
-def _describe(error: Exception) -> str:
-    return f"is gone ({error})"
 
 
 def as_tuple(output: Any) -> tuple[Tensor, ...]:

@@ -61,8 +61,8 @@ class FixedOrder(Engine):
 
     def next(self) -> Action:
         """Decide: the next pass of the order, if its message is there."""
-        if self._one.sends or self._place == len(self.order):
-            return super().next()
+        if self._place == len(self.order):
+            return Action("step")
         is_backward = self.order[self._place][0] == "B"
         if not (self._one.can_go_backward if is_backward else self._one.can_go_forward):
             return Action("receive")
@@ -134,24 +134,25 @@ class _Run:
     occupied: Delay
     watch: Callable[[Engine], None] | None
     events: list[Event] = field(default_factory=list)
-    agenda: list[tuple[float, int, int, Message | None]] = field(default_factory=list)
+    agenda: list[tuple[float, int, int, Message | Action | None]] = field(default_factory=list)
     last_arrival: dict[tuple[int, int], float] = field(default_factory=dict)
     free_at: dict[tuple[int, int], float] = field(default_factory=dict)
     num_entries: int = 0
 
     def run(self) -> Timeline:
         num_ranks = len(self.engines)
-        is_busy, is_done = [True] * num_ranks, [False] * num_ranks
+        is_busy, is_done = [False] * num_ranks, [False] * num_ranks
         inbox: list[deque[tuple[int, Message]]] = [deque() for _ in range(num_ranks)]
         for rank in range(num_ranks):
             self._enter(0.0, rank, None)
         while self.agenda:
-            now, _, stage, message = heapq.heappop(self.agenda)
+            now, _, stage, entry = heapq.heappop(self.agenda)
             rank = stage % num_ranks
-            if message is None:
+            if isinstance(entry, Action):  # its pass is over
                 is_busy[rank] = False
-            else:
-                inbox[rank].append((stage, message))
+                self._send(entry, now)
+            elif entry is not None:
+                inbox[rank].append((stage, entry))
             if is_busy[rank] or is_done[rank]:
                 continue
             engine = self.engines[rank]
@@ -159,39 +160,43 @@ class _Run:
                 target, received = inbox[rank].popleft()
                 engine.stages[target].receive(*received)
                 self._show(engine)
-            is_busy[rank], is_done[rank] = self._act(engine, now)
+            action = engine.next()
+            self._show(engine)
+            is_done[rank] = action.kind == "step"
+            is_busy[rank] = self._compute(action, now)
         if not all(is_done):
             waiting = [rank for rank, done in enumerate(is_done) if not done]
             raise RuntimeError(f"ranks {waiting} wait for messages that nobody will send")
         return Timeline(self.num_stages, self.num_micro_batches, self.events)
 
-    def _act(self, engine: Engine, now: float) -> tuple[bool, bool]:
-        """Do what can be done without time; return whether the rank computes, and is done."""
-        while True:
-            action = engine.next()
-            self._show(engine)
-            kind, micro_batch, stage = action
-            if kind == "receive" or kind == "step":
-                return False, kind == "step"
-            if kind == "forward" or kind == "backward":
-                end = now + self.duration(stage, kind, micro_batch)
-                self.events.append(Event(now, end, stage, kind, micro_batch))
-                self._enter(end, stage, None)
-                return True, False
-            target = stage + (1 if kind == "activation" else -1)
-            self._send(stage, target, now, (kind, micro_batch))
+    def _compute(self, action: Action, now: float) -> bool:
+        """Begin a pass, if the action is one."""
+        kind, micro_batch, stage = action
+        if kind != "forward" and kind != "backward":
+            return False
+        end = now + self.duration(stage, kind, micro_batch)
+        self.events.append(Event(now, end, stage, kind, micro_batch))
+        self._enter(end, stage, action)
+        return True
 
-    def _send(self, stage: int, target: int, now: float, message: Message) -> None:
+    def _send(self, action: Action, now: float) -> None:
+        """Send the result of a pass to the stage that needs it, if there is one."""
+        is_forward, stage = action.kind == "forward", action.stage
+        target = stage + (1 if is_forward else -1)
+        if not 0 <= target < self.num_stages:
+            return
         link = (stage, target)
         sent = max(now, self.free_at.get(link, 0.0)) + self.occupied(*link)
         self.free_at[link] = sent
         arrival = max(sent + self.delay(*link), self.last_arrival.get(link, 0.0))  # FIFO
         self.last_arrival[link] = arrival
-        self._enter(arrival, target, message)
+        self._enter(
+            arrival, target, ("activation" if is_forward else "gradient", action.micro_batch)
+        )
 
-    def _enter(self, when: float, stage: int, message: Message | None) -> None:
+    def _enter(self, when: float, stage: int, entry: Message | Action | None) -> None:
         self.num_entries += 1
-        heapq.heappush(self.agenda, (when, self.num_entries, stage, message))
+        heapq.heappush(self.agenda, (when, self.num_entries, stage, entry))
 
     def _show(self, engine: Engine) -> None:
         if self.watch is not None:

@@ -1,3 +1,3 @@
-"""How packets travel between stages: the interface, bytes on the wire, TCP, GPUs and NCCL."""
+"""How packets travel between stages: bytes on the wire, TCP, NCCL, and how ranks meet."""
 
 __all__ = []

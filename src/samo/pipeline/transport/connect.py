@@ -21,7 +21,6 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from samo.errors import PeerError
-from samo.pipeline.transport.base import neighbours_of
 
 __all__ = ["Meeting"]
 
@@ -36,16 +35,23 @@ _STORE_S: Final = 2.0
 class Meeting:
     """The ranks that build a pipeline together; ``place`` is this rank's among them.
 
-    ``everyone`` are those of all replicas, which share no link, and look into the store for how
-    one of them failed.
+    With several stages on a rank, the places are a ring. ``everyone`` are the ranks of all
+    replicas, which share no link, and look into the store for how one of them failed.
     """
 
     def __init__(
-        self, ranks: Sequence[int], place: int, timeout_s: float, everyone: Sequence[int] = ()
+        self,
+        ranks: Sequence[int],
+        place: int,
+        timeout_s: float,
+        *,
+        is_ring: bool = False,
+        everyone: Sequence[int] = (),
     ) -> None:
         self.ranks: Final = tuple(ranks)
         self.place: Final = place
         self.timeout_s: Final = timeout_s
+        self.is_ring: Final = is_ring
         store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
         self._host, self._interface = _host_of(store)
         self.store: Final = dist.PrefixStore(_name("pipeline", ranks), store)  # type: ignore[attr-defined]
@@ -82,9 +88,9 @@ class Meeting:
             self._is_store_stuck = thread.is_alive()
         return found[0] if found else None
 
-    def links(self, *, is_ring: bool) -> dict[int, socket.socket]:
+    def links(self) -> dict[int, socket.socket]:
         """Return a connection to each neighbour; the one with the lower place listens."""
-        neighbours = neighbours_of(self.place, len(self.ranks), is_ring)
+        neighbours = neighbours_of(self.place, len(self.ranks), self.is_ring)
         above = {place for place in neighbours if place > self.place}
         deadline = time.monotonic() + self.timeout_s
         links: dict[int, socket.socket] = {}
@@ -158,6 +164,14 @@ class Meeting:
             stage=place,
             is_timeout=True,
         )
+
+
+def neighbours_of(place: int, num_places: int, is_ring: bool) -> list[int]:
+    """Return the places that a rank exchanges packets with."""
+    around = {place - 1, place + 1}
+    if is_ring:
+        around = {other % num_places for other in around} - {place}
+    return sorted(around & set(range(num_places)))
 
 
 def _name(what: str, ranks: Sequence[int]) -> str:

@@ -1,30 +1,123 @@
 """Links between GPUs over NCCL; headers go over TCP. Not yet run on several GPUs.
 
+Two rules keep a GPU free of deadlocks, whatever the number of its hardware queues:
+
+- A packet is handed over when its data is there, not when it is announced. So no stream ever waits
+  for a transfer, and nothing in a hardware queue stands behind one.
+- A link has at most one transfer under way in each direction. The next one is queued when the host
+  has seen the end of the last.
+
+What remains in the queues depends on computation alone, which always comes to an end.
+
 Each directed link has a communicator of its own two ranks: NCCL has no tags, and two directions in
 one communicator would wait for each other. They are created in one order on all ranks, when the
 pipeline is built: creating one later may wait for kernels that wait for a neighbour.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from samo.pipeline.transport.base import neighbours_of
-from samo.pipeline.transport.connect import Meeting
-from samo.pipeline.transport.streams import Channel, PinnedTransport, StreamTransport, Transfer
-from samo.pipeline.transport.tcp import Link, TcpTransport
-from samo.pipeline.transport.wire import Layout, Packet, pack
+from samo.errors import first_words
+from samo.pipeline.transport.connect import Meeting, neighbours_of
+from samo.pipeline.transport.tcp import Link, Transport
+from samo.pipeline.transport.wire import Layout, Packet, pack, unpack
 
-__all__ = ["NcclTransport", "communicators", "link_order", "open_links"]
+__all__ = ["Channel", "NcclTransport", "Transfer", "communicators", "link_order", "open_links"]
 
 _SENDER, _RECEIVER = 0, 1
 """The ranks in a communicator."""
 
+_POLL_S: Final = 20e-6
+"""Seconds between two looks at transfers under way."""
 
-class NcclTransport(StreamTransport):
-    """Tensors stay on their GPUs. A packet is one NCCL kernel, whatever the number of tensors."""
+_GRACE_S: Final = 2.0
+"""Seconds for which transfers from a neighbour that has left may still end."""
+
+_DATA: Final = ("activation", "gradient")
+
+
+@dataclass
+class Transfer:
+    """A transfer under way; its tensors are kept until it is complete."""
+
+    packet: Packet
+    layout: Layout
+    body: Tensor
+    work: Any
+
+
+@dataclass
+class Channel:
+    """Both directions of a link: what waits for its turn, and what is under way."""
+
+    send_stream: Any
+    recv_stream: Any
+    comms: tuple[Any, Any]  # to send and to receive with
+    to_send: deque[tuple[Packet, Any]] = field(default_factory=deque)  # with the event of its data
+    sending: Transfer | None = None
+    to_receive: deque[tuple[Packet, Layout]] = field(default_factory=deque)
+    receiving: Transfer | None = None
+    error: Exception | None = None  # what broke the link, reported behind what came before
+    given_up_at: float = 0.0
+
+
+class NcclTransport(Transport):
+    """Tensors stay on their GPUs. A packet is one NCCL kernel, whatever the number of tensors.
+
+    ``comms`` has a communicator to send with and one to receive with for each neighbour; ``cuda``
+    is ``torch.cuda``.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        ranks: Sequence[int],
+        links: Mapping[int, Link],
+        device: torch.device,
+        comms: Mapping[int, tuple[Any, Any]],
+        cuda: Any = torch.cuda,
+    ) -> None:
+        super().__init__(place, ranks, links, device)
+        self.cuda: Final = cuda
+        self._channels: Final = {
+            place: Channel(cuda.Stream(device), cuda.Stream(device), both)
+            for place, both in comms.items()
+        }
+
+    def send(self, place: int, packet: Packet) -> None:
+        """Send to a neighbour without waiting for it. Reports of failures overtake data."""
+        if packet.kind not in _DATA:
+            self.links[place].send(packet)
+            return
+        ready = self.cuda.current_stream(self.device).record_event()
+        self._channels[place].to_send.append((packet, ready))
+        self._advance(place)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Read headers, and advance transfers."""
+        is_busy = any(c.sending or c.receiving for c in self._channels.values())
+        self._wait(timeout_s, is_busy)
+        for place in self._channels.keys() - self.broken.keys():
+            self._advance(place)
+
+    def is_sent(self, place: int) -> bool:
+        """Return whether everything is sent to a neighbour, or never will be."""
+        channel = self._channels[place]
+        is_idle = channel.sending is None and not channel.to_send
+        return place in self.broken or (is_idle and super().is_sent(place))
+
+    def close(self) -> None:
+        """Close the links, and end kernels that wait for a neighbour."""
+        for channel in self._channels.values():
+            for comm in channel.comms:
+                comm.abort()
+        super().close()
 
     def start_send(self, link: Link, channel: Channel, packet: Packet, ready: Any) -> Transfer:
         """Queue the send, then announce it: the receiver's kernel waits for one that is there."""
@@ -34,41 +127,93 @@ class NcclTransport(StreamTransport):
             body = pack(packet.tensors)  # on this stream: elsewhere, it might be sent unfinished
             work = channel.comms[0].send([body], _RECEIVER, 0)
         link.send(packet)
-        return Transfer(packet, body, work.is_completed, finish=work.wait)
+        return Transfer(packet, Layout(), body, work)
 
-    def start_receive(
-        self, channel: Channel, packet: Packet, layout: Layout, body: Tensor | None
-    ) -> Transfer:
-        """Queue the receive."""
+    def start_receive(self, channel: Channel, packet: Packet, layout: Layout) -> Transfer:
+        """Queue the receive of an announced packet."""
         with self.cuda.stream(channel.recv_stream):
-            found = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
-            work = channel.comms[1].recv([found], _SENDER, 0)
-        return Transfer(packet, found, work.is_completed, layout, finish=work.wait)
+            body = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
+            work = channel.comms[1].recv([body], _SENDER, 0)
+        return Transfer(packet, layout, body, work)
 
-    def close(self) -> None:
-        """Close the links, and end kernels that wait for a neighbour."""
-        for channel in self._channels.values():
-            for comm in channel.comms:
-                comm.abort()
-        super().close()
+    def _wait(self, timeout_s: float, is_busy: bool) -> None:
+        super().poll(0.0 if is_busy else timeout_s)
+        if is_busy and timeout_s > 0 and not self.inbox:
+            time.sleep(min(_POLL_S, timeout_s))
+
+    def _take(self, place: int, packet: Packet, layout: Layout, body: Tensor | None) -> None:
+        if packet.kind in _DATA:
+            self._channels[place].to_receive.append((packet, layout))
+        else:
+            self.inbox.append((place, packet))
+
+    def _break(self, place: int, error: Exception) -> None:
+        """Hand over first what has come; from a neighbour that died, it may never be complete."""
+        channel = self._channels[place]
+        channel.error, channel.given_up_at = error, time.monotonic() + _GRACE_S
+
+    def _advance(self, place: int) -> None:
+        """End what is complete, and start what is next."""
+        channel = self._channels[place]
+        try:
+            self._advance_sends(self.links[place], channel)
+            self._advance_receives(place, channel)
+        except RuntimeError as error:
+            self.broken[place] = ConnectionError(first_words(error))
+            return
+        is_received = channel.receiving is None and not channel.to_receive
+        if channel.error is not None and (is_received or time.monotonic() > channel.given_up_at):
+            self.broken[place] = channel.error
+
+    def _advance_sends(self, link: Link, channel: Channel) -> None:
+        while True:
+            if channel.sending is not None:
+                if not channel.sending.work.is_completed():
+                    return
+                channel.sending.work.wait()  # raises if it has failed
+                channel.sending = None
+            if not channel.to_send:
+                return
+            packet, ready = channel.to_send.popleft()
+            if any(tensor.numel() for tensor in packet.tensors):
+                channel.sending = self.start_send(link, channel, packet, ready)
+            else:
+                link.send(packet)
+
+    def _advance_receives(self, place: int, channel: Channel) -> None:
+        while True:
+            if channel.receiving is not None:
+                done = channel.receiving
+                if not done.work.is_completed():
+                    return
+                done.work.wait()
+                self._hand_over(done.body)
+                tensors = unpack(done.body, done.layout)
+                self.inbox.append((place, done.packet._replace(tensors=tensors)))
+                channel.receiving = None
+            if not channel.to_receive:
+                return
+            packet, layout = channel.to_receive.popleft()
+            if layout.nbytes:
+                channel.receiving = self.start_receive(channel, packet, layout)
+            else:
+                empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+                self.inbox.append((place, packet._replace(tensors=unpack(empty, layout))))
+
+    def _hand_over(self, body: Tensor) -> None:
+        """Let the current stream use memory that was allocated on another one."""
+        body.record_stream(self.cuda.current_stream(self.device))
 
 
-def open_links(
-    meeting: Meeting, device: torch.device, backend: str, *, is_ring: bool
-) -> TcpTransport:
+def open_links(meeting: Meeting, device: torch.device, backend: str) -> Transport:
     """Connect this rank to its neighbours, which all call this."""
-    is_nccl, is_cuda = backend == "nccl", device.type == "cuda"
-    links = {
-        place: Link(connection, has_bodies=not is_nccl, is_pinned=is_cuda and not is_nccl)
-        for place, connection in meeting.links(is_ring=is_ring).items()
-    }
-    place, ranks = meeting.place, meeting.ranks
-    if is_nccl:
-        comms = communicators(meeting, device, is_ring=is_ring)
-        return NcclTransport(place, ranks, links, device, comms=comms, is_ring=is_ring)
-    if is_cuda:
-        return PinnedTransport(place, ranks, links, device, is_ring=is_ring)
-    return TcpTransport(place, ranks, links, is_ring=is_ring)
+    is_nccl = backend == "nccl"
+    links = {at: Link(end, has_bodies=not is_nccl) for at, end in meeting.links().items()}
+    if not is_nccl:
+        return Transport(meeting.place, meeting.ranks, links, device)
+    return NcclTransport(
+        meeting.place, meeting.ranks, links, device, communicators(meeting, device)
+    )
 
 
 def link_order(num_places: int, is_ring: bool) -> list[tuple[int, int]]:
@@ -81,9 +226,9 @@ def link_order(num_places: int, is_ring: bool) -> list[tuple[int, int]]:
         [(0, 1), (1, 0), (2, 3), (3, 2), (1, 2), (2, 1)]
     """
     pairs = {
-        (min(pair), max(pair))
+        (min(place, other), max(place, other))
         for place in range(num_places)
-        for pair in [(place, other) for other in neighbours_of(place, num_places, is_ring)]
+        for other in neighbours_of(place, num_places, is_ring)
     }
 
     def color(pair: tuple[int, int]) -> tuple[int, int]:
@@ -93,12 +238,10 @@ def link_order(num_places: int, is_ring: bool) -> list[tuple[int, int]]:
     return [link for a, b in sorted(pairs, key=color) for link in ((a, b), (b, a))]
 
 
-def communicators(
-    meeting: Meeting, device: torch.device, *, is_ring: bool
-) -> dict[int, tuple[Any, Any]]:
+def communicators(meeting: Meeting, device: torch.device) -> dict[int, tuple[Any, Any]]:
     """Return a communicator to send with and one to receive with for each neighbour."""
     found: dict[tuple[int, int], Any] = {}
-    for link in link_order(len(meeting.ranks), is_ring):
+    for link in link_order(len(meeting.ranks), meeting.is_ring):
         if meeting.place in link:
             found[link] = comm = meeting.group(f"nccl {link}", link, "nccl")
             _exchange(comm, link.index(meeting.place), device)

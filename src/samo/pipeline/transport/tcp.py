@@ -1,37 +1,36 @@
-"""Links over TCP, for tensors on a CPU and for the headers of all others.
+"""Links over TCP: what a pipeline needs of a network.
 
 A gloo receive can neither be polled nor cancelled: it needs a thread for each neighbour, which
 wakes up at the wrong moment when the process exits. Sockets need none, and one call waits for all
 neighbours. What a socket does not take at once is pushed by a thread that lives until it is sent.
 """
 
-import ctypes
 import os
 import select
-import selectors
 import socket
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from samo.pipeline.transport.base import Arrival, Transport
 from samo.pipeline.transport.wire import (
     HEADER_BYTES,
-    Decoder,
-    Encoder,
     Layout,
     Packet,
+    decode,
+    encode,
     pack,
-    with_tensors,
+    text_bytes,
+    unpack,
 )
 
-__all__ = ["Link", "TcpTransport"]
+__all__ = ["Link", "Transport"]
 
 Received = tuple[Packet, Layout, Tensor | None]
 
@@ -44,12 +43,9 @@ _open: Final[weakref.WeakSet["Link"]] = weakref.WeakSet()
 class Link:
     """A connection to one neighbour, whose bodies may travel another way."""
 
-    def __init__(
-        self, connection: socket.socket, *, has_bodies: bool = True, is_pinned: bool = False
-    ) -> None:
+    def __init__(self, connection: socket.socket, *, has_bodies: bool = True) -> None:
         self.connection: Final = connection
-        self.encoder: Final = Encoder()
-        self._has_bodies, self._is_pinned = has_bodies, is_pinned
+        self._has_bodies: Final = has_bodies
         self._buffer: Final = memoryview(bytearray(_BUFFER_BYTES))
         self._unread = self._buffer[:0]
         self._is_empty = False
@@ -66,9 +62,9 @@ class Link:
 
     def send(self, packet: Packet, body: Tensor | None = None) -> None:
         """Send without waiting. A broken link takes anything: its reader finds the cause."""
-        parts = [memoryview(self.encoder.encode(packet))]
-        if body is not None and body.numel():
-            parts.append(_memory(body))
+        parts = [memoryview(encode(packet))]
+        if body is not None:
+            parts.append(body.numpy().data)
         with self._lock, suppress(OSError):
             if not self._outbox:
                 parts = _rest(parts, self._send(parts))
@@ -104,7 +100,7 @@ class Link:
 
     def _push(self) -> None:
         """Send what the socket did not take at once."""
-        poller = select.poll()  # select.select() takes no descriptor over 1,023
+        poller = select.poll()
         poller.register(self.connection, select.POLLOUT)
         while True:
             with self._lock:
@@ -123,17 +119,16 @@ class Link:
             poller.poll(1000.0)
 
     def _read(self) -> Iterator[Received | None]:
-        decoder, header = Decoder(), bytearray(HEADER_BYTES)
+        header = bytearray(HEADER_BYTES)
         while True:
             yield from self._fill(memoryview(header))
-            text = bytearray(decoder.text_bytes(header))
-            if text:
-                yield from self._fill(memoryview(text))
-            packet, layout = decoder.decode(header, text)
+            text = bytearray(text_bytes(header))
+            yield from self._fill(memoryview(text))
+            packet, layout = decode(header, text)
             body: Tensor | None = None
             if layout.specs and self._has_bodies:
-                body = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
-                yield from self._fill(_memory(body))
+                body = torch.empty(layout.nbytes, dtype=torch.uint8)
+                yield from self._fill(body.numpy().data)
             yield packet, layout, body
 
     def _fill(self, memory: memoryview) -> Iterator[None]:
@@ -159,56 +154,76 @@ class Link:
             memory = memory[size:]
 
 
-class TcpTransport(Transport):
-    """The links of this rank, for tensors on the host."""
+class Transport:
+    """The links of one rank to its neighbours; none by default: one rank.
+
+    ``place`` is a rank's in the pipeline, and the number of its first stage; ``ranks`` are the
+    global ranks. Packets of a directed link arrive in the order of sending, then what broke it, if
+    anything did. Nothing runs in the background that the caller could wait for: it polls, at every
+    action and while it waits. Tensors of a GPU are copied through the host, which waits for them.
+    """
 
     def __init__(
         self,
-        stage: int,
-        ranks: Sequence[int],
-        links: Mapping[int, Link],
-        *,
-        is_ring: bool = False,
+        place: int = 0,
+        ranks: Sequence[int] = (0,),
+        links: Mapping[int, Link] | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        super().__init__(stage, ranks, is_ring=is_ring)
-        self._links: Final = dict(links)
-        self._selector: Final = selectors.DefaultSelector()
-        for place, link in self._links.items():
-            self._selector.register(link.connection, selectors.EVENT_READ, place)
-        self._broken: Final[set[int]] = set()
+        self.place: Final = place
+        self.ranks: Final = tuple(ranks)
+        self.links: Final = dict(links or {})
+        self.device: Final = device
+        self.inbox: Final[deque[tuple[int, Packet]]] = deque()
+        # A ConnectionError for each link that has ended, a ValueError after an invalid packet.
+        self.broken: Final[dict[int, Exception]] = {}
+        self._poller: Final = select.poll()  # select.select() takes no descriptor over 1,023
+        self._places: Final = {link.connection.fileno(): at for at, link in self.links.items()}
+        for number in self._places:
+            self._poller.register(number, select.POLLIN)
 
-    def send(self, stage: int, packet: Packet) -> None:
+    def send(self, place: int, packet: Packet) -> None:
         """Send to a neighbour without waiting for it."""
-        self._links[stage].send(packet, pack(packet.tensors) if packet.tensors else None)
+        self.links[place].send(packet, pack(packet.tensors).cpu() if packet.tensors else None)
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Read what has come."""
-        for key, _ in self._selector.select(timeout_s):
+        """Advance all transfers; wait up to ``timeout_s`` for something to happen."""
+        for number, _ in self._poller.poll(timeout_s * 1e3):
+            place = self._places[number]
             try:
-                while (received := self._links[key.data].receive()) is not None:
-                    self._take(key.data, *received)
+                while (received := self.links[place].receive()) is not None:
+                    self._take(place, *received)
             except Exception as error:
-                self._selector.unregister(key.fileobj)
-                self._break(key.data, error)
+                self._poller.unregister(number)
+                self._break(place, error)
 
-    def is_sent(self, stage: int) -> bool:
+    def is_sent(self, place: int) -> bool:
         """Return whether everything is sent to a neighbour, or never will be."""
-        return stage in self._broken or self._links[stage].is_idle
+        return place in self.broken or self.links[place].is_idle
+
+    def flush(self, timeout_s: float, places: Iterable[int]) -> int | None:
+        """Wait until everything is sent to ``places``; return one that did not take it in time."""
+        deadline = time.monotonic() + timeout_s
+        while late := [place for place in places if not self.is_sent(place)]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return late[0]
+            self.poll(min(left, 1e-3))
+        return None
 
     def close(self) -> None:
-        """Close the links."""
-        self._selector.close()
-        for link in self._links.values():
+        """Close the links; the transport is not used again."""
+        for link in self.links.values():
             link.close()
 
-    def _break(self, stage: int, error: Exception) -> None:
-        self._broken.add(stage)
-        self.inbox.append(Arrival(stage, error=error))
-
-    def _take(self, stage: int, packet: Packet, layout: Layout, body: Tensor | None) -> None:
+    def _take(self, place: int, packet: Packet, layout: Layout, body: Tensor | None) -> None:
         """Take a packet that has come."""
-        whole = packet if body is None else with_tensors(packet, body, layout)
-        self.inbox.append(Arrival(stage, whole))
+        if body is not None:
+            packet = packet._replace(tensors=unpack(body.to(self.device), layout))
+        self.inbox.append((place, packet))
+
+    def _break(self, place: int, error: Exception) -> None:
+        self.broken[place] = error
 
 
 def _close_in_child() -> None:
@@ -219,13 +234,6 @@ def _close_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _memory(body: Tensor) -> memoryview:
-    """Return the memory of a body, which must be kept alive."""
-    if not body.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * body.numel()).from_address(body.data_ptr())).cast("B")
 
 
 def _rest(parts: Sequence[memoryview], sent: int) -> list[memoryview]:

@@ -1,34 +1,34 @@
 """Packets between stages, as bytes.
 
-    | header, fixed size | JSON: a layout that is new, or a reason | body: the tensors |
+    | header, fixed size | text: the layout of the tensors, or a reason | body: the tensors |
 
-A layout is the types, shapes and needs of gradients of a packet's tensors. It is announced once for
-each link and has a number from then on, so a packet costs a few dozen bytes. The body is one block
-of memory, each tensor at a multiple of 16 bytes: one message, or one NCCL kernel, for any number of
-tensors. Order alone identifies packets: no tags are needed, which NCCL does not have.
+A layout is the types, shapes and needs of gradients of a packet's tensors, as JSON; both sides
+remember what they have written and read. The body is one block of memory, each tensor at a multiple
+of 16 bytes: one message, or one NCCL kernel, for any number of tensors. Links keep the order of
+packets, so no tags are needed, which NCCL does not have.
 """
 
 import json
 import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-__all__ = ["HEADER_BYTES", "Decoder", "Encoder", "Layout", "Packet", "PacketKind", "pack", "unpack"]
+__all__ = ["HEADER_BYTES", "Layout", "Packet", "PacketKind", "decode", "encode", "pack", "unpack"]
 
-PacketKind = Literal["activation", "gradient", "loss", "probe", "alive", "abort"]
+PacketKind = Literal["activation", "gradient", "probe", "alive", "abort"]
 _KINDS: Final = get_args(PacketKind)
-# magic, kind, flags, sequence, step, micro-batch, stage, seed, layout, bytes of JSON
-_HEADER: Final = struct.Struct("<HBBIIiiqii")
+# magic, kind, flags, step, micro-batch, stage, seed, bytes of text
+_HEADER: Final = struct.Struct("<HBBIiiqi")
 HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = 0x5A40
 _IS_TRAINING, _HAS_SEED = 1, 2
 _MAX_TEXT: Final = 2**20
 _MAX_REASON: Final = 1000
-_MAX_LAYOUTS: Final = 1024
 _ALIGNMENT: Final = 16
 
 
@@ -42,20 +42,18 @@ class TensorSpec(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The tensors of a packet, and where they lie in its body: worked out once, when announced."""
+    """The tensors of a packet, and where they lie in its body."""
 
     specs: tuple[TensorSpec, ...] = ()
     places: tuple[slice, ...] = ()
     nbytes: int = 0
-    needs_grad: tuple[bool, ...] = ()
-    is_narrow: tuple[bool, ...] = ()
 
 
 class Packet(NamedTuple):
     """A message with its tensors, of the ``step``-th batch."""
 
     kind: PacketKind
-    step: int
+    step: int = 0
     micro_batch: int = -1
     stage: int = -1  # the one that receives the data or, for "abort", that failed
     tensors: tuple[Tensor, ...] = ()
@@ -66,95 +64,85 @@ class Packet(NamedTuple):
     seed: int | None = None  # of what layers draw for this micro-batch
 
 
-class Encoder:
-    """Writes the headers of one directed link."""
-
-    def __init__(self) -> None:
-        self.sequence = 0
-        self._layouts: dict[tuple[object, ...], int] = {}
-
-    def encode(self, packet: Packet) -> bytes:
-        """Return the header of the next packet, and its JSON if there is any."""
-        text, number = b"", -1
-        if packet.tensors:
-            nothing = (False,) * len(packet.tensors)
-            needs, narrow = packet.needs_grad or nothing, packet.is_narrow or nothing
-            rows = zip(packet.tensors, needs, narrow, strict=True)
-            key = tuple((t.dtype, t.shape, need, is_narrow) for t, need, is_narrow in rows)
-            number = self._layouts.get(key, -1)
-            if number < 0:
-                if len(self._layouts) == _MAX_LAYOUTS:  # begin again, and announce them anew
-                    self._layouts.clear()
-                number = self._layouts[key] = len(self._layouts)
-                fields = [(str(dtype).removeprefix("torch."), *rest) for dtype, *rest in key]
-                text = json.dumps(fields).encode()
-        elif packet.reason:
-            text = json.dumps(packet.reason[:_MAX_REASON]).encode()
-        bits = _IS_TRAINING * packet.is_training + _HAS_SEED * (packet.seed is not None)
-        header = _HEADER.pack(
-            _MAGIC,
-            _KINDS.index(packet.kind),
-            bits,
-            self.sequence % 2**32,
-            packet.step % 2**32,
-            packet.micro_batch,
-            packet.stage,
-            packet.seed or 0,
-            number,
-            len(text),
-        )
-        self.sequence += 1
-        return header + text
+def encode(packet: Packet) -> bytes:
+    """Return the header of a packet, and its text."""
+    text = b""
+    if packet.tensors:
+        nothing = (False,) * len(packet.tensors)
+        needs, narrow = packet.needs_grad or nothing, packet.is_narrow or nothing
+        rows = zip(packet.tensors, needs, narrow, strict=True)
+        text = _written(tuple((t.dtype, t.shape, need, is_narrow) for t, need, is_narrow in rows))
+    elif packet.reason:
+        text = packet.reason[:_MAX_REASON].encode()
+    header = _HEADER.pack(
+        _MAGIC,
+        _KINDS.index(packet.kind),
+        _IS_TRAINING * packet.is_training + _HAS_SEED * (packet.seed is not None),
+        packet.step % 2**32,
+        packet.micro_batch,
+        packet.stage,
+        packet.seed or 0,
+        len(text),
+    )
+    return header + text
 
 
-class Decoder:
-    """Reads the headers of one directed link."""
+def text_bytes(header: bytes | bytearray) -> int:
+    """Return how many bytes of text follow a header."""
+    magic, kind, *_, length = _HEADER.unpack(header)
+    if magic != _MAGIC or kind >= len(_KINDS) or not 0 <= length <= _MAX_TEXT:
+        raise _invalid(header)
+    return int(length)
 
-    def __init__(self) -> None:
-        self.sequence = 0
-        self._layouts: dict[int, Layout] = {}
 
-    def text_bytes(self, header: bytes | bytearray) -> int:
-        """Return how many bytes of JSON follow a header."""
-        magic, kind, *_, length = _HEADER.unpack(header)
-        if magic != _MAGIC or kind >= len(_KINDS) or not 0 <= length <= _MAX_TEXT:
-            raise _invalid(header)
-        return int(length)
+def decode(header: bytes | bytearray, text: bytes | bytearray) -> tuple[Packet, Layout]:
+    """Return a packet without its tensors, and the layout of those that follow."""
+    _, number, flags, step, micro_batch, stage, seed, _ = _HEADER.unpack(header)
+    kind, reason, layout = _KINDS[number], "", Layout()
+    try:
+        if kind == "abort":
+            reason = text.decode()
+        elif text:
+            layout = _read(bytes(text))
+    except (ValueError, TypeError, AttributeError):
+        raise _invalid(bytes(header) + bytes(text)) from None
+    packet = Packet(
+        kind,
+        step,
+        micro_batch,
+        stage,
+        needs_grad=tuple(spec.needs_grad for spec in layout.specs),
+        is_narrow=tuple(spec.is_narrow for spec in layout.specs),
+        reason=reason,
+        is_training=bool(flags & _IS_TRAINING),
+        seed=seed if flags & _HAS_SEED else None,
+    )
+    return packet, layout
 
-    def decode(
-        self, header: bytes | bytearray, text: bytes | bytearray = b""
-    ) -> tuple[Packet, Layout]:
-        """Return a packet without its tensors, and the layout of those that follow."""
-        _, kind, bits, sequence, step, micro_batch, stage, seed, number, _ = _HEADER.unpack(header)
-        if sequence != self.sequence % 2**32:
-            raise ValueError(
-                f"sent message {sequence}, where message {self.sequence} was due; do all ranks run "
-                "the same program and version?"
-            )
-        self.sequence += 1
-        reason, layout = "", Layout()
-        try:
-            found = json.loads(text) if text else None
-            if number >= 0:
-                if found is not None:
-                    self._layouts[number] = layout_of(_specs(found))
-                layout = self._layouts[number]
-            elif found is not None:
-                reason = str(found)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise _invalid(bytes(header) + bytes(text)) from None
-        packet = Packet(
-            _KINDS[kind],
-            step,
-            micro_batch,
-            stage,
-            needs_grad=layout.needs_grad,
-            is_narrow=layout.is_narrow,
-            reason=reason,
-            is_training=bool(bits & _IS_TRAINING),
-            seed=seed if bits & _HAS_SEED else None,
-        )
-        return packet, layout
+
+@lru_cache(1024)
+def _written(specs: tuple[tuple[Any, ...], ...]) -> bytes:
+    rows = [(str(dtype).removeprefix("torch."), *rest) for dtype, *rest in specs]
+    return json.dumps(rows).encode()
+
+
+@lru_cache(1024)
+def _read(text: bytes) -> Layout:
+    rows = json.loads(text)
+    specs = [TensorSpec(getattr(torch, d), tuple(shape), *flags) for d, shape, *flags in rows]
+    for dtype, shape, *flags in specs:
+        if not isinstance(dtype, torch.dtype) or not all(isinstance(flag, bool) for flag in flags):
+            raise TypeError
+        if not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError
+    return layout_of(specs)
+
+
+def _invalid(header: bytes | bytearray) -> ValueError:
+    return ValueError(
+        f"sent an invalid header, {bytes(header[:64])!r}...; do all ranks run the same program and "
+        "version?"
+    )
 
 
 def layout_of(specs: Sequence[TensorSpec]) -> Layout:
@@ -165,9 +153,7 @@ def layout_of(specs: Sequence[TensorSpec]) -> Layout:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + spec.dtype.itemsize * math.prod(spec.shape)
         places.append(slice(start, end))
-    needs_grad = tuple(spec.needs_grad for spec in specs)
-    is_narrow = tuple(spec.is_narrow for spec in specs)
-    return Layout(tuple(specs), tuple(places), end, needs_grad, is_narrow)
+    return Layout(tuple(specs), tuple(places), end)
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
@@ -190,26 +176,3 @@ def unpack(body: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         body[place].view(spec.dtype).view(spec.shape).data
         for spec, place in zip(layout.specs, layout.places)
     )
-
-
-def _specs(found: object) -> list[TensorSpec]:
-    rows: Any = found
-    specs = [TensorSpec(getattr(torch, d), tuple(shape), *more) for d, shape, *more in rows]
-    for dtype, shape, *flags in specs:
-        if not isinstance(dtype, torch.dtype) or not all(isinstance(flag, bool) for flag in flags):
-            raise TypeError
-        if not all(isinstance(size, int) and size >= 0 for size in shape):
-            raise ValueError
-    return specs
-
-
-def _invalid(header: bytes | bytearray) -> ValueError:
-    return ValueError(
-        f"sent an invalid header, {bytes(header[:64])!r}...; do all ranks run the same program and "
-        "version?"
-    )
-
-
-def with_tensors(packet: Packet, body: Tensor, layout: Layout) -> Packet:
-    """Return a packet with the tensors of its body."""
-    return packet._replace(tensors=unpack(body, layout))
