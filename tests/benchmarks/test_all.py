@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import early_bird_intervals, early_bird_rules, sparse_vs_dense
+from benchmarks import early_bird_intervals, early_bird_rules, large_lm, sparse_vs_dense
 from benchmarks.faults import bench as faults
 from benchmarks.layouts import bench as layouts
 from benchmarks.pipeline import simulated
@@ -24,6 +24,23 @@ def test_a_simulation_writes_its_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(written) == 7
     assert all({"device_name", "versions", "commit", "date"} <= row.keys() for row in written)
+
+
+def test_a_large_model_is_trained_by_command_and_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for flag in ([], ["--in-python"]):
+        out = tmp_path / f"rows{len(flag)}.jsonl"
+        given = ["llama-3-8b", "--toy", *flag, "--peers", "none", "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", ["large_lm", *given])
+        large_lm.main()
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [row["error"] for row in rows] == [
+            None,
+            None,
+            "not installed (No module named 'none')",
+        ]
+        assert [row["tokens_per_s"] > 0 for row in rows[:2]] == [True, True]
 
 
 def test_layouts_are_compared_by_what_their_runs_wrote(
