@@ -12,7 +12,7 @@ import samo
 from samo.core.compress import masks as masks_of
 from samo.core.modules import named_weights
 from tests.core.twins import compressed, mlp, pruned_entries
-from tests.meters import LiveBytes, SmallResNet
+from tests.meters import LiveBytes, SmallResNet, small_gpt, tokens
 
 X = torch.linspace(-1, 1, 36).view(3, 12)
 
@@ -297,3 +297,16 @@ def test_a_model_on_the_meta_device_is_filled_later(
     assert torch.equal(empty(x), model(x))
     (empty(x).float().sum() + model(x).float().sum()).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(empty.parameters(), model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_parameters_stay_tied_when_they_get_memory(dtype: torch.dtype) -> None:
+    model = small_gpt(is_tied=True)
+    masks = samo.prune(model, 0.5)
+    with torch.device("meta"):
+        empty = small_gpt(is_tied=True)
+    saved = samo.compress_(model, masks, dtype=dtype).state_dict()
+    samo.compress_(empty, masks, dtype=dtype).to_empty(device="cpu").load_state_dict(saved)
+    assert len(list(empty.parameters())) == len(list(model.parameters()))
+    tokens_BT = tokens()
+    assert torch.equal(empty(tokens_BT), model(tokens_BT))

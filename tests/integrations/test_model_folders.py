@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from samo.integrations.model_folders import (
     open_model,
     tokenizer_folder,
 )
+from samo.models.gpt import GPT
+from samo.models.shapes import GPTConfig
 from tests.integrations.cases import logits, pruned
 
 
@@ -96,6 +99,15 @@ def test_a_pruned_embedding_of_a_run_stays_tied(tmp_path: Path) -> None:
     assert again.dtype == torch.bfloat16
     assert torch.equal(logits(again), logits(model))
     assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_a_tied_gpt_is_opened_compressed(tmp_path: Path) -> None:
+    config = GPTConfig(is_tied=True, num_layers=1, width=32, num_heads=2)
+    gpt = GPT(config)
+    samo.compress_(gpt, samo.prune(gpt, 0.8))
+    samo.save(tmp_path / "gpt", gpt, extra={"model": asdict(config)})
+    tokens_BT = torch.arange(12).view(2, 6)
+    assert torch.equal(open_compressed(tmp_path / "gpt")(tokens_BT), gpt(tokens_BT))
 
 
 def test_a_folder_without_masks_has_none(folder: Path) -> None:

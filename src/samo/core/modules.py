@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from samo.core.dense import DenseWeight
-from samo.core.weight import Weight, sharded_like, whole
+from samo.core.weight import Weight, sharded_like, weight_of, whole
 from samo.errors import CompressionError, MaskError
 from samo.mask.mask import Mask
 
@@ -117,6 +117,21 @@ class CompressedModule(nn.Module):
             weight.values = self._parameters[name]  # type: ignore[assignment]
             weight.after_apply(fn)
         return result
+
+    def to_empty(self, **options: Any) -> Any:
+        """Allot memory as torch does, and keep tied parameters tied, which torch does not."""
+        shared: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    shared.setdefault(param, []).append((module, name))
+        super().to_empty(**options)
+        for places in shared.values():
+            found = [module._parameters[name] for module, name in places]
+            param = next((each for each in found if each is not None and weight_of(each)), found[0])
+            for module, name in places:
+                module._parameters[name] = param
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for weight in weights_in(self).values():
