@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from tests.train.helpers import losses, masks_file, tensors
+from tests.train.helpers import losses, tensors
 
 from benchmarks.faults.bench import Launched, last_event, write_text
 from benchmarks.measure import Row, arguments, show, write_rows
@@ -202,8 +202,6 @@ def difference(one: Path, other: Path) -> str:
     for found, expected in zip_longest(losses(one), losses(other)):
         if found != expected:
             return f"{found} instead of {expected}"
-    if masks_file(one) != masks_file(other):
-        return "the mask files"
     folders = [{path.name for path in run.glob("checkpoints/*")} for run in (one, other)]
     if folders[0] != folders[1]:
         return f"checkpoints {folders[0]} instead of {folders[1]}"

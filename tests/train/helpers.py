@@ -90,8 +90,8 @@ def method_config(text: Path, name: str, **run: Any) -> TrainConfig:
     return replace(small(text, **run), prune=METHODS[name], optim=OptimConfig(lr=1e-3))
 
 
-def masks_file(run: Path) -> samo.Masks:
-    return samo.Masks.load(run / "masks.safetensors")
+def last_masks(run: Path) -> samo.Masks:
+    return samo.load_masks(run / "checkpoints" / "last")
 
 
 def read_progress(run: Path, checkpoint: str = "last") -> dict[str, Any]:

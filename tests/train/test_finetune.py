@@ -41,7 +41,7 @@ from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.data.model_tokenizer import VOCAB_SIZE, save_model_tokenizer
 from tests.integrations.tiny_lms import tiny_lm
-from tests.train.helpers import assert_same_run, interrupt_at, lines, masks_file, tensors
+from tests.train.helpers import assert_same_run, interrupt_at, last_masks, lines, tensors
 
 WORDS: Final = [
     "the",
@@ -124,7 +124,7 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
     extra: dict[str, Any] = {"teacher": place / "dense", "distill": 0.3} if teacher else {}
     config = settings(place, accumulate=2, **extra)
     train(config, run)
-    masks = masks_file(run)
+    masks = last_masks(run)
     transformers = pytest.importorskip("transformers")
     twin = transformers.AutoModelForCausalLM.from_pretrained(place / "pruned").train()
     parent = transformers.AutoModelForCausalLM.from_pretrained(place / "dense").eval()
@@ -197,7 +197,7 @@ def test_families_keep_their_masks_and_are_handed_on(
     masks = save_lm(tmp_path / "model", family)
     config = settings(place, model=str(tmp_path / "model"), steps=2, sample_tokens=0)
     result = train(config, tmp_path / "run")
-    assert masks_file(tmp_path / "run") == masks
+    assert last_masks(tmp_path / "run") == masks
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert samo.masks(model) == masks
@@ -310,7 +310,7 @@ def test_masks_come_from_the_folder_from_a_file_or_from_pruning(
     ):
         run = tmp_path / f"run-{number}"
         train(settings(place, model=model_dir, steps=1, sample_tokens=0, **changes), run)
-        found[number] = masks_file(run)
+        found[number] = last_masks(run)
     assert found == {0: masks, 1: masks, 2: masks}
 
 
@@ -320,7 +320,7 @@ def test_a_dense_model_is_pruned_on_the_way(place: Path, tmp_path: Path, method:
     train(settings(place, "dense", sparsity=0.5, method=method, steps=1, sample_tokens=0), run)
     (pruned,) = lines(run, "prune")
     assert (pruned["step"], pruned["sparsity"]) == (0, 0.5)
-    assert masks_file(run).sparsity == 0.5
+    assert last_masks(run).sparsity == 0.5
     assert [line["step"] for line in lines(run, "eval")] == [0, 1]
 
 

@@ -26,7 +26,7 @@ from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.data.model_tokenizer import VOCAB_SIZE
 from tests.ranks import run_ranks
-from tests.train.helpers import assert_same_run, lines, masks_file, tensors
+from tests.train.helpers import assert_same_run, last_masks, lines, tensors
 from tests.train.test_finetune import finished, place, settings
 
 __all__ = ["finished", "place"]  # the fixtures
@@ -88,7 +88,7 @@ def test_two_ranks_take_the_course_of_one(place: Path, tmp_path: Path) -> None:
             assert [line.get(name, 0.0) for line in theirs] == pytest.approx(
                 [line.get(name, 0.0) for line in ours], rel=3e-5
             )
-        assert masks_file(run) == masks_file(tmp_path / "one")
+        assert last_masks(run) == last_masks(tmp_path / "one")
         found = tensors(run)
         for name in wanted:
             if name.startswith("weights:"):
@@ -96,7 +96,7 @@ def test_two_ranks_take_the_course_of_one(place: Path, tmp_path: Path) -> None:
                 torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-4)
         transformers = pytest.importorskip("transformers")
         model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
-        assert samo.masks(model) == masks_file(run)
+        assert samo.masks(model) == last_masks(run)
 
 
 # The command

@@ -29,7 +29,7 @@ from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.ranks import _processes, run_ranks
 from tests.train import helpers
-from tests.train.helpers import interrupt_at, lines, masks_file, new_learner, tensors, text
+from tests.train.helpers import interrupt_at, last_masks, lines, new_learner, tensors, text
 
 __all__ = ["lines", "tensors", "text"]
 
@@ -106,9 +106,7 @@ def test_losses_do_not_depend_on_the_layout(
     assert_same_course(tmp_path / "one", tmp_path / "many")
     ours, theirs = tensors(tmp_path / "one"), tensors(tmp_path / "many")
     assert {name: t.dtype for name, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
-    masks = masks_file(tmp_path / "many")
-    assert masks == samo.load_masks(tmp_path / "many" / "checkpoints" / "last")
-    assert masks.kept == masks_file(tmp_path / "one").kept
+    assert last_masks(tmp_path / "many").kept == last_masks(tmp_path / "one").kept
     for rank in range(num_ranks):
         traffic = [e for e in lines(tmp_path / "many", "traffic") if e["rank"] == rank]
         assert [line["step"] for line in traffic] == list(range(1, 7))
@@ -157,7 +155,7 @@ def test_methods_and_several_stages_train_on_two_ranks_as_on_one(
     assert_same_course(tmp_path / "stages", tmp_path / "stages-2")
     for name in methods:
         assert_same_course(tmp_path / name, tmp_path / f"{name}-2")
-        a, b = (masks_file(tmp_path / run) for run in (name, f"{name}-2"))
+        a, b = (last_masks(tmp_path / run) for run in (name, f"{name}-2"))
         differing = 1 - (a & b).kept / a.kept
         assert differing < 0.01, "rounding may turn the choice between almost equal weights alone"
 

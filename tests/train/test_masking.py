@@ -18,7 +18,7 @@ from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.resolve import resolve
 from samo.train.trainer import train
-from tests.train.helpers import lines, masks_file, method_config, small, text
+from tests.train.helpers import last_masks, lines, method_config, small, text
 
 __all__ = ["text"]
 
@@ -60,7 +60,7 @@ def test_a_ticket_that_settles_ends_the_dense_phase(
     for tensors in weights.values():
         model.load_state_dict(tensors)
         drawn.append(bird.observe())
-    assert drawn == [None] * (len(drawn) - 1) + [masks_file(run)]
+    assert drawn == [None] * (len(drawn) - 1) + [last_masks(run)]
     assert pruned["distances"] == bird.distances[-1]
 
 
@@ -90,7 +90,7 @@ def test_gradual_pruning_follows_the_cubic_schedule_and_its_state_shrinks(
         expected = cubic_sparsity(line["step"] - 2, 0, 5, 0.0, 0.9)
         assert line["sparsity"] == pytest.approx(expected, abs=1e-3)
         assert (line["dropped"], line["grown"]) == (before["kept"] - line["kept"], 0)
-    assert masks_file(run).kept == changes[-1]["kept"]
+    assert last_masks(run).kept == changes[-1]["kept"]
     states = [line for line in lines(run, "state") if line["paper_bytes"] is not None]
     assert [line["step"] for line in states] == [3, 5, 7, 8, 8]
     sizes = [line["measured_bytes"] for line in states]
@@ -104,7 +104,7 @@ def test_the_best_checkpoint_of_gradual_pruning_is_as_sparse_as_the_last(
     config = method_config(text, "gradual", steps=12, eval_every=1)
     train(replace(config, optim=OptimConfig(lr=0.0)), tmp_path / "run")
     best = samo.load_masks(tmp_path / "run" / "checkpoints" / "best")
-    assert best == masks_file(tmp_path / "run")
+    assert best == last_masks(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", ["set", "rigl"])
@@ -120,7 +120,6 @@ def test_moving_masks_stay_as_sparse_and_replace_ever_fewer(
         assert (line["kept"], line["numel"]) == (pruned["kept"], pruned["numel"])
         assert 0 < line["dropped"] == line["grown"] <= 0.3 * line["kept"]
     assert changes[-1]["dropped"] < changes[0]["dropped"]
-    assert masks_file(run) == samo.load_masks(run / "checkpoints" / "last")
     last = lines(run, "state")[-1]
     assert last["measured"]["ages"] == 2 * pruned["kept"]  # updates of each weight are counted
     assert last["measured_bytes"] == last["predicted_bytes"]

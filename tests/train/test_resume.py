@@ -31,7 +31,6 @@ from tests.train.helpers import (
     interrupt_at,
     lines,
     losses,
-    masks_file,
     method_config,
     read_progress,
     recorded,
@@ -73,8 +72,6 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
         assert lines(stopped, "end")[-1]["reason"] == "interrupted"
     resume(stopped)
     assert_same_run(whole, stopped)
-    if method != "dense":
-        assert masks_file(whole) == masks_file(stopped)
 
 
 def test_a_run_that_crashed_has_closed_its_files_and_resumes_from_its_last_checkpoint(
@@ -182,8 +179,6 @@ def test_a_run_killed_at_random_moments_and_resumed_equals_the_undisturbed_one(
     undisturbed.join()
     assert undisturbed.exitcode == 0
     assert_same_run(whole, killed)
-    masks = [(run / "masks.safetensors").read_bytes() for run in (whole, killed)]
-    assert masks[0] == masks[1]
 
 
 def test_a_run_is_the_same_however_its_weights_are_held(tmp_path: Path, text: Path) -> None:
@@ -253,25 +248,6 @@ def test_a_run_that_returns_to_its_best_keeps_whole_lines(run: Path) -> None:
         resume(run / "checkpoints" / "best", config=longer, listeners=[crash_at(best + 2)])
     resume(run, config=longer)
     assert [line["step"] for line in lines(run, "step")] == list(range(1, best + 6))
-
-
-def test_the_file_of_masks_goes_back_with_the_run(tmp_path: Path, text: Path) -> None:
-    """Killed after a change that no checkpoint has, a run has the masks of its checkpoint again."""
-    run = tmp_path / "run"
-    with pytest.raises(CrashError):  # saved at 3, changed at 4
-        train(method_config(text, "set", eval_every=100), run, listeners=[crash_at(5)])
-    checkpoint = samo.load_masks(run / "checkpoints" / "last")
-    assert masks_file(run) != checkpoint
-    found = []
-
-    class Look:
-        def on(self, event: events.Event) -> None:
-            if isinstance(event, events.Stepped):
-                found.append(masks_file(run))
-
-    resume(run, listeners=[Look()])
-    assert found[0] == checkpoint
-    assert found[-1] != checkpoint
 
 
 def test_a_run_killed_within_its_first_checkpoint_starts_again(run: Path, finished: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_new_folder_is_made_with_its_parents_and_locked(tmp_path: Path) -> Non
 
 
 def test_what_a_killed_write_has_left_is_removed(tmp_path: Path) -> None:
-    for name in (".masks.safetensors.0a1b2c3d", ".run.json.0a1b2c3d", ".mine"):
+    for name in (".run.json.0a1b2c3d", ".mine"):
         (tmp_path / name).touch()
     run = RunDir(tmp_path)
     run.lock()

@@ -14,13 +14,12 @@ from samo.checkpoint import copy, read_manifest, staging
 from samo.checkpoint.load import load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
-from samo.errors import CheckpointError, SamoError, first_words
+from samo.errors import CheckpointError, ConfigError, SamoError, first_words
 from samo.train.config_io import typed
 from samo.train.events import Phase, Saved
-from samo.train.learner import Learner
-from samo.train.masking import Masking
+from samo.train.rank_group import RankGroup
 from samo.train.run_dir import RunDir
-from samo.train.subject import Subject
+from samo.train.subject import Subject, Text
 
 __all__ = []
 
@@ -43,40 +42,7 @@ class Progress:
     skipped_steps: int = 0
 
 
-def load_run(
-    path: Path, learner: Learner, masking: Masking | None, batches: Batches, progress: Progress
-) -> None:
-    """Restore what a `Saver` wrote into new objects; ``progress`` comes from `read_progress`."""
-    if progress.phase == "samo" and learner.phase == "dense":
-        masks = learner.ranks.run_all("the checkpoint", lambda: load_masks(path))
-        learner.prune(learner.own_masks(masks).to(learner.device))
-    extra = load(
-        path,
-        learner.whole,
-        learner.opt,
-        scaler=learner.scaler,
-        mesh=learner.ranks.mesh,
-        timeout_s=learner.ranks.timeout_s,
-    )
-    batches.position = progress.position
-    learner.skipped_before += progress.skipped_steps - learner.skipped_steps
-    try:
-        if masking is not None:
-            masking.load_state_dict(extra)
-        torch.set_rng_state(extra["random_cpu"])
-        if "random_cuda" in extra and torch.cuda.is_available():
-            torch.cuda.set_rng_state(extra["random_cuda"])
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, SamoError):
-            raise
-        reason = f"{type(error).__name__}: {first_words(error)}"
-        raise CheckpointError(
-            f"'{path}' is damaged: its random state or masks are not valid ({reason}); use another "
-            "checkpoint of this run"
-        ) from None
-
-
-def read_progress(path: Path) -> Progress:
+def _read_progress(path: Path) -> Progress:
     """Return the progress of the run that saved a checkpoint."""
     found = read_manifest(path).extra.get("progress")
     if not isinstance(found, dict) or "step" not in found:
@@ -97,25 +63,108 @@ def read_progress(path: Path) -> Progress:
     return progress
 
 
-@dataclasses.dataclass(eq=False)
+class RunState:
+    """All that the next steps of a run depend on: at its first step, or at that of a checkpoint."""
+
+    def __init__(
+        self, subject: Subject, text: Text, ranks: RankGroup, checkpoint: Path | None = None
+    ) -> None:
+        self.subject = subject
+        self.progress = Progress()
+        if checkpoint is not None:
+            self.progress = ranks.run_all("the checkpoint", lambda: _read_progress(checkpoint))
+            taken, steps = self.progress.step, subject.config.run.steps
+            if taken > steps:
+                raise ConfigError(
+                    f"the run has taken {taken:,} steps already, more than the {steps:,} asked "
+                    "for; leave --steps out, or raise it"
+                )
+        self.learner = subject.new_learner(ranks, checkpoint)
+        self.masking = subject.new_masking(self.learner)
+        config = subject.config
+        self.batches = Batches(
+            text.train,
+            context=config.model.context,
+            batch_size=config.run.batch_size,
+            seed=config.run.seed,
+            part=ranks.part,
+        )
+        if checkpoint is not None:
+            self._load(checkpoint)
+        elif self.masking is not None:
+            ranks.run_all("the masks", self.masking.check)
+
+    def _load(self, path: Path) -> None:
+        learner, progress = self.learner, self.progress
+        if progress.phase == "samo" and learner.phase == "dense":
+            masks = learner.ranks.run_all("the checkpoint", lambda: load_masks(path))
+            learner.prune(learner.own_masks(masks).to(learner.device))
+        extra = load(
+            path,
+            learner.whole,
+            learner.opt,
+            scaler=learner.scaler,
+            mesh=learner.ranks.mesh,
+            timeout_s=learner.ranks.timeout_s,
+        )
+        self.batches.position = progress.position
+        learner.skipped_before += progress.skipped_steps - learner.skipped_steps
+        try:
+            if self.masking is not None:
+                self.masking.load_state_dict(extra)
+            torch.set_rng_state(extra["random_cpu"])
+            if "random_cuda" in extra and torch.cuda.is_available():
+                torch.cuda.set_rng_state(extra["random_cuda"])
+        except SamoError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {first_words(error)}"
+            raise CheckpointError(
+                f"'{path}' is damaged: its random state or masks are not valid ({reason}); use "
+                "another checkpoint of this run"
+            ) from None
+
+    def stage(self, path: Path, *, copies: bool) -> Callable[[], None]:
+        """Find, or copy, all that the next steps depend on; return a function that writes it."""
+        learner, progress = self.learner, self.progress
+        progress.phase = learner.phase
+        progress.position = self.batches.position
+        progress.skipped_steps = learner.skipped_steps
+        extra: dict[str, Any] = {
+            "progress": dataclasses.asdict(progress),
+            **self.subject.record(),
+            "random_cpu": torch.get_rng_state(),
+            **({} if self.masking is None else self.masking.state_dict()),
+        }
+        if learner.device.type == "cuda":
+            extra["random_cuda"] = torch.cuda.get_rng_state(learner.device)
+        return stage(
+            path,
+            learner.whole,
+            learner.opt,
+            scaler=learner.scaler,
+            extra=extra,
+            mesh=learner.ranks.mesh,
+            timeout_s=learner.ranks.timeout_s,
+            copies=copies,
+            look_after=learner.ranks.look_after,
+        )
+
+
 class Saver:
     """Writes ``last`` in a thread, and on rank 0 what follows from it: ``best``, those to keep."""
 
-    folder: RunDir
-    subject: Subject
-    learner: Learner
-    masking: Masking | None
-    batches: Batches
-    progress: Progress
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: RunDir, state: RunState) -> None:
+        self.folder = folder
+        self._state = state
+        self._run = state.subject.config.run
         self._started = time.monotonic()
         self._saving: Future[Saved] | None = None
 
     @property
     def is_due(self) -> bool:
         """Whether ``save_minutes`` have passed since the last save."""
-        return 0 < 60 * self.subject.config.run.save_minutes <= time.monotonic() - self._started
+        return 0 < 60 * self._run.save_minutes <= time.monotonic() - self._started
 
     @property
     def is_done(self) -> bool:
@@ -133,19 +182,20 @@ class Saver:
         If not, `finish` follows at once. The save before must be finished.
         """
         assert self._saving is None, "its result would be lost"
-        started, step = time.perf_counter(), self.progress.step
+        started, step = time.perf_counter(), self._state.progress.step
         self._started = time.monotonic()
+        learner = self._state.learner
         # A copy of dense state would nearly double the memory of a run on a CPU.
-        is_async = self.learner.phase == "samo" or self.learner.device.type != "cpu"
+        is_async = learner.phase == "samo" or learner.device.type != "cpu"
 
         def staged() -> Callable[[], Saved]:
-            write = self._stage(copies=is_async)
+            write = self._state.stage(self.folder.last, copies=is_async)
             stall_s = time.perf_counter() - started
 
             def complete() -> Saved:
                 write()
                 num_bytes = 0
-                if self.learner.ranks.is_first:
+                if learner.ranks.is_first:
                     self.follow_up()
                     files = [file for file in self.folder.last.rglob("*") if file.is_file()]
                     num_bytes = sum(file.stat().st_size for file in files)
@@ -163,32 +213,6 @@ class Saver:
         self._saving = staging.submit(staged)
         return is_async
 
-    def _stage(self, *, copies: bool) -> Callable[[], None]:
-        """Find, or copy, all that the next steps depend on; return a function that writes it."""
-        learner, progress = self.learner, self.progress
-        progress.phase = learner.phase
-        progress.position = self.batches.position
-        progress.skipped_steps = learner.skipped_steps
-        extra: dict[str, Any] = {
-            "progress": dataclasses.asdict(progress),
-            **self.subject.record(),
-            "random_cpu": torch.get_rng_state(),
-            **({} if self.masking is None else self.masking.state_dict()),
-        }
-        if learner.device.type == "cuda":
-            extra["random_cuda"] = torch.cuda.get_rng_state(learner.device)
-        return stage(
-            self.folder.last,
-            learner.whole,
-            learner.opt,
-            scaler=learner.scaler,
-            extra=extra,
-            mesh=learner.ranks.mesh,
-            timeout_s=learner.ranks.timeout_s,
-            copies=copies,
-            look_after=learner.ranks.look_after,
-        )
-
     def finish(self) -> Saved | None:
         """Wait for the save that is on its way, and return it, or raise its error."""
         saving, self._saving = self._saving, None
@@ -196,15 +220,12 @@ class Saver:
 
     def follow_up(self) -> None:
         """Copy ``last`` to ``best`` and ``step-N`` if its manifest says so; safe to repeat."""
-        folder, run = self.folder, self.subject.config.run
+        folder = self.folder
         folder.check_in_place()
         progress = read_manifest(folder.last).extra["progress"]
         step = progress["step"]
         if progress.get("best_step") == step:
             copy(folder.last, folder.best)
-        # Of stages, only the checkpoint holds all masks.
-        if self.learner.ranks.num_stages > 1 and progress["phase"] == "samo":
-            load_masks(folder.last).save(folder.masks)
-        if run.keep > 1:
+        if self._run.keep > 1:
             copy(folder.last, folder.kept(step))
-            folder.remove_kept(all_but=run.keep)
+            folder.remove_kept(all_but=self._run.keep)

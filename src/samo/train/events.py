@@ -10,7 +10,7 @@ Imports no torch.
 import json
 import math
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, dataclass_transform
 
@@ -100,8 +100,8 @@ class Pruned(Event, name="prune"):
     numel: int
     sparsity: float
     reason: DrawReason
-    distances: list[float]
-    threshold: float | None
+    distances: list[float] = field(default_factory=list)
+    threshold: float | None = None
 
 
 class Chosen(Event, name="layout"):

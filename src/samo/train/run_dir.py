@@ -2,7 +2,6 @@
 
 run.json            settings, versions, hardware: what was run, where
 metrics.jsonl       what happened, a line each
-masks.safetensors   the masks, from pruning on, as they are now
 hugging-face/       config and tokenizer of the model, of samo finetune
 model/              the trained model, compressed, once samo finetune is complete
 checkpoints/last    the newest checkpoint, to resume from
@@ -33,7 +32,7 @@ __all__ = []
 FORMAT: Final = "samo-run"
 VERSION: Final = 1
 _NAMES: Final = (
-    *("run.json", "metrics.jsonl", "masks.safetensors", "report.html"),
+    *("run.json", "metrics.jsonl", "report.html"),
     *("checkpoints", "data", "tensorboard", "last", "best", "hugging-face", "model"),
 )
 _MAX_BYTES: Final = 2**24
@@ -46,7 +45,6 @@ class RunDir:
         self.path = path
         self.run_file = path / "run.json"
         self.metrics = path / "metrics.jsonl"
-        self.masks = path / "masks.safetensors"
         self.last = path / "checkpoints" / "last"
         self.best = path / "checkpoints" / "best"
         self._lock = ExitStack()
@@ -118,9 +116,8 @@ class RunDir:
             raise RunError(
                 f"another process is training in '{self.path}'; wait for it, or use another folder"
             ) from None
-        for file in (self.run_file, self.masks):  # what a kill has left of their next versions
-            for leftover in self.path.glob(f".{file.name}.????????"):
-                leftover.unlink(missing_ok=True)
+        for leftover in self.path.glob(".run.json.????????"):  # of a kill
+            leftover.unlink(missing_ok=True)
 
     def check_in_place(self) -> None:
         """Refuse to write if the path no longer leads to the locked folder."""

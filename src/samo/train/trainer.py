@@ -15,8 +15,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,24 +23,24 @@ import torch
 from torch import Tensor
 
 from samo.checkpoint import copy as copy_checkpoint, staging
-from samo.data.batches import Batch, Batches, validation_batches
+from samo.data.batches import Batch, validation_batches
 from samo.data.examples import Examples
-from samo.errors import CheckpointError, ConfigError, RunError, SamoError
+from samo.errors import CheckpointError, DataError, RunError, SamoError
 from samo.mask.masks import Masks
 from samo.memory.ledger import Ledger
-from samo.train import events, setup
-from samo.train.checkpointing import Progress, Saver, load_run, read_progress
+from samo.train import events
+from samo.train.checkpointing import RunState, Saver
 from samo.train.config import TrainConfig
 from samo.train.config_io import to_dict
 from samo.train.events import Event, Listener
 from samo.train.finetune_config import FinetuneConfig, Resolved, ResolvedFinetune
 from samo.train.gpt_subject import GPTSubject
-from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.metrics import MetricsFile, TensorBoard, WandB
 from samo.train.rank_group import Interrupt, RankGroup
 from samo.train.resolve import again, check_batch, learning_rate, resolve, resolve_resumed
 from samo.train.run_dir import RunDir, check_free
+from samo.train.run_record import launch_record, run_record
 from samo.train.subject import Subject, Text
 from samo.utils.environment import memory_in_use
 
@@ -81,27 +80,22 @@ def train(
             checkpoint cannot be written, or another rank failed.
     """
     resolved = config if isinstance(config, Resolved) else resolve(config)
-    ranks = ranks or RankGroup.join(resolved.mesh, resolved.run.device)
-    with ranks.watched(), ExitStack() as stack:
-        check_batch(resolved, ranks.num_replicas)
-        ranks.check_same("settings", to_dict(resolved))
+    with _joined(resolved, ranks) as ranks, ExitStack() as stack:
         ranks.run_on_rank0("the run folder", lambda: check_free(out))
         subject = subject_of(resolved)
         if ranks.is_first and not out.exists():
             stack.push(lambda *error: _remove_draft(out) if error[0] else None)
         text = ranks.run_on_rank0_first("the text", lambda: subject.open_text(out))
-        learner = subject.new_learner(ranks, None)
-        masking = subject.new_masking(learner)
-        if masking is not None:
-            ranks.run_all("the masks", masking.check)
+        state = RunState(subject, text, ranks)
         folder = ranks.run_on_rank0("the run folder", lambda: RunDir.create(out)) or RunDir(out)
         stack.callback(folder.close)
-        ranks.run_on_rank0("the run folder", lambda: subject.write_files(folder))
-        record = setup.run_record(subject.config, out, text, learner)
-        ranks.run_on_rank0("run.json", lambda: folder.write_run(record))
-        batches = setup.new_batches(subject.config, text, ranks)
-        parts = (subject, folder, text, learner, masking, batches, Progress())
-        return Trainer(*parts, list(listeners)).run()
+
+        def write_files() -> None:
+            subject.write_files(folder)
+            folder.write_run(run_record(subject.config, out, text, state.learner))
+
+        ranks.run_on_rank0("the run folder", write_files)
+        return Trainer(folder, text, state, listeners).run()
 
 
 def resume(
@@ -123,31 +117,15 @@ def resume(
     checkpoint = folder.last if folder.path == path else path
     recorded = folder.config()
     resolved = resolve_resumed(recorded, config or again(recorded))
-    run = resolved.run
-    ranks = ranks or RankGroup.join(resolved.mesh, run.device)
-    with ranks.watched(), ExitStack() as stack:
-        check_batch(resolved, ranks.num_replicas)
-        ranks.check_same("settings", to_dict(resolved))
+    with _joined(resolved, ranks) as ranks, ExitStack() as stack:
         ranks.run_on_rank0("the run folder", folder.lock)
         stack.callback(folder.close)
         subject = subject_of(resolved, folder)
-        text = ranks.run_on_rank0_first("the text", lambda: setup.open_same_text(subject, folder))
+        text = ranks.run_on_rank0_first("the text", lambda: _open_same_text(subject, folder))
         # A run that was killed before its first checkpoint was complete starts again.
         has_checkpoint = checkpoint != folder.last or folder.has_checkpoint
-        progress = Progress()
-        if has_checkpoint:
-            progress = ranks.run_all("the checkpoint", lambda: read_progress(checkpoint))
-        if run.steps < progress.step:
-            raise ConfigError(
-                f"the run has taken {progress.step:,} steps already, more than the {run.steps:,} "
-                "asked for; leave --steps out, or raise it"
-            )
-        learner = subject.new_learner(ranks, checkpoint if has_checkpoint else None)
-        resolved = subject.config
-        masking = subject.new_masking(learner)
-        batches = setup.new_batches(resolved, text, ranks)
-        if has_checkpoint:
-            load_run(checkpoint, learner, masking, batches, progress)
+        state = RunState(subject, text, ranks, checkpoint if has_checkpoint else None)
+        run, progress = subject.config.run, state.progress
         if run.eval_batches != recorded.run.eval_batches:
             progress.best_loss = None  # losses on other batches cannot be compared
         before = (recorded.run.weights, recorded.mesh.shard)
@@ -158,11 +136,38 @@ def resume(
             if checkpoint != folder.last:
                 copy_checkpoint(checkpoint, folder.last)  # later steps are dropped
                 folder.remove_kept(all_but=run.keep, up_to=progress.step)
-            folder.write_run(folder.read_run() | setup.launch_record(resolved, ranks))
+            folder.write_run(folder.read_run() | launch_record(subject.config, ranks))
 
         ranks.run_on_rank0("the run folder", write_changes)
-        parts = (subject, folder, text, learner, masking, batches, progress)
-        return Trainer(*parts, list(listeners)).run()
+        return Trainer(folder, text, state, listeners).run()
+
+
+@contextmanager
+def _joined(config: Resolved, ranks: RankGroup | None) -> Iterator[RankGroup]:
+    """Join the ranks of a run, all of which have the same settings, and watch them."""
+    ranks = ranks or RankGroup.join(config.mesh, config.run.device)
+    with ranks.watched():
+        check_batch(config, ranks.num_replicas)
+        ranks.check_same("settings", to_dict(config))
+        yield ranks
+
+
+def _open_same_text(subject: Subject, run: RunDir) -> Text:
+    """Open the data of a run that resumes."""
+    try:
+        text = subject.open_text(run.path)
+    except DataError as error:
+        place = {"train": "NEW-PLACE", "finetune": "--data NEW-PLACE"}[subject.config.kind]
+        command = f"samo {subject.config.kind} {place} --resume {run.path}"
+        raise DataError(f"{error}; if the text has moved, name it again: {command}") from None
+    recorded = run.read_run().get("data")
+    if not isinstance(recorded, dict) or recorded.get("fingerprint") != text.fingerprint():
+        raise RunError(
+            f"the text of '{run.path}' has changed, and a run resumes with the same text only; "
+            "restore the old files, or start a new run. (If the tokens in its folder 'data' are "
+            "damaged, remove it)"
+        )
+    return text
 
 
 def subject_of(config: Resolved, run: RunDir | None = None) -> Subject:
@@ -184,29 +189,25 @@ def _remove_draft(out: Path) -> None:
     folder.close()
 
 
-@dataclass(eq=False)
 class Trainer:
     """A run from its current step to its end: steps, pruning, validation, checkpoints, metrics."""
 
-    subject: Subject
-    folder: RunDir
-    text: Text
-    learner: Learner
-    masking: Masking | None
-    batches: Batches
-    progress: Progress
-    listeners: list[Listener]
-    metrics: MetricsFile | None = field(default=None, init=False)  # on rank 0
-    sample: str | None = field(default=None, init=False)
-    nonfinite_lines: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        progress = self.progress
-        self.config: Resolved = self.subject.config
-        self.ranks = self.learner.ranks
+    def __init__(
+        self, folder: RunDir, text: Text, state: RunState, listeners: Iterable[Listener]
+    ) -> None:
+        self.folder = folder
+        self.text = text
+        self.subject = state.subject
+        self.config: Resolved = state.subject.config
+        self.learner, self.masking, self.batches = state.learner, state.masking, state.batches
+        self.ranks = state.learner.ranks
+        self.progress = progress = state.progress
+        self.saver = Saver(folder, state)
+        self.listeners = list(listeners)
+        self.metrics: MetricsFile | None = None  # on rank 0
+        self.sample: str | None = None
+        self.nonfinite_lines = 0
         self.last_line = (progress.step, progress.tokens, progress.elapsed_s)
-        parts = (self.subject, self.learner, self.masking, self.batches)
-        self.saver = Saver(self.folder, *parts, progress)
 
     def run(self) -> Result:
         """Train to the end, or until a signal arrives."""
@@ -262,12 +263,10 @@ class Trainer:
         first = progress.step
         start = events.Resumed if first else events.Started
         self.report(start(step=first, steps=run.steps, time=time.time()))
-        if self.learner.masks is not None:
-            self.save_masks(self.learner.masks)  # the file may hold those of a later step
-            if not first:
-                self.start_pruned(self.learner.masks)
         if first:  # the run may have been killed before it did that
             self.ranks.run_on_rank0("the checkpoints", self.saver.follow_up)
+        elif self.learner.masks is not None:
+            self.start_pruned(self.learner.masks)
         signal = self.loop()
         if progress.step < run.steps:
             self.report(events.Ended(step=progress.step, reason="interrupted"))
@@ -283,16 +282,10 @@ class Trainer:
         """Tell how a model starts that comes pruned, and validate it: the loss to compare with."""
         if self.subject.reason:
             self.report(events.Chosen(step=0, reason=self.subject.reason))
-        pruned = events.Pruned(
-            step=0,
-            kept=masks.kept,
-            numel=masks.numel,
-            sparsity=masks.sparsity,
-            reason="masks",
-            distances=[],
-            threshold=None,
+        kept, numel, sparsity = masks.kept, masks.numel, masks.sparsity
+        self.report(
+            events.Pruned(step=0, kept=kept, numel=numel, sparsity=sparsity, reason="masks")
         )
-        self.report(pruned)
         self.evaluate()
         self.progress.best_loss = None  # of those that a checkpoint holds
 
@@ -359,7 +352,6 @@ class Trainer:
         if progress.step and progress.valid_step != progress.step:
             self.evaluate()  # the loss before pruning, to compare with
         masks, pruned = masking.draw(progress.step)
-        self.save_masks(masks)
         try:
             self.learner.prune(masks)
         except SamoError:
@@ -378,12 +370,9 @@ class Trainer:
         if self.masking is None or self.masking.is_idle:
             return
         self.synchronize()
-        seen = self.masking.observe(progress.step)
-        if seen is not None:
+        if (seen := self.masking.observe(progress.step)) is not None:
             self.report(seen)
-        change = self.masking.change(progress.step)
-        if change is not None and self.learner.masks is not None:
-            self.save_masks(self.learner.masks)
+        if (change := self.masking.change(progress.step)) is not None:
             self.report(change)
             if change.dropped != change.grown:  # losses of a sparser model cannot be compared
                 progress.best_loss = progress.accounted = None
@@ -477,19 +466,6 @@ class Trainer:
                 end_ms=[round((event.end - first) * 1e3, 3) for event in passes],
             )
         )
-
-    def save_masks(self, masks: Masks) -> None:
-        """Write the mask file."""
-        if not self.ranks.is_first or self.ranks.num_stages > 1:  # save() does it for stages
-            return
-        self.folder.check_in_place()
-        try:
-            masks.save(self.folder.masks)
-        except OSError as error:
-            raise RunError(
-                f"cannot write the masks to '{self.folder.masks}': {error.strerror}; free some "
-                "space, then resume with --resume"
-            ) from error
 
     def save(self) -> None:
         """Copy the state of the run; a thread writes it while training continues."""
