@@ -5,7 +5,14 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +112,7 @@ def finish(
         plan: Asked for what is wanted again after each row: it may depend on what was found.
         work: Does one; a function that another process can import, if several work in parallel.
         device: Where it is done, for the rows.
-        parallel: Jobs at a time. One is done in this process.
+        parallel: Jobs at a time, each in a process of its own; one alone is done in this process.
         minutes: After which no job is begun that would end later, going by the slowest so far.
         say: Called with a line about every job.
 
@@ -115,11 +122,9 @@ def finish(
     begun = time.monotonic()
     slowest, failures, begun_jobs = 0.0, [], set[Job]()
     about = environment(device)
-    executor: ProcessPoolExecutor | None = None
-    if parallel > 1:
-        # CUDA does not survive a fork.
-        context = multiprocessing.get_context("spawn")
-        executor = ProcessPoolExecutor(parallel, mp_context=context)
+    executor: Executor = ThreadPoolExecutor(1)
+    if parallel > 1:  # CUDA does not survive a fork
+        executor = ProcessPoolExecutor(parallel, multiprocessing.get_context("spawn"))
     running: dict[Future[Row], tuple[Job, float]] = {}
     try:
         while True:
@@ -129,7 +134,7 @@ def finish(
             while waiting and len(running) < parallel and not is_late:
                 job = waiting.pop(0)
                 begun_jobs.add(job)
-                running[_begin(executor, work, job)] = (job, now)
+                running[executor.submit(work, job)] = (job, now)
             if not running:
                 break
             done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -148,20 +153,6 @@ def finish(
         if waiting:
             say(f"{len(waiting)} runs are left for the next call: {', '.join(map(str, waiting))}")
     finally:
-        if executor is not None:
-            executor.shutdown(cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
     if failures:
         raise RunError(f"{len(failures)} runs failed: {'; '.join(failures)}")
-
-
-def _begin(
-    executor: ProcessPoolExecutor | None, work: Callable[[Job], Row], job: Job
-) -> Future[Row]:
-    if executor is not None:
-        return executor.submit(work, job)
-    future: Future[Row] = Future()
-    try:
-        future.set_result(work(job))
-    except Exception as error:
-        future.set_exception(error)
-    return future

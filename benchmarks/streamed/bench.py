@@ -17,8 +17,7 @@ from typing import Any
 
 from benchmarks.step import command
 from benchmarks.streamed.lines import LINES
-from benchmarks.streamed.page import read_rows, tabulate
-from samo.bench.rows import markdown
+from benchmarks.streamed.page import read_rows, tables
 from samo.bench.settings import StepConfig
 from samo.utils import atomic_io
 
@@ -43,7 +42,7 @@ def run_line(config: StepConfig, limit_s: float | None) -> list[Row]:
 
 
 def main() -> None:
-    """Measure the lines and print one table of them all."""
+    """Measure the lines and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lines", nargs="*", help=f"of {', '.join(LINES)}; by default all")
     parser.add_argument("--out", type=Path, help="file for the raw rows, JSON lines")
@@ -69,7 +68,7 @@ def main() -> None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             text = "".join(f"{json.dumps(row)}\n" for row in rows)
             atomic_io.write_bytes(options.out, text.encode())
-    print("\n" + markdown(tabulate(rows)), flush=True)
+    print(f"\n{tables(rows)}", flush=True)
 
 
 if __name__ == "__main__":

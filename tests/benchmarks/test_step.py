@@ -90,7 +90,8 @@ def row_of(name: str, ms: float, gb: float, line: str = "frontier") -> dict[str,
         "line": line,
         "name": name,
         "parameters": {"shape": "gpt3-2.7b", "batch_size": 8, "context": 1024, "sparsity": 0.9},
-        **{"median": ms, "p20": ms, "p80": ms, "figures": figures, "failure": None},
+        **{"median": ms, "p20": ms, "p80": ms, "repeats": 9, "unit": "ms"},
+        **{"figures": figures, "failure": None},
         **{"device_name": "a GPU", "versions": {"torch": "2.11"}, "date": "today", "commit": "c"},
     }
 
@@ -122,7 +123,7 @@ def test_lines_are_measured_by_the_command(
         ("eager", "streamed"),
         ("13b", "streamed"),
     ]
-    assert "| 13B, 8 x 1,024, eager | streamed | " in capsys.readouterr().out
+    assert "## 13B, 8 x 1,024, eager\n" in capsys.readouterr().out
 
 
 def test_later_rows_stand_in_place_of_earlier_ones(tmp_path: Path) -> None:
@@ -137,6 +138,6 @@ def test_later_rows_stand_in_place_of_earlier_ones(tmp_path: Path) -> None:
     ]
     page.write(tmp_path, rows)
     text = (tmp_path / "README.md").read_text()
-    assert "| 400 | 400-400 | 1.262 | 400 | 1.250 | 8.00 | 0.141 |" in text
+    assert "| streamed | 400 | 400-400 | 1.26 | 400 | 1.25 |" in text
     assert "python -m benchmarks.step --repeats 9 --shape gpt3-2.7b" in text
     assert "frontier.png" not in text  # none of its rows

@@ -322,7 +322,7 @@ def tabulate(rows: Sequence[Row]) -> Table:
     }
 
     def cell(row: Row, key: str) -> str:
-        value = row.figures[key]
+        value = row.figures.get(key)
         return three_digits(value / 1e9 if value and key == "peak_bytes" else value)
 
     lines = [
