@@ -10,8 +10,10 @@ import pytest
 
 from samo.report import figures, findings
 from samo.report.figures import spread
+from samo.report.page import write_report
 from samo.report.runs import Run, read_run, read_runs
 from samo.report.theme import DARK, LIGHT, drawing, to_svg
+from samo.train.events import Scheduled
 from tests.report.runs import (
     KEPT,
     NUMEL,
@@ -101,6 +103,40 @@ def test_sparsity_and_replaced_fractions_are_drawn_at_their_steps(tmp_path: Path
     (points,) = axes.lines
     assert points.get_xdata().tolist() == [150, 200]
     assert points.get_ydata() == pytest.approx([0.25, 0.25], abs=1e-3)
+
+
+# Two stages, two micro-batches: 12 ms, of which stages compute 2 * 2 * (1 + 2) of 2 * 12.
+LINE = Scheduled(
+    step=300,
+    num_stages=2,
+    micro_batches=2,
+    stages=[0, 0, 1, 1, 1, 1, 0, 0],
+    numbers=[0, 1, 0, 1, 0, 1, 0, 1],
+    start_ms=[0, 1, 2, 3, 4, 6, 8, 10],
+    end_ms=[1, 2, 3, 4, 6, 8, 10, 12],
+)
+
+
+def test_passes_are_drawn_where_they_are(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "a", more=[LINE]))
+    (axes,) = draw("timeline", run).axes
+    boxes = [bar.get_paths()[0].get_extents() for bar in axes.collections]
+    assert [box.x0 for box in boxes] == LINE.start_ms
+    assert [box.x1 for box in boxes] == LINE.end_ms
+    assert [round((box.y0 + box.y1) / 2) for box in boxes] == LINE.stages
+    assert texts(axes) == [str(n) for n in LINE.numbers]
+    assert [bar.get_alpha() for bar in axes.collections] == [0.35] * 4 + [1.0] * 4
+    found = "2 micro-batches passed 2 stages in 12 ms; stages stood idle for 50 % of that time."
+    assert findings.timeline_finding(run) == found
+    assert found in write_report([tmp_path / "a"], tmp_path / "report.html").read_text()
+
+
+def test_a_timeline_of_a_stranger_is_drawn_as_far_as_it_makes_sense(tmp_path: Path) -> None:
+    wild = {"stages": [7, -1, 0], "numbers": [0], "start_ms": [1e300, 0.0, -1.0], "end_ms": [5.0]}
+    line = Scheduled(step=300, num_stages=2, micro_batches=1, **wild)
+    run = read_run(write_run(tmp_path / "a", more=[line]))
+    assert findings.timeline_finding(run) == "No pass was recorded."
+    assert not draw("timeline", run).axes[0].collections
 
 
 def test_a_long_run_makes_a_small_figure_in_colours_of_the_page() -> None:

@@ -12,12 +12,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from samo.report.findings import PARTS, Bar, last_loss, tokens_per_s
 from samo.report.runs import Run, finite_evals
-from samo.report.stages import timeline_figure
 from samo.report.theme import LIGHT, new_figure, run_colour, run_dashes
 from samo.train.events import Stepped
 from samo.utils import formatting
 
-__all__ = ["timeline_figure"]
+__all__ = []
 
 _LEFT: Final = 52
 _START: Final = 0.05
@@ -157,6 +156,40 @@ def change_figure(runs: Sequence[Run]) -> Figure:
     what = "weights pruned" if is_sparser else "kept weights replaced"
     _finish(axes, runs, what, percent=True)
     _label_ends(axes, labels)
+    return figure
+
+
+def timeline_figure(run: Run) -> Figure:
+    """Draw the passes of a pipeline's last batch, a row for each stage."""
+    num_stages = max((each.stage for each in run.passes), default=0) + 1
+    span = run.passes_ms or 1.0
+    height = 26 * min(num_stages, 64) + 60
+    figure, axes = new_figure(height, left=64, right=24, top=12, bottom=40)
+    colour = run_colour(run.place)
+    for each in run.passes:
+        axes.broken_barh(
+            [(each.start_ms, each.length_ms)],
+            (each.stage - 0.4, 0.8),
+            facecolor=colour,
+            alpha=1.0 if each.is_backward else 0.35,
+            edgecolor=LIGHT["page"],
+            linewidth=0.8,
+        )
+        if each.length_ms > span / 60:
+            axes.text(
+                each.start_ms + each.length_ms / 2,
+                each.stage,
+                str(each.micro_batch),
+                ha="center",
+                va="center_baseline",
+                fontsize=9,
+                color=LIGHT["page" if each.is_backward else "ink"],
+            )
+    axes.set_xlim(0, span)
+    axes.set_ylim(num_stages - 0.5, -0.5)
+    rows = range(0, num_stages, -(-num_stages // 16))
+    axes.set_yticks(rows, [f"stage {stage}" for stage in rows])
+    axes.set_xlabel("ms")
     return figure
 
 

@@ -190,6 +190,18 @@ def change_finding(run: Run) -> str:
     return text
 
 
+def timeline_finding(run: Run) -> str:
+    """Say how long a batch took in a pipeline, and for which part of it stages stood idle."""
+    if run.timeline is None or not run.passes_ms:
+        return "No pass was recorded."
+    num_stages = run.timeline.num_stages
+    busy = sum(each.length_ms for each in run.passes) / (run.passes_ms * num_stages)
+    return (
+        f"{run.timeline.micro_batches} micro-batches passed {num_stages} stages in "
+        f"{run.passes_ms:,.0f} ms; stages stood idle for {percent(1 - busy)} of that time."
+    )
+
+
 # Several runs in words
 
 

@@ -9,7 +9,7 @@ import jinja2
 from markupsafe import Markup
 
 from samo.errors import ConfigError, RunError
-from samo.report import figures, findings, stages, theme
+from samo.report import figures, findings, theme
 from samo.report.runs import Run, read_runs
 from samo.utils import atomic_io, formatting
 
@@ -58,7 +58,6 @@ def _render(runs: Sequence[Run]) -> str:
         kinds=[kind for kind in findings.PARTS if any(bar.kinds.get(kind) for bar in found)],
         figure=figure,
         findings=findings,
-        stages=stages,
         formatting=formatting,
         theme=theme,
         differing=[(key, values) for key, values in rows if len(set(values)) > 1],

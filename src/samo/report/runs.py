@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from samo.errors import RunError
 from samo.train import events
@@ -20,6 +20,16 @@ from samo.utils.formatting import shortened
 __all__ = []
 
 E = TypeVar("E", bound=Event)
+
+
+class Pass(NamedTuple):
+    """A forward or backward pass of a pipeline stage."""
+
+    stage: int
+    micro_batch: int
+    start_ms: float
+    length_ms: float
+    is_backward: bool
 
 
 class Run:
@@ -55,6 +65,8 @@ class Run:
         self.masks = self.changes[-1] if self.changes else self.prune  # their sizes now
         self.state = _last(_all(log, events.Accounted))
         self.timeline = _last(_all(log, events.Scheduled))
+        self.passes = _passes(self.timeline)
+        self.passes_ms = max((each.start_ms + each.length_ms for each in self.passes), default=0.0)
         self.sample = _last(_all(log, events.Sampled))
         self.saved = _last(_all(log, events.Saved))
         self.last_eval = _last(finite_evals(log))
@@ -93,6 +105,18 @@ def _all(log: Iterable[Event], kind: type[E]) -> list[E]:
 
 def _last(found: Sequence[E]) -> E | None:
     return found[-1] if found else None
+
+
+def _passes(line: events.Scheduled | None) -> list[Pass]:
+    """Return the passes of a run's last batch, without those that a file cannot mean."""
+    if line is None:
+        return []
+    rows = list(zip(line.stages, line.numbers, line.start_ms, line.end_ms))
+    return [
+        Pass(stage, number, start, end - start, 2 * place >= len(rows))
+        for place, (stage, number, start, end) in enumerate(rows)
+        if 0 <= stage < line.num_stages and 0 <= start <= end < 1e12
+    ]
 
 
 def read_run(path: str | Path) -> Run:
