@@ -5,7 +5,7 @@ Each parameter becomes a `TensorSpec` for `predict`. Each storage counts once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,16 @@ class Share:
     dense: int | None  # of dense training with the same optimizer, if that is known
     paper: int  # by the SAMO paper's formula
 
+    @property
+    def measured_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(self.measured.values())
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Bytes predicted."""
+        return sum(self.predicted.values())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
@@ -64,18 +74,18 @@ class Ledger:
     @property
     def measured_bytes(self) -> int:
         """Bytes of model state held now."""
-        return sum(self.pruned.measured.values()) + sum(self.unpruned.measured.values())
+        return self.pruned.measured_bytes + self.unpruned.measured_bytes
 
     @property
     def predicted_bytes(self) -> int:
         """Bytes of model state predicted."""
-        return sum(self.pruned.predicted.values()) + sum(self.unpruned.predicted.values())
+        return self.pruned.predicted_bytes + self.unpruned.predicted_bytes
 
     @property
     def dense_bytes(self) -> int | None:
         """Bytes of the same model trained densely with the same optimizer, if that is known."""
-        shares = (self.pruned.dense, self.unpruned.dense)
-        return None if None in shares else sum(filter(None, shares))
+        pruned, unpruned = self.pruned.dense, self.unpruned.dense
+        return None if pruned is None or unpruned is None else pruned + unpruned
 
     @property
     def paper_bytes(self) -> int:
@@ -101,8 +111,7 @@ class Ledger:
                 measured, predicted = share.measured[kind], share.predicted[kind]
                 if measured or predicted:
                     lines.append(row(f"  {_LABELS.get(kind, kind)}", measured, predicted, count))
-            measured, predicted = sum(share.measured.values()), sum(share.predicted.values())
-            lines.append(row("  together", measured, predicted, count))
+            lines.append(row("  together", share.measured_bytes, share.predicted_bytes, count))
         dense, count = self.dense_bytes, self.num_params
         lines.append(row("all", self.measured_bytes, self.predicted_bytes, count))
         if dense is not None:
@@ -152,21 +161,20 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         raise CompressionError("the model is not compressed; call samo.compress_(model, masks)")
     given = [opt] if isinstance(opt, Optimizer) else list(opt or ())
     opts = [getattr(one, "optim", one) for one in given]  # what ZeroRedundancyOptimizer shards
-    owners: dict[int, list[tuple[Optimizer, dict[str, Any]]]] = {}
-    for one in opts:
-        for group in one.param_groups:
-            for param in group["params"]:
-                owners.setdefault(id(param), []).append((one, group))
+    owners: dict[int, tuple[Optimizer, dict[str, Any]]] = {
+        id(param): (one, group)
+        for one in opts
+        for group in one.param_groups
+        for param in group["params"]
+    }
     meter = _Meter()
     buffer_bytes = sum(meter.count(buffer) for buffer in model.buffers())
     has_buckets = isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view
-    rows = []
-    for param in model.parameters():
-        if param.is_floating_point():
-            row = _Row.of(param, meter, has_buckets=has_buckets)
-            for owner in owners.get(id(param), ()):
-                row.add_state(param, *owner, meter)
-            rows.append(row)
+    rows = [
+        _account(param, owners.get(id(param)), meter, has_buckets=has_buckets)
+        for param in model.parameters()
+        if param.is_floating_point()
+    ]
     state = tree_leaves([dict(one.state) for one in opts])
     other = sum(meter.count(leaf) for leaf in state if isinstance(leaf, Tensor))
     is_known = bool(opts) and all(row.is_known for row in rows)
@@ -175,7 +183,7 @@ def ledger(model: nn.Module, opt: Optimizer | Sequence[Optimizer] | None = None)
         unpruned=_share([row for row in rows if not row.spec.is_pruned], is_known=is_known),
         other_bytes=meter.shared_bytes + other,
         buffer_bytes=buffer_bytes,
-        unknown=tuple(dict.fromkeys(name for row in rows for name in row.unknown)),
+        unknown=tuple(dict.fromkeys(row.unknown for row in rows if row.unknown)),
     )
 
 
@@ -203,68 +211,67 @@ class _Meter:
         return nbytes
 
 
-@dataclass
-class _Row:
+class _Row(NamedTuple):
     """The account of one parameter."""
 
     spec: TensorSpec
     measured: dict[Kind, int]
     predicted: dict[Kind, int]
-    unknown: list[str]  # optimizers that have no state yet and cannot be predicted
-    is_known: bool = True  # whether all its optimizers can be predicted
+    is_known: bool  # whether its optimizer can be predicted
+    unknown: str  # name of an optimizer that has no state yet and cannot be predicted
 
-    @classmethod
-    def of(cls, param: nn.Parameter, meter: _Meter, *, has_buckets: bool) -> "_Row":
-        weight = weight_of(param)
-        mask = None if weight is None else weight.mask
-        is_sharded = isinstance(param, DTensor)
-        # FSDP2 reduces the gradients of shards to the type of the parameter.
-        own_grad = None if weight is None or is_sharded else weight.layout.grad_dtype
-        spec = TensorSpec(
-            numel=param.numel() if weight is None else weight.shape.numel(),
-            kept=None if mask is None else mask.kept,
-            dtype=_name(param.dtype if weight is None else weight.dtype),
-            value_dtype=_name(param.dtype),
-            grad_dtype=_name(own_grad or param.dtype),
-            held=local_of(param).numel() if is_sharded else None,
-            is_resident=weight is None or weight.is_resident,
-            is_trained=param.requires_grad,
-            moments=0,
-            has_buckets=has_buckets,
-        )
-        predicted = predict(spec)
-        measured: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        # FSDP2 pads shards to the same length.
-        measured["values"] = meter.count_view(param) if is_sharded else meter.count(param)
-        measured["gradients"] = meter.count_view(param.grad)
-        if weight is not None:
-            measured["dense"] = meter.count(weight.dense)
-        if mask is not None:
-            measured["bitmap"] = meter.count(mask.words) + meter.count(mask.offsets)
-        # DDP's reducer allocates its buckets when it is built, out of reach of Python.
-        measured["buckets"] = predicted["buckets"]
-        return cls(spec, measured, predicted, [])
 
-    def add_state(
-        self, param: nn.Parameter, opt: Optimizer, group: dict[str, Any], meter: _Meter
-    ) -> None:
+def _account(
+    param: nn.Parameter,
+    owner: tuple[Optimizer, dict[str, Any]] | None,
+    meter: _Meter,
+    *,
+    has_buckets: bool,
+) -> _Row:
+    weight = weight_of(param)
+    mask = None if weight is None else weight.mask
+    is_sharded = isinstance(param, DTensor)
+    # FSDP2 reduces the gradients of shards to the type of the parameter.
+    own_grad = None if weight is None or is_sharded else weight.layout.grad_dtype
+    spec = TensorSpec(
+        numel=param.numel() if weight is None else weight.shape.numel(),
+        kept=None if mask is None else mask.kept,
+        dtype=_name(param.dtype if weight is None else weight.dtype),
+        value_dtype=_name(param.dtype),
+        grad_dtype=_name(own_grad or param.dtype),
+        held=local_of(param).numel() if is_sharded else None,
+        is_resident=weight is None or weight.is_resident,
+        is_trained=param.requires_grad,
+        moments=0,
+        has_buckets=has_buckets,
+    )
+    measured: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    # FSDP2 pads shards to the same length.
+    measured["values"] = meter.count_view(param) if is_sharded else meter.count(param)
+    measured["gradients"] = meter.count_view(param.grad)
+    if weight is not None:
+        measured["dense"] = meter.count(weight.dense)
+    if mask is not None:
+        measured["bitmap"] = meter.count(mask.words) + meter.count(mask.offsets)
+    is_known, unknown = True, ""
+    held: dict[Kind, int] = dict.fromkeys(_STATE_KINDS, 0)
+    if owner is not None:
+        opt, group = owner
         state = opt.state.get(param, {})
-        held: dict[Kind, int] = dict.fromkeys(_STATE_KINDS, 0)
         for key, value in state.items():
             is_vector = isinstance(value, Tensor) and key not in _SCALARS
             if is_vector and (value.dim() > 0 or param.dim() == 0):
                 held[_KEYS.get(key, "moments")] += meter.count(value)
-        spec = _with_state(self.spec, opt, group)
-        self.is_known &= spec is not None
-        expected = held  # of a parameter frozen after training, or of an unknown optimizer
-        if spec is not None and param.requires_grad:
-            expected = predict(spec)
-            self.spec = replace(self.spec, moments=self.spec.moments + spec.moments)
-        elif not state and param.requires_grad:
-            self.unknown.append(type(opt).__name__)
-        for kind in _STATE_KINDS:
-            self.measured[kind] += held[kind]
-            self.predicted[kind] += expected[kind]
+        known = _with_state(spec, opt, group)
+        is_known, spec = known is not None, known or spec
+        if not is_known and not state and param.requires_grad:
+            unknown = type(opt).__name__
+    predicted = predict(spec)
+    if not is_known or not param.requires_grad:  # what was learnt before it was frozen stays
+        predicted |= held
+    # DDP's reducer allocates its buckets when it is built, out of reach of Python.
+    measured |= {**held, "buckets": predicted["buckets"]}
+    return _Row(spec, measured, predicted, is_known, unknown)
 
 
 # State that is not a moment, and state that is one number whatever the shape of the parameter.

@@ -14,7 +14,7 @@ from samo.planner.folders import pruned_as_read
 from samo.planner.hardware import HARDWARE, Cluster, Hardware, Link, find_hardware
 from samo.planner.memory import Job, peak
 from samo.planner.network import ENDS, Network, named
-from samo.planner.public import PUBLIC, no_hub
+from samo.planner.public import PUBLIC
 from samo.planner.search import Option, layouts, ranked, search
 from samo.utils.formatting import size
 
@@ -218,7 +218,11 @@ def _find(
     if name in PUBLIC:
         return from_config(PUBLIC[name], name), "MODEL_DIR", None  # which is to be downloaded
     if "/" in str(target):
-        raise no_hub(str(target))
+        raise ConfigError(
+            f"no folder '{target}' here, and samo plan reads no hub; download the model and name "
+            f"its folder or config.json, or plan for a shape{nearest(path.name.lower(), PUBLIC)}: "
+            f"{', '.join(PUBLIC)}"
+        )
     names = (*SHAPES, *PUBLIC)
     raise ConfigError(
         f"no shape and no folder '{target}'{nearest(name, names)}; name a Hugging Face "

@@ -6,10 +6,10 @@ cost model.
 """
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
 
 from samo.pipeline.engine import Action, Engine, MessageKind, Progress, in_flight_limits
 from samo.pipeline.timeline import Event, Pass, Timeline
@@ -17,9 +17,9 @@ from samo.planner.cost import link_s, message_bytes, stage_times
 from samo.planner.hardware import Cluster
 from samo.planner.memory import Job, Layout
 
-__all__ = ["FixedOrder", "Schedule", "simulate", "simulate_step"]
+__all__ = ["Schedule", "simulate", "simulate_step"]
 
-Schedule = Literal["message-driven", "backward-first", "1f1b", "gpipe"]
+Schedule = Literal["message-driven", "backward-first", "1f1b"]
 Duration = Callable[[int, Pass, int], float]
 Delay = Callable[[int, int], float]
 Message = tuple[MessageKind, int]
@@ -32,42 +32,25 @@ class BackwardFirst(Engine):
     alternates = False
 
 
-class FixedOrder(Engine):
-    """A stage that computes in an order fixed beforehand, and waits if the next message is late.
-
-    Example:
-        >>> from samo.planner.simulator import FixedOrder
-        >>> FixedOrder("1f1b", stage=0, num_stages=2, num_micro_batches=3).order
-        ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        stage: int,
-        num_stages: int,
-        num_micro_batches: int,
-        *,
-        in_flight: int | None = None,
-    ) -> None:
-        if schedule not in ("1f1b", "gpipe"):
-            raise ValueError(f"schedule must be '1f1b' or 'gpipe', got {schedule!r}")
-        first = num_stages if in_flight is None else in_flight
-        ahead = num_micro_batches if schedule == "gpipe" else max(first - stage, 1)
-        self.order = list(_alternate(min(ahead, num_micro_batches), num_micro_batches))
-        self._place = 0
-        self._one = Progress(stage, num_stages, num_micro_batches, num_micro_batches)
-        super().__init__([self._one])
+class OneForwardOneBackward(Engine):
+    """Goes forward up to its limit, then in turns, and waits if the next message is late."""
 
     def next(self) -> Action:
         """Decide: the next pass of the order, if its message is there."""
-        if self._place == len(self.order):
+        (one,) = self.stages.values()
+        if one.backwards == one.num_micro_batches:
             return Action("step")
-        is_backward = self.order[self._place][0] == "B"
-        if not (self._one.can_go_backward if is_backward else self._one.can_go_forward):
-            return Action("receive")
-        self._place += 1
-        return self._one.backward() if is_backward else self._one.forward()
+        is_full = one.forwards - one.backwards == one.in_flight
+        if is_full or one.forwards == one.num_micro_batches:
+            return one.backward() if one.can_go_backward else Action("receive")
+        return one.forward() if one.can_go_forward else Action("receive")
+
+
+_ENGINES: Final[dict[Schedule, type[Engine]]] = {
+    "message-driven": Engine,
+    "backward-first": BackwardFirst,
+    "1f1b": OneForwardOneBackward,
+}
 
 
 def simulate(
@@ -80,7 +63,7 @@ def simulate(
     duration: Duration = lambda stage, what, micro_batch: 1.0 if what == "forward" else 2.0,
     delay: Delay = lambda source, target: 0.0,
     occupied: Delay = lambda source, target: 0.0,
-    watch: Callable[[Engine], None] | None = None,
+    watch: Callable[[Engine], object] = lambda engine: None,
 ) -> Timeline:
     """Compute one batch in virtual time.
 
@@ -97,7 +80,7 @@ def simulate(
         num_stages: Number of stages.
         num_micro_batches: Micro-batches.
         in_flight: As for `samo.Pipeline`; for "1f1b" a number, the limit of its first stage.
-        schedule: "message-driven", "backward-first", or one of fixed order.
+        schedule: samo's own, or another one to compare with.
         stages_per_rank: As for `samo.Pipeline`; a rank computes one of its stages at a time.
         duration: Seconds of a pass, by stage, pass and micro-batch.
         delay: Seconds a message takes on its way, by source and target.
@@ -108,99 +91,64 @@ def simulate(
         RuntimeError: All stages wait for each other.
     """
     limits = in_flight_limits(in_flight, num_stages)
+    if schedule == "1f1b":
+        limits = tuple(max(limits[0] - stage, 1) for stage in range(num_stages))
     num_ranks = num_stages // stages_per_rank
-    engines: list[Engine] = []
-    for rank in range(num_ranks):
-        if schedule in ("1f1b", "gpipe"):
-            engines.append(
-                FixedOrder(schedule, rank, num_stages, num_micro_batches, in_flight=limits[0])
-            )
-            continue
-        stages = [
+    engines = [
+        _ENGINES[schedule](
             Progress(stage, num_stages, num_micro_batches, limits[stage])
             for stage in range(rank, num_stages, num_ranks)
-        ]
-        engines.append((Engine if schedule == "message-driven" else BackwardFirst)(stages))
-    return _Run(engines, num_stages, num_micro_batches, duration, delay, occupied, watch).run()
-
-
-@dataclass
-class _Run:
-    engines: list[Engine]
-    num_stages: int
-    num_micro_batches: int
-    duration: Duration
-    delay: Delay
-    occupied: Delay
-    watch: Callable[[Engine], None] | None
-    events: list[Event] = field(default_factory=list)
-    agenda: list[tuple[float, int, int, Message | Action | None]] = field(default_factory=list)
-    last_arrival: dict[tuple[int, int], float] = field(default_factory=dict)
-    free_at: dict[tuple[int, int], float] = field(default_factory=dict)
-    num_entries: int = 0
-
-    def run(self) -> Timeline:
-        num_ranks = len(self.engines)
-        is_busy, is_done = [False] * num_ranks, [False] * num_ranks
-        inbox: list[deque[tuple[int, Message]]] = [deque() for _ in range(num_ranks)]
-        for rank in range(num_ranks):
-            self._enter(0.0, rank, None)
-        while self.agenda:
-            now, _, stage, entry = heapq.heappop(self.agenda)
-            rank = stage % num_ranks
-            if isinstance(entry, Action):  # its pass is over
-                is_busy[rank] = False
-                self._send(entry, now)
-            elif entry is not None:
-                inbox[rank].append((stage, entry))
-            if is_busy[rank] or is_done[rank]:
-                continue
-            engine = self.engines[rank]
-            while inbox[rank]:
-                target, received = inbox[rank].popleft()
-                engine.stages[target].receive(*received)
-                self._show(engine)
-            action = engine.next()
-            self._show(engine)
-            is_done[rank] = action.kind == "step"
-            is_busy[rank] = self._compute(action, now)
-        if not all(is_done):
-            waiting = [rank for rank, done in enumerate(is_done) if not done]
-            raise RuntimeError(f"ranks {waiting} wait for messages that nobody will send")
-        return Timeline(self.num_stages, self.num_micro_batches, self.events)
-
-    def _compute(self, action: Action, now: float) -> bool:
-        """Begin a pass, if the action is one."""
-        kind, micro_batch, stage = action
-        if kind != "forward" and kind != "backward":
-            return False
-        end = now + self.duration(stage, kind, micro_batch)
-        self.events.append(Event(now, end, stage, kind, micro_batch))
-        self._enter(end, stage, action)
-        return True
-
-    def _send(self, action: Action, now: float) -> None:
-        """Send the result of a pass to the stage that needs it, if there is one."""
-        is_forward, stage = action.kind == "forward", action.stage
-        target = stage + (1 if is_forward else -1)
-        if not 0 <= target < self.num_stages:
-            return
-        link = (stage, target)
-        sent = max(now, self.free_at.get(link, 0.0)) + self.occupied(*link)
-        self.free_at[link] = sent
-        arrival = max(sent + self.delay(*link), self.last_arrival.get(link, 0.0))  # FIFO
-        self.last_arrival[link] = arrival
-        self._enter(
-            arrival, target, ("activation" if is_forward else "gradient", action.micro_batch)
         )
+        for rank in range(num_ranks)
+    ]
+    events: list[Event] = []
+    agenda: list[tuple[float, int, int, Message | Action | None]] = []
+    number = itertools.count()  # of equal times, first come, first served
+    free_at: dict[tuple[int, int], float] = defaultdict(float)
+    last_arrival: dict[tuple[int, int], float] = defaultdict(float)
 
-    def _enter(self, when: float, stage: int, entry: Message | Action | None) -> None:
-        self.num_entries += 1
-        heapq.heappush(self.agenda, (when, self.num_entries, stage, entry))
+    def enter(when: float, stage: int, entry: Message | Action | None) -> None:
+        heapq.heappush(agenda, (when, next(number), stage, entry))
 
-    def _show(self, engine: Engine) -> None:
-        if self.watch is not None:
-            self.watch(engine)
+    def send(stage: int, target: int, now: float, message: Message) -> None:
+        link = (stage, target)
+        free_at[link] = max(now, free_at[link]) + occupied(*link)
+        last_arrival[link] = max(free_at[link] + delay(*link), last_arrival[link])  # in order
+        enter(last_arrival[link], target, message)
+
+    for rank in range(num_ranks):
+        enter(0.0, rank, None)
+    inbox: list[list[tuple[int, Message]]] = [[] for _ in engines]
+    doing = ["receive"] * num_ranks
+    while agenda:
+        now, _, stage, entry = heapq.heappop(agenda)
+        rank = stage % num_ranks
+        if isinstance(entry, Action):  # a pass that is over
+            doing[rank] = "receive"
+            if entry.kind == "forward" and stage + 1 < num_stages:
+                send(stage, stage + 1, now, ("activation", entry.micro_batch))
+            elif entry.kind == "backward" and stage > 0:
+                send(stage, stage - 1, now, ("gradient", entry.micro_batch))
+        elif entry is not None:
+            inbox[rank].append((stage, entry))
+        if doing[rank] != "receive":
+            continue
+        engine = engines[rank]
+        for target, message in inbox[rank]:
+            engine.stages[target].receive(*message)
+            watch(engine)
+        inbox[rank].clear()
+        action = engine.next()
+        watch(engine)
+        kind, micro_batch, own = action
+        doing[rank] = kind
+        if kind == "forward" or kind == "backward":
+            end = now + duration(own, kind, micro_batch)
+            events.append(Event(now, end, own, kind, micro_batch))
+            enter(end, own, action)
+    if waiting := [rank for rank, kind in enumerate(doing) if kind != "step"]:
+        raise RuntimeError(f"ranks {waiting} wait for messages that nobody will send")
+    return Timeline(num_stages, num_micro_batches, events)
 
 
 def simulate_step(
@@ -234,12 +182,3 @@ def simulate_step(
         delay=lambda source, target: latency,
         occupied=lambda source, target: occupied,
     )
-
-
-def _alternate(ahead: int, num_micro_batches: int) -> Iterator[str]:
-    """Yield ``ahead`` forward passes, then backward and forward in turns, then what is left."""
-    yield from (f"F{i}" for i in range(ahead))
-    for i in range(num_micro_batches):
-        yield f"B{i}"
-        if ahead + i < num_micro_batches:
-            yield f"F{ahead + i}"
