@@ -1,5 +1,7 @@
 """`samo.plan` and `samo plan`: answers, errors, exit codes, and commands that exist."""
 
+import copy
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -19,6 +21,7 @@ from samo.cli.main import main, parse
 from samo.errors import ConfigError
 from samo.models.gpt import GPT, GPTConfig
 from samo.planner.answer import Plan
+from samo.planner.command import command
 from samo.planner.hardware import HARDWARE, Hardware, find_hardware, write_hardware
 from samo.planner.local import this_hardware
 from samo.planner.public import PUBLIC
@@ -187,6 +190,11 @@ def test_the_command_line_answers_without_torch(llama) -> None:
         ("gpt3-13b --context 4096", 2, "context 4096 is longer than that of 'gpt3-13b', 2048"),
         ("gpt3-13b --batch -1", 2, "batch must be a whole number, 1 or more, got -1"),
         ("gpt3-13b --node-gbit 0", 2, "node_gbit must be over 0"),
+        (
+            "gpt3-13b --freeze-embeddings",
+            2,
+            "samo train trains the embeddings of 'gpt3-13b'; leave",
+        ),
         ("gpt3-13b --gpus-per-node 0", 2, "gpus_per_node must be over 0"),
         ("gpt3-13b --figure a.pdf", 2, "--figure writes .svg or .png"),
         ("", 2, "name a model to plan for"),
@@ -296,20 +304,30 @@ def test_about_as_fast_is_exact_and_leaves_room(llama: Path) -> None:
     assert not samo.plan("gpt3-175b", gpu="rtx4090").command
 
 
-def test_the_lines_for_a_module_run() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=256, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    found = samo.plan(model, sparsity=0.5, gpu="rtx4090")
-    names: dict[str, Any] = {"samo": samo, "torch": torch, "model": model}
+@pytest.mark.parametrize("gpu", ["rtx4090", "v100-16"])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_the_lines_for_a_module_run(family: str, gpu: str) -> None:
+    model: Any = GPT(GPTConfig(num_layers=2, width=64, num_heads=2))
+    if family == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=256, max_position_embeddings=64,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    found = samo.plan(model, sparsity=0.5, gpu=gpu, freeze_embeddings=True)
+    for option in found.options:  # such as checkpointed ones
+        lines = command(found, option.layout).replace(".cuda()", "")
+        names: dict[str, Any] = {"samo": samo, "torch": torch, "dataclasses": dataclasses}
+        exec(lines, names | {"model": copy.deepcopy(model)})
+    names["model"] = model
     exec(found.command.replace(".cuda()", ""), names)
     tokens = torch.randint(256, (2, 32))
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    outputs = model(tokens, tokens) if family == "gpt" else model(tokens, labels=tokens).loss
+    outputs.backward()
     names["opt"].step()
-    kept = sum(param.numel() for name, param in model.named_parameters() if "proj" in name)
-    assert samo.ledger(model).pruned.num_params == 2 * kept
+    assert found.best is not None
+    held = samo.ledger(model, names["opt"]).measured_bytes
+    assert held == pytest.approx(found.best.memory.state_bytes, rel=0.01)
 
 
 def test_a_module_in_hand_and_on_the_meta_device() -> None:

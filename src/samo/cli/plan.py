@@ -2,7 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
+from typing import Any
 
 from samo.cli.commands import Plan
 from samo.errors import ConfigError
@@ -32,29 +32,26 @@ def run(command: Plan) -> int:
         )
     found = plan(
         command.target or _own(command),
-        sparsity=None if command.sparsity == "auto" else command.sparsity,
+        sparsity=_given(command.sparsity),
         rules=command.rules,
         gpu=command.gpu,
         gpus=command.gpus,
         gpus_per_node=_given(command.gpus_per_node),
-        node_gbit=None if command.node_gbit == "auto" else command.node_gbit,
+        node_gbit=_given(command.node_gbit),
         batch=_given(command.batch),
         context=_given(command.context),
         freeze_embeddings=command.freeze_embeddings,
     )
-    if command.json:
-        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
-    else:
-        sys.stdout.write(f"{found}\n")
+    sys.stdout.write(f"{json.dumps(found.to_dict()) if command.json else found}\n")
     if figure is not None:
         from samo.report.plan_figure import draw  # loads matplotlib
 
-        Path(figure).write_bytes(draw(found, figure.suffix[1:]))
+        figure.write_bytes(draw(found, figure.suffix[1:]))
     return 0 if found.best is not None else _NOTHING_FITS
 
 
-def _given(value: int | str) -> int | None:
-    return value if isinstance(value, int) else None
+def _given(value: Any) -> Any:
+    return None if value == "auto" else value
 
 
 def _own(command: Plan) -> Network:
@@ -66,14 +63,13 @@ def _own(command: Plan) -> Network:
         )
     if layers < 1 or width < 1:
         raise ConfigError(f"--num-layers {layers} and --width {width} must be 1 or more")
-    heads = max(width // 128, 1) if width % 128 == 0 else 1
-    vocab = _given(command.vocab_size) or 50_304
+    heads = width // 128 if width % 128 == 0 else 1
     config = GPTConfig(
         num_layers=layers,
         width=width,
         num_heads=heads,
         context=_given(command.context) or 2048,
-        vocab_size=vocab,
+        vocab_size=_given(command.vocab_size) or 50_304,
     )
     flags = f"--num-layers {layers} --width {width} --num-heads {heads}"
     return gpt(config, f"gpt-{layers}x{width}", flags)

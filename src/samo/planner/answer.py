@@ -177,6 +177,11 @@ def plan(
         context=context or min(network.context, 2048),
         dtype=hardware.dtype,
     )
+    if freeze_embeddings and network.command:
+        raise ConfigError(
+            f"samo train trains the embeddings of '{network.name}'; leave out --freeze-embeddings, "
+            "or name a Hugging Face folder, for samo finetune"
+        )
     if job.context > network.context and network.command:
         raise ConfigError(
             f"context {job.context} is longer than that of '{network.name}', {network.context}"
@@ -270,7 +275,8 @@ def _fewest(job: Job, cluster: Cluster, scheme: Scheme = "samo") -> int | None:
 def _advice(job: Job, cluster: Cluster) -> Iterator[str]:
     """Yield what would fit."""
     hardware, gpus, network = cluster.hardware, cluster.num_gpus, job.network
-    if not network.frozen and not any(network.sparsity.get(kind) for kind in ENDS):
+    is_pruned = any(network.sparsity.get(kind) for kind in ENDS)
+    if not (network.command or network.frozen or is_pruned):
         least = _least(replace(job, network=network.with_frozen(ENDS)), cluster)
         if least <= hardware.usable_bytes:
             yield f"{size(least)} with frozen embeddings: --freeze-embeddings"

@@ -88,17 +88,21 @@ def _sparsities(job: Job) -> tuple[float, dict[str, float]]:
 
 def _python(plan: "Plan", own: Layout) -> Iterator[str]:
     """Yield lines for a module, or a pipeline, in the order that DDP, FSDP2 and pipelines need."""
-    job, source = plan.job, plan.source
-    is_cpu, is_lean = job.dtype == "float32", own.state == "lean"
-    if source is not None:
-        dtype = "float32" if is_cpu else "bfloat16"
-        yield f"model = AutoModelForCausalLM.from_pretrained({source!r}, dtype=torch.{dtype})"
-    if own.checkpointing and source is not None:
-        yield "model.gradient_checkpointing_enable()"
-    if own.pipe == 1:
-        yield "samo.chunk_loss_(model)"
-    for end in ("input", "output") if job.network.frozen else ():
-        yield f"model.get_{end}_embeddings().requires_grad_(False)"
+    job, dtype = plan.job, f"dtype=torch.{plan.job.dtype}"
+    ends: tuple[str, ...] = ("get_input_embeddings()", "get_output_embeddings()")
+    if plan.source is not None:
+        yield f"model = AutoModelForCausalLM.from_pretrained({plan.source!r}, {dtype})"
+    if job.network.has_chunks:  # samo's own GPT
+        ends = ("embed", "position", "head")
+        if own.checkpointing:
+            yield "model.config = dataclasses.replace(model.config, is_checkpointed=True)"
+    else:
+        if own.checkpointing:
+            yield "model.gradient_checkpointing_enable()"
+        if own.pipe == 1:
+            yield "samo.chunk_loss_(model)"
+    for end in ends if job.network.frozen else ():
+        yield f"model.{end}.requires_grad_(False)"
     part = "model"
     if own.pipe > 1:
         mesh = f"samo.mesh(pipe={own.pipe}, data={own.data})"
@@ -111,11 +115,13 @@ def _python(plan: "Plan", own: Layout) -> Iterator[str]:
         yield f"masks = samo.Masks.from_zeros({part})"
     else:
         yield f"masks = samo.prune({part}, {sparsity:g}{by_rule})"
-    types = ", value_dtype=torch.bfloat16" if is_lean else ""
-    if own.num_ranks == 1 and not is_lean and not is_cpu:
-        types = ", grad_dtype=torch.bfloat16"
-    move = "" if own.pipe > 1 or is_cpu else ".cuda()"
-    yield f"samo.compress_({part}, masks, weights={own.weights!r}{types}){move}"
+    types = dtype
+    if own.state == "lean":
+        types += ", value_dtype=torch.bfloat16"
+    elif own.num_ranks == 1 and job.dtype == "bfloat16":
+        types += ", grad_dtype=torch.bfloat16"
+    move = "" if own.pipe > 1 or job.dtype == "float32" else ".cuda()"
+    yield f"samo.compress_({part}, masks, weights={own.weights!r}, {types}){move}"
     if own.shard:
         yield "for layer in layers: fully_shard(layer)  # its blocks; see docs/distributed.md"
         yield "fully_shard(model)"
