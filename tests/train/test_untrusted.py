@@ -14,7 +14,6 @@ import torch
 from samo.checkpoint.manifest import NAME, encode_manifest
 from samo.errors import CheckpointError, RunError
 from samo.train import checkpointing
-from samo.train.masking import Masking
 from samo.train.trainer import resume
 from tests.train.helpers import finished, recorded, run
 
@@ -41,18 +40,6 @@ def test_an_impossible_random_state_is_refused(
     monkeypatch.setattr(checkpointing, "load", load)
     message = r"is damaged: its random state or masks are not valid \(.*\); use another checkpoint"
     with pytest.raises(CheckpointError, match=message):
-        resume(run)
-
-
-@pytest.mark.parametrize("error", [AttributeError("x"), IndexError("x"), RuntimeError("x")])
-def test_an_impossible_state_of_masks_is_refused(
-    run: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(self: Masking, extra: dict[str, Any]) -> None:
-        raise error
-
-    monkeypatch.setattr(Masking, "load_state_dict", load)
-    with pytest.raises(CheckpointError, match=r"its random state or masks are not valid \(.*: x\)"):
         resume(run)
 
 

@@ -14,7 +14,7 @@ from samo.checkpoint import copy, read_manifest, staging
 from samo.checkpoint.load import load, load_masks
 from samo.checkpoint.save import stage
 from samo.data.batches import Batches
-from samo.errors import CheckpointError, ConfigError, SamoError, first_words
+from samo.errors import CheckpointError, ConfigError, first_words
 from samo.train.config_io import typed
 from samo.train.events import Phase, Saved
 from samo.train.rank_group import RankGroup
@@ -115,8 +115,6 @@ class RunState:
             torch.set_rng_state(extra["random_cpu"])
             if "random_cuda" in extra and torch.cuda.is_available():
                 torch.cuda.set_rng_state(extra["random_cuda"])
-        except SamoError:
-            raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {first_words(error)}"
             raise CheckpointError(

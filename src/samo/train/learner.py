@@ -124,8 +124,6 @@ class Learner:
         self.device = next(model.parameters()).device
         if isinstance(model, CompressedModule):
             self._start_pruned(masks_of(model))
-            opt = self._new_adamw()
-            self.opt = self._shard(opt) if self._is_sharded else opt
         else:
             self.opt = torch.optim.AdamW(
                 self._groups(), betas=self._optim.betas, eps=self._optim.eps, fused=True
@@ -278,21 +276,23 @@ class Learner:
 
     def prune(self, masks: Masks) -> None:
         """End the dense phase: compress the model, and carry over the moments."""
-        dense = self.opt
-        dense.zero_grad()
+        self.opt.zero_grad()
         self._ddp = None
-        self._start_pruned(masks)
-        compress_(self.model, masks, weights=self.weights, **self._compression)
-        opt = self._new_adamw()
-        opt.carry_over(dense)
-        self.opt = self._shard(opt) if self._is_sharded else opt
+        self._start_pruned(masks, self.opt)
         self._prepare()
 
-    def _start_pruned(self, masks: Masks) -> None:
+    def _start_pruned(self, masks: Masks, dense: torch.optim.Optimizer | None = None) -> None:
+        """Make the optimizer of a compressed model; compress it first if it was dense."""
         if self.ranks.data is not None:
             compare_masks(masks, self.ranks.data)
         self.masks = masks
         self.phase = "samo"
+        if dense is not None:
+            compress_(self.model, masks, weights=self.weights, **self._compression)
+        opt = self._new_adamw()
+        if dense is not None:
+            opt.carry_over(dense)
+        self.opt = self._shard(opt) if self._is_sharded else opt
 
     def remapped(self, masks: Masks) -> None:
         """Update parameter groups and replicas after the masks have changed, on all ranks."""

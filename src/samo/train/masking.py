@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from samo.checkpoint.load import load_masks
-from samo.errors import CheckpointError, ConfigError
+from samo.errors import ConfigError
 from samo.mask.masks import Masks
 from samo.mask.prunable import dense_parameters, matching, prunable
 from samo.pruning.early_bird import EarlyBird
@@ -162,18 +162,12 @@ class Masking:
 
     def load_state_dict(self, extra: dict[str, Any]) -> None:
         """Continue from the extras of a checkpoint; the model is pruned already if it was then."""
-        try:
-            if self._learner.phase != "dense":
-                self.start_changing()
-                if self._changing is not None:
-                    self._changing.load_state_dict(extra[_CHANGES])
-            elif self._bird is not None:
-                self._bird.load_state_dict(extra)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint does not hold the state of method {self._config.prune.method}: "
-                f"{error}; use another checkpoint of this run"
-            ) from error
+        if self._learner.phase != "dense":
+            self.start_changing()
+            if self._changing is not None:
+                self._changing.load_state_dict(extra[_CHANGES])
+        elif self._bird is not None:
+            self._bird.load_state_dict(extra)
 
     def _load(self) -> Masks:
         path, learner = self._config.prune.masks, self._learner

@@ -3,7 +3,7 @@
 import importlib.util
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from samo.errors import RunError
 from samo.train import events
@@ -54,19 +54,27 @@ class MetricsFile:
         self._file.close()
 
 
-class TensorBoard:
+class _Charts:
+    """A package that draws curves."""
+
+    package: ClassVar[str]
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Return whether the package is there."""
+        return importlib.util.find_spec(cls.package) is not None
+
+
+class TensorBoard(_Charts):
     """Writes losses, learning rate, speed and masks as TensorBoard's event files."""
+
+    package = "tensorboard"
 
     def __init__(self, folder: Path, *, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Hides steps that were taken after the checkpoint that a run resumes from.
         self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1)
-
-    @staticmethod
-    def is_installed() -> bool:
-        """Return whether event files can be written."""
-        return importlib.util.find_spec("tensorboard") is not None
 
     def on(self, event: Event) -> None:
         """Write an event."""
@@ -81,8 +89,10 @@ class TensorBoard:
             self._writer.close()
 
 
-class WandB:
+class WandB(_Charts):
     """Sends the same numbers to a project of Weights & Biases."""
+
+    package = "wandb"
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         import wandb
@@ -92,21 +102,12 @@ class WandB:
         self._run: Any = wandb.init(
             project=project, name=name, id=name, resume="allow", dir=str(folder), config=config
         )
-
-    @staticmethod
-    def is_installed() -> bool:
-        """Return whether the package is there."""
-        return importlib.util.find_spec("wandb") is not None
+        self.close = self._run.finish
 
     def on(self, event: Event) -> None:
         """Send an event."""
-        values = _scalars(event)
-        if values:
+        if values := _scalars(event):
             self._run.log(values, step=event.step)
-
-    def close(self) -> None:
-        """Send what is left."""
-        self._run.finish()
 
 
 def _scalars(event: Event) -> dict[str, float]:

@@ -494,8 +494,6 @@ class Trainer:
         runs_model = ranks.is_first or self.config.mesh.shard == "weights"
         if not run.sample_tokens or ranks.num_stages > 1 or not runs_model:
             return
-        if not math.isfinite(self.progress.valid_loss or 0.0):  # nothing to draw tokens from
-            return
         prompt_T = self.prompt()
         try:
             with self.learner.in_eager():  # every token is a new shape
