@@ -18,40 +18,18 @@ from samo.errors import DataError
 from samo.integrations.tokenizers import ModelTokenizer
 from samo.utils.disk_tensors import disk_copy
 from tests.data.trained_tokenizer import TEXT, VOCAB_SIZE, save_trained_tokenizer
+from tests.integrations.tiny_lms import tiny_lm
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE = {
-    "vocab_size": VOCAB_SIZE + 8,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "GPT2": {},
-    "Llama": {},
-    "Qwen2": {"tie_word_embeddings": True},
-    "Mistral": {"dtype": "bfloat16"},
-    "Gemma": {},
-    "Mixtral": {"num_local_experts": 2},
-}
+FAMILIES: dict[str, Any] = dict.fromkeys(["gpt2", "llama", "qwen2", "gemma", "mixtral"])
+FAMILIES["mistral"] = torch.bfloat16
 CALIBRATED = "--calibration notes.txt --samples 6 --context 32"
 
 
-def save_model(folder: Path, family: str = "Llama", **changes: Any) -> nn.Module:
-    torch.manual_seed(0)
-    shape = SHAPE | FAMILIES[family] | changes
-    dtype = getattr(torch, shape.pop("dtype", "float32"))
-    config = getattr(transformers, f"{family}Config")(**shape)
-    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = getattr(transformers, name)(config).to(dtype)
+def save_model(folder: Path, family: str = "llama", **changes: Any) -> nn.Module:
+    model: nn.Module = tiny_lm(family, vocab_size=VOCAB_SIZE + 8, **changes)
+    model.to(FAMILIES[family])
     model.save_pretrained(folder)
     file = save_trained_tokenizer(folder) / "tokenizer.json"
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
@@ -90,7 +68,7 @@ def test_a_folder_has_zeros_and_masks_and_reads_like_any_other(
     # Weights in bfloat16 may be 0 themselves after SparseGPT.
     zeros = samo.Masks.from_zeros(again)
     assert all((zeros[name] & mask) == zeros[name] for name, mask in masks.items())
-    assert zeros == masks or (method, family) == ("sparsegpt", "Mistral")
+    assert zeros == masks or (method, family) == ("sparsegpt", "mistral")
     for mask in masks.values():
         assert mask.kept == mask.numel - round(mask.numel * 0.75)
     for name, param in model.named_parameters():
@@ -168,7 +146,7 @@ def no_tokenizer(folder: Path) -> None:
 
 def foreign_tokenizer(folder: Path) -> None:
     """Leave only a file that transformers reads as Gemma's own tokenizer, which it is not."""
-    save_model(folder, "Gemma")
+    save_model(folder, "gemma")
     (folder / "tokenizer_config.json").unlink()
 
 

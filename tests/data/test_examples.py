@@ -21,6 +21,7 @@ from samo.data.tokens import Tokens
 from samo.errors import DataError
 from samo.integrations.tokenizers import ModelTokenizer
 from tests.data.model_tokenizer import BOS, END_OF_TURN, VOCAB_SIZE, save_model_tokenizer
+from tests.pruning.language_models import language_model
 
 Sequence = tuple[tuple[int, int], ...]
 """Inputs and targets of an example."""
@@ -343,15 +344,7 @@ def test_data_is_text_or_examples_but_not_both(tmp_path: Path, tokenizer: ModelT
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_examples_do_not_see_each_other(attention: str) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        attn_implementation=attention,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = language_model("llama", attn_implementation=attention).eval()
     shapes = [(3, 5), (1, 2), (4, 4), (2, 9), (1, 1)]
     batch = next(Batches(examples_of(shapes), context=30, batch_size=1, seed=0))
     assert len(sequences(batch)[0]) == 5, "all in one row"

@@ -41,7 +41,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
 
 def tiny_lm(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     """Return a model of random weights, large enough for its logits to differ."""
-    settings = {**FAMILIES[family], **changes}
+    settings = {**FAMILIES.get(family, _SIZES), **changes}
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(family, **settings)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)

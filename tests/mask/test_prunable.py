@@ -4,43 +4,32 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from samo.mask.prunable import matching, prunable
-
-transformers = pytest.importorskip("transformers")
+from tests.pruning.language_models import language_model
 
 
 def linears(prefix: str, *names: str) -> list[str]:
     return [f"{prefix}.{name}.weight" for name in names]
 
 
-LLAMA_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 ATTENTION = linears("model.layers.0.self_attn", "q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied head", "own head"])
 def test_gpt2_prunes_its_conv1d_matrices_and_no_table(tied: bool) -> None:
-    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 16}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(**sizes, **tokens, tie_word_embeddings=tied)
     expected = [
         f"transformer.h.{layer}.{name}.weight"
         for layer in range(2)
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     ]
-    assert prunable(transformers.GPT2LMHeadModel(config)) == expected
+    assert prunable(language_model("gpt2", tie_word_embeddings=tied)) == expected
 
 
 def test_llama_prunes_gate_proj_but_no_head() -> None:
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_SIZES))
+    model = language_model("llama", num_hidden_layers=1)
     mlp = linears("model.layers.0.mlp", "gate_proj", "up_proj", "down_proj")
     assert prunable(model) == ATTENTION + mlp
     names = prunable(nn.ModuleDict({"inner": model}))  # a wrapper does not know the head
@@ -48,13 +37,12 @@ def test_llama_prunes_gate_proj_but_no_head() -> None:
 
 
 def test_mixtral_prunes_stacked_experts_but_no_router() -> None:
-    config = transformers.MixtralConfig(**LLAMA_SIZES, num_local_experts=4)
     experts = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-    assert prunable(transformers.MixtralForCausalLM(config)) == ATTENTION + experts
+    assert prunable(language_model("mixtral", num_hidden_layers=1)) == ATTENTION + experts
 
 
 def test_the_head_of_a_hugging_face_model_is_known_whatever_its_name() -> None:
-    sizes = {name: size for name, size in LLAMA_SIZES.items() if name != "num_key_value_heads"}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**sizes, tie_word_embeddings=False)
     names = prunable(transformers.BertForMaskedLM(config))
     assert "cls.predictions.decoder.weight" not in names

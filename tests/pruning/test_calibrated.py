@@ -31,7 +31,7 @@ def _double() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_double")
-@pytest.mark.parametrize("family", ["GPT2", "Llama", "samo"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "samo"])
 @pytest.mark.parametrize("method", CALIBRATED)
 @pytest.mark.parametrize(("sparsity", "pattern"), [(0.7, None), (0.5, (2, 4)), (0.625, (3, 8))])
 def test_masks_and_weights_are_those_of_the_published_formulas(
@@ -60,7 +60,7 @@ def test_masks_and_weights_are_those_of_the_published_formulas(
 
 
 def test_wanda_in_float32_is_equal_too() -> None:
-    model, data = language_model("Llama"), batches()
+    model, data = language_model("llama"), batches()
     expected = reference(copy.deepcopy(model), data, "wanda", 0.6, None, 128)
     masks = prune(model, 0.6, method="wanda", calibration=data)
     assert all(torch.equal(masks[name].to_bool(), keep) for name, keep in expected.items())
@@ -93,7 +93,7 @@ def test_blocks_are_given_what_the_model_gives_them(family: str) -> None:
 
 
 def test_inputs_may_be_dicts_and_the_iterable_may_be_read_once() -> None:
-    model, data = language_model("Llama"), batches()
+    model, data = language_model("llama"), batches()
     expected = prune(model, 0.5, method="wanda", calibration=data)
     named = ({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in data)
     assert prune(model, 0.5, method="wanda", calibration=named) == expected
@@ -101,7 +101,7 @@ def test_inputs_may_be_dicts_and_the_iterable_may_be_read_once() -> None:
 
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_bfloat16_models_are_pruned_in_float32(method: Any) -> None:
-    model = language_model("Llama").bfloat16()
+    model = language_model("llama").bfloat16()
     masks = prune(model, 0.5, method=method, calibration=batches())
     assert masks.sparsity == 0.5
     masks.apply_(model)
@@ -112,7 +112,7 @@ def test_bfloat16_models_are_pruned_in_float32(method: Any) -> None:
 def test_progress_counts_blocks(scope: Any, total: int) -> None:
     calls: list[tuple[int, int]] = []
     prune(
-        language_model("Llama"),
+        language_model("llama"),
         0.5,
         method="wanda",
         scope=scope,
@@ -133,23 +133,6 @@ def test_a_weight_of_two_blocks_gets_one_mask_and_is_pruned_in_both() -> None:
     x = masked.layers[1](masked.layers[0](data[0]))
     expected = wanda_keep(model.layers[2].weight.detach(), [x.detach()], 0.5, None)
     assert torch.equal(masks["layers.2.weight"].to_bool(), expected)
-
-
-def test_the_error_of_sparsegpt_is_less_than_that_of_wanda_and_of_magnitude() -> None:
-    torch.manual_seed(0)
-    model = Stack(1, 64, in_order)
-    mix = torch.randn(64, 64) * torch.logspace(0, -2, 64)
-    scales = torch.logspace(0, -1, 64)[torch.randperm(64)]
-    data = [torch.randn(256, 64) @ mix.t() * scales for _ in range(2)]
-    expected = model(data[0]).detach()
-    errors = {}
-    for method in ("magnitude", "wanda", "sparsegpt"):
-        pruned = copy.deepcopy(model)
-        with_data = {} if method == "magnitude" else {"calibration": data}
-        prune(pruned, 0.6, method=method, **with_data).apply_(pruned)  # type: ignore[arg-type]
-        errors[method] = float((pruned(data[0]) - expected).detach().norm())
-    assert errors["sparsegpt"] < 0.8 * errors["wanda"]
-    assert errors["wanda"] < 0.95 * errors["magnitude"]
 
 
 # Memory
@@ -175,7 +158,7 @@ def test_memory_is_one_block_and_the_calibration_activations(method: Any) -> Non
     peaks = {}
     for layers in (2, 6):
         sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-        model = language_model("Llama", **sizes)
+        model = language_model("llama", **sizes)
         with Beyond(model, data) as meter:
             masks = prune(model, 0.5, method=method, calibration=data)
         peaks[layers] = meter.peak_bytes - sum(mask.nbytes for mask in masks.values())
@@ -210,7 +193,7 @@ def expert_inputs(model: nn.Module, data: list[Tensor], path: str) -> list[dict[
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_an_expert_is_pruned_by_the_tokens_that_reach_it(family: str, implementation: str) -> None:
     model, data = language_model(family), batches()
     model.set_experts_implementation(implementation)
@@ -276,7 +259,7 @@ def test_owl_counts_are_exact_and_follow_the_published_formula() -> None:
 
 @pytest.mark.parametrize("method", ["magnitude", *CALIBRATED])
 def test_blocks_with_more_outliers_keep_more(method: Any) -> None:
-    model, data = language_model("Llama", num_hidden_layers=3), batches()
+    model, data = language_model("llama", num_hidden_layers=3), batches()
     spiky = model.get_submodule("model.layers.1.mlp")
     with torch.no_grad():
         for param in spiky.parameters():
@@ -300,11 +283,11 @@ def test_skip_rules_and_erk_keep_their_meaning(method: Any) -> None:
     data = batches(1)
     names = ["model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"]
     how: Any = {"skip": [names[0]], "rules": {names[1]: 0.25}}
-    masks = prune(language_model("Llama"), 0.5, method=method, calibration=data, **how)
+    masks = prune(language_model("llama"), 0.5, method=method, calibration=data, **how)
     assert names[0] not in masks
     assert masks[names[1]].sparsity == 0.25
-    masks = prune(language_model("Llama"), 0.5, method=method, scope="erk", calibration=data)
-    expected = prune(language_model("Llama"), 0.5, scope="erk")
+    masks = prune(language_model("llama"), 0.5, method=method, scope="erk", calibration=data)
+    expected = prune(language_model("llama"), 0.5, scope="erk")
     assert {n: m.kept for n, m in masks.items()} == {n: m.kept for n, m in expected.items()}
 
 
@@ -336,7 +319,7 @@ def test_inputs_that_are_always_zero_are_pruned_first() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_blocks_are_computed_on_another_device(method: Any) -> None:
-    model, data = language_model("Llama").double(), batches()
+    model, data = language_model("llama").double(), batches()
     other = copy.deepcopy(model)
     expected = prune(model, 0.5, method=method, calibration=data)
     found = prune(other, 0.5, method=method, calibration=data, device="cuda")

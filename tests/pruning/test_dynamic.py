@@ -23,9 +23,8 @@ NAMES = ("0.weight", "2.weight")
 
 def build(sparsity: float | None = 0.8, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
-    is_dense = sparsity is None
-    masks = samo.Masks.ones(model) if is_dense else samo.prune(model, sparsity, method="random")
+    model = network()
+    masks = samo.prune(model, sparsity, method="random") if sparsity else samo.Masks.ones(model)
     return samo.compress_(model, masks, dtype=dtype, kernels="reference")
 
 
@@ -46,10 +45,14 @@ def backward(model: nn.Module, x: Tensor) -> None:
     model(x).float().square().mean().backward()
 
 
-def gradient_of(model: nn.Module, name: str) -> Tensor:
-    grad = model.get_parameter(name).grad
-    assert grad is not None
-    return grad
+def train_step(model: nn.Module, opt: Any, x: Tensor | None = None) -> None:
+    backward(model, torch.randn(8, 40) if x is None else x)
+    opt.step()
+    opt.zero_grad()
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
 
 
 def test_set_drops_the_smallest_and_grows_at_random() -> None:
@@ -58,9 +61,7 @@ def test_set_drops_the_smallest_and_grows_at_random() -> None:
     opt = samo.AdamW(model.parameters(), lr=1e-2, entry_steps=True)
     moving = samo.DynamicSparse(model, opt, drop=0.4, every=3, stop=10)
     for step in range(1, 13):
-        backward(model, torch.randn(8, 40, dtype=dtype))
-        opt.step()
-        opt.zero_grad()
+        train_step(model, opt, torch.randn(8, 40, dtype=dtype))
         before = masks_of(model)
         dense = {name: torch.zeros(before[name].shape) for name in NAMES}
         for name in NAMES:
@@ -102,14 +103,11 @@ def test_rigl_decides_as_its_dense_retelling() -> None:
     changes = []
     for step in range(1, 18):
         x = torch.randn(8, 40)
-        dense = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9))
+        dense: Any = network()
         dense.load_state_dict(samo.dense_state_dict(model))
         backward(dense, x)
-        before = dense_of(model)
-        kept = masks_of(model)
-        backward(model, x)
-        opt.step()
-        opt.zero_grad()
+        before, kept = dense_of(model), masks_of(model)
+        train_step(model, opt, x)
         stepped = dense_of(model)
         masks = moving.step()
         if masks is None:
@@ -117,7 +115,8 @@ def test_rigl_decides_as_its_dense_retelling() -> None:
         changes.append(step)
         for name in NAMES:
             count = round(0.25 * (1 + math.cos(step * math.pi / 14)) * int(kept[name].sum()))
-            _, expected = rigl_retold(before[name], kept[name], gradient_of(dense, name), count)
+            grad = dense.get_parameter(name).grad
+            _, expected = rigl_retold(before[name], kept[name], grad, count)
             assert torch.equal(masks[name].to_bool(), expected), (step, name)
             # what was dropped and chosen again has stayed as it was
             assert torch.equal(dense_of(model)[name], stepped[name] * expected)
@@ -128,7 +127,8 @@ def grown_by_parts(num_parts: int, candidates: int | None) -> float:
     """Return which part of the entries that the exact sum of micro-batches grows is grown."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 64))
-    dense, target = copy.deepcopy(model), nn.Linear(128, 64).requires_grad_(False)
+    dense: Any = copy.deepcopy(model)
+    target = nn.Linear(128, 64).requires_grad_(False)
     samo.compress_(model, samo.prune(model, 0.9, method="random"))
     dense.load_state_dict(samo.dense_state_dict(model))
     opt = samo.AdamW(model.parameters())
@@ -144,7 +144,7 @@ def grown_by_parts(num_parts: int, candidates: int | None) -> float:
         for each in (model, dense):
             (each(x) - target(x)).square().mean().backward()
     count = round(0.3 * int(kept.sum()))
-    survivors, expected = rigl_retold(before, kept, gradient_of(dense, "0.weight"), count)
+    survivors, expected = rigl_retold(before, kept, dense[0].weight.grad, count)
     masks = moving.step()
     assert masks is not None
     wanted, got = expected & ~survivors, masks["0.weight"].to_bool() & ~survivors
@@ -219,9 +219,8 @@ def test_weights_are_watched_in_the_step_of_a_replacement_alone() -> None:
 def test_a_resumed_run_is_bit_for_bit_the_same(grow: Any) -> None:
     def run(model: nn.Module, opt: samo.AdamW, moving: samo.DynamicSparse, first: int) -> None:
         for step in range(first, first + 5):
-            backward(model, torch.randn(8, 40, generator=torch.Generator().manual_seed(step)))
-            opt.step()
-            opt.zero_grad()
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(step))
+            train_step(model, opt, x)
             moving.step()
 
     model = build()
@@ -333,7 +332,7 @@ CASES = [
 def train(rank: int, num_ranks: int, grow: Any, parts: int, how: str) -> dict[str, Tensor]:
     """Train a few steps on a part of each batch, cut into micro-batches; return the dense state."""
     torch.manual_seed(2)
-    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 9)).double()
+    model = network().double()
     samo.compress_(model, samo.prune(model, 0.8, method="random"), kernels="reference")
     ddp: Any = model
     if num_ranks > 1:

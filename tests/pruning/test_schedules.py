@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import samo
-from tests.pruning.test_dynamic import NAMES, backward, build, dense_of, masks_of, weights_of
+from tests.pruning.test_dynamic import NAMES, build, dense_of, masks_of, train_step, weights_of
 
 # Gradual pruning
 
@@ -19,9 +19,7 @@ def test_gradual_pruning_keeps_the_largest_of_what_was_kept() -> None:
     kept = masks_of(model)
     changes = []
     for step in range(1, 31):
-        backward(model, torch.randn(8, 40))
-        opt.step()
-        opt.zero_grad()
+        train_step(model, opt)
         before = dense_of(model)
         masks = pruning.step()
         if masks is None:
@@ -95,9 +93,7 @@ def test_weights_that_nothing_trains_keep_mask_and_values(kind: str, why: str) -
     before = [model[0].weight.detach().clone(), model[2].weight.detach().clone()]
     masks = None
     for _ in range(3):
-        backward(model, torch.randn(8, 40))
-        opt.step()
-        opt.zero_grad()
+        train_step(model, opt)
         masks = moving.step() or masks
     assert masks is not None
     assert list(masks) == ["0.weight", "2.weight"]
@@ -137,7 +133,7 @@ def test_weights_that_are_not_finite_are_refused(kind: str) -> None:
     model = build(0.9)
     opt = samo.AdamW(model.parameters())
     moving = schedule(kind, model, opt)
-    backward(model, torch.randn(8, 40))
+    train_step(model, opt)
     weight = weights_of(model)["0.weight"]
     before = weight.mask
     with torch.no_grad():

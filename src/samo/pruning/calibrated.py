@@ -108,9 +108,9 @@ def _keep_by_inputs(inputs: Inputs, group: Group, seed: int) -> Tensor:
     rows = scores.flatten(0, 1)
     if group.pattern is not None:
         kept, size = group.pattern
-        words = keep_neighbours(inputs.name, rows, seed, 1, size, kept)
+        words = keep_neighbours(inputs.name, rows, 1, size, kept, seed)
     else:
         count, columns = rows.shape
         ends = torch.arange(count + 1, device=rows.device) * group.kept // count
-        words = keep_neighbours(inputs.name, rows, seed, 1, columns, ends.diff())
+        words = keep_neighbours(inputs.name, rows, 1, columns, ends.diff(), seed)
     return bitmap.unpack(words, 0, rows.numel()).view(scores.shape)

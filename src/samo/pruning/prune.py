@@ -151,7 +151,7 @@ def _masks(
     else:
         kept, size = group.pattern
         words = {
-            name: keep_neighbours(name, value, seed, group.input_dim, size, kept)
+            name: keep_neighbours(name, value, group.input_dim, size, kept, seed)
             for name, value in values.items()
         }
     return {name: Mask(value.shape, words[name]) for name, value in values.items()}

@@ -74,7 +74,7 @@ def largest(
 
 
 def keep_neighbours(
-    name: str, values: Tensor, seed: int, dim: int, size: int, kept: int | Tensor
+    name: str, values: Tensor, dim: int, size: int, kept: int | Tensor, seed: int
 ) -> Tensor:
     """Return the words of a mask that keeps the largest of every ``size`` neighbours along ``dim``.
 
