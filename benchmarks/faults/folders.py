@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tests.integrations.cases import to_bitmask
 
 import samo
 from benchmarks.faults.cases import Case, Stopper, command, digest, open_run
@@ -104,7 +103,7 @@ def build(home: Path) -> None:
     config = LlamaConfig(**sizes, num_hidden_layers=2, max_position_embeddings=64)
     model = LlamaForCausalLM(config)
     masks = samo.prune(model, 0.6)
-    for format in ("dense", "compressed"):
+    for format in ("dense", "compressed", "bitmask"):
         for size in ("5GB", "20KB") if format == "dense" else ("5GB",):
             name = f"hf-{format}" + "-sharded" * (size != "5GB")
             samo.export(
@@ -117,7 +116,6 @@ def build(home: Path) -> None:
             )
             (home / name / "notes.jsonl").write_text(text * 8)
             (home / name / "notes.txt").write_text(text * 8)
-    to_bitmask(Path(shutil.copytree(home / "hf-dense", home / "hf-bitmask")))
     (home / "hf-run").mkdir()
     train(settings(home / "hf-dense", steps=6), home / "hf-run" / "run", listeners=[Stopper()])
     shutil.rmtree(home / "hf-run" / "run" / "tensorboard", ignore_errors=True)

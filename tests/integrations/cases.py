@@ -1,13 +1,10 @@
 """Tiny language models of several families, and what their folders hold."""
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import samo
@@ -58,27 +55,6 @@ def trained(family: str, **changes: Any) -> Any:
     model(input_ids=IDS, labels=IDS).loss.backward()
     opt.step()
     return model
-
-
-def to_bitmask(folder: Path) -> Path:
-    """Turn a dense folder into the layout sparse-bitmask, as compressed-tensors 0.14 wrote it."""
-    state = load_file(folder / "model.safetensors")
-    for name, dense in [*state.items()]:
-        keep = dense != 0
-        if dense.dim() == 2 and keep.sum() < dense.numel() / 2:
-            module, counts = name.removesuffix(".weight"), keep.sum(1)
-            del state[name]
-            state[f"{module}.compressed"] = dense[keep]
-            packed = np.packbits(keep.numpy(), axis=1, bitorder="little")
-            state[f"{module}.bitmask"] = torch.from_numpy(packed)
-            state[f"{module}.row_offsets"] = counts.cumsum(0) - counts
-            state[f"{module}.shape"] = torch.tensor(dense.shape)
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    settings = {"format": "sparse-bitmask", "sparsity_structure": "unstructured"}
-    method = {"quant_method": "compressed-tensors", "sparsity_config": settings}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
-    return folder
 
 
 def load(folder: Path, **options: Any) -> Any:

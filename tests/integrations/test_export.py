@@ -89,6 +89,7 @@ def test_the_model_card_states_the_sparsity(tmp_path: Path) -> None:
     assert "# my-llama" in text
     assert f"Written by samo {samo.__version__}" in text
     assert "| mlp.up_proj.weight | 410 | 4,096 | 90 % |" in text
+    assert "| 1 | 921 | 9,216 | 90 % |" in text
 
 
 def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import samo
 from samo.core.modules import BITMAP, named_weights
 from samo.integrations.export import Format
 from samo.integrations.model_folders import open_compressed, open_masks, open_model
-from tests.integrations.cases import FAMILIES, IDS, load, logits, pruned, to_bitmask, trained
+from tests.integrations.cases import FAMILIES, IDS, load, logits, names, pruned, trained
 from tests.meters import LiveBytes
 
 
@@ -236,16 +236,34 @@ def test_trainer_trains_a_loaded_model_and_resumes_from_its_folder(tmp_path: Pat
     assert all(torch.equal(resumed[name], value) for name, value in after.items())
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Llama", "Mixtral"])
-def test_a_folder_of_compressed_tensors_is_read(family: str, tmp_path: Path) -> None:
-    model, masks = pruned(family)
-    expected = logits(model)
-    folder = to_bitmask(samo.export(model, tmp_path / "out", masks=masks))
-    dense = open_model(folder)
-    assert torch.equal(logits(dense), expected)
-    assert open_masks(folder, dense) == masks
-    (folder / "masks.safetensors").unlink()  # which only samo writes
-    assert open_masks(folder, dense) is None
-    again = open_compressed(folder)
-    assert torch.equal(logits(again), expected)
-    assert samo.masks(again).kept == masks.kept - 1  # all but the kept weight that is exactly 0
+def test_a_bitmask_folder_has_the_layout_of_compressed_tensors(tmp_path: Path) -> None:
+    model, masks = pruned("Llama")
+    out = samo.export(model, tmp_path / "out", format="bitmask", masks=masks)
+    state = load_file(out / "model.safetensors")
+    dense = model.model.layers[0].mlp.up_proj.weight.detach()
+    prefix = "model.layers.0.mlp.up_proj"
+    assert state[f"{prefix}.shape"].tolist() == [64, 32]
+    assert torch.equal(state[f"{prefix}.compressed"], dense[dense != 0])
+    counts = (dense != 0).sum(1)
+    assert torch.equal(state[f"{prefix}.row_offsets"], counts.cumsum(0) - counts)
+    bitmask = state[f"{prefix}.bitmask"]
+    assert (bitmask.dtype, tuple(bitmask.shape)) == (torch.uint8, (64, 4))
+    assert all(
+        bool(bitmask[row, column // 8] >> (column % 8) & 1) == bool(dense[row, column])
+        for row in (0, 63)
+        for column in range(32)
+    )
+    assert "lm_head.weight" in state  # dense: a bitmask would be larger
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert config["sparsity_config"]["format"] == "sparse-bitmask"
+    assert prefix in config["sparsity_config"]["targets"]
+    assert "masks.safetensors" in names(out)
+    sharded = samo.export(
+        model, tmp_path / "parts", format="bitmask", masks=masks, max_shard_size="30KB"
+    )
+    assert torch.equal(logits(open_model(sharded)), logits(model))
+    (out / "masks.safetensors").unlink()  # which only samo writes
+    assert open_masks(out, open_model(out)) is None
+    kept = samo.masks(open_compressed(out)).kept
+    assert kept == masks.kept - 1  # all but the kept weight that is exactly 0

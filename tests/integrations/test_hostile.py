@@ -14,7 +14,7 @@ import samo
 from samo.core.modules import BITMAP, to_bytes
 from samo.errors import CheckpointError, MaskError
 from samo.integrations.model_folders import open_compressed, open_masks, open_model
-from tests.integrations.cases import load, pruned, to_bitmask
+from tests.integrations.cases import load, pruned
 
 NAME: Final = "model.layers.0.mlp.up_proj.weight"
 MODULE: Final = NAME.removesuffix(".weight")
@@ -30,7 +30,7 @@ def compressed(tmp_path: Path) -> Path:
 @pytest.fixture
 def bitmask(tmp_path: Path) -> Path:
     model, masks = pruned("Llama", intermediate_size=60)  # rows that end within a byte
-    return to_bitmask(samo.export(model, tmp_path / "llama", masks=masks))
+    return samo.export(model, tmp_path / "llama", format="bitmask", masks=masks)
 
 
 def change(folder: Path, edit: Callable[[State], Any]) -> None:
@@ -144,11 +144,7 @@ SIZES: Final[dict[str, tuple[dict[str, Any], str]]] = {
 @pytest.mark.parametrize("format", ["dense", "compressed", "bitmask"])
 def test_sizes_are_compared_with_the_files(case: str, format: Any, tmp_path: Path) -> None:
     model, masks = pruned("Llama")
-    is_bitmask = format == "bitmask"
-    folder = tmp_path / "llama"
-    samo.export(model, folder, format="dense" if is_bitmask else format, masks=masks)
-    if is_bitmask:
-        to_bitmask(folder)
+    folder = samo.export(model, tmp_path / "llama", format=format, masks=masks)
     sizes, message = SIZES[case]
     configure(folder, **sizes)
     message = message.replace("35 tensors", r"\d+ tensors")

@@ -13,7 +13,7 @@ import samo
 from samo.cli.main import main
 from samo.integrations.export import export
 from samo.integrations.inspection import inspect_folder
-from tests.integrations.cases import causal_lm, pruned, to_bitmask
+from tests.integrations.cases import causal_lm, pruned
 
 SPARSITY = 0.8
 
@@ -84,7 +84,7 @@ def test_the_bytes_to_run_are_those_of_the_tensors(tmp_path: Path, weights: Any)
 
 def test_a_bitmask_folder_is_counted(tmp_path: Path) -> None:
     model, masks = pruned("Llama", SPARSITY)
-    to_bitmask(export(model, tmp_path / "m", masks=masks))
+    export(model, tmp_path / "m", format="bitmask", masks=masks)
     found = inspect_folder(tmp_path / "m")
     assert (found.kind, found.masks) == ("sparse-bitmask", "bitmaps")
     assert sum(t.kept or 0 for t in found.pruned) == masks.kept - 1

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -12,7 +11,6 @@ import transformers
 import samo
 from samo.errors import ConfigError
 from samo.planner.public import PUBLIC
-from tests.integrations.cases import to_bitmask
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +25,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         masks = samo.prune(model, 0.6, rules={"*mlp*": 0.7})
         masks.apply_(model)
         folders[style] = tmp_path_factory.mktemp("folders") / style
-        format: Any = "dense" if style == "bitmask" else style
-        samo.export(model, folders[style], format=format, masks=masks)
-        if style == "bitmask":
-            to_bitmask(folders[style])
+        samo.export(model, folders[style], format=style, masks=masks)  # type: ignore[arg-type]
     return folders
 
 

@@ -108,9 +108,9 @@ class Export:
     out: OptionalPath = None
     """Folder to write, which must not exist yet. By default the name of the source and the format
     in the working folder."""
-    format: Literal["dense", "compressed"] = "dense"
+    format: Literal["dense", "compressed", "bitmask"] = "dense"
     """dense: zeros where weights are pruned; every tool reads it. compressed: values and bitmaps,
-    for samo."""
+    for samo. bitmask: the layout sparse-bitmask of compressed-tensors 0.14, for older tools."""
     dtype: Annotated[DType | ShortDType | Auto, arg(metavar="{auto,bf16,fp16,fp32}")] = "auto"
     """Dtype of the weights. auto: that in which the model computes."""
 

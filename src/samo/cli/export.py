@@ -44,6 +44,12 @@ def run(command: Export) -> int:
     console = PatientConsole()
     console.print(facts(rows))
     say(console, f"written to {out}")
+    if command.format == "bitmask":
+        say(
+            console,
+            "transformers that require compressed-tensors 0.15 or newer cannot load it; convert it "
+            f"back with: samo export {out} --format dense",
+        )
     return 0
 
 

@@ -17,7 +17,7 @@ from samo.core.compress import dense_of, masks as masks_of
 from samo.core.modules import BITMAP, CompressedModule, named_weights, original_class, to_bytes
 from samo.core.weight import whole
 from samo.errors import CheckpointError
-from samo.integrations import folder_files
+from samo.integrations import folder_files, sparse_bitmask
 from samo.integrations.folder_files import GENERATION, MASKS, METHOD, QUANTIZATION, VERSION
 from samo.integrations.gpt2 import to_gpt2, write_byte_tokenizer
 from samo.integrations.hugging_face import hidden_bars
@@ -29,7 +29,7 @@ from samo.utils import atomic_io
 
 __all__ = ["Format", "export"]
 
-Format = Literal["dense", "compressed"]
+Format = Literal["dense", "compressed", "bitmask"]
 
 
 def export(
@@ -65,7 +65,8 @@ def export(
         out: The folder to make, which must not exist.
         format: ``"dense"`` has zeros where weights are pruned, and every tool reads it.
             ``"compressed"`` has values and bitmaps: after ``import samo``, ``from_pretrained``
-            makes a compressed model of it.
+            makes a compressed model of it. ``"bitmask"`` is the layout sparse-bitmask of
+            compressed-tensors 0.14.
         dtype: Dtype of the weights in the files; by default that in which the model computes.
         source: Folder whose tokenizer files are copied. A GPT of 256 tokens gets a tokenizer of
             bytes without one.
@@ -102,6 +103,8 @@ def export(
         if is_compressed:
             changes[QUANTIZATION] = {"quant_method": METHOD, "version": VERSION}
         folder_files.edit_config(folder, **changes)
+        if format == "bitmask":
+            sparse_bitmask.write(folder)
         if masks is not None and not is_compressed:
             masks.save(folder / MASKS)
         if source is not None:

@@ -13,12 +13,16 @@ from samo.utils.formatting import count, percent, plain
 
 __all__ = []
 
-_LAYER: Final = re.compile(r"^.*?\.\d+\.")
+_LAYER_NUMBER: Final = re.compile(r"\.(\d+)\.")
+_WITHIN_LAYER: Final = re.compile(r"\.\d+\.(.*)")
 _FORMATS: Final = {
     "dense": "The weights are dense. `masks.safetensors`, if there, has the masks: a kept weight "
     "may be exactly 0.",
     "compressed": "The weights are compressed: values and bitmaps. `import samo` before "
-    "`from_pretrained`; the model can be trained on as it is.",
+    "`from_pretrained`, or transformers reports mismatched sizes. It can be trained as it is.",
+    "bitmask": "The weights are in the layout `sparse-bitmask` of compressed-tensors, which its "
+    "versions up to 0.14.0.1 and samo read; `samo export DIR --format dense` converts it. It loses "
+    "kept weights that are exactly 0; `masks.safetensors` has the masks.",
 }
 
 
@@ -35,13 +39,15 @@ def model_card(model: nn.Module, masks: Masks | None, name: str, layout: str) ->
         "",
         f"Written by samo {__version__}. {_FORMATS[layout]}",
     ]
-    if masks:
-        lines += ["", "| weights | kept | of | sparsity |", "| --- | --- | --- | --- |"]
-        kinds: dict[str, list[Mask]] = {}  # self_attn.q_proj.weight of all layers
-        for key, mask in masks.items():
-            kinds.setdefault(_LAYER.sub("", key, count=1), []).append(mask)
-        for kind, group in kinds.items():
-            kept, numel = sum(mask.kept for mask in group), sum(mask.numel for mask in group)
+    for title, pattern in (("layer", _LAYER_NUMBER), ("weights", _WITHIN_LAYER)):
+        groups: dict[str, list[Mask]] = {}
+        for key, mask in (masks or {}).items():
+            found = pattern.search(key)
+            groups.setdefault(found[1] if found else key, []).append(mask)
+        if groups:
+            lines += ["", f"| {title} | kept | of | sparsity |", "| --- | --- | --- | --- |"]
+        for group, own in groups.items():
+            kept, numel = sum(mask.kept for mask in own), sum(mask.numel for mask in own)
             sparsity = percent(1 - kept / numel)
-            lines.append(f"| {plain(kind)} | {count(kept)} | {count(numel)} | {sparsity} |")
+            lines.append(f"| {plain(group)} | {count(kept)} | {count(numel)} | {sparsity} |")
     return "\n".join(lines) + "\n"

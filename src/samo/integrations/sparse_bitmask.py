@@ -1,4 +1,4 @@
-"""Read the layout sparse-bitmask of compressed-tensors, which its versions before 0.15 wrote.
+"""The layout sparse-bitmask of compressed-tensors, which its versions before 0.15 read and wrote.
 
 Instead of ``X.weight`` a file has
 
@@ -8,18 +8,20 @@ Instead of ``X.weight`` a file has
     X.shape         rows and columns, int64
 
 and config.json has ``quantization_config.sparsity_config.format``. Kept entries that are exactly 0
-are lost.
+are lost, so a folder of samo has its masks in masks.safetensors too.
 """
 
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from samo.errors import CheckpointError
 from samo.integrations import folder_files
-from samo.integrations.folder_files import Spec
+from samo.integrations.folder_files import INDEX, QUANTIZATION, WEIGHTS, Spec
+from samo.utils import atomic_io, safetensors_io
 
 __all__ = []
 
@@ -27,6 +29,54 @@ METHOD: Final = "compressed-tensors"
 FORMAT: Final = "sparse-bitmask"
 _BITMASK: Final = ".bitmask"
 _PARTS: Final = ("compressed", "bitmask", "row_offsets", "shape")
+
+
+def write(folder: Path) -> None:
+    """Turn a dense folder of samo's own, not yet published, into this layout, file by file."""
+    weight_map: dict[str, str] = {}
+    numbers = {"kept": 0, "numel": 0, "bytes": 0}
+    files = folder_files.weight_files(folder)
+    for file in files:
+        tensors: dict[str, Tensor] = {}
+        for name, spec in folder_files.read_specs([file]).items():
+            dense = folder_files.read_tensor(spec, name)
+            parts = _compress(dense) if name.endswith(".weight") and dense.dim() == 2 else None
+            module = name.removesuffix("weight")
+            tensors |= {module + part: value for part, value in (parts or {}).items()} or {
+                name: dense
+            }
+            numbers["kept"] += (dense if parts is None else parts["compressed"]).numel()
+            numbers["numel"] += dense.numel()
+        file.unlink()
+        atomic_io.write_new(file, safetensors_io.encode(tensors, {"format": "pt"}))
+        weight_map |= dict.fromkeys(tensors, file.name)
+        numbers["bytes"] += sum(tensor.nbytes for tensor in tensors.values())
+    if files != [folder / WEIGHTS]:
+        index = {"metadata": {"total_size": numbers["bytes"]}, "weight_map": weight_map}
+        folder_files.write_json(folder / INDEX, index)
+    sparsity = {
+        "format": FORMAT,
+        "global_sparsity": 1 - numbers["kept"] / numbers["numel"],
+        "sparsity_structure": "unstructured",
+        "targets": [name.removesuffix(_BITMASK) for name in weight_map if name.endswith(_BITMASK)],
+        "ignore": [],
+    }
+    how = {"quant_method": METHOD, "sparsity_config": sparsity}
+    folder_files.edit_config(folder, **{QUANTIZATION: how})
+
+
+def _compress(dense: Tensor) -> dict[str, Tensor] | None:
+    """Return the parts of a matrix, unless they would take more bytes than the matrix."""
+    keep = dense != 0
+    counts = keep.sum(dim=-1)
+    bits = F.pad(keep, (0, -keep.shape[-1] % 8)).unflatten(-1, (-1, 8)).to(torch.uint8)
+    parts = {
+        "compressed": dense[keep],
+        "bitmask": (bits << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8),
+        "row_offsets": counts.cumsum(0) - counts,
+        "shape": torch.tensor(dense.shape),
+    }
+    return parts if sum(part.nbytes for part in parts.values()) < dense.nbytes else None
 
 
 def check_settings(folder: Path, settings: dict[str, Any]) -> None:
