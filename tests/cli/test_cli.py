@@ -162,7 +162,7 @@ def test_a_wrong_flag_is_usage_and_names_the_nearest(
         ("inspect notes.txt", 1, "'notes.txt' is not a mask file"),
         ("inspect --verify", 2, "--verify needs a checkpoint"),
         ("inspect hugging", 1, "'hugging/config.json' cannot be read: "),
-        ("inspect hugging --verify", 2, "--verify needs a checkpoint or a run folder, and"),
+        ("inspect hugging --verify", 2, "--verify needs a checkpoint or a run folder; leave"),
         ("prune nothing", 1, "'nothing' does not exist"),
         ("prune full", 1, "holds none of manifest.json, run.json, config.json"),
         ("prune full --out notes.txt", 2, "'notes.txt' exists; choose another name with"),

@@ -135,7 +135,7 @@ def test_json_has_the_numbers_of_a_count_by_hand(
     assert main(["inspect", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     # 2 x (32 x 32 x 2 + 32 x 16 x 2 + 32 x 64 x 3 + 2 x 32) + 2 x 64 x 32 + 32
-    assert found["num_params"] == 22_688
+    assert found["parameters"] == 22_688
     assert (found["prunable"], found["kept"]) == (2048, 1024)
     assert found["masks"] == "zeros"
     assert found["run_bytes"]["dense"] == 4 * 22_688
@@ -147,7 +147,7 @@ def test_json_has_the_numbers_of_a_count_by_hand(
         "name": "model.layers.0.self_attn.q_proj.weight", "shape": [32, 32], "dtype": "float32",
         "kept": 512, "num_bytes": 4096, "numel": 1024, "sparsity": 0.5,
     }  # fmt: skip
-    assert found["num_bytes"] == (tmp_path / "model.safetensors").stat().st_size
+    assert found["on_the_disk"] == (tmp_path / "model.safetensors").stat().st_size
 
 
 def test_the_page_has_memory_kinds_of_weights_and_layers(

@@ -4,13 +4,31 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import torch
+from rich.table import Table
+
+from samo import checkpoint
+from samo.checkpoint.load import load_masks
 from samo.cli.commands import Inspect
-from samo.cli.console import PatientConsole, facts, mask_table
+from samo.cli.console import (
+    PatientConsole,
+    columns,
+    facts,
+    group_table,
+    kind_of,
+    layer_of,
+    mask_table,
+)
 from samo.errors import CheckpointError, ConfigError
+from samo.integrations.inspection import FolderFacts, inspect_folder
 from samo.mask.masks import Masks
-from samo.utils.formatting import count, duration, loss, size
+from samo.report import findings
+from samo.report.runs import read_run
+from samo.utils.environment import hardware, versions
+from samo.utils.formatting import count, duration, loss, percent, size
 
 __all__ = []
 
@@ -18,73 +36,62 @@ Facts = dict[str, Any]
 """What is shown, by name; a tuple of text and JSON value where they differ."""
 
 
+class Page(NamedTuple):
+    """What is known of a path."""
+
+    facts: Facts
+    tables: tuple[Table, ...] = ()
+    records: Mapping[str, Any] = MappingProxyType({})
+    """More names and values for JSON."""
+
+
 def run(command: Inspect) -> int:
     """Show a path, or this machine."""
-    path, masks = command.path, None
-    if command.verify and (path is None or path.is_file()):
-        raise ConfigError("--verify needs a checkpoint or a run folder")
-    if path is None:
-        found = _machine()
-    elif (path / "run.json").is_file():
-        found = _run(path, verify=command.verify)
-    elif (path / "manifest.json").is_file():
-        found, masks = _checkpoint(path, verify=command.verify)
-    elif (path / "config.json").is_file():
-        return _model(path, command)
-    elif path.is_file():
-        masks = Masks.load(path)
-        found = {"masks": str(path), "fingerprint": masks.fingerprint()}
-    else:
-        names = "run.json, manifest.json or config.json"
-        what = f"has no {names}" if path.exists() else "does not exist"
-        raise CheckpointError(
-            f"'{path}' {what}; pass a mask file, a checkpoint, a run or a Hugging Face folder"
-        )
+    found = _page(command.path, verify=command.verify)
     if command.json:
-        json.dump(_records(found, masks), sys.stdout, default=str)
+        values = {k: v[1] if isinstance(v, tuple) else v for k, v in found.facts.items()}
+        records = {name.replace(" ", "_"): value for name, value in values.items()}
+        json.dump({**records, **found.records}, sys.stdout, default=str)
         sys.stdout.write("\n")
         return 0
     console = PatientConsole()
-    console.print(facts({k: v[0] if isinstance(v, tuple) else v for k, v in found.items()}))
-    if masks is not None:
-        console.print(mask_table(masks))
-    return 0
-
-
-def _model(path: Path, command: Inspect) -> int:
-    from samo.cli import model_facts
-    from samo.integrations.inspection import inspect_folder
-
-    if command.verify:
-        raise ConfigError(f"--verify needs a checkpoint or a run folder, and '{path}' has no sums")
-    found = inspect_folder(path)
-    if command.json:
-        json.dump(model_facts.records(path, found), sys.stdout)
-        sys.stdout.write("\n")
-        return 0
-    console = PatientConsole()
-    console.print(facts(model_facts.rows(path, found)))
-    for table in model_facts.tables(found):
+    console.print(facts({k: v[0] if isinstance(v, tuple) else v for k, v in found.facts.items()}))
+    for table in found.tables:
         console.print(table)
     return 0
 
 
-def _records(found: Facts, masks: Masks | None) -> Mapping[str, Any]:
-    values = {k: v[1] if isinstance(v, tuple) else v for k, v in found.items()}
-    records = {name.replace(" ", "_"): value for name, value in values.items()}
-    if masks is not None:
-        records["tensors"] = [
-            {"name": name, "shape": list(mask.shape), "kept": mask.kept, "numel": mask.numel}
-            for name, mask in masks.items()
-        ]
-    return records
+def _page(path: Path | None, *, verify: bool) -> Page:
+    if path is not None and (path / "run.json").is_file():
+        return _run(path, verify=verify)
+    if path is not None and (path / "manifest.json").is_file():
+        return _checkpoint(path, verify=verify)
+    if verify:
+        raise ConfigError("--verify needs a checkpoint or a run folder; leave it out")
+    if path is None:
+        return _machine()
+    if (path / "config.json").is_file():
+        return _model(path, inspect_folder(path))
+    if path.is_file():
+        masks = Masks.load(path)
+        return _with_masks({"masks": str(path), "fingerprint": masks.fingerprint()}, masks)
+    names = "run.json, manifest.json or config.json"
+    what = f"has no {names}" if path.exists() else "does not exist"
+    raise CheckpointError(
+        f"'{path}' {what}; pass a mask file, a checkpoint, a run or a Hugging Face folder"
+    )
 
 
-def _machine() -> Facts:
-    import torch
+def _with_masks(found: Facts, masks: Masks) -> Page:
+    tensors = [
+        {"name": name, "shape": list(mask.shape), "kept": mask.kept, "numel": mask.numel}
+        for name, mask in masks.items()
+    ]
+    return Page(found, (mask_table(masks),), {"tensors": tensors})
 
-    from samo import kernels
-    from samo.utils.environment import hardware, versions
+
+def _machine() -> Page:
+    from samo import kernels  # loads numba
 
     found: Facts = dict(versions())
     devices = [torch.device("cpu")]
@@ -98,14 +105,10 @@ def _machine() -> Facts:
         if device.type == "cpu":
             shown += f", {about['cores']} cores, {about['threads']} threads"
         found[str(device)] = shown, {**about, "kernels": name}
-    return found
+    return Page(found)
 
 
-def _run(path: Path, *, verify: bool) -> Facts:
-    from samo import checkpoint
-    from samo.report import findings
-    from samo.report.runs import read_run
-
+def _run(path: Path, *, verify: bool) -> Page:
     run = read_run(path)
     rate = findings.tokens_per_s(run)
     found: Facts = {
@@ -138,13 +141,10 @@ def _run(path: Path, *, verify: bool) -> Facts:
             found[f"{name} checkpoint"] = f"{folder}{', checksums correct' if verify else ''}"
     if verify and "last checkpoint" not in found:
         raise CheckpointError(f"the run '{path}' has no checkpoint to verify yet")
-    return found
+    return Page(found)
 
 
-def _checkpoint(path: Path, *, verify: bool) -> tuple[Facts, Masks | None]:
-    from samo import checkpoint
-    from samo.checkpoint.load import load_masks
-
+def _checkpoint(path: Path, *, verify: bool) -> Page:
     manifest = checkpoint.verify(path) if verify else checkpoint.read_manifest(path)
     kind = "compressed" if manifest.is_compressed else "dense"
     found: Facts = {
@@ -160,4 +160,52 @@ def _checkpoint(path: Path, *, verify: bool) -> tuple[Facts, Masks | None]:
         found["step"] = count(progress["step"]), progress["step"]
     if verify:
         found["checksums"] = "correct", True
-    return found, load_masks(path) if manifest.is_compressed else None
+    return _with_masks(found, load_masks(path)) if manifest.is_compressed else Page(found)
+
+
+def _model(path: Path, found: FolderFacts) -> Page:
+    numel = sum(tensor.numel for tensor in found.tensors)
+    prunable = sum(tensor.numel for tensor in found.pruned)
+    kept = sum(tensor.kept or 0 for tensor in found.pruned)
+    pruned = f"nothing; choose what to keep with: samo prune {path}"
+    tables = [_memory(found)]
+    if found.pruned:
+        share = f"{percent(1 - kept / prunable)} of {count(prunable)}"
+        pruned = f"{share} in {len(found.pruned)} tensors, by {found.masks}"
+        named = [(tensor.name, tensor) for tensor in found.pruned]
+        tables.append(group_table("weight", named, kind_of))
+        tables.append(group_table("layer", named, layer_of))
+    kinds = ", ".join(filter(None, [found.kind, found.model_type, found.dtype]))
+    shown: Facts = {
+        "model": str(path),
+        "kind": (kinds, found.kind),
+        "parameters": (count(numel), numel),
+        "pruned": (pruned, prunable - kept),
+        "on the disk": (size(found.num_bytes), found.num_bytes),
+    }
+    records = {
+        **{name: getattr(found, name) for name in ("model_type", "dtype", "masks")},
+        "prunable": prunable,
+        "kept": kept,
+        "run_bytes": found.run_bytes(),
+        "train_bytes": found.train_bytes(),
+        "tensors": [
+            {**tensor._asdict(), "numel": tensor.numel, "sparsity": tensor.sparsity}
+            for tensor in found.tensors
+        ],
+    }
+    return Page(shown, tuple(tables), records)
+
+
+def _memory(found: FolderFacts) -> Table:
+    ways = ("dense", "resident", "streamed")
+    table = columns("weights and state, in memory", *ways)
+    run, train = found.run_bytes(), found.train_bytes()
+    table.add_row(f"to run, {found.dtype}", *(size(run.get(way)) for way in ways))
+    exact = ("dense", "exact_resident", "exact_streamed")
+    table.add_row("to train, bfloat16", *(size(train.get(way)) for way in exact))
+    if found.pruned:
+        lean = (size(train[way]) for way in ("lean_resident", "lean_streamed"))
+        table.add_row("to train, bfloat16, lean state", "", *lean)
+    table.caption = "without activations and the KV cache"
+    return table
