@@ -15,7 +15,6 @@ from samo.checkpoint.load import load_masks
 from samo.cli.commands import Inspect
 from samo.cli.console import (
     PatientConsole,
-    columns,
     facts,
     group_table,
     kind_of,
@@ -168,7 +167,7 @@ def _model(path: Path, found: FolderFacts) -> Page:
     prunable = sum(tensor.numel for tensor in found.pruned)
     kept = sum(tensor.kept or 0 for tensor in found.pruned)
     pruned = f"nothing; choose what to keep with: samo prune {path}"
-    tables = [_memory(found)]
+    tables = []
     if found.pruned:
         share = f"{percent(1 - kept / prunable)} of {count(prunable)}"
         pruned = f"{share} in {len(found.pruned)} tensors, by {found.masks}"
@@ -187,25 +186,9 @@ def _model(path: Path, found: FolderFacts) -> Page:
         **{name: getattr(found, name) for name in ("model_type", "dtype", "masks")},
         "prunable": prunable,
         "kept": kept,
-        "run_bytes": found.run_bytes(),
-        "train_bytes": found.train_bytes(),
         "tensors": [
             {**tensor._asdict(), "numel": tensor.numel, "sparsity": tensor.sparsity}
             for tensor in found.tensors
         ],
     }
     return Page(shown, tuple(tables), records)
-
-
-def _memory(found: FolderFacts) -> Table:
-    ways = ("dense", "resident", "streamed")
-    table = columns("weights and state, in memory", *ways)
-    run, train = found.run_bytes(), found.train_bytes()
-    table.add_row(f"to run, {found.dtype}", *(size(run.get(way)) for way in ways))
-    exact = ("dense", "exact_resident", "exact_streamed")
-    table.add_row("to train, bfloat16", *(size(train.get(way)) for way in exact))
-    if found.pruned:
-        lean = (size(train[way]) for way in ("lean_resident", "lean_streamed"))
-        table.add_row("to train, bfloat16, lean state", "", *lean)
-    table.caption = "without activations and the KV cache"
-    return table

@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -12,7 +12,6 @@ from samo.errors import CheckpointError
 from samo.integrations import folder_files, hugging_face, sparse_bitmask
 from samo.integrations.folder_files import CONFIG, MASKS, METHOD, Spec
 from samo.mask.masks import MIN_SPARSITY, Masks
-from samo.memory.predict import TensorSpec, total
 from samo.utils.safetensors_io import DTYPES
 
 __all__ = ["FolderFacts", "TensorFacts", "inspect_folder"]
@@ -61,42 +60,6 @@ class FolderFacts(NamedTuple):
     def pruned(self) -> tuple[TensorFacts, ...]:
         """The tensors with masks."""
         return tuple(tensor for tensor in self.tensors if tensor.kept is not None)
-
-    def run_bytes(self) -> dict[str, int]:
-        """Return the bytes of the weights to run the model, by how they are held."""
-        size = getattr(torch, self.dtype).itemsize
-        found = {"dense": sum(size * tensor.numel for tensor in self.tensors)}
-        for weights in ("resident", "streamed") if self.pruned else ():
-            specs = self._specs(self.dtype, weights, is_trained=False)
-            found[weights] = sum(total(specs).values())
-        return found
-
-    def train_bytes(self) -> dict[str, int]:
-        """Return the bytes of model state to train in bfloat16 with samo.AdamW, by how."""
-        specs = self._specs("bfloat16", "resident")
-        found = {"dense": sum(total(specs, "dense").values())}
-        for state in ("exact", "lean") if self.pruned else ():
-            values = "bfloat16" if state == "lean" else "float32"
-            for weights in ("resident", "streamed"):
-                options = {"value_dtype": values, "is_lean": state == "lean"}
-                specs = self._specs("bfloat16", weights, **options)
-                found[f"{state}_{weights}"] = sum(total(specs).values())
-        return found
-
-    def _specs(self, dtype: str, weights: str, **others: Any) -> list[TensorSpec]:
-        # Gradients of matrices have 16 bits, as in samo train; those of norms and biases are like
-        # their values.
-        return [
-            TensorSpec(
-                numel=tensor.numel,
-                kept=tensor.kept,
-                dtype=dtype,
-                grad_dtype=dtype if len(tensor.shape) > 1 else "",
-                is_resident=weights == "resident" or tensor.kept is None,
-                **others,
-            )
-            for tensor in self.tensors
-        ]
 
 
 def inspect_folder(path: str | os.PathLike[str]) -> FolderFacts:
