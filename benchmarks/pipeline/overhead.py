@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from benchmarks.measure import Row, arguments, show, spread, write_rows
+from samo.distributed import store
 from samo.pipeline.transport import connect
 
 __all__ = ["count_connections", "main", "time_steps"]
@@ -86,7 +87,7 @@ def count_connections(num_ranks: int) -> Row:
 
     threads = []
     for place in range(num_ranks):
-        connect._meetings.clear()  # as in a process of its own
+        store._counts.clear()  # as in a process of its own
         meeting = connect.Meeting(range(num_ranks), place, timeout_s=60)
         object.__setattr__(meeting, "store", CountingStore(meeting.store, counts[place]))
         threads.append(threading.Thread(target=work, args=(place, meeting)))

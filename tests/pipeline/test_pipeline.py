@@ -5,8 +5,6 @@ import functools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -320,44 +318,6 @@ def test_a_closed_pipeline_says_so_at_once_and_one_process_goes_on_after_a_bad_b
             do(torch.ones(2, 2), target=torch.ones(2, 2))
 
 
-PROGRAM = """
-import time, torch, samo
-from torch import nn
-
-class Lingers:
-    def __del__(self, sleep=time.sleep):
-        sleep(1)  # while the interpreter ends: a thread that wakes up now aborts the process
-
-lingers = Lingers()
-first = nn.Linear(4, 4)
-first.register_full_backward_pre_hook(lambda module, grads: time.sleep(0.3))
-mesh = samo.mesh(pipe=2)
-pipeline = samo.Pipeline([first, nn.Linear(4, 4)], nn.functional.mse_loss, mesh, 2, timeout_s=5)
-pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
-time.sleep(0.3)  # torch aborts if its thread drops the last collective's tensor any later
-"""
-
-
-def test_a_program_that_does_not_close_its_pipeline_ends_well() -> None:
-    """The last stage is done while the first still computes; it must not take it along."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = []
-    for rank in range(2):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", PROGRAM],
-                env={**os.environ, **place},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-
-
 # Faults
 
 TIMEOUT = 1.5
@@ -420,24 +380,21 @@ def test_a_stage_that_fails_is_named_by_all_others_in_time(fault: str, bad: int,
         assert seconds < 2 * TIMEOUT
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_mesh_whose_backend_torch_has_chosen() -> None:
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pipe", "data"))
-        group = mesh["pipe"].get_group()
-        assert dist.get_backend(group) == "undefined"
-        assert (backend_of(group, "cpu"), backend_of(group, "cuda")) == ("gloo", "")
-        assert all_gather_json({"a": 1}, group) == [{"a": 1}]
-        model, ones = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
-        with samo.Pipeline(model, F.mse_loss, mesh, 2) as pipeline:
-            assert torch.equal(pipeline.eval(ones, target=ones), F.mse_loss(model(ones), ones))
-            with pytest.raises(TypeError, match="layer '0' is wrapped in DistributedDataParallel"):
-                samo.Pipeline([DistributedDataParallel(model)], F.mse_loss, mesh, 2)
-            fully_shard(pipeline.module, mesh=mesh["data"])
-            with pytest.raises(TypeError, match="cannot be sharded with FSDP2"):
-                pipeline.step(ones, target=ones)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pipe", "data"))
+    group = mesh["pipe"].get_group()
+    assert dist.get_backend(group) == "undefined"
+    assert (backend_of(group, "cpu"), backend_of(group, "cuda")) == ("gloo", "")
+    assert all_gather_json({"a": 1}, group) == [{"a": 1}]
+    model, ones = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
+    with samo.Pipeline(model, F.mse_loss, mesh, 2) as pipeline:
+        assert torch.equal(pipeline.eval(ones, target=ones), F.mse_loss(model(ones), ones))
+        with pytest.raises(TypeError, match="layer '0' is wrapped in DistributedDataParallel"):
+            samo.Pipeline([DistributedDataParallel(model)], F.mse_loss, mesh, 2)
+        fully_shard(pipeline.module, mesh=mesh["data"])
+        with pytest.raises(TypeError, match="cannot be sharded with FSDP2"):
+            pipeline.step(ones, target=ones)
 
 
 @pytest.mark.parametrize(

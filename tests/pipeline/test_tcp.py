@@ -1,6 +1,7 @@
 """Links over TCP: order, large messages, broken connections, and ranks that do not come."""
 
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import samo
+from samo.distributed import store
 from samo.pipeline.transport import connect
 from samo.pipeline.transport.tcp import Link, Transport
 from samo.pipeline.transport.wire import Packet
@@ -149,80 +152,64 @@ def test_a_forked_child_neither_ends_links_nor_keeps_them_open(pair: list[Transp
         os.close(writer)
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for place, missing in ((0, 1), (1, 0)):
-            meeting = connect.Meeting((4 + place, 7), place, timeout_s=0.2)
-            with pytest.raises(samo.PeerError, match=r"did not connect within 0\.2 s") as caught:
-                meeting.links()
-            assert (caught.value.stage, caught.value.is_timeout) == (missing, True)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("place", "missing"), [(0, 1), (1, 0)])
+def test_a_rank_that_does_not_come_is_named(place: int, missing: int) -> None:
+    meeting = connect.Meeting((4, 7), place, timeout_s=0.2)
+    with pytest.raises(samo.PeerError, match=r"did not connect within 0\.2 s") as caught:
+        meeting.links()
+    assert (caught.value.stage, caught.value.is_timeout) == (missing, True)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_an_address_that_cannot_be_reached_is_named_at_once() -> None:
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        meeting = connect.Meeting((4, 7), 1, timeout_s=20.0)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        address = {"host": "127.0.0.1", "port": port, "token": "00" * 16}
-        meeting.store.set("0", connect.json.dumps(address))
-        wanted = (
-            rf"rank 4 \(stage 0 of 2\) cannot be reached at 127\.0\.0\.1, port {port} .*refused"
-        )
-        with pytest.raises(samo.PeerError, match=wanted) as caught:
-            meeting.links()
-        assert (caught.value.rank, caught.value.is_timeout) == (4, False)
-    finally:
-        dist.destroy_process_group()
+    meeting = connect.Meeting((4, 7), 1, timeout_s=20.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = {"host": "127.0.0.1", "port": port, "token": "00" * 16}
+    meeting.store.set("0", json.dumps(address))
+    wanted = rf"rank 4 \(stage 0 of 2\) cannot be reached at 127\.0\.0\.1, port {port} .*refused"
+    with pytest.raises(samo.PeerError, match=wanted) as caught:
+        meeting.links()
+    assert (caught.value.rank, caught.value.is_timeout) == (4, False)
 
 
+def meeting_of_another_process(
+    ranks: tuple[int, ...], place: int, **settings: Any
+) -> connect.Meeting:
+    store._counts.clear()
+    return connect.Meeting(ranks, place, 5.0, **settings)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_stranger_that_connects_is_ignored() -> None:
-    store = dist.HashStore()
-    dist.init_process_group(store=store, rank=0, world_size=1)
-    try:
-        meetings = [connect.Meeting((0, 1), 0, timeout_s=5.0, is_ring=True)]
-        connect._meetings.subtract(connect._meetings.keys())  # as if they were two processes
-        meetings.append(connect.Meeting((0, 1), 1, timeout_s=5.0, is_ring=True))
-        found: dict[int, Any] = {}
-
-        def work(place: int) -> None:
-            found[place] = meetings[place].links()
-
-        threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
-        threads[0].start()
-        address = connect.json.loads(meetings[0].store.get("0"))
+    meetings = [meeting_of_another_process((0, 1), place, is_ring=True) for place in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meetings[0].links)
+        address = json.loads(meetings[0].store.get("0"))
         with socket.create_connection((address["host"], address["port"])) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n and more")
-            threads[1].start()
-            for thread in threads:
-                thread.join(10.0)
-        found[0][1].sendall(b"hello")
-        found[1][0].setblocking(True)
-        assert found[1][0].recv(5) == b"hello"
-        for links in found.values():
-            for link in links.values():
-                link.close()
-    finally:
-        dist.destroy_process_group()
+            second = pool.submit(meetings[1].links)
+            ends = first.result(10.0)[1], second.result(10.0)[0]
+    ends[0].sendall(b"hello")
+    ends[1].setblocking(True)
+    assert ends[1].recv(5) == b"hello"
+    for end in ends:
+        end.close()
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_failures_are_shared_by_replicas_alone() -> None:
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        first = connect.Meeting((0, 1), 0, 5.0, everyone=(0, 1, 2, 3))
-        connect._meetings.clear()  # as if they were several processes
-        replica = connect.Meeting((2, 3), 0, 5.0, everyone=(0, 1, 2, 3))
-        other = connect.Meeting((4, 5), 0, 5.0, everyone=(4, 5))
-        first.record_failure(1, "is gone")
-        replica.record_failure(0, "is gone, too")
-        assert first.failure() == replica.failure() == (1, "is gone")
-        assert other.failure() is None
-        assert connect.Meeting((2, 3), 0, 5.0, everyone=(0, 1, 2, 3)).failure() is None  # the next
-    finally:
-        dist.destroy_process_group()
+    first = meeting_of_another_process((0, 1), 0, everyone=(0, 1, 2, 3))
+    replica = meeting_of_another_process((2, 3), 0, everyone=(0, 1, 2, 3))
+    other = meeting_of_another_process((4, 5), 0, everyone=(4, 5))
+    first.record_failure(1, "is gone")
+    replica.record_failure(0, "is gone, too")
+    assert first.failure() == replica.failure() == (1, "is gone")
+    assert other.failure() is None
+    replica = meeting_of_another_process((2, 3), 0, everyone=(0, 1, 2, 3))
+    assert replica.failure() == (1, "is gone")
+    assert connect.Meeting((2, 3), 0, 5.0, everyone=(0, 1, 2, 3)).failure() is None  # the next
 
 
 SERVER = """
@@ -282,53 +269,3 @@ def test_ranks_listen_where_they_reach_the_store(
     monkeypatch.setattr(socket, "socket", Probe)
     inner = SimpleNamespace(host=host)
     assert connect._host_of(SimpleNamespace(underlying_store=inner)) == found
-
-
-PROGRAM = """
-import os, time, torch, samo, torch.distributed as dist
-from torch import nn
-
-class Lingers:
-    def __del__(self, sleep=time.sleep):
-        sleep(0.5)  # while the interpreter ends: a thread that wakes up now aborts the process
-
-class Boom(nn.Linear):
-    def forward(self, x):
-        if dist.get_rank() == 1:
-            raise ValueError("boom in layer")
-        return super().forward(x)
-
-lingers = Lingers()
-mesh = samo.mesh(pipe=3)
-dist.new_group([0, 1])  # a group that not all ranks are in: torch's names of groups differ now
-layers = [Boom(8, 8) for _ in range(3)]
-pipeline = samo.Pipeline(layers, nn.functional.mse_loss, mesh, 2, timeout_s=20)
-try:
-    pipeline.step(torch.ones(4, 8), target=torch.ones(4, 8))
-except (ValueError, samo.PeerError) as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_handles_the_failure_of_a_rank_ends_with_its_own_exit_code() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = []
-    for rank in range(3):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        place |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3"}
-        place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", PROGRAM]
-        ranks.append(
-            subprocess.Popen(
-                command,
-                env={**os.environ, **place},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    said = [rank.communicate(timeout=100)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], said
-    for rank in (0, 2):
-        assert "rank 1 (stage 1 of 3) ValueError: boom in layer" in said[rank]

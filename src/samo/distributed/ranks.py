@@ -9,11 +9,9 @@ rank that does not answer is known by the key it has not set, and no connection 
 first rank gives up on it.
 """
 
-import hashlib
 import json
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -22,12 +20,10 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from samo import errors
+from samo.distributed.store import next_key, own_connection, ranks_store
 from samo.errors import CheckpointError, PeerError, first_words
 
 __all__ = []
-
-_calls: Final[Counter[str]] = Counter()
-"""How many calls these ranks have made: each counts for itself, and all get the same keys."""
 
 LookAfter = Callable[[tuple[int, ...]], None]
 
@@ -63,14 +59,9 @@ class Ranks:
         self._limit_s: Final = timeout_s + (self._grace_s if self.place else 0.0)
         self._step = 0
         self._noted = 0.0
-        key = f"{caller}/{hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]}"
-        _calls[key] += 1
-        store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-        if hasattr(store, "clone"):
-            store = store.clone()  # other threads wait on that one
-        self.store: Final = store
-        self.key: Final = f"{key}/{_calls[key]}"
-        self._store: Final = dist.PrefixStore(self.key, store)  # type: ignore[attr-defined]
+        self.store: Final = own_connection(ranks_store())
+        self.key: Final = next_key(caller, self.ranks)
+        self._store: Final = dist.PrefixStore(self.key, self.store)  # type: ignore[attr-defined]
 
     def run_all(
         self,

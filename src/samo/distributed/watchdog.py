@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from samo.distributed.store import in_time, own_connection
 from samo.errors import PeerError, first_words
 
 __all__ = []
@@ -106,20 +107,14 @@ class Watchdog:
 
     def _in_time(self, ask: Callable[[Any], Any]) -> Any:
         """Return what ``ask`` says of the store, or None if it fails or takes too long."""
-        found: list[Any] = []
-
-        def run() -> None:
-            with suppress(Exception):
-                found.append(ask(self._connect()))
-
-        thread = threading.Thread(target=run, name="samo-ask-store", daemon=True)
-        thread.start()
-        thread.join(self._pause_s + 2.0)
-        return found[0] if found else None
+        try:
+            return in_time(lambda: ask(own_connection(self._store)), self._pause_s + 2.0)
+        except TimeoutError:
+            return None
 
     def _run(self) -> None:
         """Beat, and watch the next rank, until this one leaves."""
-        store, count = self._connect(), 0
+        store, count = own_connection(self._store), 0
         watched, beats = (self._rank + 1) % self._num_ranks, -1
         seen_s = answered_s = time.monotonic()
         lost: tuple[Ranks, float, float] | None = None  # ranks, last sign, heard of it
@@ -170,10 +165,6 @@ class Watchdog:
 
     def _write_root_cause(self, store: Any, ranks: Sequence[int]) -> None:
         store.compare_set(f"{self._key}/root_cause", "", ",".join(map(str, ranks)))
-
-    def _connect(self) -> Any:
-        """Return a connection that no other thread waits on."""
-        return self._store.clone() if hasattr(self._store, "clone") else self._store
 
     def _read(self, store: Any, rank: int) -> tuple[int, int]:
         """Return the beats and the collectives of a rank."""

@@ -5,27 +5,21 @@ ranks. torch's own names count all groups a rank has ever joined, so ranks of wh
 another group would never meet.
 """
 
-import hashlib
 import json
 import secrets
 import socket
 import struct
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed as dist
 
+from samo.distributed.store import in_time, next_key, ranks_store
 from samo.errors import PeerError
 
 __all__ = ["Meeting"]
-
-_meetings: Final[Counter[str]] = Counter()
-"""How many pipelines some ranks have built: each rank counts for itself, and all count alike."""
 
 _HELLO: Final = struct.Struct("<16sI")
 _STORE_S: Final = 2.0
@@ -52,10 +46,10 @@ class Meeting:
         self.place: Final = place
         self.timeout_s: Final = timeout_s
         self.is_ring: Final = is_ring
-        store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        store = ranks_store()
         self._host, self._interface = _host_of(store)
-        self.store: Final = dist.PrefixStore(_name("pipeline", ranks), store)  # type: ignore[attr-defined]
-        self._failures: Final = dist.PrefixStore(_name("failures", everyone), store)  # type: ignore[attr-defined]
+        self.store: Final = dist.PrefixStore(next_key("samo/pipeline", ranks), store)  # type: ignore[attr-defined]
+        self._failures: Final = dist.PrefixStore(next_key("samo/failures", everyone), store)  # type: ignore[attr-defined]
         self._is_store_stuck = False
 
     def record_failure(self, rank: int, what: str) -> None:
@@ -74,19 +68,12 @@ class Meeting:
         return int(rank), str(what)
 
     def _ask(self, do: Callable[[], bytes | None]) -> bytes | None:
-        """Ask the store, unless it is gone, or its process stopped: torch would wait for ever."""
-        found: list[bytes | None] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                found.append(do())
-
-        if not self._is_store_stuck:
-            thread = threading.Thread(target=ask, name="samo-store", daemon=True)
-            thread.start()
-            thread.join(_STORE_S)
-            self._is_store_stuck = thread.is_alive()
-        return found[0] if found else None
+        """Ask the store, unless it has not answered before."""
+        try:
+            return None if self._is_store_stuck else in_time(do, _STORE_S)
+        except TimeoutError:
+            self._is_store_stuck = True
+            return None
 
     def links(self) -> dict[int, socket.socket]:
         """Return a connection to each neighbour; the one with the lower place listens."""
@@ -172,13 +159,6 @@ def neighbours_of(place: int, num_places: int, is_ring: bool) -> list[int]:
     if is_ring:
         around = {other % num_places for other in around} - {place}
     return sorted(around & set(range(num_places)))
-
-
-def _name(what: str, ranks: Sequence[int]) -> str:
-    """Return a name in the store that these ranks alone find, each time another one."""
-    key = f"samo/{what}/{hashlib.sha256(str(tuple(ranks)).encode()).hexdigest()[:16]}"
-    _meetings[key] += 1
-    return f"{key}/{_meetings[key]}"
 
 
 def limit_of(timeout_s: float) -> float:
