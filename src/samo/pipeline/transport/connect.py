@@ -115,8 +115,9 @@ class Meeting:
         """Return a backend of torch that joins some places, which all call this."""
         store = dist.PrefixStore(name, self.store)  # type: ignore[attr-defined]
         kind: Any = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo
-        limit = timedelta(seconds=limit_of(self.timeout_s))
-        return kind(store, list(places).index(self.place), len(places), limit)
+        # The runner gives up earlier, and names the neighbour.
+        limit = timedelta(seconds=2 * self.timeout_s + 5)
+        return kind(store, places.index(self.place), len(places), limit)
 
     def _connect(self, place: int, deadline: float) -> socket.socket:
         left = timedelta(seconds=max(deadline - time.monotonic(), 1e-3))
@@ -159,11 +160,6 @@ def neighbours_of(place: int, num_places: int, is_ring: bool) -> list[int]:
     if is_ring:
         around = {other % num_places for other in around} - {place}
     return sorted(around & set(range(num_places)))
-
-
-def limit_of(timeout_s: float) -> float:
-    """Return the backend's own timeout: the runner gives up earlier, and names the neighbour."""
-    return 2 * timeout_s + 5
 
 
 def _listen(interface: str) -> socket.socket:

@@ -219,7 +219,7 @@ def open_links(meeting: Meeting, device: torch.device, backend: str) -> Transpor
 def link_order(num_places: int, is_ring: bool) -> list[tuple[int, int]]:
     """Return directed links in the order in which all ranks create their communicators.
 
-    Links that share no rank come together, so this takes as long for 1,000 ranks as for 3.
+    Every second pair comes first, so this takes as long for 1,000 ranks as for 5.
 
     Example:
         >>> link_order(4, is_ring=False)
@@ -230,12 +230,8 @@ def link_order(num_places: int, is_ring: bool) -> list[tuple[int, int]]:
         for place in range(num_places)
         for other in neighbours_of(place, num_places, is_ring)
     }
-
-    def color(pair: tuple[int, int]) -> tuple[int, int]:
-        is_closing = pair == (0, num_places - 1) and num_places > 2
-        return (2 if is_closing and num_places % 2 else is_closing or pair[0] % 2), pair[0]
-
-    return [link for a, b in sorted(pairs, key=color) for link in ((a, b), (b, a))]
+    in_turns = sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
+    return [link for a, b in in_turns for link in ((a, b), (b, a))]
 
 
 def communicators(meeting: Meeting, device: torch.device) -> dict[int, tuple[Any, Any]]:
