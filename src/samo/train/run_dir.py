@@ -164,7 +164,7 @@ class RunDir:
         """Return the settings that run.json records."""
         record = self.read_run()
         kind = record.get("kind", "train")
-        if kind not in KINDS:
+        if kind not in list(KINDS):  # a stranger's may be unhashable
             raise RunError(
                 f"'{self.run_file}' is of a run of 'samo {str(kind)[:40]}', which this samo does "
                 f"not know; it knows {', '.join(KINDS)}"
