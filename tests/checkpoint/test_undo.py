@@ -1,24 +1,16 @@
 """A samo.load that fails at any point leaves model, optimizer and scaler as they were."""
 
-import itertools
-import os
 import sys
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import samo
 from samo.checkpoint import load as loading
-from samo.checkpoint.tensors import SavedTensors
-from samo.core.weight import local_of
 from samo.errors import CheckpointError
-from tests.checkpoint.cases import Case, Layout, Run
-from tests.checkpoint.test_ranks import build_rows, learn
 from tests.checkpoint.test_save_load import (
     BF16,
     HALF,
@@ -31,8 +23,6 @@ from tests.checkpoint.test_save_load import (
     state_of,
     step,
 )
-from tests.ranks import run_ranks
-from tests.utils.system import failing_at
 
 
 class InjectedError(Exception):
@@ -143,48 +133,3 @@ def test_an_optimizer_that_fails_half_way_is_restored(tmp_path: Path) -> None:
         samo.load(tmp_path, model, opt)
     assert_same(state_of(model, opt), before)
     assert "norm" not in vars(opt)
-
-
-# Ranks
-
-
-def fail_on_a_rank(rank: int, num_ranks: int, folder: Path) -> int:
-    """Let reads and copies fail on one rank; return after how many loads none failed any more."""
-    os.fsync = lambda file: None  # type: ignore[assignment]
-    run = Run(Case(torch.bfloat16), Layout(2, 2))
-    rows = build_rows((4,))
-    for number, (model, module, opt) in enumerate(
-        (
-            (run.pipeline, run.module, run.opt),
-            (rows, rows, torch.optim.AdamW(rows.parameters(), lr=1e-2)),
-        )
-    ):
-        train = run.train if model is run.pipeline else partial(learn, rows, opt, slice(None), 0)
-        train(1)
-        samo.save(folder / str(number), model, opt)
-        train(2)
-        before = state_of_rank(module, opt)
-        for count, victim in zip(itertools.count(3, 14), itertools.cycle(range(num_ranks))):
-            with pytest.MonkeyPatch.context() as patch:
-                if rank == victim:
-                    read = failing_at(count, OSError(5, "a broken disk"), SavedTensors.read)
-                    patch.setattr(SavedTensors, "read", read)
-                try:
-                    samo.load(folder / str(number), model, opt)
-                    break
-                except (CheckpointError, OSError):
-                    pass
-                assert_same(state_of_rank(module, opt), before)
-    run.pipeline.close()
-    return count
-
-
-def state_of_rank(model: nn.Module, opt: torch.optim.Optimizer) -> list[Any]:
-    found = [*model.state_dict().values(), *(v for s in opt.state.values() for v in s.values())]
-    return [local_of(tensor).clone() for tensor in found]
-
-
-def test_what_fails_on_one_rank_is_undone_on_all(tmp_path: Path) -> None:
-    counts = run_ranks(4, fail_on_a_rank, tmp_path)
-    assert len({*counts}) == 1
-    assert counts[0] > 3

@@ -293,11 +293,10 @@ def merge(shares: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any]:
         raise CheckpointError(
             f"the ranks have different optimizers, {classes}; give the same one on all ranks"
         )
-    merged = None
-    for entry in given.values():
-        if merged is None or entry is None:
-            merged = entry
-        else:  # groups are matched by the names in them: stages may repeat their settings
-            merged["groups"] += entry["groups"]
-            merged["state"] |= entry["state"]
+    merged, *others = [entry for entry in given.values() if entry is not None] or [None]
+    for (
+        entry
+    ) in others:  # groups are matched by the names in them: stages may repeat their settings
+        merged["groups"] += entry["groups"]
+        merged["state"] |= entry["state"]
     return {"model": model, "optimizer": merged}
