@@ -624,9 +624,9 @@ def test_a_run_of_an_unknown_kind_is_refused(place: Path, tmp_path: Path, finish
     run = tmp_path / "run"
     run.mkdir()
     about = json.loads((finished / "run.json").read_text())
-    for kind in ({}, "distil"):
+    for kind in (["train"], "distil"):
         (run / "run.json").write_text(json.dumps(about | {"kind": kind}))
-        with pytest.raises(RunError, match=f"is of a run of 'samo {kind}', which this samo does"):
+        with pytest.raises(RunError, match=r"is of a run of 'samo .*', which this samo does not"):
             RunDir(run).config()
     with pytest.raises(RunError, match=r"resume it \(samo train --resume"):
         train(settings(place), run)

@@ -294,9 +294,7 @@ def merge(shares: Mapping[int, Mapping[str, Any] | None]) -> dict[str, Any]:
             f"the ranks have different optimizers, {classes}; give the same one on all ranks"
         )
     merged, *others = [entry for entry in given.values() if entry is not None] or [None]
-    for (
-        entry
-    ) in others:  # groups are matched by the names in them: stages may repeat their settings
+    for entry in others:  # stages may repeat settings: groups are matched by the names in them
         merged["groups"] += entry["groups"]
         merged["state"] |= entry["state"]
     return {"model": model, "optimizer": merged}
