@@ -5,10 +5,10 @@ import json
 import random
 import shutil
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -41,22 +41,8 @@ from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.data.model_tokenizer import VOCAB_SIZE, save_model_tokenizer
 from tests.integrations.tiny_lms import tiny_lm
-from tests.train.helpers import assert_same_run, interrupt_at, last_masks, lines, tensors
+from tests.train.helpers import WORDS, assert_same_run, interrupt_at, last_masks, lines, tensors
 
-WORDS: Final = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "and",
-    "it",
-    "sleeps",
-]
 STEPS: Final = 4
 
 
@@ -77,8 +63,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pruned model, its dense parent, and data."""
     folder = tmp_path_factory.mktemp("finetune")
     draw = random.Random(0)
-    rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(3, 9)))} for _ in range(60)]
-    (folder / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [" ".join(draw.choices(WORDS.split(), k=draw.randint(3, 9))) for _ in range(60)]
+    (folder / "notes.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     save_lm(folder / "pruned")
     save_lm(folder / "dense", sparsity=0.0, seed=0)
     return folder
@@ -259,28 +245,25 @@ def test_frozen_embeddings_do_not_move(place: Path, tmp_path: Path) -> None:
         assert result.ledger.measured_bytes == result.ledger.predicted_bytes
 
 
-@pytest.mark.parametrize("weights", ["resident", "streamed"])
+@pytest.mark.parametrize(
+    ("weights", "is_frozen"), [("resident", False), ("streamed", False), ("resident", True)]
+)
 def test_checkpointing_and_streaming_change_no_bit(
-    place: Path, tmp_path: Path, finished: Path, weights: str
+    place: Path, tmp_path: Path, weights: str, is_frozen: bool
 ) -> None:
-    train(settings(place, checkpointing=True, weights=weights), tmp_path / "run")
-    names = ("step", "loss", "grad_norm")
-    ours, theirs = (
-        [{name: line[name] for name in names} for line in lines(run, "step")]
-        for run in (finished, tmp_path / "run")
+    config = settings(place, freeze_embeddings=is_frozen, steps=2)
+    train(config, tmp_path / "plain")
+    saving = replace(
+        config,
+        model=replace(config.model, checkpointing=True),
+        run=replace(config.run, weights=weights),
     )
-    assert ours == theirs
-    wanted = tensors(finished)
-    assert all(torch.equal(wanted[name], own) for name, own in tensors(tmp_path / "run").items())
-
-
-def test_checkpointed_blocks_learn_after_frozen_embeddings(place: Path, tmp_path: Path) -> None:
-    plain, saving = tmp_path / "plain", tmp_path / "saving"
-    for run, checkpointing in ((plain, False), (saving, True)):
-        config = settings(place, freeze_embeddings=True, checkpointing=checkpointing, steps=2)
-        train(config, run)
-    wanted = tensors(plain)
-    assert all(torch.equal(wanted[name], own) for name, own in tensors(saving).items())
+    train(saving, tmp_path / "saving")
+    plain, saved = (lines(tmp_path / name, "step") for name in ("plain", "saving"))
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in plain] == [line[name] for line in saved]
+    wanted = tensors(tmp_path / "plain")
+    assert all(torch.equal(wanted[name], own) for name, own in tensors(tmp_path / "saving").items())
 
 
 # Where masks come from
@@ -366,8 +349,11 @@ def test_a_resumed_run_is_the_undisturbed_one(place: Path, tmp_path: Path, finis
     config = settings(place, model=str(tmp_path / "pruned"))
     assert train(config, run, listeners=[interrupt_at(3)]).signal is not None
     shutil.rmtree(tmp_path / "pruned")  # the run needs it no more
+    assert not (run / "model").exists()
     assert resume(run).step == STEPS
     assert_same_run(finished, run)
+    ours, theirs = ((r / "model" / "model.safetensors").read_bytes() for r in (finished, run))
+    assert ours == theirs
 
 
 def test_a_longer_run_replaces_its_model(tmp_path: Path, finished: Path) -> None:
@@ -423,29 +409,20 @@ def test_metrics_go_to_wandb_if_asked(
     monkeypatch.setattr("samo.train.metrics.WandB.is_installed", lambda: False)
     with pytest.raises(ConfigError, match="--wandb needs a package that is missing"):
         train(config, tmp_path / "without")
-    sent: list[Any] = []
-
-    class Run:
-        def log(self, values: dict[str, float], step: int) -> None:
-            sent.append((step, values))
-
-        def finish(self) -> None:
-            sent.append("finished")
-
-    fake: Any = types.ModuleType("wandb")
-
-    def init(**given: Any) -> Run:
-        sent.append(given)
-        return Run()
-
-    fake.init = init
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    wandb = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr("samo.train.metrics.WandB.is_installed", lambda: True)
     train(config, tmp_path / "run")
-    assert (sent[0]["project"], sent[0]["id"], sent[-1]) == ("project", "run", "finished")
-    found = {step: values for step, values in sent[1:-1] if "valid/loss" in values}
-    wanted = {line["step"]: line["valid_loss"] for line in lines(tmp_path / "run", "eval")}
-    assert {step: values["valid/loss"] for step, values in found.items()} == wanted
+    given, sent = wandb.init.call_args.kwargs, wandb.init.return_value.log.call_args_list
+    assert (given["project"], given["id"]) == ("project", "run")
+    wandb.init.return_value.finish.assert_called_once_with()
+    found = [
+        (call.kwargs["step"], call.args[0]["valid/loss"])
+        for call in sent
+        if "valid/loss" in call.args[0]
+    ]
+    evals = lines(tmp_path / "run", "eval")
+    assert found == [(line["step"], line["valid_loss"]) for line in evals]
 
 
 # How weights and state are kept

@@ -1,12 +1,9 @@
-"""Runs of `samo finetune` that are killed, run on several ranks, or are typed."""
+"""Runs of `samo finetune` on several ranks, and typed ones."""
 
 import functools
 import itertools
 import json
-import multiprocessing
 import re
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,46 +20,13 @@ from samo.train import causal_lm
 from samo.train.causal_lm import CausalLMSubject
 from samo.train.finetune_config import FinetuneConfig, FinetuneMesh
 from samo.train.run_dir import RunDir
-from samo.train.trainer import resume, train
+from samo.train.trainer import train
 from tests.data.model_tokenizer import VOCAB_SIZE
 from tests.ranks import run_ranks
-from tests.train.helpers import assert_same_run, last_masks, lines, tensors
+from tests.train.helpers import last_masks, lines, tensors
 from tests.train.test_finetune import finished, place, settings
 
 __all__ = ["finished", "place"]  # the fixtures
-
-
-def train_here(config: FinetuneConfig, run: Path) -> None:
-    """Train, in a process of its own."""
-    torch.set_num_threads(1)
-    train(config, run)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_run_that_was_killed_and_resumed_equals_the_undisturbed_one(
-    place: Path, tmp_path: Path
-) -> None:
-    config = settings(place, steps=40, eval_every=7, save_every=3)
-    torch.set_num_threads(1)
-    train(config, tmp_path / "whole")
-    context = multiprocessing.get_context("spawn")
-    killed = tmp_path / "killed"
-    process = context.Process(target=train_here, args=(config, killed))
-    process.start()
-    while process.is_alive() and not (killed / "checkpoints" / "last" / "manifest.json").exists():
-        time.sleep(0.001)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert not (killed / "model").exists()
-    assert resume(killed).step == 40
-    assert_same_run(tmp_path / "whole", killed)
-    ours, theirs = (
-        {file.name: file.read_bytes() for file in (run / "model").glob("*.safetensors")}
-        for run in (tmp_path / "whole", killed)
-    )
-    assert ours == theirs
 
 
 def train_on_ranks(rank: int, num_ranks: int, configs: dict[Path, FinetuneConfig]) -> None:

@@ -276,28 +276,21 @@ def device_and_dtype(wanted: str) -> dict[str, str]:
     return {"device": "cuda", "dtype": "bfloat16" if torch.cuda.is_bf16_supported() else "float16"}
 
 
-_LEAST_WEIGHTS: Final = 10**6
-
-
 def weights_of(value: str | int, is_sharded: bool) -> Weights:
     """Return "resident", "streamed", or a number of bytes; sharded weights are always streamed."""
     if value == "streamed" or (value in ("auto", "resident") and is_sharded):
         return "streamed"
     if value in ("auto", "resident"):
         return "resident"
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?(?:([kmgt]?)b)?", str(value).lower())
+    if isinstance(value, int) and value >= 0:
+        return value
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kmgt]?)b", str(value).lower())
     if found is None:
         raise ConfigError(
             "--weights must be auto, resident, streamed, or an amount of memory such as 4GB or "
             f"500MB, got {str(value)[:40]!r}"
         )
-    amount = round(float(found[1]) * 1000 ** (" kmgt".index(found[2] or " ")))
-    if isinstance(value, str) and found[2] is None and amount < _LEAST_WEIGHTS:  # no unit
-        raise ConfigError(
-            f"--weights {value} is {amount:,} bytes, less than the weights of any model; name an "
-            "amount with its unit, such as 4GB, or use streamed"
-        )
-    return amount
+    return round(float(found[1]) * 1000 ** " kmgt".index(found[2] or " "))
 
 
 def filled(section: Any, **defaults: Any) -> dict[str, Any]:

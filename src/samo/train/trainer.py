@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from samo.checkpoint import copy as copy_checkpoint, staging
 from samo.data.batches import Batch, validation_batches
@@ -494,7 +493,11 @@ class Trainer:
         runs_model = ranks.is_first or self.config.mesh.shard == "weights"
         if not run.sample_tokens or ranks.num_stages > 1 or not runs_model:
             return
-        prompt_T = self.prompt()
+        valid = self.text.valid
+        if isinstance(valid, Examples) and (asked := valid.prompt()) is not None:
+            prompt_T = torch.from_numpy(asked).long()
+        else:
+            prompt_T = next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
         try:
             with self.learner.in_eager():  # every token is a new shape
                 tokens_T = self.subject.sample(self.learner, prompt_T)
@@ -505,14 +508,6 @@ class Trainer:
             self.sample = decode(tokens_T[length:].numpy())
             prompt = decode(tokens_T[:length].numpy())
             self.report(events.Sampled(step=self.progress.step, prompt=prompt, text=self.sample))
-
-    def prompt(self) -> Tensor:
-        """Return the tokens that the sample continues."""
-        valid = self.text.valid
-        prompt = valid.prompt() if isinstance(valid, Examples) else None
-        if prompt is not None:
-            return torch.from_numpy(prompt).long()
-        return next(self.validation_batches((0, 1))).inputs_BT[0, :_PROMPT_TOKENS]
 
     def report(self, event: Event) -> None:
         """Pass an event to all listeners; one that cannot write is removed."""
