@@ -41,7 +41,15 @@ from samo.train.run_dir import RunDir
 from samo.train.trainer import resume, train
 from tests.data.model_tokenizer import VOCAB_SIZE, save_model_tokenizer
 from tests.integrations.tiny_lms import tiny_lm
-from tests.train.helpers import WORDS, assert_same_run, interrupt_at, last_masks, lines, tensors
+from tests.train.helpers import (
+    WORDS,
+    assert_same_run,
+    interrupt_at,
+    last_masks,
+    lines,
+    masked_step,
+    tensors,
+)
 
 STEPS: Final = 4
 
@@ -124,7 +132,6 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
     text = subject.open_text(tmp_path / "twin")
     batches = Batches(text.train, context=32, batch_size=2, seed=0)
     for line in lines(run, "step"):
-        opt.zero_grad()
         parts = [next(batches) for _ in range(2)]
         total = torch.zeros(())
         for batch in parts:
@@ -134,17 +141,11 @@ def test_a_run_is_dense_training_with_masks(place: Path, tmp_path: Path, teacher
                     twin, parent if teacher else None, row, targets, places
                 )
         loss = total / sum(batch.num_tokens for batch in parts)
-        loss.backward()
-        for name, where in pruned.items():
-            twin.get_parameter(name).grad.masked_fill_(where, 0)
-        norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         for group in opt.param_groups:
             group["lr"] = line["lr"]
-        opt.step()
-        for name, where in pruned.items():
-            twin.get_parameter(name).data.masked_fill_(where, 0)
-        assert line["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
-        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        norm = masked_step(twin, opt, loss, pruned)
+        assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
     trained = samo.load_masks(run / "checkpoints" / "last")
     assert trained == masks
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")

@@ -44,11 +44,28 @@ class GPTSubject(Subject):
 
     def open_text(self, out: Path) -> Text:
         """Open the text; its vocabulary is the model's."""
-        text = open_text(self.config, out)
-        self._tokenizer = text.tokenizer.name
-        data = replace(self.config.data, vocab_size=text.vocab_size)
-        self.config = replace(self.config, data=data)
-        return text
+        data, context = self.config.data, self.config.model.context
+        tokenizer = open_tokenizer(str(data.tokenizer))
+        known = None if data.vocab_size == "auto" else data.vocab_size
+        how: dict[str, Any] = {"tokenizer": tokenizer, "cache": out / "data", "vocab_size": known}
+        train = open_tokens(data.train, **how)
+        if data.valid:
+            valid = open_tokens(data.valid, **how)
+        else:
+            train, valid = train.split(data.valid_fraction, min_tokens=context + 1)
+        for name, part, paths in (
+            ("to train on", train, data.train),
+            ("to validate on", valid, data.valid or data.train),
+        ):
+            try:
+                validation_batches(part, context=context, batch_size=1, max_batches=1)
+            except DataError as error:
+                files = ", ".join(f"'{path.name}'" for path in paths)
+                raise DataError(f"the text {name} ({files}): {error}") from None
+        size = max(train.vocab_size, valid.vocab_size)
+        self._tokenizer = tokenizer.name
+        self.config = replace(self.config, data=replace(data, vocab_size=size))
+        return Text(tokenizer, train, valid, size)
 
     def new_learner(self, ranks: RankGroup, checkpoint: Path | None) -> Learner:
         """Return a learner with initial weights: those of ``model.init``, or drawn from the seed.
@@ -72,9 +89,9 @@ class GPTSubject(Subject):
             load(config.model.init, whole, mesh=ranks.mesh, timeout_s=ranks.timeout_s)
         return Learner(model, config, ranks=ranks, stages=stages)
 
-    def new_masking(self, learner: Learner) -> Masking:
-        """Return the masks of the settings."""
-        return Masking(self.config, learner)
+    def new_masking(self, learner: Learner) -> Masking | None:
+        """Return the masks of the settings, if the model is to be pruned."""
+        return None if self.config.run.mode == "dense" else Masking(self.config, learner)
 
     def record(self) -> dict[str, Any]:
         """Return the shape, from which `samo.integrations` builds the model."""
@@ -84,25 +101,3 @@ class GPTSubject(Subject):
         """Continue a prompt."""
         run, context = self.config.run, self.config.model.context
         return generate(learner.model, prompt_T, run.sample_tokens, context=context, seed=run.seed)
-
-
-def open_text(config: ResolvedConfig, out: Path) -> Text:
-    """Open the data, and check that there is enough of it."""
-    data, context = config.data, config.model.context
-    tokenizer = open_tokenizer(str(data.tokenizer))
-    size = None if data.vocab_size == "auto" else data.vocab_size
-    train = open_tokens(data.train, tokenizer=tokenizer, cache=out / "data", vocab_size=size)
-    if data.valid:
-        valid = open_tokens(data.valid, tokenizer=tokenizer, cache=out / "data", vocab_size=size)
-    else:
-        train, valid = train.split(data.valid_fraction, min_tokens=context + 1)
-    for name, part, paths in (
-        ("to train on", train, data.train),
-        ("to validate on", valid, data.valid or data.train),
-    ):
-        try:
-            validation_batches(part, context=context, batch_size=1, max_batches=1)
-        except DataError as error:
-            files = ", ".join(f"'{path.name}'" for path in paths)
-            raise DataError(f"the text {name} ({files}): {error}") from None
-    return Text(tokenizer, train, valid, max(train.vocab_size, valid.vocab_size))

@@ -41,7 +41,7 @@ class Masking:
         settings = config.prune
         with _pruning():
             self._choice: Final = self._choose()
-            if settings.method == "early-bird" and config.run.mode != "dense":
+            if settings.method == "early-bird":
                 self._bird = EarlyBird(
                     learner.model,
                     **self._choice,
@@ -56,7 +56,7 @@ class Masking:
         model = self._learner.model
         if self._config.prune.masks is not None:
             self._given = self._load()
-        elif self._config.run.mode != "dense" and self._choice:
+        elif self._choice:
             with _pruning():
                 groups = decide(model, dense_parameters(model), **self._choice)
             for group in groups:
@@ -86,7 +86,7 @@ class Masking:
 
     def is_due(self, step: int) -> bool:
         """Return whether masks are to be drawn before the next step."""
-        if self._config.run.mode == "dense" or self._learner.phase != "dense":
+        if self._learner.phase != "dense":
             return False
         is_stable = self._bird is not None and self._bird.masks is not None
         return is_stable or step >= self._config.prune.dense_steps
