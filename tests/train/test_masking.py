@@ -5,15 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import samo
 from samo.models.gpt import GPT
 from samo.models.shapes import GPTConfig
 from samo.pruning.schedules import cubic_sparsity
-from samo.train import events
 from samo.train.config import OptimConfig, PruneConfig
-from samo.train.gpt_subject import GPTSubject
 from samo.train.learner import Learner
 from samo.train.masking import Masking
 from samo.train.resolve import resolve
@@ -25,28 +22,10 @@ __all__ = ["text"]
 SHAPE = GPTConfig(num_layers=1, width=32, num_heads=2, context=32)
 
 
-def test_a_ticket_that_settles_ends_the_dense_phase(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ticket_that_settles_ends_the_dense_phase(tmp_path: Path, text: Path) -> None:
     """It is what a bird draws by hand from the same weights, observed after the same steps."""
     run = tmp_path / "run"
-    learners: list[Learner] = []
-    weights: dict[int, dict[str, torch.Tensor]] = {}
-
-    class Copy:
-        def on(self, event: events.Event) -> None:
-            if isinstance(event, events.Observed):
-                params = learners[0].model.named_parameters()
-                weights[event.step] = {name: param.detach().clone() for name, param in params}
-
-    build = GPTSubject.new_learner
-
-    def keep(*args: Any, **kwargs: Any) -> Learner:
-        learners.append(build(*args, **kwargs))
-        return learners[0]
-
-    monkeypatch.setattr(GPTSubject, "new_learner", keep)
-    train(method_config(text, "settled"), run, listeners=[Copy()])
+    train(method_config(text, "settled", save_every=1, keep=9), run)
     seen = lines(run, "observe")
     (pruned,) = lines(run, "prune")
     assert pruned["step"] == seen[-1]["step"] < 7
@@ -57,8 +36,8 @@ def test_a_ticket_that_settles_ends_the_dense_phase(
     model = GPT(SHAPE)
     bird = samo.EarlyBird(model, 0.9, queue=3, threshold=0.3)
     drawn = []
-    for tensors in weights.values():
-        model.load_state_dict(tensors)
+    for line in seen:
+        samo.load(run / "checkpoints" / f"step-{line['step']}", model)
         drawn.append(bird.observe())
     assert drawn == [None] * (len(drawn) - 1) + [last_masks(run)]
     assert pruned["distances"] == bird.distances[-1]
